@@ -1,0 +1,38 @@
+"""dualtune: LoRA and QLoRA fine-tuning on Apple silicon (MLX) and NVIDIA GPUs (PyTorch) from one config.
+
+from dualtune import load_config, train
+
+result = train(load_config("config.yaml", overrides=["train.steps=50"]), platform="auto")
+print(result.adapter_dir, result.eval_loss)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
+    from dualtune.hooks import Hook
+    from dualtune.train.run import TrainResult
+
+__version__ = "0.1.0"
+__all__ = ["load_config", "train"]
+
+# The imports stand inside the functions because `dualtune --help` imports this file and must answer at once.
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML config, with overrides such as "train.steps=50". ConfigError lists every problem with its line."""
+    from dualtune.config import load_config as load
+
+    return load(path, overrides)
+
+
+def train(config: Config, platform: str = "auto", hooks: Sequence[Hook] = (), *, resume: bool = False) -> TrainResult:
+    """Train an adapter and return where it is. `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks."""
+    from dualtune.platform.choose import choose, open_backend
+    from dualtune.train.run import run
+
+    return run(config, open_backend(choose(platform)), hooks, resume=resume)

@@ -1,0 +1,115 @@
+"""Did you mean …? Advice on keys and values that the schema does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from dualtune.config.problem import KeyPath, dotted
+from dualtune.config.schema import sections
+
+# What other trainers (PEFT, TRL, transformers, mlx-lm, axolotl, LLaMA-Factory, unsloth) call our keys. Such a name is
+# not always the same quantity, which is why it is a suggestion and not an alias.
+FOREIGN_KEYS = {
+    name: key
+    for key, names in {
+        "model": "base",
+        "adapter": "lora lora_config lora_parameters peft",
+        "train": "training optimizer trainer",
+        "model.name": "base_model hf_path model_id model_name model_name_or_path model_path pretrained_model",
+        "model.dtype": "bf16 compute_dtype fp16 mixed_precision precision torch_dtype",
+        "model.quantization": "bits load_in_4bit load_in_8bit quantize quantization_bit",
+        "adapter.rank": "lora_r lora_rank r",
+        "adapter.alpha": "lora_alpha scale",
+        "adapter.dropout": "lora_dropout",
+        "adapter.targets": "lora_target lora_target_modules target_modules keys",
+        "adapter.init_from": "adapter_name_or_path resume_adapter_file",
+        "data.train": "data_path dataset dataset_name dataset_path datasets train_data train_file train_path",
+        "data.eval": "eval_file test_size train_split val_data val_set_size val_size valid validation_split",
+        "data.format": "dataset_type type",
+        "data.columns": "column_mapping field_mapping",
+        "data.template": "chat_template prompt_template",
+        "data.max_length": "cutoff_len max_seq_len max_seq_length model_max_length seq_len seq_length sequence_len",
+        "data.packing": "pack sample_packing",
+        "data.loss_on": "assistant_only_loss completion_only_loss mask_prompt train_on_inputs train_on_prompt",
+        "train.epochs": "n_epochs num_epochs num_train_epochs",
+        "train.steps": "iters max_iters max_steps num_iters num_steps train_steps",
+        "train.documents_per_step": (
+            "batch_size effective_batch_size global_batch_size grad_accumulation_steps gradient_accumulation_steps "
+            "per_device_train_batch_size train_batch_size"
+        ),
+        "train.micro_batch_tokens": "micro_batch_size",
+        "train.learning_rate": "lr peak_lr",
+        "train.schedule": "lr_schedule lr_scheduler lr_scheduler_type scheduler",
+        "train.warmup": "warmup_ratio warmup_steps",
+        "train.weight_decay": "wd",
+        "train.max_grad_norm": "clip_grad_norm grad_clip gradient_clipping max_norm",
+        "memory.checkpointing": "activation_checkpointing grad_checkpoint gradient_checkpointing",
+        "memory.offload": "cpu_offload",
+        "memory.limit": "max_memory memory_limit",
+        "run.dir": "adapter_path output output_dir run_dir save_dir",
+        "run.seed": "random_seed random_state",
+        "run.log_every": "log_steps logging_steps steps_per_report",
+        "run.eval_every": "eval_steps evals_per_epoch steps_per_eval",
+        "run.save_every": "checkpoint_every save_steps saves_per_epoch",
+        "run.keep": "save_total_limit",
+    }.items()
+    for name in names.split()
+}
+
+_VALUE_SYNONYMS = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "4bit": "nf4",
+    "int4": "nf4",
+    "8bit": "int8",
+    "null": "none",
+    "false": "none",
+    "off": "none",
+    "true": "full",
+    "completion": "assistant",
+    "chatml": "messages",
+    "constant_with_warmup": "constant",
+}
+
+
+def unknown_key(path: KeyPath) -> str:
+    """What to do about a key that does not exist."""
+    return f"unknown key. {_advice(dotted(path[:-1]), str(path[-1]))}"
+
+
+def _advice(section: str, key: str) -> str:
+    keys = {name: list(model.model_fields) for name, model in sections().items()}
+    here = keys.get(section, list(keys))
+    everywhere = {f"{name}.{inner}": inner for name, names in keys.items() for inner in names}
+    name = key.lower().replace("-", "_")
+
+    if section and name in keys:
+        return f"'{name}' is a section of its own; check the indentation"
+    if key in everywhere:
+        return f"Write '{everywhere[key]}' below the section '{key.partition('.')[0]}'"
+    if homes := [full for full, inner in everywhere.items() if inner == name and not full.startswith(f"{section}.")]:
+        return f"It belongs to {'another' if section else 'a'} section: {_quoted(homes)}"
+    if foreign := FOREIGN_KEYS.get(name):
+        return f"Did you mean '{foreign.removeprefix(f'{section}.')}'?"
+    if close := get_close_matches(name, here, n=1):
+        return f"Did you mean '{close[0]}'?"
+    # Far from home a resemblance counts for less.
+    if close := get_close_matches(name, everywhere.values(), n=1, cutoff=0.8):
+        return f"Did you mean {_quoted(full for full, inner in everywhere.items() if inner == close[0])}?"
+    return f"Allowed here: {', '.join(here)}"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names)
+
+
+def similar_value(text: str, allowed: list[str]) -> str | None:
+    """The allowed name that was probably meant, if one is near."""
+    synonym = _VALUE_SYNONYMS.get(text.lower())
+    if synonym in allowed:
+        return synonym
+    return next(iter(get_close_matches(text.lower(), allowed, n=1)), None)

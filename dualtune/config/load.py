@@ -1,0 +1,189 @@
+"""A config file and `--set` overrides -> Config, or one ConfigError that names every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from dualtune.config.advice import unknown_key
+from dualtune.config.problem import KeyPath, Place, Problem, dotted
+from dualtune.config.reader import UNREADABLE, BadYaml, Document, read_yaml
+from dualtune.config.schema import Config, redact, sections
+from dualtune.config.words import examples, missing, wrong_value
+from dualtune.errors import ConfigError
+
+_MAX_BYTES = 2**18
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file. Of several overrides `section.key=value` of one key, the last one wins."""
+    return parse_config(_read_text(Path(path)), source=str(path), overrides=overrides)
+
+
+def parse_config(text: str, *, source: str = "<string>", overrides: Iterable[str] = ()) -> Config:
+    """Like load_config, for a text. Messages call it `source`."""
+    try:
+        document = read_yaml(text, source)
+    except BadYaml as error:
+        raise ConfigError(redact(str(error.problem))) from None
+    if document.data is None:
+        raise ConfigError(f"{source}: is empty. `dualtune config` prints a commented default")
+    if isinstance(document.data, dict):
+        for override in overrides:
+            _apply(override, document)
+        config = _validate(document)
+        if config and not document.problems:
+            return config
+    elif document.data is not UNREADABLE:
+        names = ", ".join(sections())
+        document.problems.append(Problem(Place(source), (), f"must be a mapping with the sections {names}"))
+    # In the order of the file; then what has no line: overrides and missing sections.
+    problems = sorted(document.problems, key=lambda problem: problem.place.line or float("inf"))
+    raise ConfigError(redact("\n".join(map(str, problems))))
+
+
+def get_value(config: Config, key: str) -> Any:
+    """The value of `section.key`, or a whole section."""
+    value: Any = config
+    path = tuple(key.split("."))
+    for depth, part in enumerate(path):
+        if isinstance(value, BaseModel) and part in type(value).model_fields:
+            value = getattr(value, part)
+        elif isinstance(value, dict) and part in value:
+            value = cast(dict[str, Any], value)[part]
+        elif isinstance(value, BaseModel):
+            raise ConfigError(redact(f"{key}: {unknown_key(path[: depth + 1])}"))
+        else:
+            raise ConfigError(redact(f"{key}: there is no '{part}' in '{dotted(path[:depth])}'"))
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. `dualtune config` prints a commented default") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory, must be a YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > _MAX_BYTES:
+        raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes, which no config is")
+    try:
+        return raw.decode("utf-8-sig")  # with or without a byte order mark
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        message = f"byte 0x{raw[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        raise ConfigError(f"{path}:{line}: {message}") from None
+
+
+# --- Overrides -------------------------------------------------------------------------------------------------------
+
+
+def _apply(override: str, document: Document) -> None:
+    """Set one key in the document, with the override as its place. Faults become problems of the document."""
+    key, equals, text = override.partition("=")
+    parts = tuple(part.strip() for part in key.split("."))
+    place = Place(f"--set {dotted(parts)}")
+    if not equals or not all(parts):
+        message = "must have the form section.key=value, such as train.steps=100"
+        document.problems.append(Problem(Place(f"--set {override}"), (), message))
+        return
+    try:
+        value = read_yaml(text, place.source, with_lines=False)
+    except BadYaml as error:
+        document.problems.append(error.problem)
+        return
+    if value.data is None and text.strip().lower() not in ("null", "~"):  # --set train.steps=$UNSET
+        document.problems.append(Problem(place, parts, "has no value; write null for none, '' for an empty string"))
+        return
+    document.problems += [Problem(place, (*parts, *path), message) for _, path, message in value.problems]
+
+    node = cast(dict[str, Any], document.data)
+    for depth, part in enumerate(parts[:-1], start=1):
+        if node.get(part) is None:
+            node[part] = {}
+            if depth > 1:  # a created section remains one that the file lacks
+                document.places[parts[:depth]] = place
+        if not isinstance(node[part], dict):
+            document.problems.append(Problem(place, parts, f"'{dotted(parts[:depth])}' is a value, not a section"))
+            return
+        node = node[part]
+    node[parts[-1]] = value.data
+    for path in [path for path in document.places if path[: len(parts)] == parts]:
+        del document.places[path]
+    document.places[parts] = place
+
+
+# --- Validation ------------------------------------------------------------------------------------------------------
+
+
+def _validate(document: Document) -> Config | None:
+    """The config, or None and at least one more problem in the document."""
+    given = cast(dict[str, Any], document.data)
+    # A section that is absent, or empty because all its keys are commented out, consists of defaults.
+    empty: dict[str, Any] = {name: {} for name in sections() if given.get(name) is None}
+    data = given | empty
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        found = dict(_faults(error, data))
+    faulty = [*found, *(problem.path for problem in document.problems)]
+    for path, message in (found | _impossible_pairs(data, faulty)).items():
+        document.problems.append(Problem(document.place(path), path, message))
+    return None
+
+
+def _faults(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """Path and message of every fault of a single key, in our words: pydantic's speak of types, not of configs."""
+    wrong_values: dict[KeyPath, str | None] = {}
+    for fault in error.errors(include_url=False, include_input=False):
+        match fault["type"]:
+            case "extra_forbidden":
+                yield fault["loc"], unknown_key(fault["loc"])
+            case "missing":
+                yield fault["loc"], missing(fault["loc"])
+            case "impossible_pairs":
+                continue
+            case kind:
+                # A union complains once per alternative, with the name of the alternative inside the location.
+                path, _ = _follow(fault["loc"], data)
+                wrong_values[path] = fault["msg"] if kind == "refused" else wrong_values.get(path)
+    outer = {path[:depth] for path in wrong_values for depth in range(len(path))}
+    for path, message in wrong_values.items():
+        value = _follow(path, data)[1]
+        if value is not UNREADABLE and path not in outer:
+            yield path, message or wrong_value(path, value)
+
+
+def _follow(location: KeyPath, data: Any) -> tuple[KeyPath, Any]:
+    """The part of a location that exists in the data, and the value there."""
+    path: KeyPath = ()
+    for part in location:
+        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            data = cast(dict[str | int, Any], data)[part]
+            path = (*path, part)
+    return path, cast(Any, data)
+
+
+def _impossible_pairs(data: dict[str, Any], faulty: Iterable[KeyPath]) -> dict[KeyPath, str]:
+    """Pydantic looks at pairs only if every key is right by itself, so look again without the keys that are not."""
+    ignored = {path[:2] for path in faulty}
+    repaired = {
+        section: example | {key: value for key, value in _keys(data[section]).items() if (section, key) not in ignored}
+        for section, example in examples().items()
+    }
+    try:
+        Config.model_validate(repaired)
+    except ValidationError as error:
+        pairs: list[tuple[KeyPath, KeyPath, str]] = error.errors()[0].get("ctx", {}).get("pairs", [])
+        return {path: message for path, other, message in pairs if not ignored & {path, path[:1], other, other[:1]}}
+    return {}
+
+
+def _keys(value: object) -> dict[str, Any]:
+    return cast(dict[str, Any], value) if isinstance(value, dict) else {}

@@ -1,0 +1,225 @@
+"""YAML text -> plain data, with the place of every key, so that an error can point at a line.
+
+PyYAML's own loader keeps the last of two equal keys, reads `1e-4` as a string, `on` as true, `016` as 14 and `1:30`
+as 90, and expands aliases without bound. Here it only parses text into events; turning events into data is ours.
+Scalars follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, cast
+
+import yaml
+from yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    CollectionStartEvent,
+    DocumentStartEvent,
+    Event,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+)
+
+from dualtune.config.problem import KeyPath, Place, Problem
+
+UNREADABLE = object()  # stands for a value that has been reported already
+_MAX_DEPTH = 20  # a config goes three deep; the limit is for us, who descend recursively
+
+
+class BadYaml(Exception):
+    """The text is not one YAML document; nothing more can be said about it."""
+
+    def __init__(self, place: Place, message: str) -> None:
+        super().__init__(message)
+        self.problem = Problem(place, (), message)
+
+
+@dataclass(slots=True)
+class Document:
+    """The data of a text, the place of every key and item in it, and what was wrong with them."""
+
+    data: Any = None
+    places: dict[KeyPath, Place] = field(default_factory=dict[KeyPath, Place])
+    problems: list[Problem] = field(default_factory=list[Problem])
+
+    def place(self, path: KeyPath) -> Place:
+        """Where the path was written, or else the nearest thing around it."""
+        while path not in self.places and path:
+            path = path[:-1]
+        return self.places[path]
+
+
+def read_yaml(text: str, source: str, *, with_lines: bool = True) -> Document:
+    """Read one document. Raises BadYaml for a syntax error; all other faults are collected in `problems`.
+
+    An empty text gives None. `with_lines=False` is for an override, where a line number means nothing.
+    """
+    return _Builder(_parse(text, source, with_lines), source, with_lines).build()
+
+
+# --- Text to events --------------------------------------------------------------------------------------------------
+
+
+def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
+    """The events of the nodes of the one document in the text."""
+
+    def bad_yaml(line: int, column: int, message: str) -> BadYaml:
+        return BadYaml(Place(source, line + 1, column + 1) if with_lines else Place(source), message)
+
+    try:
+        events = list(cast(Iterator[Event], yaml.parse(text, Loader=yaml.SafeLoader)))  # pyright: ignore[reportUnknownMemberType]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line, mark.column) if mark else (0, 0)
+        raise bad_yaml(line, column, _in_plain_words(error)) from None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n"), error.position - before.rfind("\n") - 1
+        raise bad_yaml(line, column, f"character U+{ord(text[error.position]):04X} is not allowed") from None
+    except (ValueError, OverflowError):  # PyYAML on "\UFFFFFFFF" and on endless digits
+        raise BadYaml(Place(source), "not valid YAML: an escape or a number is out of range") from None
+
+    depth, documents = 0, 0
+    for event in events:
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        documents += isinstance(event, DocumentStartEvent)
+        if documents > 1:
+            raise bad_yaml(*_start(event), "a second YAML document begins here; only one is allowed")
+        if depth > _MAX_DEPTH:
+            raise bad_yaml(*_start(event), "nested too deeply")
+    return [event for event in events if isinstance(event, NodeEvent | CollectionEndEvent)]
+
+
+def _start(event: Event) -> tuple[int, int]:
+    """Line and column, from 0."""
+    mark = cast(yaml.Mark, event.start_mark)
+    return mark.line, mark.column
+
+
+def _in_plain_words(error: yaml.MarkedYAMLError) -> str:
+    problem = error.problem or error.context or "unreadable"
+    if "'\\t'" in problem:
+        return "a tab cannot stand here; indent with spaces"
+    if "mapping values are not allowed" in problem:
+        return "a ':' cannot stand here; check the indentation, or put the value in quotes"
+    return f"not valid YAML: {problem}"
+
+
+# --- Events to data --------------------------------------------------------------------------------------------------
+
+
+def _integer(text: str) -> int:
+    number = int(text)  # refuses thousands of digits by itself
+    if abs(number) >= 2**63:
+        raise ValueError("beyond 64 bits")
+    return number
+
+
+def _boolean(text: str) -> bool:
+    return text.lower() == "true"
+
+
+def _float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+# What a scalar without quotes stands for, the first match winning. `render.py` quotes strings that match.
+PLAIN_SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    "null": (re.compile(r"(~|null|Null|NULL|)\Z"), lambda _: None),
+    "bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), _boolean),
+    "int": (re.compile(r"[-+]?[0-9]+(_[0-9]+)*\Z"), _integer),
+    "float": (
+        re.compile(r"([-+]?((\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN))\Z"),
+        _float,
+    ),
+}
+
+
+class _Builder:
+    """Goes through the events once, filling a document."""
+
+    def __init__(self, events: list[Event], source: str, with_lines: bool) -> None:
+        self._events = iter(events)
+        self._source = source
+        self._with_lines = with_lines
+        self._document = Document(places={(): Place(source)})
+
+    def build(self) -> Document:
+        for event in self._events:
+            self._document.data = self._node(event, ())
+        return self._document
+
+    def _node(self, event: Event, path: KeyPath) -> Any:
+        """The data of the node that begins with this event."""
+        tag = cast(str | None, getattr(event, "tag", None))
+        if isinstance(event, AliasEvent):
+            self._report(event, path, "aliases (*name) are not allowed; write the value out")
+        elif tag is not None:
+            self._report(event, path, f"tag {_short(tag)} is not allowed; write a plain value, or text in quotes")
+            self._skip(event)
+        elif isinstance(event, ScalarEvent):
+            return self._scalar(event, path)
+        elif isinstance(event, MappingStartEvent):
+            return self._mapping(path)
+        else:
+            return [self._child(item, item, (*path, index)) for index, item in enumerate(self._until_end())]
+        return UNREADABLE
+
+    def _mapping(self, path: KeyPath) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key_event in self._until_end():
+            # The key as written: `1` and `true` are names here.
+            key = cast(str, key_event.value) if isinstance(key_event, ScalarEvent) else None
+            if key is not None and key not in data:
+                data[key] = self._child(key_event, next(self._events), (*path, key))
+                continue
+            if key is None:
+                self._report(key_event, (*path, "?"), "a key must be a name, not a list or mapping")
+                self._skip(key_event)
+            else:
+                first = self._document.places[(*path, key)]
+                self._report(key_event, (*path, key), f"given twice, first at {first}")
+            self._skip(next(self._events))
+        return data
+
+    def _child(self, first: Event, value: Event, path: KeyPath) -> Any:
+        self._document.places[path] = self._place(first)
+        return self._node(value, path)
+
+    def _scalar(self, event: ScalarEvent, path: KeyPath) -> Any:
+        text = cast(str, event.value)
+        is_plain = cast(tuple[bool, bool], event.implicit)[0]
+        for pattern, construct in PLAIN_SCALARS.values() if is_plain else ():
+            if pattern.match(text):
+                try:
+                    return construct(text)
+                except ValueError:
+                    self._report(event, path, "the number has too many digits")
+                    return UNREADABLE
+        return text
+
+    def _until_end(self) -> Iterator[Event]:
+        while not isinstance(event := next(self._events), CollectionEndEvent):
+            yield event
+
+    def _skip(self, start: Event) -> None:
+        depth = 0
+        for event in chain([start], self._events):
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if depth == 0:
+                return
+
+    def _place(self, event: Event) -> Place:
+        return Place(self._source, _start(event)[0] + 1) if self._with_lines else Place(self._source)
+
+    def _report(self, event: Event, path: KeyPath, message: str) -> None:
+        self._document.problems.append(Problem(self._place(event), path, message))
+
+
+def _short(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!")

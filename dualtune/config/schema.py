@@ -1,0 +1,256 @@
+"""The config: every key, its type, its default and one sentence about it.
+
+This is the only place where defaults and descriptions live. The commented default (`render.py`), the JSON schema, the
+documentation and the words of an error message are all generated from here. The names are a public interface.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+_RULES = ConfigDict(
+    extra="forbid",
+    frozen=True,
+    strict=True,  # "16" is not 16, true is not 1, 3.7 is not 3; an integer is welcome where a number is asked for
+    allow_inf_nan=False,
+    hide_input_in_errors=True,  # an input can be a secret
+    use_attribute_docstrings=True,
+)
+
+_HF_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
+_SIZE_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def refuse(message: str) -> PydanticCustomError:
+    """A validation error whose words are ours, to be shown as they are."""
+    return PydanticCustomError("refused", "{message}", {"message": message})
+
+
+def redact(text: str) -> str:
+    """The text with every Hugging Face token blotted out."""
+    return _HF_TOKEN.sub("hf_***", text)
+
+
+def _all_different(names: tuple[str, ...]) -> tuple[str, ...]:
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise refuse(f"lists {', '.join(map(repr, repeated))} more than once")
+    return names
+
+
+# `format` is a free annotation in JSON schema: it names what a string, list or mapping means, and `words.py` says it.
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]
+Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
+Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
+ModuleNames = Annotated[
+    tuple[Name, ...],
+    Field(strict=False),  # a YAML list becomes a tuple; the names stay strict
+    Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
+    AfterValidator(_all_different),
+]
+
+
+class Section(BaseModel):
+    """What all sections share."""
+
+    model_config = _RULES
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _safe_text(cls, value: object) -> object:
+        """Refuse secrets, which would end up in logs and bundles, and characters that no file name can hold."""
+        for text in _texts(value):
+            if _HF_TOKEN.search(text):
+                raise refuse(
+                    "looks like a Hugging Face token (not shown). Take it out of the config and revoke it if the file "
+                    "was shared; `hf auth login` or the environment variable HF_TOKEN is the place for it"
+                )
+            if any(unicodedata.category(char) in ("Cc", "Cs") for char in text):
+                raise refuse(f"got {text!r}, must not hold control characters or half surrogates")
+        return value
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every string in a value, however deep, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in cast(dict[object, object], value).items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in cast(list[object], value):
+            yield from _texts(item)
+
+
+class ModelConfig(Section):
+    """The base model."""
+
+    name: Annotated[Name, Field(examples=["Qwen/Qwen3-0.6B"], json_schema_extra={"format": "model"})]
+    """The base model to adapt."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The compute dtype; auto takes the best one that the device supports."""
+    quantization: Literal["auto", "none", "nf4", "int8", "affine4", "affine8"] = "auto"
+    """How the base weights are stored in memory; auto keeps what the model directory holds."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Whether to load the weights, or to draw them at random in the real shapes to measure speed and memory."""
+
+
+class AdapterConfig(Section):
+    """The LoRA adapter."""
+
+    rank: Count = 16
+    """The inner dimension r of the adapter."""
+    alpha: Positive = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: Fraction = 0.05
+    """The share of the adapter's inputs that is zeroed in training."""
+    targets: Literal["all-linear"] | ModuleNames = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    """The linear modules to adapt: a whole path, or the end of one."""
+    init_from: Location | None = None
+    """An adapter directory, of any layout, to continue training from."""
+
+
+class DataConfig(Section):
+    """The training and evaluation data."""
+
+    train: Annotated[Location, Field(examples=["data/train.jsonl"])]
+    """The training data."""
+    eval: Fraction | Location | None = 0.1
+    """The evaluation data, or the fraction of the training rows to hold out for it; 0 or null evaluates nothing."""
+    format: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = "auto"
+    """How a row is laid out; auto tells it from the column names."""
+    columns: Annotated[dict[str, Name], Field(json_schema_extra={"format": "columns"})] = {}
+    """Columns that the file calls otherwise, such as {prompt: question}."""
+    template: Literal["auto", "none"] | Location = "auto"
+    """The chat template: the tokenizer's own, none at all, or a Jinja file."""
+    max_length: Annotated[int, Field(ge=2)] = 2048
+    """The most tokens that a document may have."""
+    packing: bool = False
+    """Whether several documents share a row, each seeing only itself."""
+    loss_on: Literal["assistant", "all", "last"] = "assistant"
+    """The tokens that are learned: every assistant turn, everything, or the last assistant turn."""
+
+
+class TrainConfig(Section):
+    """The optimization."""
+
+    epochs: Positive = 3.0
+    """How often to go through the training data."""
+    steps: Count | None = None
+    """The number of optimizer steps; where given, it wins over epochs."""
+    tokens_per_step: Count = 16384
+    """How many tokens an optimizer step takes; a step takes at least one document."""
+    documents_per_step: Count | None = None
+    """How many documents an optimizer step takes; where given, it wins over tokens_per_step."""
+    micro_batch_tokens: Literal["auto"] | Count = "auto"
+    """How many tokens go through the model at once: memory and speed change with it, the result does not."""
+    learning_rate: Positive = 2.0e-4
+    """The peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup: Fraction | Count = 0.03
+    """The warm-up of the learning rate: below 1 a share of the steps, from 1 on a number of steps."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """The decoupled weight decay of AdamW."""
+    max_grad_norm: Positive | None = 0.3
+    """The norm to which a larger gradient is clipped; null clips nothing."""
+
+
+class MemoryConfig(Section):
+    """What to trade for memory."""
+
+    checkpointing: Literal["auto", "none", "full"] = "auto"
+    """Whether activations are recomputed in the backward pass; auto only where they would not fit."""
+    offload: Literal["auto", "none"] = "auto"
+    """Whether tensors may move to host memory where the device's does not suffice."""
+    limit: Literal["auto"] | Size = "auto"
+    """The device memory that the run may use; auto is what the device has free."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The limit in bytes, or None for auto."""
+        if self.limit == "auto":
+            return None
+        match = re.fullmatch(r"([0-9.]+) ?(\w+)", self.limit)
+        assert match is not None  # the pattern of Size
+        return int(float(match[1]) * _SIZE_UNITS[match[2]])
+
+
+class HybridConfig(Section):
+    """Predictive training: some backward passes are predicted instead of computed."""
+
+    enabled: bool = False
+    """Whether to train predictively."""
+
+
+class RunConfig(Section):
+    """The run directory, and what is written to it."""
+
+    dir: Location = "runs/first"
+    """The directory that holds everything about the run."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """The seed of every random draw."""
+    log_every: Count = 10
+    """How many optimizer steps lie between two log lines."""
+    eval_every: Count | None = 100
+    """How many optimizer steps lie between two evaluations; null evaluates only at the end."""
+    save_every: Count | None = 100
+    """How many optimizer steps lie between two checkpoints; null saves only at the end."""
+    keep: Count = 3
+    """How many checkpoints are kept, the newest ones."""
+
+
+class Config(BaseModel):
+    """The settings of a run."""
+
+    model_config = _RULES
+
+    model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    memory: MemoryConfig = MemoryConfig()
+    hybrid: HybridConfig = HybridConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _pairs_are_possible(self) -> Config:
+        if pairs := list(_impossible_pairs(self)):
+            message = "; ".join(f"{'.'.join(path)}: {message}" for path, _, message in pairs)
+            raise PydanticCustomError("impossible_pairs", "{message}", {"message": message, "pairs": pairs})
+        return self
+
+
+Key = tuple[str, str]
+
+
+def _impossible_pairs(config: Config) -> Iterator[tuple[Key, Key, str]]:
+    """(key, the key that it cannot go with, message) of values that are fine alone and impossible together."""
+    data, train = config.data, config.train
+    if isinstance(data.eval, str) and os.path.normpath(data.eval) == os.path.normpath(data.train):
+        rule = "must be other data, or a fraction of data.train to hold out"
+        yield ("data", "eval"), ("data", "train"), f"got {data.eval!r}, which is data.train too; {rule}"
+    if isinstance(train.warmup, int) and train.steps is not None and train.warmup >= train.steps:
+        rule = f"must be below train.steps ({train.steps})"
+        yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"
+    if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
+        rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
+        yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections by name, in order."""
+    return {name: cast(type[Section], cast(Any, field.annotation)) for name, field in Config.model_fields.items()}

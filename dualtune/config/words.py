@@ -1,0 +1,133 @@
+"""The schema in plain words: what a key allows, for error messages and for the comments of the default config."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, cast
+
+from dualtune.config.advice import similar_value
+from dualtune.config.problem import KeyPath, dotted
+from dualtune.config.schema import Config, redact
+
+Fragment = dict[str, Any]  # a part of a JSON schema
+
+_FORMATS = {
+    "columns": "a mapping from our column names to the file's",
+    "model": "a hub id or a directory",
+    "modules": "a list of different module names, at least one",
+    "name": "a name",
+    "path": "a path",
+    "size": "a size such as 12GB or 12GiB",
+}
+_TYPES = {
+    "boolean": "true or false",
+    "integer": "an integer",
+    "null": "null",
+    "number": "a number",
+    "string": "a string",
+}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+
+@cache
+def config_schema() -> Fragment:
+    """The JSON schema of the config. It is shared: copy it before changing it."""
+    return Config.model_json_schema()
+
+
+def fragment(path: KeyPath) -> Fragment:
+    """The JSON schema of a section, a key, or an item of a list or mapping."""
+    node = config_schema()
+    for part in path:
+        node = _resolve(_inner(node, part))
+    return node
+
+
+def _inner(node: Fragment, part: str | int) -> Fragment:
+    if isinstance(part, str) and part in node.get("properties", {}):
+        return node["properties"][part]
+    options = cast(list[Fragment], node.get("anyOf", [node]))
+    return next(option[kind] for option in options for kind in ("items", "additionalProperties") if kind in option)
+
+
+def _resolve(node: Fragment) -> Fragment:
+    return config_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def describe(node: Fragment) -> str:
+    """What is allowed: `auto, float32 or float16`, `an integer >= 1`, `a number > 0 or null`."""
+    *head, last = _alternatives(node)
+    comma = "," if any(" and " in words for words in head) else ""
+    return f"{', '.join(head)}{comma} or {last}" if head else last
+
+
+def _alternatives(node: Fragment) -> list[str]:
+    if "anyOf" in node:
+        return [words for option in node["anyOf"] for words in _alternatives(option)]
+    if names := choices(node):
+        return names
+    if "properties" in node:
+        return [f"a section (keys: {', '.join(node['properties'])})"]
+    noun = _FORMATS.get(node.get("format", "")) or _TYPES[node["type"]]
+    return [" ".join(filter(None, [noun, _bounds(node)]))]
+
+
+def choices(node: Fragment) -> list[str]:
+    """The fixed names that a key allows, perhaps besides other values."""
+    own = [node["const"]] if "const" in node else cast(list[str], node.get("enum", []))
+    return own + [name for option in node.get("anyOf", []) for name in choices(option)]
+
+
+def _bounds(node: Fragment) -> str:
+    return " and ".join(f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node)
+
+
+def wrong_value(path: KeyPath, value: object) -> str:
+    """What was got and what is allowed, for a value that the schema refuses."""
+    node, names, got = fragment(path), choices(fragment(path)), f"got {_show(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{got}, must be finite"
+    if "enum" in node:
+        text = f"{got}, allowed: {', '.join(names)}"
+    elif _bounds(node) and _has_type(value, node["type"]):
+        text = f"{got}, must be {_bounds(node)}"
+    else:
+        text = f"{got}, must be {describe(node)}"
+    said = value if isinstance(value, str) else _show(value) if value is None or isinstance(value, bool) else ""
+    suggestion = similar_value(said, names)
+    return f"{text}. Did you mean '{suggestion}'?" if suggestion else text
+
+
+def _has_type(value: object, kind: str) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int if kind == "integer" else int | float)
+
+
+def missing(path: KeyPath) -> str:
+    """For a required key that is not there."""
+    node = fragment(path)
+    example = f"{path[-1]}: {node['examples'][0]}"
+    return f"missing; section '{dotted(path[:-1])}' needs it: {describe(node)}, such as `{example}`"
+
+
+def _show(value: object) -> str:
+    """A value as it is written in YAML, shortened."""
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value).replace("inf", ".inf").replace("nan", ".nan")
+    text = redact(repr(value))  # before shortening, which could leave a recognizable half
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+@cache
+def examples() -> dict[str, dict[str, Any]]:
+    """The example value of every required key, by section."""
+    return {
+        section: {key: fragment((section, key))["examples"][0] for key in fragment((section,)).get("required", [])}
+        for section in config_schema()["properties"]
+    }

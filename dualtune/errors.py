@@ -1,0 +1,46 @@
+"""Errors that a user can act on. Each kind has an exit code, which is part of the command line's public interface.
+
+A message says what was got, what is allowed and what to do next. `assert` is for our own invariants, never for users.
+"""
+
+
+class DualtuneError(Exception):
+    """Base of every error that is reported as one clear message, without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(DualtuneError):
+    """The config file, an override or a command-line argument is wrong, or the backend does not honour it."""
+
+    exit_code = 2
+
+
+class DataError(DualtuneError):
+    """The training or evaluation data cannot be used as it is."""
+
+    exit_code = 3
+
+
+class EnvironmentFault(DualtuneError):
+    """The machine lacks something: a backend, a GPU, a model, the network."""
+
+    exit_code = 4
+
+
+class DiskError(DualtuneError):
+    """A file or directory could not be written."""
+
+    exit_code = 5
+
+
+class FormatError(DualtuneError):
+    """An adapter or bundle is damaged, unsafe, or uses a feature that cannot be converted exactly."""
+
+    exit_code = 6
+
+
+class NonFiniteError(DualtuneError):
+    """A loss, gradient or weight became NaN or infinite."""
+
+    exit_code = 7

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Build the wheel, install it into an environment of its own, and train one step with it, away from the source tree.
+# Usage: BACKEND=torch scripts/check_wheel.sh PYTHON   (a Python with the package `build`)
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+"$python" -m build --wheel --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+wheel=$(ls "$work"/dist/*.whl)
+"$python" -m venv "$work/venv"
+pip=("$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$root/constraints.txt")
+if [ "$BACKEND" = torch ]; then "${pip[@]}" torch; fi
+"${pip[@]}" "$wheel[$BACKEND]"
+
+cd "$work" # so that nothing is imported from the source tree
+export PATH="$work/venv/bin:$PATH"
+dualtune --help >/dev/null
+dualtune train --demo --set train.steps=1 --set run.dir=run
+dualtune adapter inspect run/adapter >/dev/null
+echo "wheel ok: $(basename "$wheel"), one step trained from a clean environment"

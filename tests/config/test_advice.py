@@ -1,0 +1,98 @@
+"""Unknown and missing keys: did you mean …?"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualtune.config import parse_config
+from dualtune.config.advice import FOREIGN_KEYS
+from dualtune.config.schema import sections
+from dualtune.errors import ConfigError
+
+MINIMAL = "model:\n  name: m\ndata:\n  train: t\n"
+KEYS = [(section, key) for section, model in sections().items() for key in model.model_fields]
+
+
+def error_of(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, source="c.yaml", overrides=overrides)
+    return str(caught.value)
+
+
+def with_(line: str) -> str:
+    """The minimal config with a line of one more section, line 5: `section: {key: value}`."""
+    return MINIMAL + line + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("data_: 1", "data_: unknown key. Did you mean 'data'?"),
+        ("learning_rate: 1", "learning_rate: unknown key. It belongs to a section: 'train.learning_rate'"),
+        ("train.steps: 1", "train.steps: unknown key. Write 'steps' below the section 'train'"),
+        ("train: {max_length: 1}", "train.max_length: unknown key. It belongs to another section: 'data.max_length'"),
+        ("train: {max_lenght: 1}", "train.max_lenght: unknown key. Did you mean 'data.max_length'?"),
+        ("train: {Learning-Rate: 1}", "train.Learning-Rate: unknown key. Did you mean 'learning_rate'?"),
+        ("train: {memory: {limit: 12GB}}", "train.memory: unknown key. 'memory' is a section of its own; check the"),
+        ("hybrid: {zzz: 1}", "hybrid.zzz: unknown key. Allowed here: enabled"),
+        ("hybrid: 3", "hybrid: got 3, must be a section (keys: enabled)"),
+        ("hybrid: {? null: 1}", "hybrid.null: unknown key."),
+        ('hybrid: {"a\\e[2J": 1}', r"hybrid.'a\x1b[2J': unknown key."),
+    ],
+)
+def test_an_unknown_key_gets_advice(line: str, message: str) -> None:
+    assert error_of(with_(line)).startswith(f"c.yaml:5: {message}")
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "ours"),
+    [
+        ("adapter", "lora_r", "rank"),
+        ("adapter", "r", "rank"),
+        ("adapter", "target_modules", "targets"),
+        ("train", "lr", "learning_rate"),
+        ("train", "batch_size", "documents_per_step"),
+        ("train", "per_device_train_batch_size", "documents_per_step"),
+        ("train", "gradient_accumulation_steps", "documents_per_step"),
+        ("train", "num_train_epochs", "epochs"),
+        ("train", "iters", "steps"),
+        ("train", "max_seq_length", "data.max_length"),
+        ("train", "load_in_4bit", "model.quantization"),
+        ("train", "output_dir", "run.dir"),
+        ("run", "output_dir", "dir"),
+    ],
+)
+def test_names_of_other_trainers_are_translated(section: str, name: str, ours: str) -> None:
+    error = error_of(with_(f"{section}: {{{name}: 1}}"))
+    assert error == f"c.yaml:5: {section}.{name}: unknown key. Did you mean '{ours}'?"
+
+
+def test_the_table_of_foreign_names_leads_to_keys_that_exist() -> None:
+    ours = {f"{section}.{key}" for section, key in KEYS} | sections().keys()
+    assert set(FOREIGN_KEYS.values()) <= ours
+    assert not FOREIGN_KEYS.keys() & ({key for _, key in KEYS} | sections().keys())
+
+
+def _shortened() -> list[tuple[str, str, str]]:
+    """(section, key, key without one of its letters), except where that is a name in its own right."""
+    taken = {name for pair in KEYS for name in pair} | FOREIGN_KEYS.keys()
+    return [
+        (section, key, key[:at] + key[at + 1 :])
+        for section, key in KEYS
+        for at in range(len(key))
+        if key[:at] + key[at + 1 :] not in taken
+    ]
+
+
+@settings(max_examples=1000)  # stops earlier, when it has seen all
+@given(st.sampled_from(_shortened()))
+def test_a_key_that_lacks_one_letter_is_recognized(case: tuple[str, str, str]) -> None:
+    section, key, typed = case
+    assert f"--set {section}.{typed}: unknown key. Did you mean '{key}'?" in error_of(MINIMAL, f"{section}.{typed}=1")
+
+
+@pytest.mark.parametrize("text", ["run: {}", "model:\ndata:\n", "model: {}\ndata: {}"])
+def test_missing_keys_name_their_section(text: str) -> None:
+    error = error_of(text)
+    assert "model.name: missing; section 'model' needs it: a hub id or a directory, such as `name: Qwen/" in error
+    assert "data.train: missing; section 'data' needs it: a path, such as `train: data/train.jsonl`" in error

@@ -1,0 +1,97 @@
+"""The schema: the defaults that other programs rely on, and what holds for a Config made in Python."""
+
+import pytest
+from pydantic import ValidationError
+
+from dualtune.config import AdapterConfig, Config, MemoryConfig, RunConfig, TrainConfig
+from dualtune.config.schema import sections
+
+DEFAULTS = {
+    "model": {"name": "m", "dtype": "auto", "quantization": "auto", "init": "pretrained"},
+    "adapter": {
+        "rank": 16,
+        "alpha": 32,
+        "dropout": 0.05,
+        "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "init_from": None,
+    },
+    "data": {
+        "train": "t",
+        "eval": 0.1,
+        "format": "auto",
+        "columns": {},
+        "template": "auto",
+        "max_length": 2048,
+        "packing": False,
+        "loss_on": "assistant",
+    },
+    "train": {
+        "epochs": 3,
+        "steps": None,
+        "tokens_per_step": 16384,
+        "documents_per_step": None,
+        "micro_batch_tokens": "auto",
+        "learning_rate": 2.0e-4,
+        "schedule": "cosine",
+        "warmup": 0.03,
+        "weight_decay": 0.01,
+        "max_grad_norm": 0.3,
+    },
+    "memory": {"checkpointing": "auto", "offload": "auto", "limit": "auto"},
+    "hybrid": {"enabled": False},
+    "run": {"dir": "runs/first", "seed": 42, "log_every": 10, "eval_every": 100, "save_every": 100, "keep": 3},
+}
+
+
+def minimal() -> Config:
+    return Config.model_validate({"model": {"name": "m"}, "data": {"train": "t"}})
+
+
+def test_names_and_defaults_are_the_public_interface() -> None:
+    assert minimal().model_dump() == DEFAULTS
+
+
+def test_every_key_is_described_by_one_sentence() -> None:
+    for section, model in sections().items():
+        assert model.__doc__, section
+        for key, field in model.model_fields.items():
+            description = field.description or ""
+            assert description.endswith("."), f"{section}.{key}"
+            assert ". " not in description, f"{section}.{key}"
+
+
+def test_a_config_is_frozen() -> None:
+    config = minimal()
+    with pytest.raises(ValidationError):
+        config.run.seed = 1  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValidationError):
+        config.run = RunConfig()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_two_configs_share_no_mapping() -> None:
+    minimal().data.columns["a"] = "b"
+    assert minimal().data.columns == {}
+
+
+def test_the_rules_hold_without_yaml() -> None:
+    with pytest.raises(ValidationError, match=r"must be below train\.steps"):
+        Config.model_validate({**minimal().model_dump(), "train": {"steps": 5, "warmup": 5}})
+    with pytest.raises(ValidationError):
+        AdapterConfig.model_validate({"rank": "16"})
+    with pytest.raises(ValidationError):
+        TrainConfig(learning_rate=float("nan"))
+
+
+def test_a_validation_error_does_not_show_a_secret() -> None:
+    token = "hf_" + "a" * 30
+    with pytest.raises(ValidationError) as caught:
+        RunConfig(dir=token)
+    assert token not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "limit_bytes"),
+    [("auto", None), ("12GB", 12 * 10**9), ("12GiB", 12 * 2**30), ("1.5 TB", 1500 * 10**9), ("512 MiB", 2**29)],
+)
+def test_a_memory_limit_has_bytes(limit: str, limit_bytes: int | None) -> None:
+    assert MemoryConfig(limit=limit).limit_bytes == limit_bytes
