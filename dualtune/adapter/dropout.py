@@ -1,0 +1,38 @@
+"""LoRA dropout as a function, not a stream: the same mask on every backend, and nothing to save for a resume.
+
+Whether the input channel `i` of an adapted module is kept for a token is decided by an integer hash of the token's
+random key (`Batch.noise_BT`, drawn by the core from (seed, step, document, position)) and the channel's key (drawn from
+the module's path). A mask therefore does not depend on the micro-batch size, the packing or the number of ranks.
+
+The functions here are the reference; an engine repeats `keep_mask` with four integer operations on its device.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+# Multipliers of MurmurHash3's finalizer (https://github.com/aappleby/smhasher, public domain).
+MIX1, MIX2 = 0x85EBCA6B, 0xC2B2AE35
+SHIFT = 15
+
+
+def channel_keys(module: str, in_dim: int) -> np.ndarray:
+    """uint32 [in]: a random key for every input channel of a module."""
+    rng = np.random.default_rng(zlib.crc32(module.encode()))
+    return rng.integers(0, 1 << 32, in_dim, dtype=np.uint32)
+
+
+def threshold(dropout: float) -> int:
+    """A hash, read as a signed 32-bit integer, is kept when it is at least this: P(keep) = 1 − dropout."""
+    return round(dropout * 2.0**32) - 2**31
+
+
+def keep_mask(noise: np.ndarray, keys: np.ndarray, dropout: float) -> np.ndarray:
+    """bool [..., in] from token keys uint32 [...] and channel keys uint32 [in]."""
+    x = noise[..., None] ^ keys
+    x = x * np.uint32(MIX1)
+    x = x ^ (x >> np.uint32(SHIFT))
+    x = x * np.uint32(MIX2)
+    return x.view(np.int32) >= threshold(dropout)

@@ -1,0 +1,72 @@
+"""Typed access to the values of somebody else's JSON, with errors in the form `file: key: got X, must be Y`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from dualtune.errors import FormatError
+
+Table = Mapping[str, Any]
+
+
+def wrong(where: object, key: str, value: object, allowed: str) -> FormatError:
+    return FormatError(f"{where}: {key}: got {str(value)[:200]!r}, must be {allowed}")
+
+
+def required(table: Table, key: str, where: object) -> Any:
+    if key not in table:
+        raise FormatError(f"{where}: {key}: missing")
+    return table[key]
+
+
+def rank(table: Table, key: str, where: object) -> int:
+    value = required(table, key, where)
+    if type(value) is not int or value < 1:
+        raise wrong(where, key, value, "an integer >= 1")
+    return value
+
+
+def positive(table: Table, key: str, where: object) -> float:
+    """A finite number > 0. No trainer makes a scale of zero, and llama.cpp reads alpha 0 as 1."""
+    value = required(table, key, where)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise wrong(where, key, value, "a number > 0")
+    return float(value)
+
+
+def probability(table: Table, key: str, where: object) -> float:
+    value = required(table, key, where)
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise wrong(where, key, value, "a number >= 0 and < 1")
+    return float(value)
+
+
+def name(table: Table, key: str, where: object) -> str | None:
+    """A printable text, or None where it is absent or null."""
+    value = table.get(key)
+    if value is not None and not (isinstance(value, str) and value.isprintable()):
+        raise wrong(where, key, value, "a printable text or null")
+    return value
+
+
+def texts(table: Table, key: str, where: object) -> list[str] | None:
+    """A list of texts, or None where it is absent or null."""
+    value = table.get(key)
+    if value is None:
+        return None
+    items = cast("list[object]", value if isinstance(value, list) else [value])
+    if items == [value] or not all(isinstance(item, str) for item in items):
+        raise wrong(where, key, items, "a list of texts")
+    return cast("list[str]", items)
+
+
+def subtable(table: Table, key: str, where: object) -> dict[str, Any]:
+    """An object, empty where it is absent or null."""
+    value = table.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong(where, key, value, "an object")
+    return cast("dict[str, Any]", value)

@@ -1,0 +1,74 @@
+"""Names of modules inside a stack of layers: `model.layers.3.self_attn.q_proj` is `self_attn.q_proj` of layer 3.
+
+PEFT selects modules by the end of their paths, mlx-lm by names relative to a layer, which it then looks for in every
+layer. Either shorthand is only right where the adapter covers the whole stack; full paths are right always.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from dualtune.adapter.spec import ALL_LINEAR, is_target
+
+# The first number in the path is the layer; later ones count experts.
+_PLACE = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,5})\.(?P<name>.+)", re.ASCII)
+_PATH = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
+
+
+class Place(NamedTuple):
+    stack: str  # model.layers
+    layer: int  # 3
+    name: str  # self_attn.q_proj
+
+
+def is_module_path(text: str) -> bool:
+    """Whether the text is a dotted path: names from a file end up in terminals, reports and regular expressions."""
+    return _PATH.fullmatch(text) is not None
+
+
+def place_of(module: str) -> Place | None:
+    """Where in a stack of layers the module is; None for one outside, as `lm_head`."""
+    match = _PLACE.fullmatch(module)
+    return Place(match["stack"], int(match["layer"]), match["name"]) if match else None
+
+
+def uniform_names(modules: Iterable[str]) -> set[str]:
+    """The layer-relative names adapted in each layer from 0 to the last adapted one; none if there are two stacks."""
+    places = [place for module in modules if (place := place_of(module))]
+    if len({place.stack for place in places}) != 1:
+        return set()
+    layers: dict[str, set[int]] = defaultdict(set)
+    for place in places:
+        layers[place.name].add(place.layer)
+    num_layers = 1 + max(place.layer for place in places)
+    return {name for name, numbers in layers.items() if len(numbers) == num_layers}
+
+
+def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
+    """The targets as given where they select these modules and, as far as can be seen, no others; else full paths."""
+    given, uniform = tuple(targets), uniform_names(modules)
+    if given == (ALL_LINEAR,):
+        return short_targets(modules)
+
+    def is_exact(module: str) -> bool:
+        place = place_of(module)
+        return module in given or (is_target(module, given) and (place is None or place.name in uniform))
+
+    selects_something = all(any(is_target(module, [target]) for module in modules) for target in given)
+    return given if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
+
+
+def short_targets(modules: Collection[str]) -> tuple[str, ...]:
+    """`q_proj`, … where the modules are those of whole layers 0..max, else full paths."""
+    places = {module: place_of(module) for module in modules}
+    uniform = uniform_names(modules)
+    if any(place and place.name not in uniform for place in places.values()):
+        return tuple(sorted(modules))
+    sharing: dict[str, set[str]] = defaultdict(set)  # q_proj -> {self_attn.q_proj}
+    for name in uniform:
+        sharing[name.rpartition(".")[2]].add(name)
+    short = {name: last if len(names) == 1 else name for last, names in sharing.items() for name in names}
+    return tuple(sorted({short[place.name] if place else module for module, place in places.items()}))

@@ -1,0 +1,169 @@
+"""Files that somebody else wrote, or that were cut, flipped and forged on the way. The oracle is the safetensors library."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualtune.adapter.files import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
+from dualtune.errors import FormatError
+
+RNG = np.random.default_rng(0)
+TENSORS = {
+    "a.lora_A.weight": RNG.normal(size=(3, 40)).astype(np.float32),
+    "a.lora_B.weight": RNG.normal(size=(50, 3)).astype(np.float32),
+    "b.half": RNG.normal(size=(5, 7)).astype(np.float16),
+    "c.double": RNG.normal(size=(2, 2)),
+}
+
+
+def encode(header, data=b""):
+    """A file with any header, right or wrong."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def tensor(begin, end, shape=(1,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "adapter_model.safetensors"
+
+
+def test_reads_what_the_library_wrote(file):
+    safetensors.numpy.save_file(TENSORS, file, metadata={"format": "pt"})
+    read = read_safetensors(file)
+    assert read.keys() == TENSORS.keys()
+    for name, x in TENSORS.items():
+        assert read[name].dtype == np.float32
+        np.testing.assert_array_equal(read[name], x.astype(np.float32))
+
+
+def test_bfloat16_is_the_upper_half_of_float32(file):
+    x = RNG.normal(size=(4, 6)).astype(np.float32)
+    bits = (x.view(np.uint32) >> 16).astype(np.uint16)
+    file.write_bytes(encode({"x": tensor(0, bits.nbytes, x.shape, "BF16")}, bits.tobytes()))
+    read = read_safetensors(file)["x"]
+    np.testing.assert_array_equal(read, (x.view(np.uint32) & 0xFFFF0000).view(np.float32))
+
+
+def test_bfloat16_reads_as_torch_reads_it(file):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, :3] = torch.tensor([float("inf"), -0.0, 1e-40])
+    save_file({"x": x}, file)
+    np.testing.assert_array_equal(read_safetensors(file)["x"], x.float().numpy())
+
+
+def test_every_truncation_is_an_error_with_both_sizes(file):
+    safetensors.numpy.save_file({"x": np.ones((64, 64), np.float32)}, file)
+    whole = file.read_bytes()
+    for size in [*range(0, len(whole), 1024), 1, 7, 8, 9, len(whole) - 1]:
+        file.write_bytes(whole[:size])
+        with pytest.raises(FormatError, match=rf"adapter_model\.safetensors: {size} bytes") as error:
+            read_safetensors(file)
+        assert size < 8 or "expected" in str(error.value)
+
+
+def test_bytes_after_the_last_tensor_are_an_error(file):
+    file.write_bytes(encode({"x": tensor(0, 4)}, b"\0" * 5))
+    with pytest.raises(FormatError, match="after the last tensor"):
+        read_safetensors(file)
+
+
+@pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
+def test_a_huge_header_is_refused_before_it_is_read(file, length):
+    file.write_bytes(length.to_bytes(8, "little") + b"{}")
+    start = time.perf_counter()
+    with pytest.raises(FormatError, match="header"):
+        read_safetensors(file)
+    assert time.perf_counter() - start < 0.05
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ({"x": tensor(0, 8, (2,)), "y": tensor(4, 8)}, 8, "'y' overlaps"),
+        ({"x": tensor(0, 4), "y": tensor(8, 12)}, 12, "'y' leaves a hole"),
+        ({"x": tensor(4, 8)}, 8, "'x' leaves a hole"),
+        ({"x": tensor(0, 4, (2,))}, 4, "hold 4 bytes, shape .* needs 8"),
+        ({"x": tensor(4, 0)}, 4, "hold -4 bytes"),
+        ({"x": tensor(-4, 0)}, 4, "offsets"),
+        ({"x": tensor(0, 4, (2**62, 2**62))}, 4, "needs"),
+        ({"x": tensor(0, 4, (-1,))}, 4, "shape"),
+        ({"x": tensor(0, 4, (1.0,))}, 4, "shape"),
+        ({"x": tensor(0, 4, [1] * 1000)}, 4, "shape"),
+        ({"x": tensor(0, 4, dtype="I32")}, 4, "dtype 'I32'"),
+        ({"x": {"dtype": "F32"}}, 4, "data_offsets"),
+        ({"x": [1]}, 4, "data_offsets"),
+        ([], 0, "must be an object"),
+        (b"{", 0, "not valid JSON"),
+        (b'{"x": NaN}', 0, "not valid JSON"),
+        (b'{"x": 1, "x": 1}', 0, "appears twice"),
+        (b'{"\xff": 1}', 0, "not valid JSON"),
+        (b"[" * 100_000, 0, "nested too deeply"),
+    ],
+)
+def test_forged_headers_are_refused(file, header, data, message):
+    file.write_bytes(encode(header, b"\0" * data))
+    with pytest.raises(FormatError, match=message) as error:
+        read_safetensors(file)
+    assert str(file) in str(error.value)
+
+
+def test_a_git_lfs_pointer_is_recognised(file):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    file.write_bytes(pointer)
+    with pytest.raises(FormatError, match="git lfs pull"):
+        read_safetensors(file)
+    with pytest.raises(FormatError, match="git lfs pull"):
+        read_json(file, max_bytes=1 << 20)
+
+
+def test_json_has_a_size_limit(tmp_path):
+    path = tmp_path / "adapter_config.json"
+    path.write_bytes(b'{"a": "' + b"x" * 100 + b'"}')
+    assert read_json(path, max_bytes=109)["a"] == "x" * 100
+    with pytest.raises(FormatError, match="at most 108"):
+        read_json(path, max_bytes=108)
+
+
+def test_a_missing_file_is_an_error_with_its_path(tmp_path):
+    with pytest.raises(FormatError, match="absent.*No such file"):
+        read_safetensors(tmp_path / "absent")
+
+
+@given(st.data())
+def test_a_changed_byte_raises_only_format_errors(tmp_path_factory, data):
+    """Whatever the header says: a clean error, or tensors that the library reads from the same bytes."""
+    file = tmp_path_factory.mktemp("flip") / "x.safetensors"
+    whole = bytearray(safetensors.numpy.save({"x": np.ones((2, 3), np.float32), "y": np.ones(2, np.float16)}))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(whole)
+    try:
+        read = read_safetensors(file)
+    except FormatError:
+        return
+    for name, info in safetensors.deserialize(bytes(whole)):
+        dtype = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(info["dtype"])
+        if dtype is not None:
+            expected = np.frombuffer(info["data"], dtype).astype(np.float32).reshape(info["shape"])
+            np.testing.assert_array_equal(read[name], expected)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_raise_only_format_errors(data):
+    try:
+        parse_object(data, "file")
+    except FormatError:
+        pass

@@ -1,0 +1,267 @@
+"""Adapters that PEFT saved, read here; adapters written here, loaded by PEFT. The oracle is PEFT's get_delta_weight."""
+
+import dataclasses
+import json
+import warnings
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from dualtune.adapter.canonical import to_pairs
+from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.peft import HANDLED, REFUSED
+from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.errors import FormatError
+
+peft = pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+DIM, HIDDEN, LAYERS, VOCAB = 16, 24, 3, 32  # q_proj is square: no shape can give a missing transpose away
+SHAPES = {
+    f"model.layers.{layer}.{name}": shape
+    for layer in range(LAYERS)
+    for name, shape in {
+        "self_attn.q_proj": (DIM, DIM),
+        "self_attn.k_proj": (DIM // 2, DIM),
+        "mlp.down_proj": (DIM, HIDDEN),
+    }.items()
+}
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=DIM, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def saved_by_peft(path, dtype=None, **config):
+    """A directory that PEFT wrote, with B drawn at random; and ΔW of each module by PEFT's own account."""
+    defaults = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(**{**defaults, **config}))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and "lora_A" not in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    if dtype:
+        model.to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(path)
+    return deltas_of(model)
+
+
+def deltas_of(model):
+    prefix = "base_model.model."
+    return {
+        name.removeprefix(prefix): module.get_delta_weight("default").detach().float().numpy()
+        for name, module in model.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
+    }
+
+
+def deltas(adapter):
+    return {
+        module: adapter.spec.scale * (pair.B_Or.astype(np.float64) @ pair.A_rI.astype(np.float64))
+        for module, pair in to_pairs(adapter.tensors, "test").items()
+    }
+
+
+def assert_same_function(ours, theirs, rtol=1e-6):
+    assert ours.keys() == theirs.keys()
+    for module, expected in theirs.items():
+        assert np.abs(expected).max() > 0
+        np.testing.assert_allclose(ours[module], expected, rtol=0, atol=rtol * np.abs(expected).max(), err_msg=module)
+
+
+def edit_config(path, **changes):
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def random_adapter(shapes=SHAPES, rank=5, alpha=10.0, targets=("q_proj", "k_proj", "down_proj")):
+    rng = np.random.default_rng(1)
+    tensors = {
+        name: x if x.any() else rng.normal(size=x.shape).astype(np.float32)
+        for name, x in init_adapter(shapes, rank, seed=7).items()
+    }
+    return Adapter(LoraSpec(rank, alpha, 0.0, targets), tensors)
+
+
+READABLE = {
+    "plain": {},
+    "rslora with a rank that is no square": {"use_rslora": True},
+    "rank pattern": {"rank_pattern": {"q_proj": 3, "layers.1.mlp.down_proj": 5}},
+    "alpha pattern": {"alpha_pattern": {r"model\.layers\.[02]\.self_attn\.q_proj": 7}},
+    "both patterns": {
+        "rank_pattern": {"^model.layers.0.self_attn.q_proj": 12},
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 3, "q_proj": 5},
+    },
+    "patterns under rslora": {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 9}},
+    "some layers": {"layers_to_transform": [0, 2]},
+    "one layer by pattern": {"layers_to_transform": 1, "layers_pattern": "layers"},
+    "expression": {"target_modules": r".*\.(0|1)\.self_attn\.[qv]_proj"},
+    "exceptions": {"exclude_modules": ["layers.1.self_attn.q_proj"]},
+    "all linear layers": {"target_modules": "all-linear"},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+}
+
+
+@pytest.mark.parametrize("config", READABLE.values(), ids=READABLE)
+def test_reads_the_function_that_peft_saved(tmp_path, config):
+    expected = saved_by_peft(tmp_path / "peft", **config)
+    if config.get("init_lora_weights") == "mica":  # starts with A = 0, which is what it trains
+        expected = trained_a(tmp_path / "peft")
+    adapter = read_adapter(tmp_path / "peft")
+    assert adapter.layout == "peft"
+    assert_same_function(deltas(adapter), expected)
+    write_adapter(tmp_path / "dual", adapter)
+    assert_same_function(deltas(read_adapter(tmp_path / "dual")), expected)
+    model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "dual")
+    assert_same_function(deltas_of(model), expected)
+
+
+def trained_a(path):
+    file = path / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    rng = np.random.default_rng(0)
+    tensors = {n: rng.normal(size=x.shape).astype(np.float32) if "lora_A" in n else x for n, x in tensors.items()}
+    safetensors.numpy.save_file(tensors, file)
+    return deltas_of(peft.PeftModel.from_pretrained(tiny_llama(), path))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_reads_half_precision_exactly(tmp_path, dtype):
+    saved_by_peft(tmp_path, dtype=getattr(torch, dtype))
+    from safetensors.torch import load_file
+
+    expected = load_file(tmp_path / "adapter_model.safetensors")
+    tensors = read_adapter(tmp_path).tensors
+    assert tensors.keys() == expected.keys()
+    for name, x in expected.items():
+        assert x.dtype == getattr(torch, dtype) and tensors[name].dtype == np.float32
+        np.testing.assert_array_equal(tensors[name], x.float().numpy())
+
+
+def test_what_was_converted_is_noted(tmp_path):
+    saved_by_peft(tmp_path / "rs", use_rslora=True)
+    adapter = read_adapter(tmp_path / "rs")
+    assert adapter.spec.alpha == pytest.approx(16 * 8**0.5)
+    assert "rsLoRA" in adapter.notes[0]
+    write_adapter(tmp_path / "dual", adapter)
+    config = json.loads((tmp_path / "dual" / "adapter_config.json").read_text())
+    assert config["lora_alpha"] == 45 and config["use_rslora"] is False
+    notes = json.loads((tmp_path / "dual" / "dualtune.json").read_text())["notes"]
+    assert "rsLoRA" in notes[0] and "written as 45" in notes[1]
+
+    saved_by_peft(tmp_path / "ranks", rank_pattern={"q_proj": 3})
+    assert "rank pattern: ranks 3, 8 zero-padded to 8" in read_adapter(tmp_path / "ranks").notes
+
+
+def test_targets_become_paths_where_the_names_would_select_more(tmp_path):
+    saved_by_peft(tmp_path / "plain")
+    assert set(read_adapter(tmp_path / "plain").spec.targets) == {"q_proj", "down_proj"}
+    saved_by_peft(tmp_path / "layers", layers_to_transform=[0], target_modules=["q_proj"])
+    assert read_adapter(tmp_path / "layers").spec.targets == ("model.layers.0.self_attn.q_proj",)
+
+
+REFUSED_SAVES = {
+    "use_dora": {"use_dora": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "bias": {"bias": "lora_only"},
+    "lora_bias": {"lora_bias": True},
+    "init_lora_weights.*pissa": {"init_lora_weights": "pissa"},
+    "init_lora_weights.*olora": {"init_lora_weights": "olora"},
+    "trainable_token_indices": {"trainable_token_indices": [1, 2]},
+    "LoRA of an embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "a copy of a base weight": {"target_modules": ["lm_head", "q_proj"]},
+    "kasa_config": {"kasa_config": peft.tuners.lora.config.KasaConfig()},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", REFUSED_SAVES.values(), ids=REFUSED_SAVES)
+def test_refuses_by_name_what_peft_saved_but_plain_lora_cannot_express(tmp_path, config, request):
+    saved_by_peft(tmp_path, **config)
+    name = next(name for name, value in REFUSED_SAVES.items() if value is config)
+    with pytest.raises(FormatError, match=name):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED))
+def test_each_refused_key_is_named(tmp_path, key):
+    write_adapter(tmp_path / "a", random_adapter(), layout="peft")
+    (tmp_path / "a" / "dualtune.json").unlink()
+    edit_config(tmp_path / "a", **{key: False})
+    read_adapter(tmp_path / "a")
+    edit_config(tmp_path / "a", **{key: {"x": 1}})
+    with pytest.raises(FormatError, match=rf"adapter_config\.json: {key}: got .* must be unset"):
+        read_adapter(tmp_path / "a")
+
+
+def test_every_field_of_lora_config_is_accounted_for():
+    """A newer PEFT with a new field fails here, before a user's adapter is converted wrongly."""
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == {*REFUSED, *HANDLED}
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "OLoRA", "new"])
+def test_initializations_that_change_the_base_are_refused(tmp_path, init):
+    write_adapter(tmp_path / "a", random_adapter(), layout="peft")
+    (tmp_path / "a" / "dualtune.json").unlink()
+    edit_config(tmp_path / "a", init_lora_weights=init)
+    with pytest.raises(FormatError, match=rf"init_lora_weights: got '{init}'"):
+        read_adapter(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type: got 'LOHA'"),
+        ({"r": 4}, r"must be \[4, in\]"),
+        ({"r": True}, "r: got 'True', must be an integer"),
+        ({"lora_alpha": 0}, "lora_alpha: got '0', must be a number > 0"),
+        ({"lora_alpha": "16"}, "lora_alpha"),
+        ({"lora_dropout": 1.0}, "lora_dropout"),
+        ({"bias": "all"}, "bias"),
+        ({"target_modules": ["k_proj"]}, "q_proj: not selected by target_modules|down_proj: not selected"),
+        ({"target_modules": "(unclosed"}, "not a regular expression"),
+        ({"target_modules": [1]}, "target_modules: got .* must be a list of texts"),
+        ({"target_modules": {}}, "target_modules"),
+        ({"layers_to_transform": [0, 1]}, r"layers\.2.* not selected"),
+        ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern: q_proj: got '8'"),
+        ({"rank_pattern": [8]}, "rank_pattern: got .* must be an object"),
+        ({"use_turbo_lora": True}, "use_turbo_lora"),
+        ({"turbo_config": {"x": 1}}, "turbo_config"),
+        ({"base_model_name_or_path": "a\x1b[2J"}, "base_model_name_or_path"),
+    ],
+)
+def test_wrong_values_are_named(tmp_path, changes, message):
+    write_adapter(tmp_path / "a", random_adapter(), layout="peft")
+    (tmp_path / "a" / "dualtune.json").unlink()
+    edit_config(tmp_path / "a", **changes)
+    with pytest.raises(FormatError, match=message):
+        read_adapter(tmp_path / "a")
+
+
+def test_unknown_keys_without_a_switchs_name_are_noted(tmp_path):
+    write_adapter(tmp_path / "a", random_adapter(), layout="peft")
+    (tmp_path / "a" / "dualtune.json").unlink()
+    edit_config(tmp_path / "a", trained_by="somebody", use_new_thing=False)
+    assert read_adapter(tmp_path / "a").notes == ("unknown to peft 0.21, ignored: trained_by",)
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, {m: s for m, s in SHAPES.items() if ".1." not in m}], ids=["all", "some"])
+@pytest.mark.parametrize("alpha", [10.0, 7.3])
+def test_peft_loads_the_dual_directory_as_the_same_function(tmp_path, shapes, alpha):
+    adapter = random_adapter(shapes, alpha=alpha)
+    write_adapter(tmp_path / "a", adapter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "a")
+    assert not [w for w in caught if "missing adapter keys" in str(w.message)]
+    assert_same_function(deltas_of(model), deltas(adapter))
