@@ -1,0 +1,247 @@
+"""The boundary between the training loop and a machine: everything the core knows about torch, MLX or anybody else.
+
+The loop owns data, schedule, checkpoints, hooks and logging. An engine owns the model, the adapter on its device, the
+optimizer and the kernels. Only NumPy arrays, numbers and paths cross; base weights never do.
+
+To add a backend, implement `Backend` and `Engine`, register the backend object under the entry-point group
+`dualtune.backends`, and run the conformance suite (`dualtune.testing.conformance`). `dualtune.testing.numpy_engine` is
+a small complete example.
+
+Shape suffixes: B rows of the micro-batch, T tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, SupportsFloat
+
+import numpy as np
+
+from dualtune.adapter.spec import LoraSpec, Tensors
+from dualtune.config import Config, get_value
+from dualtune.errors import ConfigError, EnvironmentFault
+
+ENTRY_POINT_GROUP = "dualtune.backends"
+IGNORE_INDEX = -100  # a label that carries no loss
+
+# The numbers on which the backends must agree, here once. AdamW as in Loshchilov & Hutter (arXiv 1711.05101), with
+# bias correction; torch's defaults for the constants.
+ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.999, 1e-8
+CLIP_EPS = 1e-6  # gradients are scaled by min(1, max_norm / (norm + CLIP_EPS))
+FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; the scale is taken out again in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch: rows of documents, padded on the right. All arrays are [B, T]."""
+
+    tokens_BT: np.ndarray  # int32
+    labels_BT: np.ndarray  # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]
+    segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
+    positions_BT: np.ndarray  # int32, position of the token inside its document
+    noise_BT: np.ndarray  # uint32, the token's random key for dropout: a function of (seed, step, document, position)
+
+    @property
+    def num_targets(self) -> int:
+        return int(np.count_nonzero(self.labels_BT != IGNORE_INDEX))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without the padding."""
+        return int(np.count_nonzero(self.segments_BT))
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """The sum of −log p over the targets (natural logarithm), and how many targets there were."""
+
+    loss_sum: float
+    num_targets: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Results of an optimizer step, still on the device: `float(...)` waits for them, so call it late."""
+
+    loss: SupportsFloat  # mean over the step's targets
+    grad_norm: SupportsFloat  # global L2 norm before clipping
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Bytes of device memory (of the process's memory on a CPU)."""
+
+    used_bytes: int
+    peak_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    name: str
+    kind: str  # "cuda", "metal" or "cpu"
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """AdamW's moments in the adapter's names and shapes, float32, and the number of updates made."""
+
+    step: int
+    m: Tensors
+    v: Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What `Backend.load` needs to build an engine."""
+
+    model_dir: Path
+    dtype: str  # "auto", "float32", "bfloat16" or "float16": the compute dtype
+    quantization: str  # "auto" (as stored), "none", "nf4", ...
+    init: str  # "pretrained" or "random"
+    adapter: LoraSpec
+    weight_decay: float
+    seed: int
+
+
+class Engine(Protocol):
+    """A base model with one LoRA adapter on a device. A fresh engine's adapter is `init_adapter` of its seed.
+
+    Dropout acts in `forward_backward` alone, and its masks are a function of the batch's `noise_BT`.
+    """
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What was built, for logs: dtype, quantization, device, number of parameters, reasons of automatic choices."""
+        ...
+
+    def evaluate(self, batch: Batch) -> LossSum: ...
+
+    def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
+        """Add the gradient of (loss sum of this micro-batch) / num_targets. `num_targets` counts the whole step."""
+        ...
+
+    def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
+        """Clip by the global norm, apply AdamW (decoupled decay: w ← w·(1 − lr·decay)), zero the gradients."""
+        ...
+
+    def adapter_state(self) -> Tensors: ...
+
+    def load_adapter_state(self, state: Tensors) -> None:
+        """Replace the adapter. Names and shapes must be exactly those of `adapter_state()`; ValueError otherwise."""
+        ...
+
+    def optimizer_state(self) -> OptimizerState: ...
+
+    def load_optimizer_state(self, state: OptimizerState) -> None: ...
+
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        """log p of every vocabulary entry after every token, float32 [B, T, V]. For verification of small batches."""
+        ...
+
+    def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
+        """Continue a prompt (int32 [T]): yield `choose(logits_V float32)` until it answers None.
+
+        The caller's `choose` holds temperature, random stream, stop tokens and length, so that both backends sample
+        alike.
+        """
+        ...
+
+    def save_merged(self, path: Path) -> None:
+        """Write a Hugging Face model directory with W + scale·B·A in place of W. Refuses a quantized base."""
+        ...
+
+
+class Backend(Protocol):
+    name: str
+
+    def capabilities(self) -> Mapping[str, frozenset[Any]]:
+        """The values honoured for each key of BACKEND_KEYS. A key that is absent is honoured at its default alone."""
+        ...
+
+    def devices(self) -> list[DeviceInfo]: ...
+
+    def memory(self) -> MemoryStats: ...
+
+    def reset_peak_memory(self) -> None: ...
+
+    def load(self, request: LoadRequest) -> Engine: ...
+
+
+# Config keys whose meaning lies in the engine's hands. Keys that the core honours itself are not listed.
+BACKEND_KEYS = (
+    "model.dtype",
+    "model.quantization",
+    "model.init",
+    "data.packing",
+    "memory.checkpointing",
+    "memory.offload",
+    "memory.limit",
+    "hybrid.enabled",
+)
+
+
+def check_capabilities(backend: Backend, config: Config) -> None:
+    """Raise a ConfigError that names every key whose value this backend does not honour: nothing is ignored."""
+    problems = [problem for key in BACKEND_KEYS if (problem := _refusal(backend, key, get_value(config, key)))]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_value(backend: Backend, key: str, value: Any) -> None:
+    """The same for one key."""
+    if problem := _refusal(backend, key, value):
+        raise ConfigError(problem)
+
+
+def _refusal(backend: Backend, key: str, value: Any) -> str | None:
+    allowed = backend.capabilities().get(key, frozenset({_default(key)}))
+    if value in allowed:
+        return None
+    values = ", ".join(sorted(_show(v) for v in allowed))
+    return f"{key}: got {_show(value)}, the backend '{backend.name}' honours: {values}"
+
+
+def _default(key: str) -> Any:
+    section, field = key.split(".")
+    return Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
+
+
+def _show(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, str) else value
+
+
+def backend_names() -> list[str]:
+    """The registered backends, installed or not."""
+    return sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
+
+
+def get_backend(name: str, device: str = "auto") -> Backend:
+    """Import a backend by its entry-point name and build it for a device ("auto", "cpu", "cuda").
+
+    The entry point is a callable `(device: str) -> Backend`. ConfigError for an unknown name; EnvironmentFault, with
+    the line that installs it, if it cannot be imported.
+    """
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        try:
+            factory = point.load()
+        except ImportError as error:
+            raise EnvironmentFault(
+                f"Backend '{name}' could not be imported: {error}. Install it with: pip install 'dualtune[{name}]'"
+            ) from error
+        return factory(device)
+    raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
+
+
+def check_state(current: Tensors, given: Tensors, what: str) -> None:
+    """ValueError unless both dictionaries have the same names and shapes: the contract of the `load_*_state` verbs."""
+    missing, foreign = sorted(current.keys() - given.keys()), sorted(given.keys() - current.keys())
+    reshaped = [n for n in current.keys() & given.keys() if current[n].shape != given[n].shape]
+    for problem, names in (("missing", missing), ("not in this model", foreign), ("of another shape", reshaped)):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"{what}: tensors {problem}: {shown}")

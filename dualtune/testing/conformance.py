@@ -1,0 +1,381 @@
+"""What every engine must do, as functions that raise AssertionError.
+
+    from dualtune.testing.conformance import CHECKS, llama_case
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_conformance(check, tmp_path):
+        check(llama_case(get_backend("mine"), tmp_path))
+
+The checks use the `Engine` protocol alone. A gradient is observed through the optimizer: after one step from a fresh
+state, AdamW's m is (1 − β1) · g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from dualtune.adapter.spec import LoraSpec, Tensors, parse_name
+from dualtune.backend import (
+    ADAM_BETA1,
+    ADAM_BETA2,
+    ADAM_EPS,
+    BACKEND_KEYS,
+    CLIP_EPS,
+    IGNORE_INDEX,
+    Backend,
+    Batch,
+    Engine,
+    LoadRequest,
+)
+from dualtune.testing import tolerances
+from dualtune.testing.oracles import Oracle, llama_oracle, loss_of, softmax_oracle
+from dualtune.testing.tiny_models import random_batch, row_of, write_softmax_model, write_tiny_llama
+
+SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is neither 1 nor a whole number
+DECAY = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backend with a model to check it on, and an oracle for that model."""
+
+    backend: Backend
+    model_dir: Path
+    oracle: Oracle
+    vocab: int
+    spec: LoraSpec = field(default=SPEC)
+
+    def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
+        """A float32 engine; `trained` gives it an adapter whose B is not zero. `changes` are fields of the spec."""
+        request = LoadRequest(
+            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), DECAY, seed=7
+        )
+        engine = self.backend.load(request)
+        if trained:
+            engine.load_adapter_state(random_adapter(engine.adapter_state()))
+        return engine
+
+    def batch(self, **options: int) -> Batch:
+        return random_batch([9, 16, 5, 12], self.vocab, **options)
+
+
+def llama_case(backend: Backend, directory: Path) -> Case:
+    path = write_tiny_llama(directory / "tiny-llama")
+    return Case(backend, path, llama_oracle(path), vocab=96)
+
+
+def softmax_case(backend: Backend, directory: Path) -> Case:
+    path = write_softmax_model(directory / "softmax")
+    return Case(backend, path, softmax_oracle(path), vocab=31)
+
+
+def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
+    rng = np.random.default_rng(seed)
+    return {n: (0.3 * rng.normal(size=w.shape) / np.sqrt(w.shape[1])).astype(np.float32) for n, w in like.items()}
+
+
+def gradient(engine: Engine, *batches: Batch) -> Tensors:
+    """The gradient of the mean loss over all targets of the batches. Changes the adapter."""
+    num_targets = sum(batch.num_targets for batch in batches)
+    for batch in batches:
+        engine.forward_backward(batch, num_targets=num_targets)
+    engine.optim_step(lr=0.0, max_grad_norm=None)
+    return {n: m / np.float32(1 - ADAM_BETA1) for n, m in engine.optimizer_state().m.items()}
+
+
+def norm_of(tensors: Tensors) -> float:
+    return float(np.sqrt(sum((w.astype(np.float64) ** 2).sum() for w in tensors.values())))
+
+
+def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
+    """Relative, by the norm of all tensors together."""
+    assert a.keys() == b.keys()
+    gap = norm_of({n: a[n].astype(np.float64) - b[n] for n in a}) / norm_of(b)
+    assert gap <= tolerance, f"relative difference {gap:.2e}, allowed {tolerance:.0e}"
+
+
+def assert_equal(a: Tensors, b: Tensors) -> None:
+    assert a.keys() == b.keys()
+    unequal = [n for n in a if not np.array_equal(a[n], b[n])]
+    assert not unequal, f"differ: {unequal}"
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
+def check_capabilities_are_declared(case: Case) -> None:
+    honoured = case.backend.capabilities()
+    unknown = honoured.keys() - set(BACKEND_KEYS)
+    assert not unknown, f"no such keys: {unknown}"
+    assert all(honoured.values()), "a key that honours nothing can never be used"
+
+
+def check_fresh_adapter_is_the_core_s(case: Case) -> None:
+    """A is drawn by the core from the seed, B is zero: the same start on every backend."""
+    from dualtune.adapter.spec import init_adapter
+
+    state = case.engine(trained=False).adapter_state()
+    shapes = {
+        parsed[0]: (b.shape[0], state[n.replace("lora_B", "lora_A")].shape[1])
+        for n, b in state.items()
+        if (parsed := parse_name(n)) and parsed[1] == "B"
+    }
+    assert_equal(state, init_adapter(shapes, case.spec.rank, seed=7))
+    assert all(w.dtype == np.float32 for w in state.values())
+
+
+def check_loss_is_the_oracle_s(case: Case) -> None:
+    """evaluate() = −Σ log p of an independent forward pass, and logprobs() its every number."""
+    engine, batch = case.engine(), case.batch()
+    expected = case.oracle(batch, engine.adapter_state(), case.spec.scale)
+    real = batch.segments_BT > 0
+    gap = np.abs(engine.logprobs(batch) - expected)[real].max()
+    assert gap <= tolerances.LOGPROBS, f"log-probabilities differ by {gap:.2e}"
+    result = engine.evaluate(batch)
+    assert result.num_targets == np.count_nonzero(batch.labels_BT != IGNORE_INDEX)
+    assert abs(result.loss_sum - loss_of(expected, batch)) <= tolerances.LOGPROBS * result.num_targets
+
+
+def check_gradient_is_the_oracle_s_slope(case: Case) -> None:
+    """Along random directions, the gradient equals central differences of the float64 oracle's loss."""
+    engine, batch = case.engine(), case.batch()
+    state = engine.adapter_state()
+    grads = gradient(engine, batch)
+    for seed in range(4):
+        direction = random_adapter(state, seed=100 + seed)
+        epsilon = 1e-3
+        up, down = (
+            loss_of(
+                case.oracle(batch, {n: state[n] + sign * epsilon * direction[n].astype(np.float64) for n in state},
+                            case.spec.scale), batch)
+            for sign in (1, -1)
+        )  # fmt: skip
+        expected = (up - down) / (2 * epsilon) / batch.num_targets
+        got = sum(float((grads[n].astype(np.float64) * direction[n]).sum()) for n in state)
+        assert abs(got - expected) <= tolerances.GRADIENT * (abs(expected) + norm_of(grads)), (got, expected)
+
+
+def check_every_adapter_tensor_learns(case: Case) -> None:
+    grads = gradient(case.engine(), case.batch())
+    dead = [n for n, g in grads.items() if not np.any(g)]
+    assert not dead, f"no gradient reaches {dead}"
+
+
+def check_accumulation_does_not_matter(case: Case) -> None:
+    """One micro-batch of four rows, or four of one row: the same gradient, with dropout too."""
+    for dropout in (0.0, 0.3):
+        batch = case.batch()
+        whole = gradient(case.engine(dropout=dropout), batch)
+        parts = gradient(case.engine(dropout=dropout), *(row_of(batch, b) for b in range(4)))
+        assert_close(parts, whole, tolerances.GRADIENT)
+
+
+def check_padding_does_not_matter(case: Case) -> None:
+    """More padding, other token ids in it, and rows without a document change neither loss nor gradient."""
+    narrow = case.batch()
+    wide = case.batch(pad=7)
+    empty = np.zeros_like(wide.tokens_BT[:1])
+    tokens = np.where(wide.segments_BT == 0, 5, wide.tokens_BT)
+    wide = Batch(
+        np.concatenate([tokens, empty + 4]),
+        np.concatenate([wide.labels_BT, empty + IGNORE_INDEX]),
+        np.concatenate([wide.segments_BT, empty]),
+        np.concatenate([wide.positions_BT, empty]),
+        np.concatenate([wide.noise_BT, empty.astype(np.uint32)]),
+    )
+    a, b = (case.engine().evaluate(batch) for batch in (narrow, wide))
+    assert a.num_targets == b.num_targets
+    assert abs(a.loss_sum - b.loss_sum) <= tolerances.LOGPROBS * a.num_targets
+    assert_close(gradient(case.engine(), wide), gradient(case.engine(), narrow), tolerances.GRADIENT)
+
+
+def check_ignored_labels_do_not_matter(case: Case) -> None:
+    """A loss over some of the labels is the loss with the others removed; no target at all gives no gradient."""
+    engine, batch = case.engine(), case.batch()
+    half = replace(batch, labels_BT=np.where(batch.positions_BT % 2, batch.labels_BT, IGNORE_INDEX))
+    other = replace(batch, labels_BT=np.where(batch.positions_BT % 2, IGNORE_INDEX, batch.labels_BT))
+    total = engine.evaluate(half).loss_sum + engine.evaluate(other).loss_sum
+    assert abs(total - engine.evaluate(batch).loss_sum) <= tolerances.LOGPROBS * batch.num_targets
+    none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
+    assert engine.evaluate(none).loss_sum == 0.0
+    assert_equal(gradient(case.engine(), none, batch), gradient(case.engine(), batch))
+
+
+def check_step_output(case: Case) -> None:
+    """The step reports the mean loss over all its targets and the gradient norm before clipping."""
+    engine, batch = case.engine(), case.batch()
+    expected_loss = engine.evaluate(batch).loss_sum / batch.num_targets
+    expected_norm = norm_of(gradient(case.engine(), batch))
+    for b in range(4):
+        engine.forward_backward(row_of(batch, b), num_targets=batch.num_targets)
+    output = engine.optim_step(lr=0.0, max_grad_norm=0.01)
+    assert abs(float(output.loss) - expected_loss) <= tolerances.LOGPROBS
+    assert abs(float(output.grad_norm) - expected_norm) <= tolerances.GRADIENT * expected_norm
+
+
+def check_clipping(case: Case) -> None:
+    """Gradients are scaled to max_norm / (norm + 1e-6), and only when they are longer than that."""
+    batch = case.batch()
+    free = gradient(case.engine(), batch)
+    norm = norm_of(free)
+    for max_norm in (norm / 3, norm * 3):
+        engine = case.engine()
+        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.optim_step(lr=0.0, max_grad_norm=max_norm)
+        scale = min(1.0, max_norm / (norm + CLIP_EPS))
+        clipped = {n: m / (1 - ADAM_BETA1) for n, m in engine.optimizer_state().m.items()}
+        assert_close(clipped, {n: g * scale for n, g in free.items()}, tolerances.GRADIENT)
+
+
+def check_adamw_is_the_formula(case: Case) -> None:
+    """Three steps against Loshchilov & Hutter's algorithm 2 in float64, with bias correction and decoupled decay."""
+    engine, lr = case.engine(), 1e-2
+    w = {n: a.astype(np.float64) for n, a in engine.adapter_state().items()}
+    m_before = {n: np.zeros_like(a) for n, a in w.items()}
+    v = {n: np.zeros_like(a) for n, a in w.items()}
+    for step in (1, 2, 3):
+        batch = case.batch(seed=step)
+        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.optim_step(lr=lr, max_grad_norm=None)
+        state = engine.optimizer_state()
+        assert state.step == step
+        for n, m in state.m.items():
+            g = (m.astype(np.float64) - ADAM_BETA1 * m_before[n]) / (1 - ADAM_BETA1)
+            v[n] = ADAM_BETA2 * v[n] + (1 - ADAM_BETA2) * g**2
+            m_hat, v_hat = m / (1 - ADAM_BETA1**step), v[n] / (1 - ADAM_BETA2**step)
+            w[n] = w[n] * (1 - lr * DECAY) - lr * m_hat / (np.sqrt(v_hat) + ADAM_EPS)
+            m_before[n] = m.astype(np.float64)
+        assert_close(state.v, v, tolerances.GRADIENT)
+    assert_close(engine.adapter_state(), w, tolerances.GRADIENT)
+
+
+def check_weight_decay_without_gradient(case: Case) -> None:
+    """Where the gradient is zero a weight shrinks by the factor 1 − lr · decay and by nothing else."""
+    engine = case.engine()
+    before, lr = engine.adapter_state(), 0.1
+    none = replace(case.batch(), labels_BT=np.full_like(case.batch().labels_BT, IGNORE_INDEX))
+    engine.forward_backward(none, num_targets=1)
+    engine.optim_step(lr=lr, max_grad_norm=1.0)
+    assert_close(engine.adapter_state(), {n: w * (1 - lr * DECAY) for n, w in before.items()}, tolerances.UPDATE)
+
+
+def check_state_round_trip(case: Case) -> None:
+    """Adapter and optimizer state carried into a fresh engine: the next steps are bitwise the same."""
+    batches = [case.batch(seed=s) for s in range(4)]
+
+    def train(engine: Engine, some: list[Batch]) -> None:
+        for batch in some:
+            engine.forward_backward(batch, num_targets=batch.num_targets)
+            engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+
+    straight = case.engine(dropout=0.2)
+    train(straight, batches)
+    first = case.engine(dropout=0.2)
+    train(first, batches[:2])
+    second = case.engine(trained=False, dropout=0.2)
+    second.load_adapter_state(first.adapter_state())
+    second.load_optimizer_state(first.optimizer_state())
+    assert_equal(second.adapter_state(), first.adapter_state())
+    train(second, batches[2:])
+    assert_equal(second.adapter_state(), straight.adapter_state())
+    assert_equal(second.optimizer_state().v, straight.optimizer_state().v)
+
+
+def check_states_are_copies(case: Case) -> None:
+    """Training on does not change a state that was handed out."""
+    engine, batch = case.engine(), case.batch()
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+    adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
+    kept = [{n: w.copy() for n, w in tensors.items()} for tensors in (adapter, optimizer.m, optimizer.v)]
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+    for now, then in zip((adapter, optimizer.m, optimizer.v), kept, strict=True):
+        assert_equal(now, then)
+
+
+def check_foreign_state_is_refused(case: Case) -> None:
+    engine = case.engine()
+    state = engine.adapter_state()
+    name = next(iter(state))
+    for bad in (
+        {n: w for n, w in state.items() if n != name},
+        state | {"x": state[name]},
+        state | {name: state[name].T},
+    ):
+        if bad.keys() == state.keys() and bad[name].shape == state[name].shape:
+            continue  # a square tensor: its transpose cannot be told apart by shape
+        try:
+            engine.load_adapter_state(bad)
+        except ValueError:
+            continue
+        raise AssertionError("a state with missing, foreign or reshaped tensors was accepted")
+    assert_equal(engine.adapter_state(), state)
+
+
+def check_zero_b_is_the_base_model(case: Case) -> None:
+    """With B = 0 the numbers do not depend on A, bit by bit."""
+    batch = case.batch()
+    fresh = case.engine(trained=False)
+    zeroed = case.engine()
+    zeroed.load_adapter_state({n: w * ("lora_A" in n) for n, w in zeroed.adapter_state().items()})
+    assert np.array_equal(fresh.logprobs(batch), zeroed.logprobs(batch))
+
+
+def check_base_stays_frozen(case: Case) -> None:
+    """After training, with the adapter back at its start, the model computes what it did, bit by bit."""
+    engine, batch = case.engine(trained=False), case.batch()
+    start, before = engine.adapter_state(), engine.logprobs(batch)
+    for seed in range(3):
+        other = case.batch(seed=seed)
+        engine.forward_backward(other, num_targets=other.num_targets)
+        engine.optim_step(lr=1e-1, max_grad_norm=None)
+    assert np.abs(engine.logprobs(batch) - before).max() > 1e-3, "nothing was learned, so nothing is shown"
+    engine.load_adapter_state(start)
+    assert np.array_equal(engine.logprobs(batch), before)
+
+
+def check_dropout_is_a_function_of_the_noise(case: Case) -> None:
+    """The same noise gives the same gradient, other noise another; evaluation has no dropout."""
+    batch = case.batch()
+    other = replace(batch, noise_BT=batch.noise_BT[:, ::-1].copy())
+    first, again, else_ = (gradient(case.engine(dropout=0.4), b) for b in (batch, batch, other))
+    assert_equal(first, again)
+    assert norm_of({n: first[n] - else_[n] for n in first}) > 1e-3 * norm_of(first)
+    assert case.engine(dropout=0.4).evaluate(batch) == case.engine().evaluate(batch)
+
+
+def check_greedy_generation_follows_logprobs(case: Case) -> None:
+    """Each generated token is the arg max of logprobs() after everything before it."""
+    engine = case.engine()
+    tokens = [int(t) for t in case.batch().tokens_BT[0, :6]]
+    made: list[int] = []
+
+    def choose(logits_V: np.ndarray) -> int | None:
+        return int(np.argmax(logits_V)) if len(made) < 8 else None
+
+    for token in engine.generate(np.array(tokens, np.int32), choose=choose):
+        made.append(token)
+    assert len(made) == 8
+    for i, token in enumerate(made):
+        row = np.array([tokens + made[:i]], np.int32)
+        filled = np.ones_like(row)
+        batch = Batch(row, filled * IGNORE_INDEX, filled, np.arange(row.size)[None], filled.astype(np.uint32))
+        assert token == int(np.argmax(engine.logprobs(batch)[0, -1]))
+
+
+def check_merge_equals_adapter(case: Case) -> None:
+    """A model directory with merged weights computes what base and adapter compute."""
+    engine, batch = case.engine(), case.batch()
+    merged_dir = case.model_dir.parent / "merged"
+    engine.save_merged(merged_dir)
+    merged = case.engine(model_dir=merged_dir, trained=False)
+    gap = np.abs(merged.logprobs(batch) - engine.logprobs(batch)).max()
+    assert gap <= tolerances.MERGE, f"log-probabilities differ by {gap:.2e}"
+
+
+CHECKS: list[Callable[[Case], None]] = [check for name, check in globals().items() if name.startswith("check_")]

@@ -1,0 +1,204 @@
+"""A complete backend in NumPy: the example for authors of new ones, and an oracle in float64.
+
+The model predicts the next token from the last: logits = head · tanh(mixer · embedding[token]), with LoRA on `mixer`
+and `head`, and gradients written by hand. Master weights and moments are float32, as in every engine; all arithmetic
+is float64.
+
+Legend: N tokens of the micro-batch in one row, D hidden, V vocabulary, r rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+
+from dualtune.adapter.dropout import channel_keys, keep_mask
+from dualtune.adapter.spec import Tensors, init_adapter, select_modules, tensor_name
+from dualtune.backend import (
+    ADAM_BETA1,
+    ADAM_BETA2,
+    ADAM_EPS,
+    CLIP_EPS,
+    IGNORE_INDEX,
+    Batch,
+    DeviceInfo,
+    LoadRequest,
+    LossSum,
+    MemoryStats,
+    OptimizerState,
+    StepOutput,
+    check_state,
+)
+from dualtune.errors import EnvironmentFault
+
+MODEL_TYPE = "dualtune-softmax"
+
+
+class NumpyBackend:
+    name = "numpy"
+
+    def capabilities(self) -> Mapping[str, frozenset[Any]]:
+        return {
+            "model.dtype": frozenset({"auto"}),
+            "model.quantization": frozenset({"auto", "none"}),
+            "model.init": frozenset({"pretrained"}),
+            "data.packing": frozenset({False, True}),  # no token sees another, so packing needs no mask
+        }
+
+    def devices(self) -> list[DeviceInfo]:
+        return [DeviceInfo("NumPy", "cpu", psutil.virtual_memory().total)]
+
+    def memory(self) -> MemoryStats:
+        used = psutil.Process().memory_info().rss
+        return MemoryStats(used, used, psutil.virtual_memory().total)
+
+    def reset_peak_memory(self) -> None:
+        """Nothing to reset: the peak is not tracked."""
+
+    def load(self, request: LoadRequest) -> NumpyEngine:
+        config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
+        if config["model_type"] != MODEL_TYPE:
+            raise EnvironmentFault(f"{request.model_dir}: got model_type {config['model_type']}, allowed: {MODEL_TYPE}")
+        return NumpyEngine(load_file(request.model_dir / "model.safetensors"), request)
+
+
+def backend(device: str = "auto") -> NumpyBackend:
+    """The entry point."""
+    return NumpyBackend()
+
+
+class NumpyEngine:
+    def __init__(self, weights: Tensors, request: LoadRequest) -> None:
+        self._weights = {name: w.astype(np.float64) for name, w in weights.items()}
+        self._request = request
+        available = {m: (w.shape[0], w.shape[1]) for m in ("mixer", "head") for w in [weights[f"{m}.weight"]]}
+        shapes = select_modules(available, request.adapter.targets)
+        self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
+        self._params = init_adapter(shapes, request.adapter.rank, request.seed)
+        self._m, self._v = _zeros(self._params), _zeros(self._params)
+        self._step = 0
+        self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
+        self._loss = 0.0
+        self.description: Mapping[str, Any] = {"dtype": "float64", "quantization": "none", "device": "cpu"}
+
+    # --- forward and backward -------------------------------------------------------------------------------------
+
+    def _linear(self, module: str, x_ND: np.ndarray, noise_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """(W x + scale · B (A x̃), x̃), where x̃ is x after dropout."""
+        y_NO = x_ND @ self._weights[f"{module}.weight"].T
+        if module not in self._keys:
+            return y_NO, x_ND
+        spec = self._request.adapter
+        if noise_N is not None and spec.dropout:
+            x_ND = x_ND * keep_mask(noise_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
+        a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
+        return y_NO + spec.scale * (x_ND @ a_rI.T) @ b_Or.T, x_ND
+
+    def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, noise_N: np.ndarray) -> np.ndarray:
+        """Add the gradients of A and B for the output gradient g, and return the gradient of the layer's input."""
+        g_NI = g_NO @ self._weights[f"{module}.weight"]
+        if module not in self._keys:
+            return g_NI
+        spec = self._request.adapter
+        a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
+        v_Nr = spec.scale * g_NO @ b_Or
+        self._grads[tensor_name(module, "B")] += spec.scale * g_NO.T @ (x_NI @ a_rI.T)
+        self._grads[tensor_name(module, "A")] += v_Nr.T @ x_NI
+        through_adapter = v_Nr @ a_rI
+        if spec.dropout:
+            through_adapter *= keep_mask(noise_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
+        return g_NI + through_adapter
+
+    def _forward(self, tokens_N: np.ndarray, noise_N: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        mixed, x = self._linear("mixer", self._weights["embedding.weight"][tokens_N], noise_N)
+        h = np.tanh(mixed)
+        logits, h_dropped = self._linear("head", h, noise_N)
+        logits = logits - logits.max(-1, keepdims=True)
+        return {"x": x, "h": h, "h_dropped": h_dropped, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
+
+    def evaluate(self, batch: Batch) -> LossSum:
+        tokens_N, labels_N, _ = _targets(batch)
+        logp = self._forward(tokens_N)["logp"]
+        return LossSum(float(-logp[np.arange(len(labels_N)), labels_N].sum()), batch.num_targets)
+
+    def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
+        tokens_N, labels_N, noise_N = _targets(batch)
+        n = np.arange(len(labels_N))
+        f = self._forward(tokens_N, noise_N)
+        self._loss += float(-f["logp"][n, labels_N].sum()) / num_targets
+        g_NV = np.exp(f["logp"])
+        g_NV[n, labels_N] -= 1
+        g_NV /= num_targets
+        g_ND = self._linear_backward("head", g_NV, f["h_dropped"], noise_N)
+        self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], noise_N)
+
+    # --- optimizer ------------------------------------------------------------------------------------------------
+
+    def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
+        norm = float(np.sqrt(sum((g**2).sum() for g in self._grads.values())))
+        clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
+        self._step += 1
+        for name, w in self._params.items():
+            g = self._grads[name] * clip
+            m = ADAM_BETA1 * self._m[name] + (1 - ADAM_BETA1) * g
+            v = ADAM_BETA2 * self._v[name] + (1 - ADAM_BETA2) * g**2
+            m_hat, v_hat = m / (1 - ADAM_BETA1**self._step), v / (1 - ADAM_BETA2**self._step)
+            w = w * (1 - lr * self._request.weight_decay) - lr * m_hat / (np.sqrt(v_hat) + ADAM_EPS)
+            self._params[name], self._m[name], self._v[name] = (a.astype(np.float32) for a in (w, m, v))
+            self._grads[name][:] = 0
+        loss, self._loss = self._loss, 0.0
+        return StepOutput(loss, norm)
+
+    # --- states ---------------------------------------------------------------------------------------------------
+
+    def adapter_state(self) -> Tensors:
+        return {n: w.copy() for n, w in self._params.items()}
+
+    def load_adapter_state(self, state: Tensors) -> None:
+        check_state(self._params, state, "adapter")
+        self._params = {n: state[n].copy() for n in self._params}
+
+    def optimizer_state(self) -> OptimizerState:
+        return OptimizerState(self._step, dict(self._m), dict(self._v))
+
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        check_state(self._params, state.m, "optimizer m")
+        check_state(self._params, state.v, "optimizer v")
+        self._step, self._m, self._v = state.step, dict(state.m), dict(state.v)
+
+    # --- use ------------------------------------------------------------------------------------------------------
+
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        logp = self._forward(batch.tokens_BT.ravel())["logp"]
+        return logp.reshape(*batch.tokens_BT.shape, -1).astype(np.float32)
+
+    def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
+        last = int(prompt[-1])
+        while (token := choose(self._forward(np.array([last]))["logp"][0].astype(np.float32))) is not None:
+            yield token
+            last = token
+
+    def save_merged(self, path: Path) -> None:
+        merged = dict(self._weights)
+        for module in self._keys:
+            a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
+            merged[f"{module}.weight"] = merged[f"{module}.weight"] + self._request.adapter.scale * b_Or @ a_rI
+        path.mkdir(parents=True)
+        (path / "config.json").write_bytes((self._request.model_dir / "config.json").read_bytes())
+        save_file({n: w.astype(np.float32) for n, w in merged.items()}, path / "model.safetensors")
+
+
+def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, labels, noise) where there is something to predict; every token is its own context here."""
+    where = batch.labels_BT != IGNORE_INDEX
+    return batch.tokens_BT[where], batch.labels_BT[where], batch.noise_BT[where]
+
+
+def _zeros(like: Tensors) -> Tensors:
+    return {n: np.zeros_like(w) for n, w in like.items()}

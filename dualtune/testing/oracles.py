@@ -1,0 +1,100 @@
+"""Independent forward passes in NumPy float64, to hold engines against. They share no code with any engine.
+
+Legend: B rows, T tokens, D hidden, H heads, K key/value heads, d head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
+
+from dualtune.adapter.spec import Tensors, tensor_name
+from dualtune.backend import IGNORE_INDEX, Batch
+
+Oracle = Callable[[Batch, Tensors, float], np.ndarray]  # (batch, adapter, scale) -> log p, float64 [B, T, V]
+
+
+def loss_of(logprobs_BTV: np.ndarray, batch: Batch) -> float:
+    """−Σ log p(label) over the targets."""
+    b, t = np.nonzero(batch.labels_BT != IGNORE_INDEX)
+    return float(-logprobs_BTV[b, t, batch.labels_BT[b, t]].sum())
+
+
+def softmax_oracle(path: Path) -> Oracle:
+    """The model of `numpy_engine`, with the adapter merged into the weights instead of beside them."""
+    weights = _load(path)
+
+    def logprobs(batch: Batch, adapter: Tensors, scale: float) -> np.ndarray:
+        w = _merged(weights, adapter, scale)
+        h = np.tanh(w["embedding.weight"][batch.tokens_BT] @ w["mixer.weight"].T)
+        return _log_softmax(h @ w["head.weight"].T)
+
+    return logprobs
+
+
+def llama_oracle(path: Path) -> Oracle:
+    """Llama as in Hugging Face transformers (rotate-half RoPE, grouped-query attention, SwiGLU, RMSNorm)."""
+    config = json.loads((path / "config.json").read_text())
+    weights = _load(path)
+    theta = float(config["rope_theta"])
+    heads, kv_heads, size = (int(config[k]) for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weight
+
+    def rope(x_BHTd: np.ndarray) -> np.ndarray:
+        wavelengths = theta ** (np.arange(0, size, 2) / size)
+        angles = np.arange(x_BHTd.shape[2])[:, None] / wavelengths
+        cos, sin = np.cos(angles), np.sin(angles)
+        a, b = np.split(x_BHTd, 2, axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attention(x_BTD: np.ndarray, w: Tensors, layer: str) -> np.ndarray:
+        B, T, _ = x_BTD.shape
+
+        def project(name: str, n: int) -> np.ndarray:
+            return (x_BTD @ w[f"{layer}.self_attn.{name}.weight"].T).reshape(B, T, n, size).transpose(0, 2, 1, 3)
+
+        q, k, v = rope(project("q_proj", heads)), rope(project("k_proj", kv_heads)), project("v_proj", kv_heads)
+        k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
+        scores = np.where(np.tri(T, dtype=bool), q @ k.swapaxes(-1, -2) / np.sqrt(size), -np.inf)
+        mixed = np.exp(_log_softmax(scores)) @ v
+        return mixed.transpose(0, 2, 1, 3).reshape(B, T, heads * size) @ w[f"{layer}.self_attn.o_proj.weight"].T
+
+    def mlp(x: np.ndarray, w: Tensors, layer: str) -> np.ndarray:
+        gate, up = x @ w[f"{layer}.mlp.gate_proj.weight"].T, x @ w[f"{layer}.mlp.up_proj.weight"].T
+        return (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}.mlp.down_proj.weight"].T
+
+    def logprobs(batch: Batch, adapter: Tensors, scale: float) -> np.ndarray:
+        w = _merged(weights, adapter, scale)
+        x = w["model.embed_tokens.weight"][batch.tokens_BT]
+        for i in range(config["num_hidden_layers"]):
+            layer = f"model.layers.{i}"
+            x = x + attention(norm(x, w[f"{layer}.input_layernorm.weight"]), w, layer)
+            x = x + mlp(norm(x, w[f"{layer}.post_attention_layernorm.weight"]), w, layer)
+        head = w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+        return _log_softmax(norm(x, w["model.norm.weight"]) @ head.T)
+
+    return logprobs
+
+
+def _load(path: Path) -> Tensors:
+    return {n: w.astype(np.float64) for n, w in load_file(path / "model.safetensors").items()}
+
+
+def _merged(weights: Tensors, adapter: Tensors, scale: float) -> Tensors:
+    merged = dict(weights)
+    for name in weights:
+        a, b = (adapter.get(tensor_name(name.removesuffix(".weight"), part)) for part in ("A", "B"))
+        if a is not None and b is not None:
+            merged[name] = weights[name] + scale * (b.astype(np.float64) @ a.astype(np.float64))
+    return merged
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))

@@ -1,0 +1,97 @@
+"""Tiny models with random weights, written by NumPy alone, and batches to feed them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
+
+from dualtune.backend import IGNORE_INDEX, Batch
+
+LLAMA_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
+    """A Llama in Hugging Face layout with random float32 weights. `changes` replace keys of LLAMA_CONFIG."""
+    config = LLAMA_CONFIG | changes
+    d, ff, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    q, kv = (config[k] * config["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, d), "model.norm.weight": (d,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, d)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.input_layernorm.weight": (d,), f"{layer}.post_attention_layernorm.weight": (d,)}
+        projections = {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
+                       "self_attn.o_proj": (d, q), "mlp.gate_proj": (ff, d), "mlp.up_proj": (ff, d),
+                       "mlp.down_proj": (d, ff)}  # fmt: skip
+        shapes |= {f"{layer}.{name}.weight": shape for name, shape in projections.items()}
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: (rng.normal(0, 1, shape) / np.sqrt(shape[-1]) if len(shape) == 2 else 1 + 0.1 * rng.normal(0, 1, shape))
+        for name, shape in shapes.items()
+    }
+    return _write(path, config, weights)
+
+
+def write_softmax_model(path: Path, seed: int = 0, vocab: int = 31, hidden: int = 8) -> Path:
+    """The model of `numpy_engine`: logits = head · tanh(mixer · embedding). `mixer` is square."""
+    rng = np.random.default_rng(seed)
+    shapes = {"embedding": (vocab, hidden), "mixer": (hidden, hidden), "head": (vocab, hidden)}
+    weights = {f"{name}.weight": rng.normal(0, 1, shape) for name, shape in shapes.items()}
+    return _write(path, {"model_type": "dualtune-softmax"}, weights)
+
+
+def _write(path: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file({n: w.astype(np.float32) for n, w in weights.items()}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def random_batch(lengths: Sequence[int], vocab: int, *, seed: int = 0, pad: int = 0, prompt: int = 2) -> Batch:
+    """Rows of the given lengths with random tokens, padded by `pad` more columns than needed; the first `prompt`
+    tokens of each row are no targets. A row of the same length and position has the same tokens whatever the padding.
+    """
+    shape = (len(lengths), max(lengths) + pad)
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    labels, noise = np.full(shape, IGNORE_INDEX, np.int32), np.zeros(shape, np.uint32)
+    for b, n in enumerate(lengths):
+        rng = np.random.default_rng([seed, b])
+        row = rng.integers(3, vocab, n)
+        tokens[b, :n], segments[b, :n], positions[b, :n] = row, 1, np.arange(n)
+        labels[b, prompt - 1 : n - 1] = row[prompt:]
+        noise[b, :n] = rng.integers(0, 1 << 32, n, np.uint32)
+    return Batch(tokens, labels, segments, positions, noise)
+
+
+def row_of(batch: Batch, b: int) -> Batch:
+    """One row of a batch, as a batch."""
+    cut = slice(b, b + 1)
+    return Batch(
+        batch.tokens_BT[cut], batch.labels_BT[cut], batch.segments_BT[cut], batch.positions_BT[cut], batch.noise_BT[cut]
+    )
