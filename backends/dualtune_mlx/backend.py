@@ -1,0 +1,55 @@
+"""The MLX backend: which devices and values it honours, and how it builds an engine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats
+from dualtune.errors import ConfigError
+from dualtune_mlx.engine import MlxEngine
+from dualtune_mlx.model import load_base
+
+DEVICES = ("auto", "cpu")
+
+
+class MlxBackend:
+    name = "mlx"
+
+    def __init__(self, device: str = "auto") -> None:
+        if device not in DEVICES:
+            raise ConfigError(f"device: got '{device}', the backend 'mlx' has: {', '.join(DEVICES)}")
+        if device == "cpu":
+            mx.set_default_device(mx.cpu)
+        elif mx.metal.is_available():
+            # Keep what the GPU uses in physical memory, up to the size that Metal recommends, as mlx-lm's trainer does.
+            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+
+    def capabilities(self) -> Mapping[str, frozenset[Any]]:
+        return {
+            "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
+            "model.quantization": frozenset({"auto", "none", "affine4", "affine8"}),
+            "model.init": frozenset({"pretrained", "random"}),
+            "data.packing": frozenset({False}),
+            "memory.checkpointing": frozenset({"auto", "none"}),
+        }
+
+    def devices(self) -> list[DeviceInfo]:
+        memory = psutil.virtual_memory().total  # unified on Apple silicon
+        if mx.metal.is_available():
+            return [DeviceInfo(str(mx.device_info()["device_name"]), "metal", memory)]
+        return [DeviceInfo(platform.processor() or platform.machine(), "cpu", memory)]
+
+    def memory(self) -> MemoryStats:
+        return MemoryStats(mx.get_active_memory(), mx.get_peak_memory(), psutil.virtual_memory().total)
+
+    def reset_peak_memory(self) -> None:
+        mx.reset_peak_memory()
+
+    def load(self, request: LoadRequest) -> MlxEngine:
+        model, description = load_base(request)
+        return MlxEngine(model, request, description)

@@ -1,0 +1,75 @@
+"""The torch backend: which devices and values it honours, and how it builds an engine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats
+from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch.engine import TorchEngine
+from dualtune_torch.model import load_base
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class TorchBackend:
+    name = "torch"
+
+    def __init__(self, device: str = "auto") -> None:
+        if device not in DEVICES:
+            raise ConfigError(f"device: got '{device}', the backend 'torch' has: {', '.join(DEVICES)}")
+        if device == "cuda" and not torch.cuda.is_available():
+            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+            raise EnvironmentFault(
+                f"platform cuda: torch {torch.__version__} ({built}) sees no NVIDIA GPU. "
+                "Run: dualtune check-gpu, or train with --platform cpu"
+            )
+        self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+    def capabilities(self) -> Mapping[str, frozenset[Any]]:
+        return {
+            "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
+            "model.quantization": frozenset({"auto", "none", "nf4"}),
+            "model.init": frozenset({"pretrained", "random"}),
+            "data.packing": frozenset({False}),
+            "memory.checkpointing": frozenset({"auto", "none"}),
+        }
+
+    def devices(self) -> list[DeviceInfo]:
+        if self.device.type == "cuda":
+            found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+            return [DeviceInfo(gpu.name, "cuda", gpu.total_memory) for gpu in found]
+        return [DeviceInfo(platform.processor() or platform.machine(), "cpu", psutil.virtual_memory().total)]
+
+    def memory(self) -> MemoryStats:
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            return MemoryStats(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), total)
+        used = psutil.Process().memory_info().rss
+        return MemoryStats(used, max(used, _peak_rss()), psutil.virtual_memory().total)
+
+    def reset_peak_memory(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        elif (marker := Path("/proc/self/clear_refs")).exists():
+            marker.write_text("5")  # Linux: set the high-water mark to what is used now
+
+    def load(self, request: LoadRequest) -> TorchEngine:
+        model, description = load_base(request, self.device)
+        return TorchEngine(model, request, description)
+
+
+def _peak_rss() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

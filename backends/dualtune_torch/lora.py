@@ -1,0 +1,72 @@
+"""LoRA on torch: a wrapper around a frozen linear layer.
+
+Legend: B rows, T tokens, I input features, O output features, r rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
+from dualtune.adapter.spec import LoraSpec, select_modules
+
+
+class Noise:
+    """The token keys of the running micro-batch, shared by all adapted layers. None: dropout is off."""
+
+    noise_BT: Tensor | None = None
+
+
+class LoRALinear(nn.Module):
+    """y = W x + b + scale · B (A x), with A and B in float32 and the products in the dtype of x.
+
+    Hu et al., LoRA, arXiv 2106.09685. Dropout acts on the x that A sees, as in PEFT.
+    """
+
+    def __init__(self, base: nn.Linear, module: str, spec: LoraSpec, noise: Noise) -> None:
+        super().__init__()
+        device = base.weight.device
+        self.base = base
+        self.scale = spec.scale
+        self.dropout = spec.dropout
+        self.noise = noise
+        self.lora_A = nn.Parameter(torch.empty(spec.rank, base.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, spec.rank, device=device))
+        keys = torch.from_numpy(channel_keys(module, base.in_features).view("int32"))
+        self.register_buffer("keys_I", keys.to(device), persistent=False)
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        y_BTO = self.base(x_BTI)
+        if self.noise.noise_BT is not None and self.dropout:
+            x_BTI = self._dropped(x_BTI, self.noise.noise_BT)
+        u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
+        return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
+
+    def _dropped(self, x_BTI: Tensor, noise_BT: Tensor) -> Tensor:
+        """`dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32)."""
+        h_BTI = (noise_BT[..., None] ^ self.keys_I) * _signed(MIX1)
+        h_BTI = (h_BTI ^ ((h_BTI >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * _signed(MIX2)
+        keep_BTI = h_BTI >= threshold(self.dropout)
+        return x_BTI * keep_BTI / (1.0 - self.dropout)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def add_lora(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, LoRALinear]:
+    """Wrap the targeted linear layers in place. Returns module path -> wrapper, sorted by path.
+
+    An output head that shares its weight with the embedding is no layer of its own (MLX has none either), and adapting
+    one side of the pair could not be merged.
+    """
+    tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
+    linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, nn.Linear) and p not in tied}
+    shapes = {path: (layer.out_features, layer.in_features) for path, layer in linear.items()}
+    wrapped = {path: LoRALinear(linear[path], path, spec, noise) for path in select_modules(shapes, spec.targets)}
+    for path, layer in wrapped.items():
+        model.set_submodule(path, layer)
+    return wrapped
