@@ -1,0 +1,34 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from dualtune.backend import Backend
+
+platform_option = click.option(
+    "--platform",
+    default="auto",
+    show_default=True,
+    metavar="auto|mlx|cuda|cpu",
+    help="The machine to use: MLX, torch on a GPU, or torch on the CPU.",
+)
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."
+)
+config_argument = click.argument("config", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def backend_for(platform: str, *, err: bool = False) -> Backend:
+    """Open the backend for --platform and print the choice with its reason."""
+    from dualtune.platform.choose import choose, open_backend
+
+    choice = choose(platform)
+    backend = open_backend(choice)
+    click.echo(f"platform    {choice.platform}: {choice.reason}", err=err)
+    return backend

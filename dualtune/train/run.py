@@ -1,0 +1,270 @@
+"""A run: from a config to a run directory with an adapter in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import dualtune
+from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
+from dualtune.backend import Backend, Engine, LoadRequest, check_capabilities
+from dualtune.base_model import fingerprint, resolve_model
+from dualtune.config import Config, to_yaml
+from dualtune.data.documents import Documents, load_documents
+from dualtune.data.order import Order
+from dualtune.data.tokenizer import Tokenizer
+from dualtune.errors import ConfigError, DiskError
+from dualtune.hooks import EvalRecord, Hook, RunInfo, StepRecord
+from dualtune.train import checkpoint
+from dualtune.train.evaluation import auto_micro_batch_tokens
+from dualtune.train.fingerprints import fingerprints
+from dualtune.train.metrics import Metrics
+from dualtune.train.trainer import Job, fit
+
+# Versions worth knowing when two machines disagree.
+RECORDED_PACKAGES = (
+    "dualtune", "numpy", "tokenizers", "transformers", "torch", "bitsandbytes", "accelerate", "mlx", "mlx-lm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run left behind."""
+
+    run_dir: Path
+    adapter_dir: Path
+    num_steps: int
+    final_loss: float
+    eval_loss_before: float | None
+    eval_loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A config that was checked against the backend, the model's tokenizer and the data, with nothing loaded yet."""
+
+    config: Config
+    backend: Backend
+    model_dir: Path
+    tokenizer: Tokenizer
+    train: Documents
+    eval: Documents
+    order: Order
+    micro_batch_tokens: int
+    spec: LoraSpec
+    start: Adapter | None  # the adapter that training continues from
+
+    def summary(self) -> list[str]:
+        """What will be done, a line each, with the reasons of automatic choices."""
+        config = self.config
+        chosen = " (auto)" if config.train.micro_batch_tokens == "auto" else ""
+        template = "chat template" if self.tokenizer.template else "no chat template: prompt and completion as they are"
+        per_step = (
+            f"{config.train.documents_per_step} documents" if config.train.documents_per_step
+            else f"up to {config.train.tokens_per_step} tokens"
+        )  # fmt: skip
+        return [
+            f"model       {config.model.name}, {template}",
+            f"adapter     rank {self.spec.rank}, scale {self.spec.scale:g}, dropout {self.spec.dropout:g}, "
+            f"on {', '.join(self.spec.targets[:8])}{' …' if len(self.spec.targets) > 8 else ''}",
+            f"train data  {self.train.summary()}",
+            f"eval data   {self.eval.summary() if self.eval.num_rows else 'none'}",
+            f"steps       {self.order.num_steps} of {per_step}, in micro-batches of {self.micro_batch_tokens} tokens{chosen}",
+        ]
+
+
+def prepare(config: Config, backend: Backend) -> Prepared:
+    """Everything that can go wrong before the model loads: capabilities, model directory, data, starting adapter."""
+    check_capabilities(backend, config)
+    start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
+    model_dir = resolve_model(config.model.name, weights=config.model.init == "pretrained")
+    tokenizer = Tokenizer(model_dir, config.data.template)
+    train, eval_ = load_documents(config, tokenizer)
+    micro_batch_tokens = auto_micro_batch_tokens(config)
+    order = Order(config, [len(document.tokens) for document in train.items])
+    spec = lora_spec(config, start)
+    return Prepared(config, backend, model_dir, tokenizer, train, eval_, order, micro_batch_tokens, spec, start)
+
+
+def lora_spec(config: Config, start: Adapter | None) -> LoraSpec:
+    """The adapter's hyperparameters: the config's, or those of the adapter that training continues from."""
+    targets = config.adapter.targets
+    if start is None:
+        targets = (ALL_LINEAR,) if targets == ALL_LINEAR else targets
+        return LoraSpec(config.adapter.rank, config.adapter.alpha, config.adapter.dropout, tuple(targets))
+    wanted = {"rank": config.adapter.rank, "alpha": config.adapter.alpha, "targets": targets}
+    found = {"rank": start.spec.rank, "alpha": start.spec.alpha, "targets": start.spec.targets}
+    problems = [
+        f"adapter.{key}: got {wanted[key]}, but the adapter in adapter.init_from has {found[key]}"
+        for key in config.adapter.model_fields_set & wanted.keys()
+        if wanted[key] != found[key]
+    ]
+    if problems:
+        raise ConfigError("\n".join(sorted(problems)) + "\nLeave them out, or set them to the adapter's own.")
+    modules = tuple(modules_of(start.tensors))  # exactly these, whatever else the targets would select
+    return LoraSpec(start.spec.rank, start.spec.alpha, config.adapter.dropout, modules)
+
+
+def load_engine(prepared: Prepared) -> Engine:
+    """Load the base model with the adapter that training starts from."""
+    config = prepared.config
+    engine = prepared.backend.load(
+        LoadRequest(
+            model_dir=prepared.model_dir,
+            dtype=config.model.dtype,
+            quantization=config.model.quantization,
+            init=config.model.init,
+            adapter=prepared.spec,
+            weight_decay=config.train.weight_decay,
+            seed=config.run.seed,
+        )
+    )
+    if prepared.start is not None:
+        load_adapter(engine, prepared.start)
+    return engine
+
+
+def load_adapter(engine: Engine, adapter: Adapter) -> None:
+    try:
+        engine.load_adapter_state(adapter.tensors)
+    except ValueError as error:
+        raise ConfigError(f"the adapter does not fit this model: {error}") from error
+
+
+def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: bool = False) -> TrainResult:
+    """Train by a config on a backend. `resume` continues from the newest checkpoint of the run directory."""
+    run_dir = Path(config.run.dir).expanduser()
+    refuse_existing(run_dir, resume)
+    return execute(prepare(config, backend), hooks, resume=resume)
+
+
+def refuse_existing(run_dir: Path, resume: bool) -> None:
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())) and not resume:
+        raise ConfigError(
+            f"run.dir: {run_dir} already holds something. Choose another with --set run.dir=…, or continue that run "
+            "with --resume"
+        )
+
+
+def execute(prepared: Prepared, hooks: Sequence[Hook] = (), *, resume: bool = False) -> TrainResult:
+    """Train what `prepare` prepared."""
+    config, run_dir = prepared.config, Path(prepared.config.run.dir).expanduser()
+    saved = checkpoint.latest(run_dir / "checkpoints", config) if resume else None
+    if saved is not None and saved.step >= prepared.order.num_steps:
+        raise ConfigError(f"run.dir: {run_dir} holds a run that is finished, after {saved.step} steps")
+    engine = load_engine(prepared)
+    first_step = 0
+    if saved is not None:
+        engine.load_adapter_state(saved.adapter)
+        engine.load_optimizer_state(saved.optimizer)
+        first_step = saved.step
+    _write_run_dir(run_dir, prepared, engine)
+
+    losses = _Losses()
+    listeners = [losses, *hooks]
+    job = Job(
+        config, prepared.backend, engine, prepared.order, prepared.train.items, prepared.eval.items,
+        prepared.micro_batch_tokens, listeners,
+    )  # fmt: skip
+    info = RunInfo(
+        run_dir, prepared.backend.name, prepared.order.num_steps, first_step,
+        len(prepared.train.items), len(prepared.eval.items), engine.description,
+    )  # fmt: skip
+    before = fingerprints(engine, prepared.tokenizer) if first_step == 0 and prepared.start is None else None
+    for hook in listeners:
+        hook.on_start(info)
+    with contextlib.closing(Metrics(run_dir / "metrics.jsonl", prepared.backend, listeners, first_step)) as metrics:
+
+        def save(step: int) -> None:
+            checkpoint.save(run_dir / "checkpoints", step, engine, config, keep=config.run.keep)
+
+        fit(job, metrics, save, first_step)
+    adapter_dir = run_dir / "adapter"
+    _write_adapter(adapter_dir, prepared, engine, losses, before)
+    for hook in listeners:
+        hook.on_end()
+    return TrainResult(run_dir, adapter_dir, job.order.num_steps, losses.last, losses.eval_first, losses.eval_last)
+
+
+class _Losses(Hook):
+    def __init__(self) -> None:
+        self.last = float("nan")
+        self.eval_first: float | None = None
+        self.eval_last: float | None = None
+
+    def on_step(self, record: StepRecord) -> None:
+        self.last = record.loss
+
+    def on_eval(self, record: EvalRecord) -> None:
+        if record.step == 0:
+            self.eval_first = record.eval_loss
+        self.eval_last = record.eval_loss
+
+
+def _write_run_dir(run_dir: Path, prepared: Prepared, engine: Engine) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(to_yaml(prepared.config), encoding="utf-8")
+        text = json.dumps(environment(prepared.backend, engine.description), indent=2)
+        (run_dir / "environment.json").write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
+
+
+def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reader of the results needs to know about the machine; nothing about its user."""
+    versions: dict[str, str] = {}
+    for package in RECORDED_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "dualtune": dualtune.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "backend": backend.name,
+        "devices": [{"name": d.name, "kind": d.kind, "total_bytes": d.total_bytes} for d in backend.devices()],
+        "engine": dict(engine),
+        "packages": versions,
+    }
+
+
+def _write_adapter(path: Path, prepared: Prepared, engine: Engine, losses: _Losses, before: Any) -> None:
+    config = prepared.config
+    record = {
+        "base": fingerprint(prepared.model_dir)
+        | {"name": config.model.name, "loaded_as": engine.description["quantization"]},
+        "training": {
+            "backend": prepared.backend.name,
+            "steps": prepared.order.num_steps,
+            "seed": config.run.seed,
+            "final_loss": losses.last,
+            "eval_loss_before": losses.eval_first,
+            "eval_loss": losses.eval_last,
+            "train_documents": len(prepared.train.items),
+            "template": "chat" if prepared.tokenizer.template else "none",  # `dualtune generate` follows it
+        },
+        "fingerprints": {"base": before, "adapter": fingerprints(engine, prepared.tokenizer)},
+    }  # fmt: skip
+    tensors = engine.adapter_state()
+    adapter = Adapter(_written_spec(prepared, tensors), tensors, config.model.name)
+    if path.exists():  # of the finished run that is continued here; its checkpoints remain
+        shutil.rmtree(path)
+    write_adapter(path, adapter, metadata=record)
+
+
+def _written_spec(prepared: Prepared, tensors: Tensors) -> LoraSpec:
+    """The spec with targets that a reader knows: short names rather than our "all-linear" or a list of every module."""
+    if prepared.start is not None:
+        return replace(prepared.spec, targets=prepared.start.spec.targets)
+    if prepared.spec.targets == (ALL_LINEAR,):
+        return replace(prepared.spec, targets=tuple(sorted({m.split(".")[-1] for m in modules_of(tensors)})))
+    return prepared.spec
