@@ -15,7 +15,8 @@ from dualtune.data.documents import held_out_examples
 from dualtune.data.formats import Example
 from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import Model, answer, load_model
-from dualtune.train.run import execute, prepare, refuse_existing
+from dualtune.train.prepare import prepare
+from dualtune.train.run import execute, refuse_existing
 
 ASSETS = Path(dualtune.__file__).parent / "demo"
 SHOWN = 2  # answers on the screen, before and after

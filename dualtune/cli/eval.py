@@ -14,12 +14,14 @@ from dualtune.cli.options import backend_for, config_argument, json_option, plat
 @click.option("--adapter", type=click.Path(path_type=Path), help="Default: the adapter in the config's run directory.")
 @click.option("--base", is_flag=True, help="Measure the base model without an adapter.")
 @click.option("--data", type=click.Path(path_type=Path), help="A file to measure on. Default: the config's data.eval.")
-@click.option("--exact-match", is_flag=True, help="Also tell how many answers greedy decoding gives token for token.")
+@click.option(
+    "--exact-match", "exact", is_flag=True, help="Also tell how many answers greedy decoding gives token for token."
+)
 @platform_option
 @set_option
 @json_option
 def command(
-    config: Path, adapter: Path | None, base: bool, data: Path | None, exact_match: bool, platform: str,
+    config: Path, adapter: Path | None, base: bool, data: Path | None, exact: bool, platform: str,
     overrides: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Measure the adapter that CONFIG trained: loss and perplexity over the target tokens of the evaluation data."""
@@ -55,7 +57,7 @@ def command(
         "targets": result.eval_targets,
         "rows": len(examples),
     }
-    if exact_match:
+    if exact:
         report["exact_match"] = exact_match(model, examples, settings.data.max_length)
     if as_json:
         return click.echo(json.dumps(report, indent=2))

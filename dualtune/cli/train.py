@@ -30,7 +30,8 @@ def command(
         return show_demo(demo_config(overrides), backend_for(platform), dry_run=dry_run)
 
     from dualtune.cli.progress import progress_hook
-    from dualtune.train.run import execute, prepare, refuse_existing
+    from dualtune.train.prepare import prepare
+    from dualtune.train.run import execute, refuse_existing
 
     settings = load_config(config, overrides)
     refuse_existing(Path(settings.run.dir).expanduser(), resume)

@@ -17,7 +17,6 @@ from dualtune.config import Config
 from dualtune.data.formats import Example, RowError, to_examples
 from dualtune.data.readers import raise_problems, read_rows
 from dualtune.data.tokenizer import Tokenizer
-from dualtune.errors import DataError
 
 ENCODE_ROWS = 1000
 
@@ -59,21 +58,6 @@ class Documents:
         if self.num_dropped:
             text += f"; {self.num_dropped} dropped: no trainable token within max_length"
         return text
-
-
-def load_documents(config: Config, tokenizer: Tokenizer) -> tuple[Documents, Documents]:
-    """(train, eval) documents of a config."""
-    train_examples, eval_examples = held_out_examples(config)
-    train, eval_ = (
-        tokenize(examples, tokenizer, config.data.loss_on, config.data.max_length)
-        for examples in (train_examples, eval_examples)
-    )
-    if not train.items:
-        raise DataError(
-            f"{config.data.train}: no trainable token: 0 of {train.num_rows} rows have a target within "
-            f"data.max_length = {config.data.max_length}. Raise max_length, or check data.loss_on and the template."
-        )
-    return train, eval_
 
 
 def held_out_examples(config: Config) -> tuple[list[Example], list[Example]]:
@@ -140,8 +124,9 @@ def _render_chat(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rende
     messages = example.messages
     try:
         text = tokenizer.render(messages)
+        # The newline that a template puts behind the end-of-turn token is never generated.
         if loss_on == "all":
-            return _Rendered(text, [(0, len(text))], is_chat=True)
+            return _Rendered(text, [(0, len(text.rstrip()))], is_chat=True)
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         spans: list[tuple[int, int]] = []
         for i in turns[-1:] if loss_on == "last" else turns:
@@ -152,7 +137,6 @@ def _render_chat(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rende
                     f"message {i + 1}: the chat template rewrites earlier turns, so the assistant's part cannot be "
                     "located. Use data.loss_on: last or all, or another data.template"
                 )
-            # The newline that a template puts behind the end-of-turn token is never generated.
             spans.append((len(before), len(through.rstrip())))
     except TemplateError as error:
         raise RowError(f"the chat template refuses this conversation: {error}") from error

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ from typing import Any, cast
 from dualtune.data.readers import RawRow, raise_problems
 from dualtune.errors import DataError
 
+_HALF_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can say it, no tokenizer takes it
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -99,6 +101,9 @@ def _field(fields: Mapping[str, Any], key: str, optional: bool) -> Any:
 def _string(value: Any, key: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"'{key}': got {type(value).__name__}, a string is needed")
+    if half := _HALF_SURROGATE.search(value):
+        shown = half[0].encode("unicode-escape").decode()
+        raise RowError(f"'{key}': holds half a surrogate pair ({shown}), which is no text")
     return value
 
 

@@ -39,6 +39,9 @@ def read_rows(path: str | Path) -> list[RawRow]:
         except json.JSONDecodeError as error:
             problems.append(f"{where}: not JSON: {error.msg} at column {error.colno}: {_excerpt(line, error.pos)}")
             continue
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+            problems.append(f"{where}: not usable JSON: {error}")
+            continue
         if isinstance(fields, dict):
             rows.append(RawRow(where, cast(dict[str, Any], fields)))
         else:

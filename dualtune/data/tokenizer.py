@@ -6,12 +6,14 @@ Jinja's immutable sandbox.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from jinja2 import TemplateError
 
 from dualtune.data.formats import Message
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -31,12 +33,8 @@ class Tokenizer:
         self.special_ids = frozenset(self._hf.all_special_ids) | frozenset(
             id for id, token in self._hf.added_tokens_decoder.items() if token.special
         )
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: EOS, and any special token whose name says that a turn ends."""
-        named = {id for id in self.special_ids if "end" in (text := self._hf.decode([id])) or "eot" in text}
-        return frozenset(named | ({self.eos_id} if self.eos_id is not None else set()))
+        ends = {self.eos_id, *_generation_ends(model_dir), self._end_of_turn()}
+        self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
 
     def __len__(self) -> int:
         return len(self._hf)
@@ -73,6 +71,28 @@ class Tokenizer:
         if self.template is None:
             return self.encode(prompt, special=True)
         return self.encode(self.render([Message("user", prompt)], add_generation_prompt=True), special=False)
+
+    def _end_of_turn(self) -> int | None:
+        """The special token that the template puts behind an assistant's message, if it puts one."""
+        if self.template is None:
+            return None
+        question, answer = Message("user", "?"), Message("assistant", "!")
+        try:
+            before = self.render([question], add_generation_prompt=True)
+            through = self.render([question, answer])
+        except TemplateError:
+            return None
+        behind = self.encode(through[len(before) + len(answer.content) :], special=False)
+        return int(behind[0]) if len(behind) and int(behind[0]) in self.special_ids else None
+
+
+def _generation_ends(model_dir: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json: one id or several."""
+    path = model_dir / "generation_config.json"
+    if not path.is_file():
+        return []
+    found: int | list[int] | None = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _load(model_dir: Path) -> Any:

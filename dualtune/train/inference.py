@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.directory import Adapter, read_adapter
 from dualtune.adapter.spec import LoraSpec, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import resolve_model
@@ -54,11 +54,16 @@ def load_model(
     tokenizer = Tokenizer(model_dir, template)
     engine = backend.load(LoadRequest(model_dir, dtype, quantization, "pretrained", spec, 0.0, seed=0))
     if start is not None:
-        try:
-            engine.load_adapter_state(start.tensors)
-        except ValueError as error:
-            raise ConfigError(f"{adapter} does not fit the model {name}: {error}") from error
+        load_adapter(engine, start, name)
     return Model(engine, tokenizer)
+
+
+def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
+    """Put an adapter into an engine that was loaded for its modules. ConfigError if it does not fit the model."""
+    try:
+        engine.load_adapter_state(adapter.tensors)
+    except ValueError as error:
+        raise ConfigError(f"the adapter does not fit the model {model_name}: {error}") from error
 
 
 def _training(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import dualtune
-from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.directory import Adapter, write_adapter
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
-from dualtune.backend import Backend, Engine, LoadRequest, check_capabilities
-from dualtune.base_model import fingerprint, resolve_model
+from dualtune.backend import Backend, Engine, LoadRequest
+from dualtune.base_model import fingerprint
 from dualtune.config import Config, to_yaml
-from dualtune.data.documents import Documents, load_documents
-from dualtune.data.order import Order
-from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DiskError
 from dualtune.hooks import EvalRecord, Hook, RunInfo, StepRecord
 from dualtune.train import checkpoint
-from dualtune.train.evaluation import auto_micro_batch_tokens
 from dualtune.train.fingerprints import fingerprints
+from dualtune.train.inference import load_adapter
 from dualtune.train.metrics import Metrics
+from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.trainer import Job, fit
 
 # Versions worth knowing when two machines disagree.
@@ -47,72 +45,6 @@ class TrainResult:
     eval_loss: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A config that was checked against the backend, the model's tokenizer and the data, with nothing loaded yet."""
-
-    config: Config
-    backend: Backend
-    model_dir: Path
-    tokenizer: Tokenizer
-    train: Documents
-    eval: Documents
-    order: Order
-    micro_batch_tokens: int
-    spec: LoraSpec
-    start: Adapter | None  # the adapter that training continues from
-
-    def summary(self) -> list[str]:
-        """What will be done, a line each, with the reasons of automatic choices."""
-        config = self.config
-        chosen = " (auto)" if config.train.micro_batch_tokens == "auto" else ""
-        template = "chat template" if self.tokenizer.template else "no chat template: prompt and completion as they are"
-        per_step = (
-            f"{config.train.documents_per_step} documents" if config.train.documents_per_step
-            else f"up to {config.train.tokens_per_step} tokens"
-        )  # fmt: skip
-        return [
-            f"model       {config.model.name}, {template}",
-            f"adapter     rank {self.spec.rank}, scale {self.spec.scale:g}, dropout {self.spec.dropout:g}, "
-            f"on {', '.join(self.spec.targets[:8])}{' …' if len(self.spec.targets) > 8 else ''}",
-            f"train data  {self.train.summary()}",
-            f"eval data   {self.eval.summary() if self.eval.num_rows else 'none'}",
-            f"steps       {self.order.num_steps} of {per_step}, in micro-batches of {self.micro_batch_tokens} tokens{chosen}",
-        ]
-
-
-def prepare(config: Config, backend: Backend) -> Prepared:
-    """Everything that can go wrong before the model loads: capabilities, model directory, data, starting adapter."""
-    check_capabilities(backend, config)
-    start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
-    model_dir = resolve_model(config.model.name, weights=config.model.init == "pretrained")
-    tokenizer = Tokenizer(model_dir, config.data.template)
-    train, eval_ = load_documents(config, tokenizer)
-    micro_batch_tokens = auto_micro_batch_tokens(config)
-    order = Order(config, [len(document.tokens) for document in train.items])
-    spec = lora_spec(config, start)
-    return Prepared(config, backend, model_dir, tokenizer, train, eval_, order, micro_batch_tokens, spec, start)
-
-
-def lora_spec(config: Config, start: Adapter | None) -> LoraSpec:
-    """The adapter's hyperparameters: the config's, or those of the adapter that training continues from."""
-    targets = config.adapter.targets
-    if start is None:
-        targets = (ALL_LINEAR,) if targets == ALL_LINEAR else targets
-        return LoraSpec(config.adapter.rank, config.adapter.alpha, config.adapter.dropout, tuple(targets))
-    wanted = {"rank": config.adapter.rank, "alpha": config.adapter.alpha, "targets": targets}
-    found = {"rank": start.spec.rank, "alpha": start.spec.alpha, "targets": start.spec.targets}
-    problems = [
-        f"adapter.{key}: got {wanted[key]}, but the adapter in adapter.init_from has {found[key]}"
-        for key in config.adapter.model_fields_set & wanted.keys()
-        if wanted[key] != found[key]
-    ]
-    if problems:
-        raise ConfigError("\n".join(sorted(problems)) + "\nLeave them out, or set them to the adapter's own.")
-    modules = tuple(modules_of(start.tensors))  # exactly these, whatever else the targets would select
-    return LoraSpec(start.spec.rank, start.spec.alpha, config.adapter.dropout, modules)
-
-
 def load_engine(prepared: Prepared) -> Engine:
     """Load the base model with the adapter that training starts from."""
     config = prepared.config
@@ -128,15 +60,8 @@ def load_engine(prepared: Prepared) -> Engine:
         )
     )
     if prepared.start is not None:
-        load_adapter(engine, prepared.start)
+        load_adapter(engine, prepared.start, config.model.name)
     return engine
-
-
-def load_adapter(engine: Engine, adapter: Adapter) -> None:
-    try:
-        engine.load_adapter_state(adapter.tensors)
-    except ValueError as error:
-        raise ConfigError(f"the adapter does not fit this model: {error}") from error
 
 
 def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: bool = False) -> TrainResult:

@@ -1,0 +1,103 @@
+"""Before a run: everything that can be wrong with a config is found here, before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualtune.adapter.directory import Adapter, read_adapter
+from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, modules_of
+from dualtune.backend import Backend, check_capabilities
+from dualtune.base_model import resolve_model
+from dualtune.config import Config
+from dualtune.data.documents import Documents, held_out_examples, tokenize
+from dualtune.data.order import Order
+from dualtune.data.tokenizer import Tokenizer
+from dualtune.errors import ConfigError, DataError
+from dualtune.train.evaluation import auto_micro_batch_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A config that was checked against the backend, the model's tokenizer and the data, with nothing loaded yet."""
+
+    config: Config
+    backend: Backend
+    model_dir: Path
+    tokenizer: Tokenizer
+    train: Documents
+    eval: Documents
+    order: Order
+    micro_batch_tokens: int
+    spec: LoraSpec
+    start: Adapter | None  # the adapter that training continues from
+
+    def summary(self) -> list[str]:
+        """What will be done, a line each."""
+        train, spec, targets = self.config.train, self.spec, self.spec.targets
+        template = "chat template" if self.tokenizer.template else "no chat template: prompt and completion as they are"
+        documents, tokens = train.documents_per_step, train.tokens_per_step
+        per_step = f"{documents} documents" if documents else f"up to {tokens} tokens"
+        chosen = " (auto)" if train.micro_batch_tokens == "auto" else ""
+        return [
+            f"model       {self.config.model.name}, {template}",
+            f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
+            f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
+            f"train data  {self.train.summary()}",
+            f"eval data   {self.eval.summary() if self.eval.num_rows else 'none'}",
+            f"steps       {self.order.num_steps} of {per_step}, "
+            f"in micro-batches of up to {self.micro_batch_tokens} tokens{chosen}",
+        ]
+
+
+def prepare(config: Config, backend: Backend) -> Prepared:
+    """Check a config, cheap things first: what it asks of the backend, the data files, then the model directory.
+
+    Raises ConfigError, DataError, FormatError (of `adapter.init_from`) or EnvironmentFault (of the model).
+    """
+    check_capabilities(backend, config)
+    start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
+    config = _with_adapter_of(config, start)
+    train_examples, eval_examples = held_out_examples(config)
+    model_dir = resolve_model(config.model.name, weights=config.model.init == "pretrained")
+    tokenizer = Tokenizer(model_dir, config.data.template)
+    train, eval_ = (
+        tokenize(examples, tokenizer, config.data.loss_on, config.data.max_length)
+        for examples in (train_examples, eval_examples)
+    )
+    if not train.items:
+        raise DataError(
+            f"{config.data.train}: no trainable token: 0 of {train.num_rows} rows have a target within "
+            f"data.max_length = {config.data.max_length}. Raise max_length, or check data.loss_on and the template."
+        )
+    order = Order(config, [len(document.tokens) for document in train.items])
+    tokens = auto_micro_batch_tokens(config)
+    spec = _spec(config, start)
+    return Prepared(config, backend, model_dir, tokenizer, train, eval_, order, tokens, spec, start)
+
+
+def _with_adapter_of(config: Config, start: Adapter | None) -> Config:
+    """The config with the rank, alpha and targets of the adapter that training continues from.
+
+    ConfigError if it states others: an adapter cannot change its shape.
+    """
+    if start is None:
+        return config
+    found = {"rank": start.spec.rank, "alpha": start.spec.alpha, "targets": start.spec.targets}
+    problems = [
+        f"adapter.{key}: got {getattr(config.adapter, key)}, but the adapter in adapter.init_from has {value}"
+        for key, value in found.items()
+        if key in config.adapter.model_fields_set and getattr(config.adapter, key) != value
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems) + "\nLeave them out, or set them to the adapter's own.")
+    return config.model_copy(update={"adapter": config.adapter.model_copy(update=found)})
+
+
+def _spec(config: Config, start: Adapter | None) -> LoraSpec:
+    targets = config.adapter.targets
+    if start is not None:
+        targets = tuple(modules_of(start.tensors))  # exactly these, whatever else the targets would select
+    elif targets == ALL_LINEAR:
+        targets = (ALL_LINEAR,)
+    return LoraSpec(config.adapter.rank, config.adapter.alpha, config.adapter.dropout, tuple(targets))
