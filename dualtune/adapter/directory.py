@@ -49,11 +49,10 @@ class Adapter:
 
 
 class Contents(NamedTuple):
-    """A directory that looks like an adapter: its configs are read, its weights are not."""
+    """A directory that looks like an adapter. Only dualtune.json is read yet: its hashes come before anything else."""
 
     directory: Path
     layout: str
-    config: dict[str, Any]
     manifest: dict[str, Any] | None
 
 
@@ -147,8 +146,7 @@ def open_directory(path: str | os.PathLike[str]) -> Contents:
     if CONFIG_FILE not in found:
         raise FormatError(f"{directory}: {CONFIG_FILE} is missing: without it the scale of the adapter is unknown")
     layout = "dual" if has_peft and has_mlx else "peft" if has_peft else "mlx"
-    config = read_json(directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
-    return Contents(directory, layout, config, read_manifest(directory))
+    return Contents(directory, layout, read_manifest(directory))
 
 
 def load(contents: Contents) -> Adapter:
@@ -176,7 +174,8 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
 
 def _parse(contents: Contents, layout: str) -> canonical.Parts:
     name, read = (peft.WEIGHTS_FILE, peft.read_peft) if layout == "peft" else (mlx_lm.WEIGHTS_FILE, mlx_lm.read_mlx)
-    return read(contents.config, read_safetensors(contents.directory / name), contents.directory)
+    config = read_json(contents.directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
+    return read(config, read_safetensors(contents.directory / name), contents.directory)
 
 
 def _nothing_found(directory: Path, found: list[str]) -> str:

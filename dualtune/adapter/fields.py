@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -12,7 +11,8 @@ Table = Mapping[str, Any]
 
 
 def wrong(where: object, key: str, value: object, allowed: str) -> FormatError:
-    return FormatError(f"{where}: {key}: got {str(value)[:200]!r}, must be {allowed}")
+    name = key if key.isprintable() else repr(key)
+    return FormatError(f"{where}: {name}: got {str(value)[:200]!r}, must be {allowed}")
 
 
 def required(table: Table, key: str, where: object) -> Any:
@@ -29,10 +29,10 @@ def rank(table: Table, key: str, where: object) -> int:
 
 
 def positive(table: Table, key: str, where: object) -> float:
-    """A finite number > 0. No trainer makes a scale of zero, and llama.cpp reads alpha 0 as 1."""
+    """A number from 1e-9 to 1e9, far from overflow. Not 0, which nobody trains with and llama.cpp reads as 1."""
     value = required(table, key, where)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise wrong(where, key, value, "a number > 0")
+    if type(value) not in (int, float) or not 1e-9 <= value <= 1e9:
+        raise wrong(where, key, value, "a number from 1e-9 to 1e9")
     return float(value)
 
 

@@ -29,7 +29,7 @@ def make_manifest(files: Mapping[str, bytes], notes: Collection[str], metadata: 
         "files": {
             name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
         },
-        "notes": [*metadata.get("notes", []), *notes],
+        "notes": [*(metadata.get("notes") or []), *notes],
     }
 
 

@@ -73,12 +73,13 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     for module in pairs:
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
-    scales = {module: _scale(module, pair.A_rI.shape[0], config, where) for module, pair in pairs.items()}
+    ranks = {module: _rank(module, config, where) for module in pairs}
     for module, pair in pairs.items():
-        check_rank(module, pair, _rank(module, config, where), directory / WEIGHTS_FILE)
+        check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
+    scales = {module: _scale(module, rank, config, where) for module, rank in ranks.items()}
 
     pairs, scale, conversions = unify(pairs, scales)
-    rank = next(iter(pairs.values())).A_rI.shape[0]
+    rank = max(ranks.values())
     spec = LoraSpec(
         rank=rank,
         alpha=alpha_of(scale, rank),
@@ -126,7 +127,7 @@ def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
     unknown = sorted(key for key, value in config.items() if value and key not in {*REFUSED, *HANDLED, *MLX_KEYS})
     for key in filter(_VARIANT_SWITCH.fullmatch, unknown):
         raise fields.wrong(where, key, config[key], "unset: peft 0.21 does not have it, and it may change the function")
-    return [f"unknown to peft 0.21, ignored: {', '.join(unknown)[:200]}"] if unknown else []
+    return [f"unknown to peft 0.21, ignored: {', '.join(map(repr, unknown))[:200]}"] if unknown else []
 
 
 def _pairs(tensors: Tensors, where: Path) -> Pairs:

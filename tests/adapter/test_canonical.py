@@ -16,9 +16,7 @@ def stack(*names, layers=range(3)):
 
 def random_pair(rank, in_dim, out_dim, seed=0):
     rng = np.random.default_rng(seed)
-    return Pair(
-        rng.normal(size=(rank, in_dim)).astype(np.float32), rng.normal(size=(out_dim, rank)).astype(np.float32)
-    )
+    return Pair(rng.normal(size=(rank, in_dim)).astype(np.float32), rng.normal(size=(out_dim, rank)).astype(np.float32))
 
 
 def delta(pair, scale):

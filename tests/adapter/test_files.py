@@ -1,13 +1,15 @@
-"""Files that somebody else wrote, or that were cut, flipped and forged on the way. The oracle is the safetensors library."""
+"""Files that somebody else wrote, or that were cut, flipped and forged on the way. The oracle is safetensors."""
 
+import contextlib
 import json
+import os
 import time
 
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualtune.adapter.files import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
@@ -83,8 +85,9 @@ def test_bytes_after_the_last_tensor_are_an_error(file):
 @pytest.mark.parametrize("length", [MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
 def test_a_huge_header_is_refused_before_it_is_read(file, length):
     file.write_bytes(length.to_bytes(8, "little") + b"{}")
+    os.truncate(file, 1 << 30)  # sparse; large enough for the first of the lengths
     start = time.perf_counter()
-    with pytest.raises(FormatError, match="header"):
+    with pytest.raises(FormatError, match=f"header of {length} bytes, at most"):
         read_safetensors(file)
     assert time.perf_counter() - start < 0.05
 
@@ -138,10 +141,11 @@ def test_json_has_a_size_limit(tmp_path):
 
 
 def test_a_missing_file_is_an_error_with_its_path(tmp_path):
-    with pytest.raises(FormatError, match="absent.*No such file"):
+    with pytest.raises(FormatError, match=r"absent.*No such file"):
         read_safetensors(tmp_path / "absent")
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_changed_byte_raises_only_format_errors(tmp_path_factory, data):
     """Whatever the header says: a clean error, or tensors that the library reads from the same bytes."""
@@ -163,7 +167,5 @@ def test_a_changed_byte_raises_only_format_errors(tmp_path_factory, data):
 
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_only_format_errors(data):
-    try:
+    with contextlib.suppress(FormatError):
         parse_object(data, "file")
-    except FormatError:
-        pass

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.canonical import to_pairs
-from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.directory import read_adapter, write_adapter
 from dualtune.adapter.peft import HANDLED, REFUSED
-from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.errors import FormatError
 
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+# The dual directory has keys of mlx-lm, of which PEFT warns that it ignores them.
+pytestmark = pytest.mark.filterwarnings("ignore:Unexpected keyword arguments", "ignore::FutureWarning:transformers")
 
 DIM, HIDDEN, LAYERS, VOCAB = 16, 24, 3, 32  # q_proj is square: no shape can give a missing transpose away
 SHAPES = {
@@ -63,38 +64,22 @@ def deltas_of(model):
     }
 
 
-def deltas(adapter):
-    return {
-        module: adapter.spec.scale * (pair.B_Or.astype(np.float64) @ pair.A_rI.astype(np.float64))
-        for module, pair in to_pairs(adapter.tensors, "test").items()
-    }
-
-
-def assert_same_function(ours, theirs, rtol=1e-6):
-    assert ours.keys() == theirs.keys()
-    for module, expected in theirs.items():
-        assert np.abs(expected).max() > 0
-        np.testing.assert_allclose(ours[module], expected, rtol=0, atol=rtol * np.abs(expected).max(), err_msg=module)
-
-
 def edit_config(path, **changes):
     file = path / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def random_adapter(shapes=SHAPES, rank=5, alpha=10.0, targets=("q_proj", "k_proj", "down_proj")):
-    rng = np.random.default_rng(1)
-    tensors = {
-        name: x if x.any() else rng.normal(size=x.shape).astype(np.float32)
-        for name, x in init_adapter(shapes, rank, seed=7).items()
-    }
-    return Adapter(LoraSpec(rank, alpha, 0.0, targets), tensors)
+@pytest.fixture
+def random_adapter(make_adapter):
+    targets = ("q_proj", "k_proj", "down_proj")
+    return lambda shapes=SHAPES, alpha=10.0: make_adapter(shapes, rank=5, alpha=alpha, targets=targets)
 
 
 READABLE = {
     "plain": {},
     "rslora with a rank that is no square": {"use_rslora": True},
     "rank pattern": {"rank_pattern": {"q_proj": 3, "layers.1.mlp.down_proj": 5}},
+    "alternatives in a pattern": {"rank_pattern": {"k_proj|q_proj": 3}},
     "alpha pattern": {"alpha_pattern": {r"model\.layers\.[02]\.self_attn\.q_proj": 7}},
     "both patterns": {
         "rank_pattern": {"^model.layers.0.self_attn.q_proj": 12},
@@ -113,7 +98,7 @@ READABLE = {
 
 
 @pytest.mark.parametrize("config", READABLE.values(), ids=READABLE)
-def test_reads_the_function_that_peft_saved(tmp_path, config):
+def test_reads_the_function_that_peft_saved(tmp_path, config, deltas, assert_same_function):
     expected = saved_by_peft(tmp_path / "peft", **config)
     if config.get("init_lora_weights") == "mica":  # starts with A = 0, which is what it trains
         expected = trained_a(tmp_path / "peft")
@@ -194,7 +179,7 @@ def test_refuses_by_name_what_peft_saved_but_plain_lora_cannot_express(tmp_path,
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_each_refused_key_is_named(tmp_path, key):
+def test_each_refused_key_is_named(tmp_path, key, random_adapter):
     write_adapter(tmp_path / "a", random_adapter(), layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
     edit_config(tmp_path / "a", **{key: False})
@@ -210,7 +195,7 @@ def test_every_field_of_lora_config_is_accounted_for():
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "OLoRA", "new"])
-def test_initializations_that_change_the_base_are_refused(tmp_path, init):
+def test_initializations_that_change_the_base_are_refused(tmp_path, init, random_adapter):
     write_adapter(tmp_path / "a", random_adapter(), layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
     edit_config(tmp_path / "a", init_lora_weights=init)
@@ -224,7 +209,7 @@ def test_initializations_that_change_the_base_are_refused(tmp_path, init):
         ({"peft_type": "LOHA"}, "peft_type: got 'LOHA'"),
         ({"r": 4}, r"must be \[4, in\]"),
         ({"r": True}, "r: got 'True', must be an integer"),
-        ({"lora_alpha": 0}, "lora_alpha: got '0', must be a number > 0"),
+        ({"lora_alpha": 0}, "lora_alpha: got '0', must be a number from"),
         ({"lora_alpha": "16"}, "lora_alpha"),
         ({"lora_dropout": 1.0}, "lora_dropout"),
         ({"bias": "all"}, "bias"),
@@ -240,7 +225,7 @@ def test_initializations_that_change_the_base_are_refused(tmp_path, init):
         ({"base_model_name_or_path": "a\x1b[2J"}, "base_model_name_or_path"),
     ],
 )
-def test_wrong_values_are_named(tmp_path, changes, message):
+def test_wrong_values_are_named(tmp_path, changes, message, random_adapter):
     write_adapter(tmp_path / "a", random_adapter(), layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
     edit_config(tmp_path / "a", **changes)
@@ -248,16 +233,18 @@ def test_wrong_values_are_named(tmp_path, changes, message):
         read_adapter(tmp_path / "a")
 
 
-def test_unknown_keys_without_a_switchs_name_are_noted(tmp_path):
+def test_unknown_keys_without_a_switchs_name_are_noted(tmp_path, random_adapter):
     write_adapter(tmp_path / "a", random_adapter(), layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
     edit_config(tmp_path / "a", trained_by="somebody", use_new_thing=False)
-    assert read_adapter(tmp_path / "a").notes == ("unknown to peft 0.21, ignored: trained_by",)
+    assert read_adapter(tmp_path / "a").notes == ("unknown to peft 0.21, ignored: 'trained_by'",)
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, {m: s for m, s in SHAPES.items() if ".1." not in m}], ids=["all", "some"])
 @pytest.mark.parametrize("alpha", [10.0, 7.3])
-def test_peft_loads_the_dual_directory_as_the_same_function(tmp_path, shapes, alpha):
+def test_peft_loads_the_dual_directory_as_the_same_function(
+    tmp_path, shapes, alpha, deltas, assert_same_function, random_adapter
+):
     adapter = random_adapter(shapes, alpha=alpha)
     write_adapter(tmp_path / "a", adapter)
     with warnings.catch_warnings(record=True) as caught:
@@ -265,3 +252,28 @@ def test_peft_loads_the_dual_directory_as_the_same_function(tmp_path, shapes, al
         model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "a")
     assert not [w for w in caught if "missing adapter keys" in str(w.message)]
     assert_same_function(deltas_of(model), deltas(adapter))
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+DAMAGE = {
+    "lora_B without its lora_A": lambda t: t.pop(f"{Q}.lora_A.weight"),
+    "lora_A without its lora_B": lambda t: t.pop(f"{Q}.lora_B.weight"),
+    "They look transposed": lambda t: t.update({n: np.ascontiguousarray(x.T) for n, x in t.items()}),
+    r"Stacked experts \(MoE\)": lambda t: t.update({n: x[None] for n, x in t.items() if Q in n}),
+    "cannot be converted: DoRA's magnitude": lambda t: t.update({f"{Q}.lora_magnitude_vector": np.ones(DIM)}),
+    "cannot be converted: not part of": lambda t: t.update({"model.norm.weight": np.ones(DIM)}),
+    "holds no LoRA tensors": lambda t: t.clear(),
+    "is not a module path": lambda t: t.update({n.replace("0", "0\x1b[2J"): x for n, x in t.items()}),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_wrong_tensors_are_named(tmp_path, message, random_adapter):
+    write_adapter(tmp_path / "a", random_adapter(), layout="peft")
+    (tmp_path / "a" / "dualtune.json").unlink()
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    DAMAGE[message](tensors)
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(FormatError, match=message):
+        read_adapter(tmp_path / "a")
