@@ -116,7 +116,8 @@ class Engine(Protocol):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What was built, for logs: dtype, quantization, device, number of parameters, reasons of automatic choices."""
+        """What was built, for logs: device, dtype, dtype_reason, quantization, quantization_reason, num_parameters,
+        trainable_parameters, and what else is worth knowing. JSON values."""
         ...
 
     def evaluate(self, batch: Batch) -> LossSum: ...

@@ -58,4 +58,5 @@ class Hook:
 
     def on_eval(self, record: EvalRecord) -> None: ...
 
-    def on_end(self) -> None: ...
+    def on_end(self) -> None:
+        """Called once, last, whether the run came to its end or failed."""

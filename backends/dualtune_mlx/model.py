@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,10 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, ModuleNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentFault(f"{request.model_dir}: mlx-lm cannot load this model: {reason}") from error
-    if quantization in BITS and "quantization" not in config:
+    if quantization in BITS and ("quantization" not in config or request.init == "random"):
         # From the stored precision, as mlx_lm.convert does, so that the bytes are the same as those of its models.
-        model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
+        with contextlib.redirect_stdout(sys.stderr):  # it prints, and standard output may be a model's answer
+            model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
     model.set_dtype(dtype)
     model.freeze()
     model.eval()
@@ -61,17 +64,18 @@ def _load(request: LoadRequest, config: dict[str, Any]) -> tuple[nn.Module, dict
 def _plain_keys(config: dict[str, Any], weight_names: set[str] | None) -> dict[str, Any]:
     """Config keys in the spelling that mlx-lm reads.
 
-    Two traps, both silent. transformers 5 writes `rope_parameters`, while mlx-lm's Llama and others read `rope_theta`
-    and `rope_scaling` and fall back to a base of 10000. And where `tie_word_embeddings` is absent, mlx-lm's Llama ties
-    and throws the stored output head away, while Hugging Face does not tie.
+    Two traps, both silent. transformers 5 writes `rope_parameters`, while mlx-lm's Llama and others read `rope_theta`,
+    `rope_scaling` and `partial_rotary_factor` and fall back to defaults such as a base of 10000. And where
+    `tie_word_embeddings` is absent, mlx-lm's Llama ties and throws the stored output head away, while Hugging Face does
+    not tie.
     """
     keys: dict[str, Any] = {}
     rope = config.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope and "rope_theta" not in config:
-        keys["rope_theta"] = rope["rope_theta"]
-        scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-        if scaling.get("rope_type", "default") != "default":
-            keys["rope_scaling"] = scaling
+    if isinstance(rope, dict):
+        found = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        if rope.get("rope_type", "default") != "default":
+            found["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+        keys |= {name: value for name, value in found.items() if config.get(name) is None}
     if "tie_word_embeddings" not in config and weight_names is not None and "lm_head.weight" in weight_names:
         keys["tie_word_embeddings"] = False
     return keys

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import logging
@@ -27,7 +28,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             model = _random(request, dtype, device, quantization)
         else:
             model = _pretrained(request, dtype, device, quantization)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
     model.requires_grad_(False)

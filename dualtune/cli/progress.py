@@ -1,8 +1,9 @@
-"""What `dualtune train` shows: a progress bar on a terminal, plain lines elsewhere."""
+"""What `dualtune train` shows: a line every `log_every` steps, and on a terminal a progress bar below the lines."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
@@ -15,31 +16,24 @@ def progress_hook(log_every: int) -> Hook:
     return Bar(log_every) if sys.stdout.isatty() else Lines(log_every)
 
 
-def engine_line(info: RunInfo) -> str:
-    engine = info.engine
-    return (
-        f"engine      {info.backend} on {engine['device']}, {engine['dtype']} ({engine['dtype_reason']}), "
-        f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
-        f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
-    )
-
-
-def eval_line(record: EvalRecord) -> str:
-    return f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens"
-
-
 class Lines(Hook):
     """A line every `log_every` steps, with the mean loss since the last line."""
 
-    def __init__(self, log_every: int) -> None:
+    def __init__(self, log_every: int, say: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
         self._log_every = log_every
+        self._say = say
         self._since: list[StepRecord] = []
         self._num_steps = self._done = 0
         self._seconds = 0.0
 
     def on_start(self, info: RunInfo) -> None:
         self._num_steps = info.num_steps
-        self._say(engine_line(info))
+        engine = info.engine
+        self._say(
+            f"engine      {info.backend} on {engine['device']}, {engine['dtype']} ({engine['dtype_reason']}), "
+            f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
+            f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
+        )
         if info.first_step:
             self._say(f"resumed     after step {info.first_step}")
 
@@ -49,8 +43,7 @@ class Lines(Hook):
         self._seconds += record.step_s
         if record.step % self._log_every and record.step != self._num_steps:
             return
-        seconds = sum(r.step_s for r in self._since)
-        rate = sum(r.num_tokens for r in self._since) / seconds
+        rate = sum(r.num_tokens for r in self._since) / sum(r.step_s for r in self._since)
         loss = sum(r.loss for r in self._since) / len(self._since)
         self._since.clear()
         left = self._seconds / self._done * (self._num_steps - record.step)
@@ -61,40 +54,36 @@ class Lines(Hook):
         )
 
     def on_eval(self, record: EvalRecord) -> None:
-        self._say(eval_line(record))
-
-    def _say(self, line: str) -> None:
-        print(line, flush=True)
+        self._say(f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens")
 
 
 class Bar(Hook):
-    """A progress bar with the last loss, tokens per second and the time left."""
+    """The lines, and below them a bar with the last loss, tokens per second and the time left."""
 
     def __init__(self, log_every: int) -> None:
-        self._log_every = log_every
-        self._console = Console()
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             _TimeLeft(),
-            console=self._console,
+            console=Console(highlight=False),
         )
-        self._task = self._progress.add_task("training", start=False, numbers="")
+        self._lines = Lines(log_every, self._progress.console.print)
+        self._task = self._progress.add_task("training", numbers="")
 
     def on_start(self, info: RunInfo) -> None:
-        self._console.print(engine_line(info), highlight=False)
+        self._lines.on_start(info)
         self._progress.update(self._task, total=info.num_steps, completed=info.first_step)
         self._progress.start()
-        self._progress.start_task(self._task)
 
     def on_step(self, record: StepRecord) -> None:
+        self._lines.on_step(record)
         numbers = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tokens/s"
         self._progress.update(self._task, completed=record.step, numbers=numbers)
 
     def on_eval(self, record: EvalRecord) -> None:
-        self._progress.print(eval_line(record), highlight=False)
+        self._lines.on_eval(record)
 
     def on_end(self) -> None:
         self._progress.stop()

@@ -98,11 +98,12 @@ def _generation_ends(model_dir: Path) -> list[int]:
 def _load(model_dir: Path) -> Any:
     # transformers says "PyTorch was not found" at import on an MLX-only machine; models come from the engines.
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    from huggingface_hub.errors import StrictDataclassError  # what transformers 5 raises for an impossible config.json
     from transformers import AutoTokenizer
 
     try:
         tokenizer = cast(Any, AutoTokenizer).from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentFault(f"{model_dir}: its tokenizer cannot be loaded: {reason}") from error
     if not tokenizer.is_fast:

@@ -59,7 +59,8 @@ def _automatic(machine: Machine) -> Choice:
     if is_installed("torch"):
         return Choice("cpu", "torch", "cpu", f"{without}; torch on the CPU")
     if is_installed("mlx"):
-        return Choice("mlx", "mlx", "auto", f"{without} and no torch; MLX on the CPU, which is slow")
+        without = "an NVIDIA GPU, but torch is not installed" if machine.gpus else f"{without} and no torch"
+        return Choice("mlx", "mlx", "auto", f"{without}; MLX on the CPU, which is slow")
     extra = "mlx" if machine.is_apple_silicon else "torch"
     raise EnvironmentFault(f"neither torch nor MLX is installed. Install one with: pip install 'dualtune[{extra}]'")
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,11 @@ def _nvidia() -> tuple[list[Gpu], str | None, str | None, str | None]:
 def _visible(count: int) -> list[int]:
     """The indices that CUDA_VISIBLE_DEVICES leaves; UUIDs in it are not resolved, and all GPUs are listed."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None or "-" in wanted.removeprefix("-1"):
+    if wanted is None or wanted.strip().startswith(("GPU-", "MIG-")):
         return list(range(count))
-    return [int(part) for part in wanted.split(",") if part.strip().isdigit() and int(part) < count]
+    # CUDA stops at the first entry that is no GPU.
+    parts = takewhile(lambda part: part.strip().isdigit() and int(part) < count, wanted.split(","))
+    return [int(part) for part in parts]
 
 
 def _gpu(pynvml: Any, index: int) -> Gpu:

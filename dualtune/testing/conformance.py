@@ -12,6 +12,7 @@ state, AdamW's m is (1 − β1) · g.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,6 +113,15 @@ def check_capabilities_are_declared(case: Case) -> None:
     unknown = honoured.keys() - set(BACKEND_KEYS)
     assert not unknown, f"no such keys: {unknown}"
     assert all(honoured.values()), "a key that honours nothing can never be used"
+
+
+def check_description_is_complete(case: Case) -> None:
+    """What `dualtune train` shows and the run directory records."""
+    engine = case.engine(trained=False)
+    needed = {"device", "dtype", "dtype_reason", "quantization", "quantization_reason", "num_parameters"}
+    assert not needed - engine.description.keys()
+    assert engine.description["trainable_parameters"] == sum(w.size for w in engine.adapter_state().values())
+    json.dumps(dict(engine.description))
 
 
 def check_fresh_adapter_is_the_core_s(case: Case) -> None:

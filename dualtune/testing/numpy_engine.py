@@ -85,7 +85,15 @@ class NumpyEngine:
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
-        self.description: Mapping[str, Any] = {"dtype": "float64", "quantization": "none", "device": "cpu"}
+        self.description: Mapping[str, Any] = {
+            "device": "cpu",
+            "dtype": "float64",
+            "dtype_reason": "an oracle should be exact",
+            "quantization": "none",
+            "quantization_reason": "as stored",
+            "num_parameters": sum(w.size for w in self._weights.values()),
+            "trainable_parameters": sum(w.size for w in self._params.values()),
+        }
 
     # --- forward and backward -------------------------------------------------------------------------------------
 

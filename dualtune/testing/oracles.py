@@ -47,7 +47,8 @@ def llama_oracle(path: Path) -> Oracle:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weight
 
     def rope(x_BHTd: np.ndarray) -> np.ndarray:
-        angles = np.arange(x_BHTd.shape[2])[:, None] * [theta ** (-i / size) for i in range(0, size, 2)]
+        positions = range(x_BHTd.shape[2])
+        angles = np.array([[t * theta ** (-i / size) for i in range(0, size, 2)] for t in positions])
         cos, sin = np.cos(angles), np.sin(angles)
         a, b = np.split(x_BHTd, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

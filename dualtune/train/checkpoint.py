@@ -81,7 +81,7 @@ def is_valid(path: Path) -> bool:
     try:
         files: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
         return all(_is_intact(path / name, entry) for name, entry in files.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # gone, cut, or JSON of another shape
         return False
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from dualtune.backend import IGNORE_INDEX, Batch, Engine
 from dualtune.data.tokenizer import Tokenizer
+from dualtune.errors import NonFiniteError
 
 PROMPTS = (
     "The capital of France is",
@@ -25,7 +26,21 @@ def fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[dict[str, Any]]:
         ids = tokenizer.encode(prompt, special=True)
         logprobs_V = engine.logprobs(_batch(ids))[0, -1]
         top = np.argsort(-logprobs_V, kind="stable")[:TOP_K]
+        if not np.isfinite(logprobs_V[top]).all():
+            raise NonFiniteError(
+                f"the log-probabilities after {prompt!r} are not finite. No adapter was written. "
+                "Lower train.learning_rate, or use model.dtype: float32"
+            )
         found.append({"tokens": ids.tolist(), "top": [[int(i), round(float(logprobs_V[i]), 6)] for i in top]})
+    return found
+
+
+def base_fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The same for the base model alone: with B = 0 the adapter adds nothing."""
+    state = engine.adapter_state()
+    engine.load_adapter_state({name: w * ("lora_A" in name) for name, w in state.items()})
+    found = fingerprints(engine, tokenizer)
+    engine.load_adapter_state(state)
     return found
 
 

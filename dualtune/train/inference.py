@@ -75,8 +75,8 @@ def stream_text(
 ) -> Iterator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy."""
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
-    ids: list[int] = []
-    shown = ""
+    ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space that begins a text
+    shown = model.tokenizer.decode(ids)
     for token in model.engine.generate(prompt, choose=choose):
         ids.append(token)
         text = model.tokenizer.decode(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from dualtune.adapter.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, modules_of
@@ -65,11 +66,13 @@ def prepare(config: Config, backend: Backend) -> Prepared:
         tokenize(examples, tokenizer, config.data.loss_on, config.data.max_length)
         for examples in (train_examples, eval_examples)
     )
-    if not train.items:
-        raise DataError(
-            f"{config.data.train}: no trainable token: 0 of {train.num_rows} rows have a target within "
-            f"data.max_length = {config.data.max_length}. Raise max_length, or check data.loss_on and the template."
-        )
+    eval_name = config.data.eval if isinstance(config.data.eval, str) else f"data.eval: {config.data.eval}"
+    for name, documents in ((config.data.train, train), (eval_name, eval_)):
+        if documents.num_rows and not documents.items:
+            raise DataError(
+                f"{name}: no trainable token: 0 of {documents.num_rows} rows have a target within "
+                f"data.max_length = {config.data.max_length}. Raise max_length, or check data.loss_on and the template."
+            )
     order = Order(config, [len(document.tokens) for document in train.items])
     tokens = auto_micro_batch_tokens(config)
     spec = _spec(config, start)
@@ -79,25 +82,32 @@ def prepare(config: Config, backend: Backend) -> Prepared:
 def _with_adapter_of(config: Config, start: Adapter | None) -> Config:
     """The config with the rank, alpha and targets of the adapter that training continues from.
 
-    ConfigError if it states others: an adapter cannot change its shape.
+    ConfigError if it states others: an adapter cannot change its shape. Whether it has "all-linear" shows when it meets
+    the model.
     """
     if start is None:
         return config
-    found = {"rank": start.spec.rank, "alpha": start.spec.alpha, "targets": start.spec.targets}
+    found: dict[str, Any] = {"rank": start.spec.rank, "alpha": start.spec.alpha, "targets": start.spec.targets}
+    if config.adapter.targets == ALL_LINEAR:
+        del found["targets"]
     problems = [
         f"adapter.{key}: got {getattr(config.adapter, key)}, but the adapter in adapter.init_from has {value}"
         for key, value in found.items()
-        if key in config.adapter.model_fields_set and getattr(config.adapter, key) != value
+        if key in config.adapter.model_fields_set and _unordered(getattr(config.adapter, key)) != _unordered(value)
     ]
     if problems:
         raise ConfigError("\n".join(problems) + "\nLeave them out, or set them to the adapter's own.")
     return config.model_copy(update={"adapter": config.adapter.model_copy(update=found)})
 
 
+def _unordered(value: Any) -> Any:
+    return frozenset(cast(tuple[str, ...], value)) if isinstance(value, tuple) else value
+
+
 def _spec(config: Config, start: Adapter | None) -> LoraSpec:
     targets = config.adapter.targets
-    if start is not None:
-        targets = tuple(modules_of(start.tensors))  # exactly these, whatever else the targets would select
-    elif targets == ALL_LINEAR:
+    if targets == ALL_LINEAR:
         targets = (ALL_LINEAR,)
+    elif start is not None:
+        targets = tuple(modules_of(start.tensors))  # exactly these, whatever else the targets would select
     return LoraSpec(config.adapter.rank, config.adapter.alpha, config.adapter.dropout, tuple(targets))

@@ -19,9 +19,9 @@ from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import fingerprint
 from dualtune.config import Config, to_yaml
 from dualtune.errors import ConfigError, DiskError
-from dualtune.hooks import EvalRecord, Hook, RunInfo, StepRecord
+from dualtune.hooks import Hook, RunInfo
 from dualtune.train import checkpoint
-from dualtune.train.fingerprints import fingerprints
+from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.inference import load_adapter
 from dualtune.train.metrics import Metrics
 from dualtune.train.prepare import Prepared, prepare
@@ -83,7 +83,7 @@ def execute(prepared: Prepared, hooks: Sequence[Hook] = (), *, resume: bool = Fa
     """Train what `prepare` prepared."""
     config, run_dir = prepared.config, Path(prepared.config.run.dir).expanduser()
     saved = checkpoint.latest(run_dir / "checkpoints", config) if resume else None
-    if saved is not None and saved.step >= prepared.order.num_steps:
+    if saved is not None and saved.step >= prepared.order.num_steps and (run_dir / "adapter").exists():
         raise ConfigError(f"run.dir: {run_dir} holds a run that is finished, after {saved.step} steps")
     engine = load_engine(prepared)
     first_step = 0
@@ -93,45 +93,31 @@ def execute(prepared: Prepared, hooks: Sequence[Hook] = (), *, resume: bool = Fa
         first_step = saved.step
     _write_run_dir(run_dir, prepared, engine)
 
-    losses = _Losses()
-    listeners = [losses, *hooks]
     job = Job(
         config, prepared.backend, engine, prepared.order, prepared.train.items, prepared.eval.items,
-        prepared.micro_batch_tokens, listeners,
+        prepared.micro_batch_tokens, hooks,
     )  # fmt: skip
     info = RunInfo(
         run_dir, prepared.backend.name, prepared.order.num_steps, first_step,
         len(prepared.train.items), len(prepared.eval.items), engine.description,
     )  # fmt: skip
-    before = fingerprints(engine, prepared.tokenizer) if first_step == 0 and prepared.start is None else None
-    for hook in listeners:
-        hook.on_start(info)
-    with contextlib.closing(Metrics(run_dir / "metrics.jsonl", prepared.backend, listeners, first_step)) as metrics:
+    adapter_dir = run_dir / "adapter"
+    with contextlib.ExitStack() as stack:
+        metrics = stack.enter_context(
+            contextlib.closing(Metrics(run_dir / "metrics.jsonl", prepared.backend, hooks, first_step))
+        )
+        for hook in hooks:
+            stack.callback(hook.on_end)
+            hook.on_start(info)
 
         def save(step: int) -> None:
             checkpoint.save(run_dir / "checkpoints", step, engine, config, keep=config.run.keep)
 
         fit(job, metrics, save, first_step)
-    adapter_dir = run_dir / "adapter"
-    _write_adapter(adapter_dir, prepared, engine, losses, before)
-    for hook in listeners:
-        hook.on_end()
-    return TrainResult(run_dir, adapter_dir, job.order.num_steps, losses.last, losses.eval_first, losses.eval_last)
-
-
-class _Losses(Hook):
-    def __init__(self) -> None:
-        self.last = float("nan")
-        self.eval_first: float | None = None
-        self.eval_last: float | None = None
-
-    def on_step(self, record: StepRecord) -> None:
-        self.last = record.loss
-
-    def on_eval(self, record: EvalRecord) -> None:
-        if record.step == 0:
-            self.eval_first = record.eval_loss
-        self.eval_last = record.eval_loss
+        _write_adapter(adapter_dir, prepared, engine, metrics)
+    return TrainResult(
+        run_dir, adapter_dir, job.order.num_steps, metrics.final_loss, metrics.eval_loss_before, metrics.eval_loss
+    )
 
 
 def _write_run_dir(run_dir: Path, prepared: Prepared, engine: Engine) -> None:
@@ -162,7 +148,7 @@ def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_adapter(path: Path, prepared: Prepared, engine: Engine, losses: _Losses, before: Any) -> None:
+def _write_adapter(path: Path, prepared: Prepared, engine: Engine, metrics: Metrics) -> None:
     config = prepared.config
     record = {
         "base": fingerprint(prepared.model_dir)
@@ -171,13 +157,16 @@ def _write_adapter(path: Path, prepared: Prepared, engine: Engine, losses: _Loss
             "backend": prepared.backend.name,
             "steps": prepared.order.num_steps,
             "seed": config.run.seed,
-            "final_loss": losses.last,
-            "eval_loss_before": losses.eval_first,
-            "eval_loss": losses.eval_last,
+            "final_loss": metrics.final_loss,
+            "eval_loss_before": metrics.eval_loss_before,
+            "eval_loss": metrics.eval_loss,
             "train_documents": len(prepared.train.items),
             "template": "chat" if prepared.tokenizer.template else "none",  # `dualtune generate` follows it
         },
-        "fingerprints": {"base": before, "adapter": fingerprints(engine, prepared.tokenizer)},
+        "fingerprints": {
+            "base": base_fingerprints(engine, prepared.tokenizer),
+            "adapter": fingerprints(engine, prepared.tokenizer),
+        },
     }  # fmt: skip
     tensors = engine.adapter_state()
     adapter = Adapter(_written_spec(prepared, tensors), tensors, config.model.name)

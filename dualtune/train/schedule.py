@@ -29,4 +29,4 @@ def learning_rate(config: Config, step: int, num_steps: int) -> float:
 
 def warmup_steps(warmup: float, num_steps: int) -> int:
     """Below 1, a share of the steps (rounded up); otherwise a number of steps."""
-    return math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
+    return math.ceil(warmup * num_steps - 1e-9) if warmup < 1 else int(warmup)  # 0.07 · 100 is 7.000000000000001

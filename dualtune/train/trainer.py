@@ -38,8 +38,9 @@ def fit(job: Job, metrics: Metrics, save: Callable[[int], None], first_step: int
     """Train from step `first_step` to the end. `save(step)` writes a checkpoint after that many steps."""
     config, engine, num_steps = job.config, job.engine, job.order.num_steps
     job.backend.reset_peak_memory()
-    if job.eval and first_step == 0:
-        metrics.eval(_evaluate(job, step=0))
+    # Also where a run was stopped after the checkpoint and before the evaluation of the same step.
+    if _eval_due(job, first_step) and not metrics.has_eval(first_step):
+        metrics.eval(_evaluate(job, first_step))
     metrics.restart_clock()
 
     for step in range(first_step, num_steps):
@@ -60,7 +61,7 @@ def fit(job: Job, metrics: Metrics, save: Callable[[int], None], first_step: int
             num_tokens=sum(batch.num_tokens for batch in batches),
         )
         last = step + 1 == num_steps
-        eval_due = bool(job.eval) and (last or _due(step + 1, config.run.eval_every))
+        eval_due = _eval_due(job, step + 1)
         save_due = last or _due(step + 1, config.run.save_every)
         if eval_due or save_due:
             metrics.flush()
@@ -77,6 +78,10 @@ def _evaluate(job: Job, step: int) -> EvalRecord:
             hook.on_eval_batch(done, total)
 
     return evaluate(job.engine, job.eval, job.micro_batch_tokens, step, show)
+
+
+def _eval_due(job: Job, step: int) -> bool:
+    return bool(job.eval) and (step in (0, job.order.num_steps) or _due(step, job.config.run.eval_every))
 
 
 def _due(step: int, every: int | None) -> bool:
