@@ -106,6 +106,7 @@ class LoadRequest:
     adapter: LoraSpec
     weight_decay: float
     seed: int
+    longest: int = 0  # tokens of the longest document that will be shown, where that is known
 
 
 class Engine(Protocol):

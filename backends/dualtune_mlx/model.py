@@ -20,12 +20,15 @@ from dualtune.errors import ConfigError, EnvironmentFault
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BITS = {"affine4": 4, "affine8": 8}
 GROUP_SIZE = 64
+# Families whose models attend in a sliding window in Hugging Face, while mlx-lm's classes attend to everything.
+WINDOW_IGNORED = {"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "starcoder2", "gemma2"}
 
 
 def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     """The frozen base model, and what was chosen for it."""
     config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
     quantization = _quantization(request, config)
+    _refuse_beyond_window(request, config)
     dtype, why = _dtype(request.dtype)
     try:
         model, config = _load(request, config)
@@ -46,7 +49,7 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
         "dtype": str(dtype).removeprefix("mlx.core."),
         "dtype_reason": why,
         "quantization": quantization,
-        "quantization_reason": "as stored" if request.quantization == "auto" else "as configured",
+        "quantization_reason": _quantization_reason(model, request, quantization),
         "num_parameters": sum(_num_weights(m) for _, m in model.named_modules()),
     }
 
@@ -96,6 +99,16 @@ def check_names(model_dir: Path, modules: list[str]) -> None:
         )
 
 
+def _refuse_beyond_window(request: LoadRequest, config: dict[str, Any]) -> None:
+    kind, window = config.get("model_type"), config.get("sliding_window")
+    ignored = kind in WINDOW_IGNORED and not (kind == "mistral" and "layer_types" in config)  # those are honoured
+    if window and ignored and config.get("use_sliding_window", True) and request.longest > window:
+        raise ConfigError(
+            f"data.max_length: the longest document has {request.longest} tokens, but this model attends in a window of"
+            f" {window}, which mlx-lm does not implement for it. Set data.max_length to at most {window}"
+        )
+
+
 def _dtype(name: str) -> tuple[mx.Dtype, str]:
     if name != "auto":
         return DTYPES[name], "as configured"
@@ -123,6 +136,14 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
             f"model.quantization: got '{request.quantization}', but {request.model_dir} is stored as {kind}"
         )
     return kind
+
+
+def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: str) -> str:
+    reason = "as stored" if request.quantization == "auto" else "as configured"
+    plain = sum(isinstance(module, nn.Linear) for _, module in model.named_modules())
+    if quantization == "none" or not plain:
+        return reason
+    return f"{reason}; mlx-lm leaves {plain} linear layers plain"  # inputs that are no multiple of 64, routers
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -27,7 +27,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         if request.init == "random":
             model = _random(request, dtype, device, quantization)
         else:
-            model = _pretrained(request, dtype, device, quantization)
+            model = _pretrained(request, dtype, device)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
@@ -38,6 +38,8 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             # In eval mode bitsandbytes repacks the weights of a Linear4bit for its CPU inference kernel, which has no
             # backward pass: gradients through the layer would vanish without a word.
             module.train()
+            # And the config of a stored model names a compute dtype of its own, which would win over ours.
+            module.compute_dtype, module.compute_type_is_set = dtype, True
     stored = "as stored" if request.quantization == "auto" else "as configured"
     return model, {
         "model_class": type(model).__name__,
@@ -80,9 +82,9 @@ def _quantization(request: LoadRequest) -> str:
     return kind
 
 
-def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device, quantization: str) -> PreTrainedModel:
+def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     options: dict[str, Any] = {}
-    if quantization == "nf4":
+    if request.quantization == "nf4":  # otherwise the stored config says so
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -93,7 +95,6 @@ def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device, 
         request.model_dir,
         dtype=dtype,
         device_map={"": device},
-        attn_implementation="sdpa",
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -105,7 +106,7 @@ def _random(request: LoadRequest, dtype: torch.dtype, device: torch.device, quan
     config = AutoConfig.from_pretrained(request.model_dir, local_files_only=True, trust_remote_code=False)
     torch.manual_seed(request.seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if quantization == "nf4":
         quantize_nf4(model, dtype)
     return model.to(device)

@@ -57,6 +57,7 @@ def load_engine(prepared: Prepared) -> Engine:
             adapter=prepared.spec,
             weight_decay=config.train.weight_decay,
             seed=config.run.seed,
+            longest=max(len(document.tokens) for document in (*prepared.train.items, *prepared.eval.items)),
         )
     )
     if prepared.start is not None:

@@ -1,0 +1,160 @@
+"""What several test folders share: a tiny model with a tokenizer, small data files, configs, and the command line.
+
+The tokenizer has one token per byte, so that tokens can be counted by hand, and one merge ("=7"), so that a token can
+lie across a border.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: threads only wait for each other on tiny matrices
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads
+
+from dualtune.backend import get_backend
+from dualtune.config import parse_config
+from dualtune.errors import EnvironmentFault
+from dualtune.testing.tiny_models import write_softmax_model, write_tiny_llama
+
+hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("patient")
+
+ROOT = Path(__file__).parents[1]
+REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
+SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+VOCAB = len(SPECIAL) + 256 + 1
+CHATML = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """The path of test material beside the repository; the test is skipped where it is absent."""
+
+    def locate(name: str) -> Path:
+        path = ROOT.parent / "shared" / name
+        if not path.exists():
+            pytest.skip(f"needs the test material {path}")
+        return path
+
+    return locate
+
+
+def write_tokenizer(path: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "=7"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [("=", "7")]))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=CHATML
+    ).save_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> Path:
+    """A random Llama with the byte tokenizer and a ChatML template."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    write_tiny_llama(path, vocab_size=VOCAB, hidden_size=32, intermediate_size=64, head_dim=8,
+                     max_position_embeddings=512)  # fmt: skip
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_softmax(tmp_path_factory) -> Path:
+    """The NumPy engine's model with the same tokenizer."""
+    path = write_softmax_model(tmp_path_factory.mktemp("models") / "softmax", vocab=VOCAB)
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def open_backend():
+    """`get_backend` on the CPU; a backend that is not installed skips the test, unless it is required."""
+
+    def open_(name: str):
+        try:
+            return get_backend(name, "cpu")
+        except EnvironmentFault as error:
+            if name in REQUIRED:
+                raise
+            pytest.skip(str(error))
+
+    return open_
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Write rows as a .jsonl file and return its path."""
+
+    def write(rows, name="train.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_config(tiny_llama, tmp_path):
+    """A small run over a data file, with overrides such as `{"train.steps": 4}`."""
+
+    def make(data, overrides=None, model=tiny_llama):
+        settings = {
+            "model.name": model, "adapter.rank": 2, "adapter.alpha": 4, "adapter.dropout": 0,
+            "adapter.targets": "all-linear", "data.train": data, "data.eval": 0, "data.max_length": 64,
+            "train.steps": 4, "train.documents_per_step": 4, "train.learning_rate": 1e-2,
+            "run.dir": tmp_path / "run", "run.seed": 1,
+        } | (overrides or {})  # fmt: skip
+        lines = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
+        return parse_config("model: {}", overrides=lines)
+
+    return make
+
+
+@pytest.fixture
+def qa_rows():
+    """Sixteen short chats of different lengths."""
+    return [{"prompt": f"{i} plus {i}?", "completion": f"{2 * i}{'!' * (i % 5)}"} for i in range(16)]
+
+
+@pytest.fixture(scope="session")
+def python():
+    """Run the interpreter in a clean process; text in, text out."""
+
+    def run(*args, env=None, cwd=None, **options) -> subprocess.CompletedProcess:
+        environment = os.environ | (env or {})
+        command = [sys.executable, *map(str, args)]
+        options = {"capture_output": True, "timeout": 300} | options
+        return subprocess.run(command, env=environment, cwd=cwd, text=True, encoding="utf-8", check=False, **options)
+
+    return run
+
+
+@pytest.fixture
+def dualtune_main(capsys, monkeypatch):
+    """The command line inside this process: fast, and an exception that it does not expect fails the test."""
+
+    def run(*args) -> subprocess.CompletedProcess:
+        from dualtune.cli.main import main
+
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["dualtune", *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capsys.readouterr()
+        return subprocess.CompletedProcess(args, caught.value.code, out, err)
+
+    return run
