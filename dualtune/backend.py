@@ -247,3 +247,12 @@ def check_state(current: Tensors, given: Tensors, what: str) -> None:
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ValueError(f"{what}: tensors {problem}: {shown}")
+
+
+def check_mergeable(description: Mapping[str, Any]) -> None:
+    """ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
+    if description["quantization"] != "none":
+        raise ConfigError(
+            f"merge: the base is {description['quantization']}, and merging into packed weights loses the adapter. "
+            "Load the plain base with model.quantization: none"
+        )

@@ -20,10 +20,10 @@ from dualtune.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
+    check_mergeable,
     check_state,
 )
 from dualtune.base_model import copy_without_weights
-from dualtune.errors import ConfigError
 from dualtune_mlx.lora import Noise, add_lora, linear_shape
 from dualtune_mlx.losses import loss_sum
 from dualtune_mlx.model import check_names
@@ -116,11 +116,7 @@ class MlxEngine:
             tokens_1T = mx.array([[token]])
 
     def save_merged(self, path: Path) -> None:
-        if self.description["quantization"] != "none":
-            raise ConfigError(
-                "merge: the base is quantized, and merging into packed weights loses the adapter. Load the plain base "
-                "with model.quantization: none"
-            )
+        check_mergeable(self.description)
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
         weights = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
         for module, layer in self._layers.items():

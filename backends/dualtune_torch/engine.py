@@ -25,10 +25,10 @@ from dualtune.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
+    check_mergeable,
     check_state,
 )
 from dualtune.base_model import copy_without_weights
-from dualtune.errors import ConfigError
 from dualtune_torch.lora import Noise, add_lora
 from dualtune_torch.losses import loss_sum
 
@@ -133,11 +133,7 @@ class TorchEngine:
             tokens_1T = torch.full_like(tokens_1T[:, :1], token)
 
     def save_merged(self, path: Path) -> None:
-        if self.description["quantization"] != "none":
-            raise ConfigError(
-                "merge: the base is quantized, and merging into packed weights loses the adapter. Load the plain base "
-                "with model.quantization: none"
-            )
+        check_mergeable(self.description)
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
         weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if ".lora_" not in n}
         for module, layer in self._layers.items():
