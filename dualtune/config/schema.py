@@ -210,7 +210,7 @@ class RunConfig(Section):
     save_every: Count | None = 100
     """How many optimizer steps lie between two checkpoints; null saves only at the end."""
     keep: Count = 3
-    """How many checkpoints are kept, the newest ones."""
+    """How many checkpoints are kept, the newest ones; two at the least."""
 
 
 class Config(BaseModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from dualtune.adapter.spec import Tensors
 from dualtune.backend import Engine, OptimizerState
 from dualtune.config import Config
 from dualtune.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 MANIFEST = "MANIFEST.json"
@@ -61,7 +64,12 @@ def save(directory: Path, step: int, engine: Engine, config: Config, *, keep: in
 
 def latest(directory: Path, config: Config) -> Checkpoint | None:
     """The newest valid checkpoint, or None. ConfigError if it belongs to another model, adapter, data or training."""
-    path = next((p for p in sorted(directory.glob("step-*"), reverse=True) if is_valid(p)), None)
+    path = None
+    for candidate in sorted(directory.glob("step-*"), reverse=True):
+        if is_valid(candidate):
+            path = candidate
+            break
+        log.warning("%s is damaged or incomplete, and is passed over", candidate)
     if path is None:
         return None
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))

@@ -74,6 +74,8 @@ def prepare(config: Config, backend: Backend) -> Prepared:
                 f"data.max_length = {config.data.max_length}. Raise max_length, or check data.loss_on and the template."
             )
     order = Order(config, [len(document.tokens) for document in train.items])
+    if config.train.warmup >= order.num_steps:
+        raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
     tokens = auto_micro_batch_tokens(config)
     spec = _spec(config, start)
     return Prepared(config, backend, model_dir, tokenizer, train, eval_, order, tokens, spec, start)

@@ -103,19 +103,20 @@ def execute(prepared: Prepared, hooks: Sequence[Hook] = (), *, resume: bool = Fa
         len(prepared.train.items), len(prepared.eval.items), engine.description,
     )  # fmt: skip
     adapter_dir = run_dir / "adapter"
-    with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(
-            contextlib.closing(Metrics(run_dir / "metrics.jsonl", prepared.backend, hooks, first_step))
-        )
+    metrics = Metrics(run_dir / "metrics.jsonl", prepared.backend, hooks, first_step)
+
+    def save(step: int) -> None:
+        checkpoint.save(run_dir / "checkpoints", step, engine, config, keep=config.run.keep)
+
+    try:
         for hook in hooks:
-            stack.callback(hook.on_end)
             hook.on_start(info)
-
-        def save(step: int) -> None:
-            checkpoint.save(run_dir / "checkpoints", step, engine, config, keep=config.run.keep)
-
         fit(job, metrics, save, first_step)
         _write_adapter(adapter_dir, prepared, engine, metrics)
+    finally:
+        metrics.close()
+        for hook in hooks:
+            hook.on_end()
     return TrainResult(
         run_dir, adapter_dir, job.order.num_steps, metrics.final_loss, metrics.eval_loss_before, metrics.eval_loss
     )

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +25,6 @@ def value_of(scalar: str) -> object:
 
 @pytest.mark.parametrize(("text", "number"), [("1e-4", 1e-4), ("2E5", 2e5), ("1.5e3", 1500.0), ("-3e-2", -0.03)])
 def test_exponents_are_floats(text: str, number: float) -> None:
-    assert isinstance(yaml.safe_load(text), str), "PyYAML has changed; the reader could be simpler"
     assert value_of(text) == number
     assert isinstance(value_of(text), float)
 

@@ -1,0 +1,309 @@
+"""Bad input: one clear message on stderr, the right exit code, no traceback, nothing half-written.
+
+Most rows run in this process, where an exception that nobody expected fails the test; a row for each exit code runs in
+a process of its own.
+"""
+
+import json
+import shutil
+
+import pytest
+
+from dualtune.testing.tiny_models import write_tiny_llama
+
+NUMPY = ("--platform", "numpy")
+
+
+@pytest.fixture
+def refused(dualtune_main, tmp_path):
+    """Run a command that must fail: the message, after checking everything that all failures share."""
+
+    def run(code: int, *args) -> str:
+        before = snapshot(tmp_path)
+        result = dualtune_main(*args)
+        assert result.returncode == code, result.stderr
+        assert result.stderr.count("Error: ") == 1
+        assert "Traceback" not in result.stdout + result.stderr
+        assert snapshot(tmp_path) == before
+        return result.stderr.partition("Error: ")[2].rstrip("\n")
+
+    return run
+
+
+def snapshot(directory) -> dict:
+    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+# --- the config ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train.batch_size": 4}, "{file}:4: train.batch_size: unknown key. "),
+        ({"train.leraning_rate": 1}, "{file}:4: train.leraning_rate: unknown key. Did you mean 'learning_rate'?"),
+        ({"train.steps": "many"}, "{file}:4: train.steps: got 'many', must be an integer >= 1 or null"),
+        ({"adapter.rank": 0}, "{file}:2: adapter.rank: got 0, must be >= 1"),
+        ({"data.format": "mesages"}, "{file}:3: data.format: got 'mesages', allowed: "),
+        ({"train.micro_batch_tokens": 8}, "{file}:4: train.micro_batch_tokens: got 8, must be >= data.max_length (64)"),
+    ],
+)
+def test_a_wrong_config_is_named_with_its_line(config_file, refused, changes, message):
+    file = config_file(changes)
+    for command in (["train"], ["train", "--dry-run"], ["eval"]):
+        assert refused(2, *command, file, *NUMPY).startswith(message.format(file=file))
+
+
+def test_all_problems_of_a_config_are_in_one_message(config_file, refused):
+    file = config_file({"adapter.rank": 0, "train.leraning_rate": 1, "run.seed": -1})
+    assert [line.split(": ")[1] for line in refused(2, "train", file).splitlines()] == [
+        "adapter.rank", "train.leraning_rate", "run.seed",
+    ]  # fmt: skip
+
+
+def test_a_config_file_that_is_no_config(refused, tmp_path):
+    missing = tmp_path / "no.yaml"
+    assert refused(2, "train", missing) == f"{missing}: no such file. `dualtune config` prints a commented default"
+    assert refused(2, "train", tmp_path) == f"{tmp_path}: is a directory, must be a YAML file"
+    (tmp_path / "list.yaml").write_text("- a\n")
+    assert "must be a mapping with the sections model, adapter" in refused(2, "train", tmp_path / "list.yaml")
+
+
+def test_wrong_overrides(config_file, refused):
+    file = config_file()
+    assert refused(2, "train", file, "--set", "adapter.rnk=4") == (
+        "--set adapter.rnk: unknown key. Did you mean 'rank'?"
+    )
+    assert "must have the form section.key=value" in refused(2, "train", file, "--set", "rank")
+
+
+def test_values_that_the_backend_does_not_honour(config_file, refused):
+    changes = {"model.quantization": "nf4", "memory.limit": "8GB", "hybrid.enabled": True}
+    assert [line.partition(":")[0] for line in refused(2, "train", config_file(changes), *NUMPY).splitlines()] == [
+        "model.quantization", "memory.limit", "hybrid.enabled",
+    ]  # fmt: skip
+    message = refused(2, "generate", "m", "--prompt", "x", "--quantization", "nf4", *NUMPY)
+    assert message == "model.quantization: got nf4, the backend 'numpy' honours: auto, none"
+
+
+def test_an_unknown_target_module_is_answered_with_those_of_the_model(config_file, refused, tiny_llama):
+    file = config_file({"model.name": tiny_llama, "adapter.targets": ["q_proj", "qkv_proj"]})
+    pytest.importorskip("torch")
+    assert refused(2, "train", file, "--platform", "cpu") == (
+        "adapter.targets: no linear layer is called 'qkv_proj'. "
+        "This model has: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    )
+
+
+def test_an_unknown_platform(config_file, refused):
+    assert refused(2, "train", config_file(), "--platform", "tpu") == (
+        "--platform: got 'tpu', allowed: auto, mlx, cuda, cpu"
+    )
+
+
+def test_a_run_directory_that_is_taken(config_file, refused, tmp_path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "thesis.txt").write_text("precious")
+    assert "a already holds something. Choose another" in refused(2, "train", config_file(), *NUMPY)
+    file = config_file({"run.dir": tmp_path / "runs" / "a" / "thesis.txt"})
+    assert "thesis.txt already holds something" in refused(2, "train", file, *NUMPY)
+
+
+def test_eval_without_an_adapter_or_with_too_many(config_file, refused):
+    assert "Train first, or give --adapter DIR, or --base" in refused(2, "eval", config_file(), *NUMPY)
+    both = refused(2, "eval", config_file(), "--base", "--adapter", "x", *NUMPY)
+    assert both == "Give --adapter or --base, not both."
+
+
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("no.jsonl", None, "{file}: no such file; a .jsonl file is needed"),
+        ("a.csv", "a,b\n", "{file}: got a '.csv' file, allowed: .jsonl (one JSON object a line)"),
+        ("a.jsonl", "", "{file}: has no rows"),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', "{file}:2: not JSON: Expecting value at column "),
+        ("a.jsonl", '{"text": "a"}\n["text"]\n', "{file}:2: got a JSON list, a JSON object is needed\n1 of 2 rows "),
+        ("a.jsonl", '{"q": "a"}\n', "{file}:1: no known format has the keys q. Known: "),
+        ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "{file}:2: has no 'text'; its keys are: txt\n1 of 2 rows "),
+        ("a.jsonl", json.dumps({"prompt": "x" * 99, "completion": "y"}) + "\n",
+         "{file}: no trainable token: 0 of 1 rows have a target within data.max_length = 64. "),
+    ],
+)  # fmt: skip
+def test_unusable_data_is_named_with_its_line(config_file, refused, tmp_path, name, text, message):
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    config = config_file({"data.train": file, "data.eval": 0})
+    assert refused(3, "train", config, *NUMPY).startswith(message.format(file=file))
+    assert refused(3, "train", config, "--dry-run", *NUMPY).startswith(message.format(file=file))
+
+
+def test_unusable_evaluation_data(config_file, refused, tmp_path):
+    file = tmp_path / "eval.jsonl"
+    config = config_file({"data.eval": file})
+    assert refused(3, "train", config, *NUMPY).startswith(f"{file}: no such file")
+    assert refused(3, "eval", config, "--base", *NUMPY).startswith(f"{file}: no such file")
+    assert refused(3, "eval", config_file(), "--base", "--data", file, *NUMPY).startswith(f"{file}: no such file")
+    assert refused(3, "eval", config_file({"data.eval": 0}), "--base", *NUMPY).startswith("data.eval: the config holds")
+
+
+def test_evaluation_data_without_a_trainable_token_is_not_passed_over(config_file, refused, write_rows):
+    file = write_rows([{"prompt": "x" * 99, "completion": "y"}], "eval.jsonl")
+    message = refused(3, "train", config_file({"data.eval": file}), *NUMPY)
+    assert message.startswith(f"{file}: no trainable token: 0 of 1 rows")
+
+
+def test_conversations_without_a_template(config_file, refused, write_rows):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = write_rows([{"messages": turns}] * 3, "chat.jsonl")
+    message = refused(3, "train", config_file({"data.train": data, "data.template": "none"}), *NUMPY)
+    assert message.splitlines()[0].endswith("Set data.template to a Jinja file")
+
+
+# --- the model and the machine ---------------------------------------------------------------------------------------
+
+
+def test_a_model_directory_that_holds_no_model(config_file, refused, tmp_path, tiny_softmax):
+    def message(directory):
+        return refused(4, "train", config_file({"model.name": directory}), *NUMPY)
+
+    missing = tmp_path / "models" / "nowhere"
+    assert message(missing) == f"model.name: there is no model directory {missing}"
+    assert refused(4, "generate", missing, "--prompt", "x", *NUMPY) == message(missing)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    assert message(bare) == f"model.name: {bare} has no config.json; a model directory in Hugging Face layout is needed"
+    shutil.copyfile(tiny_softmax / "config.json", bare / "config.json")
+    assert message(bare) == f"model.name: {bare} has no weights (*.safetensors); it holds: config.json."
+    (bare / "pytorch_model.bin").touch()
+    assert message(bare).endswith(" It has pytorch_model.bin: convert to safetensors, other formats are not loaded.")
+    (bare / "pytorch_model.bin").unlink()
+    shutil.copyfile(tiny_softmax / "model.safetensors", bare / "model.safetensors")
+    assert message(bare).startswith(f"{bare}: its tokenizer cannot be loaded: ")
+
+
+def test_a_model_that_the_backend_cannot_load(config_file, refused, tiny_softmax):
+    pytest.importorskip("torch")
+    message = refused(4, "train", config_file(), "--platform", "cpu")
+    assert message.startswith(f"{tiny_softmax}: torch cannot load this model: ")
+
+
+def test_cuda_without_a_gpu(config_file, refused):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has an NVIDIA GPU")
+    message = refused(4, "train", config_file(), "--platform", "cuda")
+    assert "sees no NVIDIA GPU. Run: dualtune check-gpu, or train with --platform cpu" in message
+
+
+# --- adapters and the disk -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(config_file, dualtune_main, tmp_path):
+    result = dualtune_main("train", config_file({"train.steps": 1}), *NUMPY)
+    assert result.returncode == 0, result.stderr
+    return tmp_path / "runs" / "a" / "adapter"
+
+
+def test_a_damaged_adapter_is_refused_by_every_command(config_file, refused, dualtune_main, adapter, tmp_path):
+    weights = adapter / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    out = tmp_path / "out"
+    again = config_file({"adapter.init_from": adapter, "run.dir": tmp_path / "runs" / "b"}, "again.yaml")
+    for args in (
+        ["adapter", "convert", adapter, out, "--to", "mlx"],
+        ["generate", "model", "--adapter", adapter, "--prompt", "x", *NUMPY],
+        ["eval", config_file(), *NUMPY],
+        ["train", again, *NUMPY],
+    ):
+        message = refused(6, *args)
+        assert "adapter_model.safetensors was changed" in message and "Copy it again" in message
+    report = dualtune_main("adapter", "inspect", adapter)
+    assert (report.returncode, report.stderr) == (6, "")
+    assert "PROBLEM: adapter_model.safetensors was changed" in report.stdout
+
+
+def test_what_is_no_adapter(refused, adapter, tmp_path):
+    for directory in (tmp_path / "nothing", tmp_path):
+        for args in (["inspect", directory], ["convert", directory, tmp_path / "out", "--to", "peft"]):
+            assert refused(6, "adapter", *args).startswith(f"{directory}: ")
+    assert "already exists" in refused(2, "adapter", "convert", adapter, adapter.parent, "--to", "peft")
+
+
+def test_an_adapter_of_another_model(refused, adapter, tmp_path, tiny_llama):
+    pytest.importorskip("torch")
+    other = tmp_path / "other"
+    write_tiny_llama(other, num_hidden_layers=1)
+    for file in tiny_llama.glob("*token*"):
+        shutil.copyfile(file, other / file.name)
+    message = refused(2, "generate", other, "--adapter", adapter, "--prompt", "x", "--platform", "cpu")
+    assert message.startswith("adapter.targets: no linear layer is called ")
+
+
+def test_places_that_cannot_be_written(config_file, refused, adapter, tmp_path):
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "run"
+    message = refused(5, "train", config_file({"run.dir": below}), *NUMPY)
+    assert message == f"run.dir: {below} cannot be written: Not a directory"
+    message = refused(5, "adapter", "convert", adapter, below, "--to", "mlx")
+    assert message.startswith(f"{below}: cannot be written: ")
+
+
+# --- real processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "changes", "message"),
+    [
+        (2, {"adapter.rank": 0}, "adapter.rank: got 0, must be >= 1"),
+        (3, {"data.train": "no.jsonl"}, "no.jsonl: no such file; a .jsonl file is needed"),
+        (4, {"model.name": "./nowhere"}, "model.name: there is no model directory nowhere"),
+        (5, {"run.dir": "config.yaml/run"}, "run.dir: config.yaml/run cannot be written: Not a directory"),
+        (6, {"adapter.init_from": "."}, ".: "),
+        (7, {"train.learning_rate": 1e30}, ": loss nan, "),
+    ],
+)
+def test_exit_codes_of_real_processes(dualtune, config_file, tmp_path, code, changes, message):
+    config_file(changes)
+    result = dualtune("train", "config.yaml", *NUMPY, cwd=tmp_path, env={"PYTHONWARNINGS": "ignore"})
+    assert result.returncode == code, result.stderr
+    assert result.stderr.count("Error: ") == 1
+    assert message in result.stderr.partition("Error: ")[2]
+    assert "Traceback" not in result.stderr
+    assert (tmp_path / "runs").exists() == (code == 7)
+    assert not (tmp_path / "runs" / "a" / "adapter").exists()
+
+
+@pytest.mark.parametrize(("platform", "module", "extra"), [("mlx", "mlx", "mlx"), ("cpu", "torch", "torch")])
+def test_a_backend_that_is_not_installed_gives_the_line_that_installs_it(
+    dualtune, config_file, tmp_path, platform, module, extra
+):
+    (tmp_path / "stub" / module).mkdir(parents=True)
+    error = f"raise ModuleNotFoundError(\"No module named '{module}'\", name='{module}')\n"
+    (tmp_path / "stub" / module / "__init__.py").write_text(error)
+    env = {"PYTHONPATH": str(tmp_path / "stub")}
+    result = dualtune("train", config_file(), "--platform", platform, env=env)
+    assert (result.returncode, result.stderr) == (
+        4,
+        f"Error: Backend '{extra}' could not be imported: No module named '{module}'. "
+        f"Install it with: pip install 'dualtune[{extra}]'\n",
+    )
+
+
+def test_a_hub_model_while_offline_names_every_place_that_was_looked_at(dualtune, config_file, tmp_path):
+    file = config_file({"model.name": "nobody/nothing"})
+    result = dualtune("train", file, *NUMPY, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 4
+    assert result.stderr.startswith(
+        f"Error: model.name: 'nobody/nothing' was not found. Looked for a directory {tmp_path}/nobody/nothing, "
+        f"in the hub cache {tmp_path}/hf/hub, and on https://huggingface.co (LocalEntryNotFoundError: "
+    )
+    assert result.stderr.endswith(" Give a directory, or download the model while online.\n")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

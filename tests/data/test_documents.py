@@ -1,0 +1,281 @@
+"""Which tokens are trained. The oracle is a text written by hand: what the trained ids decode to."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualtune.data.documents import held_out_examples, split, tokenize
+from dualtune.data.formats import Example, Message
+from dualtune.data.tokenizer import Tokenizer
+from dualtune.errors import ConfigError, DataError, EnvironmentFault
+
+BOS, EOS, IM_END = 1, 2, 4  # of the byte tokenizer
+
+
+def chat(*turns):
+    return Example("f:1", tuple(Message(role, content) for role, content in turns))
+
+
+def plain(prompt, completion):
+    return Example("f:1", (Message("user", prompt), Message("assistant", completion)), prompt, completion)
+
+
+SUMS = chat(("system", "Be brief."), ("user", "What is 2+2?"), ("assistant", "It is 4."), ("user", "And 3+3?"),
+            ("assistant", "6, of course."))  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def smollm2(shared) -> Tokenizer:
+    return Tokenizer(shared("tokenizers/smollm2"))
+
+
+@pytest.fixture(scope="session")
+def chatml(tiny_llama) -> Tokenizer:
+    return Tokenizer(tiny_llama)
+
+
+@pytest.fixture(scope="session")
+def bare(tiny_llama) -> Tokenizer:
+    return Tokenizer(tiny_llama, "none")
+
+
+@pytest.fixture
+def with_template(tiny_llama, tmp_path):
+    def make(template: str) -> Tokenizer:
+        path = tmp_path / "template.jinja"
+        path.write_text(template, encoding="utf-8")
+        return Tokenizer(tiny_llama, str(path))
+
+    return make
+
+
+def one(example, tokenizer, loss_on="assistant", max_length=1000):
+    (document,) = tokenize([example], tokenizer, loss_on, max_length).items
+    return document
+
+
+def pieces(document, tokenizer) -> list[str]:
+    """The trained runs of a document, each decoded with its special tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], document.trained, [False]]).astype(int)))
+    runs = [document.tokens[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [tokenizer._hf.decode(run, skip_special_tokens=False) for run in runs]
+
+
+def text_of(document, tokenizer) -> str:
+    return tokenizer._hf.decode(document.tokens, skip_special_tokens=False)
+
+
+# --- chats -----------------------------------------------------------------------------------------------------------
+
+SUMS_TEXT = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n"
+    "<|im_start|>assistant\nIt is 4.<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n"
+    "<|im_start|>assistant\n6, of course.<|im_end|>\n"
+)
+SPANS = {
+    "assistant": ["It is 4.<|im_end|>", "6, of course.<|im_end|>"],
+    "last": ["6, of course.<|im_end|>"],
+    "all": [SUMS_TEXT.rstrip("\n")],
+}
+
+
+@pytest.mark.parametrize("loss_on", SPANS)
+def test_smollm2_s_trained_tokens_are_the_answers_and_their_end_tokens(smollm2, loss_on):
+    document = one(SUMS, smollm2, loss_on)
+    assert pieces(document, smollm2) == SPANS[loss_on]
+    assert text_of(document, smollm2) == SUMS_TEXT  # nothing is added, nothing lost
+    assert document.num_targets == document.trained[1:].sum()
+
+
+@pytest.mark.parametrize("loss_on", SPANS)
+def test_the_same_with_a_tokenizer_that_has_another_eos(chatml, loss_on):
+    """<|im_end|> ends the turn, so no </s> follows it; the template writes the only <s>."""
+    document = one(SUMS, chatml, loss_on)
+    assert pieces(document, chatml) == [("<s>" if loss_on == "all" else "") + text for text in SPANS[loss_on]]
+    assert text_of(document, chatml) == "<s>" + SUMS_TEXT
+
+
+def test_a_chat_that_ends_with_the_user_trains_no_end_of_it(chatml):
+    document = one(chat(("user", "Hi"), ("assistant", "Ho"), ("user", "Bye")), chatml)
+    assert pieces(document, chatml) == ["Ho<|im_end|>"]
+    assert EOS not in document.tokens
+
+
+def test_training_sees_the_prompt_that_generation_sees(chatml):
+    document, prompt = one(plain("2+2=", "4"), chatml), chatml.encode_prompt("2+2=")
+    assert document.tokens[: len(prompt)].tolist() == prompt.tolist()
+    assert not document.trained[: len(prompt)].any() and document.trained[len(prompt)]
+
+
+def test_a_template_without_an_end_token_gets_one(with_template):
+    tokenizer = with_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+                              "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    document = one(chat(("user", "Hi"), ("assistant", "Ho")), tokenizer)
+    assert pieces(document, tokenizer) == ["Ho</s>"]
+    assert text_of(document, tokenizer) == "user: Hi\nassistant: Ho</s>"
+
+
+# --- plain texts -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_template_the_completion_and_one_eos_are_trained(bare):
+    document = one(plain("2+2 is ", "four é"), bare)
+    assert pieces(document, bare) == ["four é</s>"]
+    assert text_of(document, bare) == "<s>2+2 is four é</s>"
+    assert (document.tokens[1:] == BOS).sum() == 0
+
+
+def test_the_same_row_becomes_a_chat_with_a_template(chatml):
+    document = one(plain("2+2 is ", "four"), chatml)
+    assert text_of(document, chatml) == (
+        "<s><|im_start|>user\n2+2 is <|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
+    )
+    assert pieces(document, chatml) == ["four<|im_end|>"]
+
+
+def test_a_text_is_trained_whole(bare, chatml):
+    for tokenizer in (bare, chatml):
+        document = one(Example("f:1", (), "", "Once."), tokenizer)
+        assert (text_of(document, tokenizer), pieces(document, tokenizer)) == ("<s>Once.</s>", ["Once.</s>"])
+
+
+def test_loss_on_all_trains_the_prompt_too(bare):
+    assert pieces(one(plain("ab", "cd"), bare, "all"), bare) == ["abcd</s>"]
+
+
+def test_a_token_across_the_border_is_trained(bare):
+    """The token `=7` holds a character of the completion, and generation would have to produce it."""
+    assert pieces(one(plain("3+4=", "7!"), bare), bare) == ["=7!</s>"]
+
+
+def test_an_empty_completion_trains_the_end_alone(bare):
+    assert pieces(one(plain("ab", ""), bare), bare) == ["</s>"]
+
+
+def test_a_tokenizer_that_adds_an_eos_itself_gets_no_second_one(bare):
+    from tokenizers import processors
+
+    backend = Tokenizer(Path(bare._hf.name_or_path), "none")
+    backend._hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
+    )
+    document = one(plain("ab", "cd"), backend)
+    assert text_of(document, backend) == "<s>abcd</s>"
+    assert pieces(document, backend) == ["cd</s>"]
+
+
+# --- length ----------------------------------------------------------------------------------------------------------
+
+
+def test_truncation_keeps_what_is_trainable_and_counts(bare):
+    """<s> + 4 + 3 + </s> = 9 tokens; of the first 6 one is a target, of the first 5 none."""
+    examples = [plain("abcd", "efg"), plain("ab", "c")]
+    cut = tokenize(examples, bare, "assistant", 6)
+    assert [pieces(document, bare) for document in cut.items] == [["e"], ["c</s>"]]
+    assert (cut.num_rows, cut.num_truncated, cut.num_dropped) == (2, 1, 0)
+    dropped = tokenize(examples, bare, "assistant", 5)
+    assert [pieces(document, bare) for document in dropped.items] == [["c</s>"]]
+    assert (dropped.num_rows, dropped.num_truncated, dropped.num_dropped) == (2, 1, 1)
+    assert dropped.summary() == (
+        "1 documents, 5 tokens, 2 of them trained (40%); 1 cut to max_length; "
+        "1 dropped: no trainable token within max_length"
+    )
+    whole = tokenize(examples, bare, "assistant", 9)
+    assert (whole.num_tokens, whole.num_targets, whole.num_truncated) == (9 + 5, 4 + 2, 0)
+
+
+def test_more_rows_than_a_chunk_stay_in_order(bare, monkeypatch):
+    monkeypatch.setattr("dualtune.data.documents.ENCODE_ROWS", 3)
+    documents = tokenize([plain("a", str(i)) for i in range(8)], bare, "assistant", 100).items
+    assert [pieces(document, bare) for document in documents] == [[f"{i}</s>"] for i in range(8)]
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+REWRITES = (
+    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.role }}: {{ m.content }}<|im_end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(with_template):
+    tokenizer = with_template(REWRITES)
+    with pytest.raises(DataError) as caught:
+        tokenize([SUMS, plain("a", "b")], tokenizer, "assistant", 1000)
+    assert str(caught.value).splitlines() == [
+        "f:1: message 3: the chat template rewrites earlier turns, so the assistant's part cannot be located. "
+        "Use data.loss_on: last or all, or another data.template",
+        "1 of 2 rows cannot be used. Mend or remove them.",
+    ]
+    assert pieces(one(SUMS, tokenizer, "last"), tokenizer) == ["6, of course.<|im_end|>"]
+
+
+def test_a_template_that_raises_is_quoted(with_template):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}x"
+    with pytest.raises(DataError, match="f:1: the chat template refuses this conversation: no system turn"):
+        tokenize([SUMS], with_template(template), "last", 1000)
+
+
+def test_a_template_cannot_reach_the_interpreter(with_template):
+    with pytest.raises(DataError, match="refuses this conversation"):
+        tokenize([SUMS], with_template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "last", 1000)
+
+
+def test_a_conversation_without_a_template_is_refused(bare):
+    with pytest.raises(DataError, match=r"has no chat template, and a conversation needs one. Set data.template"):
+        tokenize([SUMS], bare, "assistant", 1000)
+
+
+def test_a_template_file_must_exist(tiny_llama):
+    with pytest.raises(ConfigError, match=r"data\.template: got 'no\.jinja', allowed: auto, none, or an existing"):
+        Tokenizer(tiny_llama, "no.jinja")
+
+
+def test_a_directory_without_a_tokenizer_is_an_environment_fault(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(EnvironmentFault, match="its tokenizer cannot be loaded"):
+        Tokenizer(tmp_path)
+
+
+def test_answers_end_at_eos_and_at_the_token_that_ends_a_turn(chatml, bare, smollm2):
+    assert (chatml.stop_ids, bare.stop_ids) == ({EOS, IM_END}, {EOS})
+    assert smollm2.stop_ids == {smollm2._hf.convert_tokens_to_ids("<|im_end|>")}
+
+
+@pytest.mark.parametrize("ends", [3, [3, 0]])
+def test_answers_end_where_the_model_s_generation_config_says(tiny_llama, tmp_path, ends):
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert Tokenizer(tmp_path / "model", "none").stop_ids == {EOS, *np.atleast_1d(ends)}
+
+
+# --- held-out rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "expected"), [(10, 0.2, 2), (10, 0.01, 1), (10, 0.99, 9), (1, 0.5, 0), (9, 0, 0)]
+)
+def test_the_split_is_disjoint_complete_and_as_large_as_asked(n, share, expected):
+    rows = [plain("q", str(i)) for i in range(n)]
+    train, held_out = split(rows, share, seed=1)
+    assert len(held_out) == expected
+    assert sorted(train + held_out, key=rows.index) == rows
+    assert train == sorted(train, key=rows.index)
+
+
+def test_the_split_depends_on_seed_and_number_of_rows_alone():
+    letters, digits = ([plain("q", f"{text}{i}") for i in range(50)] for text in ("a", "other "))
+    places = [[rows.index(row) for row in split(rows, 0.1, 7)[1]] for rows in (letters, digits)]
+    assert places[0] == places[1]
+    assert split(letters, 0.1, 7) == split(letters, 0.1, 7)
+    assert split(letters, 0.1, 7) != split(letters, 0.1, 8)
+
+
+def test_an_eval_file_is_used_whole(make_config, write_rows, qa_rows):
+    other = write_rows(qa_rows[:3], "eval.jsonl")
+    train, held_out = held_out_examples(make_config(write_rows(qa_rows), {"data.eval": str(other)}))
+    assert [len(train), len(held_out)] == [16, 3]
+    assert len(held_out_examples(make_config(write_rows(qa_rows), {"data.eval": None}))[1]) == 0

@@ -1,0 +1,58 @@
+"""Runs on tiny models, on the NumPy engine (everywhere) and on torch (where it is installed)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualtune.backend import Backend
+from dualtune.train.run import TrainResult, run
+
+
+@dataclass
+class Lab:
+    """A backend, a model for it, and the way from overrides to a finished run."""
+
+    backend: Backend
+    model: Path
+    data: Path
+    make_config: Any
+    tmp_path: Path
+
+    def config(self, name="run", **overrides):
+        settings = {"run.dir": self.tmp_path / name} | {key.replace("__", "."): v for key, v in overrides.items()}
+        return self.make_config(self.data, settings, self.model)
+
+    def run(self, name="run", hooks=(), resume=False, **overrides) -> TrainResult:
+        return run(self.config(name, **overrides), self.backend, hooks, resume=resume)
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def lab(request, open_backend, make_config, write_rows, qa_rows, tmp_path) -> Lab:
+    backend = open_backend(request.param)
+    model = request.getfixturevalue("tiny_softmax" if request.param == "numpy" else "tiny_llama")
+    return Lab(backend, model, write_rows(qa_rows), make_config, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def rows_of():
+    """(step rows, evaluation rows) of a run's metrics.jsonl."""
+
+    def read(run_dir: Path) -> tuple[list[dict], list[dict]]:
+        lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+        return [row for row in rows if "loss" in row], [row for row in rows if "eval_loss" in row]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def weights_of():
+    """The bytes of a run's adapter."""
+
+    def read(run_dir: Path) -> bytes:
+        return (run_dir / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    return read

@@ -1,0 +1,43 @@
+"""What a backend does not honour is refused before anything else happens, every key at once and by name."""
+
+import pytest
+
+from dualtune.backend import check_value, get_backend
+from dualtune.errors import ConfigError
+from dualtune.train.prepare import prepare
+
+UNSUPPORTED = {
+    "data.packing": (True, "true"),
+    "memory.checkpointing": ("full", "full"),
+    "memory.offload": ("none", "none"),
+    "memory.limit": ("8GB", "8GB"),
+    "hybrid.enabled": (True, "true"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("mlx", "nf4"), ("torch", "affine4"), ("torch", "affine8"), ("torch", "int8")]
+)
+def test_every_unsupported_key_is_named_at_once(open_backend, make_config, name, quantization):
+    """Neither the data nor the model exists: nothing is looked at before."""
+    wanted = {"model.quantization": (quantization, quantization)} | UNSUPPORTED
+    config = make_config("no.jsonl", {key: value for key, (value, _) in wanted.items()}, model="no/model/here")
+    with pytest.raises(ConfigError) as caught:
+        prepare(config, open_backend(name))
+    lines = [line.split(f", the backend '{name}' honours: ") for line in str(caught.value).splitlines()]
+    assert [got for got, _ in lines] == [f"{key}: got {shown}" for key, (_, shown) in wanted.items()]
+    assert all(honoured for _, honoured in lines)
+
+
+def test_what_is_honoured_is_listed(open_backend):
+    with pytest.raises(ConfigError) as caught:
+        check_value(open_backend("torch"), "model.quantization", "affine4")
+    assert str(caught.value) == "model.quantization: got affine4, the backend 'torch' honours: auto, nf4, none"
+
+
+def test_an_unknown_backend_and_an_unknown_device():
+    with pytest.raises(ConfigError, match=r"backend: got 'jax', allowed: mlx, numpy, torch"):
+        get_backend("jax")
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=r"device: got 'tpu', the backend 'torch' has: auto, cpu, cuda"):
+        get_backend("torch", "tpu")

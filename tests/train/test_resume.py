@@ -1,0 +1,203 @@
+"""Stopped runs that go on: bitwise the same adapter, every step once, and nothing continued that should not be."""
+
+import json
+
+import pytest
+
+from dualtune.errors import ConfigError
+from dualtune.hooks import Hook
+from dualtune.train import checkpoint
+
+RUN = {"train__steps": 9, "data__eval": 0.25, "run__save_every": 2, "run__eval_every": 3}
+
+
+class Stop(Hook):
+    """Fails when a step has been logged, or in the middle of an evaluation."""
+
+    def __init__(self, step: int, during: str = "step") -> None:
+        self._step, self._during, self._seen = step, during, 0
+
+    def on_step(self, record):
+        self._seen = record.step
+        if self._during == "step" and record.step == self._step:
+            raise InterruptedError
+
+    def on_eval_batch(self, done, total):
+        if self._during == "eval" and self._seen == self._step:
+            raise InterruptedError
+
+
+@pytest.fixture
+def stopped(lab):
+    """Run until a step, and fail there."""
+
+    def stop(name, step, during="step", **settings):
+        with pytest.raises(InterruptedError):
+            lab.run(name, [Stop(step, during)], **settings)
+        assert not (lab.tmp_path / name / "adapter").exists()
+
+    return stop
+
+
+def untimed(rows):
+    measured = ("step_s", "tokens_per_s", "peak_bytes")
+    return [{key: value for key, value in row.items() if key not in measured} for row in rows]
+
+
+@pytest.mark.parametrize("lab", ["numpy", "torch", "mlx"], indirect=True)
+@pytest.mark.parametrize("dropout", [0, 0.3])
+def test_resume_is_bitwise(lab, stopped, weights_of, rows_of, dropout):
+    settings = RUN | {"adapter__dropout": dropout}
+    straight = lab.run("straight", **settings)
+    stopped("stopped", 5, **settings)
+    resumed = lab.run("stopped", resume=True, **settings)
+    assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
+    for found, expected in zip(rows_of(resumed.run_dir), rows_of(straight.run_dir), strict=True):
+        assert untimed(found) == untimed(expected)
+    records = [json.loads((result.adapter_dir / "dualtune.json").read_text()) for result in (resumed, straight)]
+    assert records[0]["fingerprints"] == records[1]["fingerprints"]
+    assert records[0]["training"]["final_loss"] == records[1]["training"]["final_loss"]
+
+
+def test_resume_takes_up_after_the_newest_checkpoint(lab, stopped):
+    class Info(Hook):
+        def on_start(self, info):
+            self.first_step = info.first_step
+
+    stopped("run", 5, **RUN)
+    hook = Info()
+    lab.run(hooks=[hook], resume=True, **RUN)
+    assert hook.first_step == 4
+
+
+@pytest.mark.parametrize(
+    ("step", "during"),
+    [(1, "step"), (3, "eval"), (6, "eval"), (7, "step"), (9, "eval")],
+    ids=["before the first checkpoint", "in an evaluation", "between checkpoint and evaluation", "after both",
+         "in the last evaluation"],
+)  # fmt: skip
+def test_wherever_a_run_stops_no_row_is_lost_and_none_is_there_twice(lab, stopped, weights_of, rows_of, step, during):
+    straight = lab.run("straight", **RUN)
+    stopped("run", step, during, **RUN)
+    resumed = lab.run("run", resume=True, **RUN)
+    assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
+    for found, expected in zip(rows_of(resumed.run_dir), rows_of(straight.run_dir), strict=True):
+        assert untimed(found) == untimed(expected)
+
+
+def test_a_row_that_was_cut_when_the_run_was_killed_is_dropped(lab, stopped, rows_of):
+    stopped("run", 5, **RUN)
+    with (lab.tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "epo')
+    steps, evals = rows_of(lab.run(resume=True, **RUN).run_dir)
+    assert [row["step"] for row in steps] == list(range(1, 10))
+    assert [row["step"] for row in evals] == [0, 3, 6, 9]
+
+
+def test_resume_with_another_config_is_refused_by_name(lab, stopped):
+    stopped("run", 3, **RUN)
+    before = {path: path.read_bytes() for path in (lab.tmp_path / "run").rglob("*") if path.is_file()}
+    changes = {"train__learning_rate": 0.5, "train__weight_decay": 0.5, "run__seed": 2, "data__max_length": 60}
+    with pytest.raises(ConfigError) as caught:
+        lab.run(resume=True, **RUN | changes)
+    *changed, summary = str(caught.value).splitlines()
+    assert changed == [
+        "data.max_length: got 60, the checkpoint was made with 64",
+        "run.seed: got 2, the checkpoint was made with 1",
+        "train.learning_rate: got 0.5, the checkpoint was made with 0.01",
+        "train.weight_decay: got 0.5, the checkpoint was made with 0.01",
+    ]
+    assert summary.endswith("step-00000002 cannot be continued with another config.")
+    assert caught.value.exit_code == 2
+    assert {path: path.read_bytes() for path in (lab.tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_what_does_not_change_the_result_may_change(lab, stopped, weights_of):
+    straight = lab.run("straight", **RUN)
+    stopped("run", 5, **RUN)
+    free = {"train__micro_batch_tokens": 4096, "run__log_every": 3, "run__save_every": 4, "run__keep": 5}
+    assert weights_of(lab.run(resume=True, **RUN | free).run_dir) == weights_of(straight.run_dir)
+
+
+def test_a_finished_run_is_not_continued(lab):
+    lab.run(**RUN)
+    with pytest.raises(ConfigError, match="holds a run that is finished, after 9 steps"):
+        lab.run(resume=True, **RUN)
+
+
+def test_resume_without_a_checkpoint_starts_at_the_beginning(lab, weights_of):
+    straight = lab.run("straight", **RUN)
+    assert weights_of(lab.run("fresh", resume=True, **RUN).run_dir) == weights_of(straight.run_dir)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def damage_flip(path):
+    data = bytearray((path / "optimizer_v.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "optimizer_v.safetensors").write_bytes(data)
+
+
+def damage_cut(path):
+    (path / "adapter.safetensors").write_bytes((path / "adapter.safetensors").read_bytes()[:-1])
+
+
+def damage_lose(path):
+    (path / "state.json").unlink()
+
+
+def damage_manifest(path):
+    (path / "MANIFEST.json").write_text("[]")
+
+
+DAMAGES = [damage_flip, damage_cut, damage_lose, damage_manifest, lambda path: (path / "MANIFEST.json").unlink()]
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+@pytest.mark.parametrize("damage", DAMAGES, ids=["flipped bit", "cut", "lost file", "foreign manifest", "no manifest"])
+def test_a_damaged_newest_checkpoint_is_skipped_and_said(lab, stopped, weights_of, damage, caplog):
+    straight = lab.run("straight", **RUN)
+    stopped("run", 5, **RUN)
+    checkpoints = lab.tmp_path / "run" / "checkpoints"
+    damage(checkpoints / "step-00000004")
+    assert not checkpoint.is_valid(checkpoints / "step-00000004")
+    assert checkpoint.latest(checkpoints, lab.config(**RUN)).step == 2
+    assert "step-00000004 is damaged or incomplete" in caplog.text
+    assert weights_of(lab.run(resume=True, **RUN).run_dir) == weights_of(straight.run_dir)
+
+
+@pytest.mark.parametrize(("keep", "steps"), [(1, [7, 8]), (2, [7, 8]), (3, [6, 7, 8]), (99, list(range(1, 9)))])
+def test_the_newest_checkpoints_are_kept_two_at_least(lab, keep, steps):
+    lab.run(train__steps=8, run__save_every=1, run__keep=keep)
+    found = sorted(path.name for path in (lab.tmp_path / "run" / "checkpoints").iterdir())
+    assert found == [f"step-{step:08d}" for step in steps]
+
+
+def test_checkpoints_are_safetensors_and_json_and_name_no_backend(lab):
+    from safetensors.numpy import load_file
+
+    lab.run(train__steps=2, run__save_every=1)
+    files = [path for path in (lab.tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    for path in files:
+        if path.suffix == ".safetensors":
+            assert all(tensor.dtype == "float32" for tensor in load_file(path).values())
+        else:
+            assert isinstance(json.loads(path.read_text()), dict)
+            assert lab.backend.name not in path.read_text().replace(str(lab.model), "").replace(str(lab.tmp_path), "")
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_a_run_goes_on_on_another_backend(lab, stopped, open_backend, rows_of):
+    """Begun on torch, continued on MLX: the losses are those of the run that stayed."""
+    from dualtune.testing.tolerances import STEP_LOSS
+    from dualtune.train.run import run
+
+    settings = RUN | {"adapter__dropout": 0.3, "train__learning_rate": 1e-3}
+    straight = lab.run("straight", **settings)
+    stopped("run", 5, **settings)
+    resumed = run(lab.config(**settings), open_backend("mlx"), resume=True)
+    here, there = rows_of(resumed.run_dir), rows_of(straight.run_dir)
+    for rows, others, key in zip(here, there, ("loss", "eval_loss"), strict=True):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in others], abs=STEP_LOSS)

@@ -1,0 +1,71 @@
+"""Learning rates against closed formulas and against transformers' schedules."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from dualtune.config import parse_config
+from dualtune.train.schedule import learning_rate, warmup_steps
+
+PEAK = 2e-4
+
+
+def rates(schedule, warmup, num_steps) -> list[float]:
+    overrides = [f"train.schedule={schedule}", f"train.warmup={warmup}", f"train.learning_rate={PEAK}"]
+    config = parse_config("{model: {name: m}, data: {train: t}}", overrides=overrides)
+    return [learning_rate(config, step, num_steps) for step in range(num_steps)]
+
+
+FORMULAS = {  # of the share of the steps after the warm-up that are done
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: math.cos(math.pi * done / 2) ** 2,
+}
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 0), (7, 7), (0.1, 5), (0.03, 2)])
+@pytest.mark.parametrize("schedule", FORMULAS)
+def test_schedules_are_their_formulas(schedule, warmup, steps):
+    n = 50
+    rising = [PEAK * (t + 1) / (steps + 1) for t in range(steps)]
+    falling = [PEAK * FORMULAS[schedule](t / (n - steps)) for t in range(n - steps)]
+    assert rates(schedule, warmup, n) == pytest.approx(rising + falling, rel=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [0, 5, 0.2])
+@pytest.mark.parametrize("schedule", FORMULAS)
+def test_rates_rise_to_the_peak_and_then_fall_and_are_never_zero(schedule, warmup):
+    found = rates(schedule, warmup, 40)
+    peak = found.index(max(found))
+    assert max(found) == PEAK
+    assert all(a < b for a, b in pairwise(found[: peak + 1]))
+    assert all(a >= b for a, b in pairwise(found[peak:]))
+    assert min(found) > 0
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_after_the_warmup_rates_are_transformers_s(name):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    schedule = getattr(transformers, f"get_{name}_schedule_with_warmup")(optimizer, 10, 100)
+    theirs = []
+    for _ in range(100):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates(name, 10, 100)[10:] == pytest.approx(theirs[10:], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "num_steps", "expected"),
+    [(0.0, 100, 0), (0.03, 100, 3), (0.03, 101, 4), (0.07, 100, 7), (0.55, 100, 55), (0.001, 10, 1), (20, 100, 20)],
+)
+def test_a_warmup_below_one_is_a_share_rounded_up(warmup, num_steps, expected):
+    """0.07 · 100 and 0.55 · 100 are a little more than 7 and 55 in floating point."""
+    assert warmup_steps(warmup, num_steps) == expected
+
+
+@pytest.mark.parametrize("schedule", FORMULAS)
+def test_a_single_step_has_the_full_rate(schedule):
+    assert rates(schedule, 0, 1) == [PEAK]
