@@ -1,5 +1,6 @@
 """The demo, as a newcomer runs it: a real process, the shipped model and data, each backend."""
 
+import hashlib
 import importlib.util
 import json
 import re
@@ -41,3 +42,11 @@ def test_no_held_out_row_is_trained_on():
     assert len(heldout) >= 50
     seen = {message["content"] for row in train for message in row}
     assert not seen & {message["content"] for row in heldout for message in row}
+
+
+def test_the_files_are_those_of_the_model_card():
+    card = (ASSETS / "MODEL_CARD.md").read_text(encoding="utf-8")
+    stated = dict(reversed(line.split("  ")) for line in re.findall(r"^[0-9a-f]{64}  \S+$", card, re.M))
+    found = {name: hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() for name in stated}
+    assert len(stated) == 6
+    assert found == stated
