@@ -17,6 +17,6 @@ if [ "$BACKEND" = torch ]; then "${pip[@]}" torch; fi
 cd "$work" # so that nothing is imported from the source tree
 export PATH="$work/venv/bin:$PATH"
 dualtune --help >/dev/null
-dualtune train --demo --set train.steps=1 --set run.dir=run
+dualtune train --demo --set train.steps=1 --set train.warmup=0 --set run.dir=run
 dualtune adapter inspect run/adapter >/dev/null
 echo "wheel ok: $(basename "$wheel"), one step trained from a clean environment"
