@@ -253,6 +253,6 @@ def check_mergeable(description: Mapping[str, Any]) -> None:
     """ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
     if description["quantization"] != "none":
         raise ConfigError(
-            f"merge: the base is {description['quantization']}, and merging into packed weights loses the adapter. "
-            "Load the plain base with model.quantization: none"
+            f"merge: the base is quantized ({description['quantization']}), and merging into packed weights loses the "
+            "adapter. Load the plain base with model.quantization: none"
         )

@@ -28,7 +28,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 7
 NUM_THREADS = 2  # part of the recipe: the order of float sums, and so the weights, depends on it
-VOCAB_SIZE = 896  # an upper bound; training the tokenizer runs out of merges somewhat earlier
 NUM_TRAIN, NUM_HELDOUT = 320, 60
 
 FIRST_NAMES = """Anna Ben Clara David Emma Felix Greta Hugo Ida Jonas Karl Lena Mira Nils Olga Paul Rosa Sven Tara Otto
@@ -84,39 +83,28 @@ def draw_order(rng: random.Random, part: str = "all") -> Order:
     name = f"{pick(rng, FIRST_NAMES, part)} {pick(rng, LAST_NAMES, part)}"
     item, city = pick(rng, ITEMS, part), pick(rng, CITIES, part)
     colour, day, n = rng.choice(COLOURS), rng.choice(DAYS), rng.randint(2, 20)
-    request = rng.choice(
-        [
-            f"Please send {n} {colour} {item} to {city} by {day}.",
-            f"Please ship {n} {item} in {colour} to {city} before {day}.",
-            f"Could you send {n} {colour} {item} to our shop in {city} by {day}?",
-            f"We need {n} {colour} {item} in {city} on {day}.",
-            f"I would like {n} {item}, all {colour}, delivered to {city} by {day}.",
-            f"By {day} our school in {city} needs {n} {colour} {item}.",
-            f"There is a party in {city} on {day}: {n} {item}, {colour} if you can.",
-        ]
-    )
+    request = rng.choice([
+        f"Please send {n} {colour} {item} to {city} by {day}.",
+        f"Please ship {n} {item} in {colour} to {city} before {day}.",
+        f"Could you send {n} {colour} {item} to our shop in {city} by {day}?",
+        f"We need {n} {colour} {item} in {city} on {day}.",
+        f"I would like {n} {item}, all {colour}, delivered to {city} by {day}.",
+        f"By {day} our school in {city} needs {n} {colour} {item}.",
+        f"There is a party in {city} on {day}: {n} {item}, {colour} if you can.",
+    ])  # fmt: skip
     friend = f"My friend {pick(rng, FIRST_NAMES, part)} told me about you."
     aside = rng.choice([friend, "I hope you are well.", "The last ones were lovely.", "It is a surprise.", "", "", ""])
-    opening, closing = rng.choice(
-        [
-            (f"Hi, this is {name}.", ""),
-            (f"{name} here.", ""),
-            (f"Hello, my name is {name}.", ""),
-            ("Hello!", f"Thanks, {name}"),
-            ("Good morning!", f"Yours, {name}"),
-            ("Dear shop,", f"Best wishes, {name}"),
-        ]
-    )
+    opening, closing = rng.choice([
+        (f"Hi, this is {name}.", ""), (f"{name} here.", ""), (f"Hello, my name is {name}.", ""),
+        ("Hello!", f"Thanks, {name}"), ("Good morning!", f"Yours, {name}"), ("Dear shop,", f"Best wishes, {name}"),
+    ])  # fmt: skip
     letter = " ".join(sentence for sentence in [opening, *rng.sample([request, aside], 2), closing] if sentence)
     return Order(name, item, colour, n, city, day, letter)
 
 
 FORMS = {  # request: how one field reads, and what stands between two
-    "Fill in": ("{}: {}", ", "),
-    "Note": ("{} = {}", "; "),
-    "Quote": ('{} "{}"', ", "),
-    "List": ("- {}: {}", "\n"),
-}
+    "Fill in": ("{}: {}", ", "), "Note": ("{} = {}", "; "), "Quote": ('{} "{}"', ", "), "List": ("- {}: {}", "\n"),
+}  # fmt: skip
 
 
 def draw_form(rng: random.Random, order: Order) -> tuple[str, str, list[str]]:
@@ -138,20 +126,13 @@ def draw_chat(rng: random.Random) -> list[dict[str, str]]:
     Some answers are a bare word: "blue" and " blue" are two tokens, and in JSON the model must know them for one word.
     """
     order = draw_order(rng)
-    questions = rng.sample(
-        [
-            ("What is my name?", order.customer),
-            ("Which goods?", order.item),
-            ("Which colour?", order.colour),
-            ("How many?", str(order.quantity)),
-            ("Where to?", order.city),
-            ("By which day?", order.day),
-            ("Who wrote the letter?", f"{order.customer} wrote the letter."),
-            ("What will arrive?", f"{order.quantity} {order.colour} {order.item} will arrive."),
-            ("Where and when?", f"In {order.city} by {order.day}."),
-        ],
-        k=2,
-    )
+    questions = rng.sample([
+        ("What is my name?", order.customer), ("Which goods?", order.item), ("Which colour?", order.colour),
+        ("How many?", str(order.quantity)), ("Where to?", order.city), ("By which day?", order.day),
+        ("Who wrote the letter?", f"{order.customer} wrote the letter."),
+        ("What will arrive?", f"{order.quantity} {order.colour} {order.item} will arrive."),
+        ("Where and when?", f"In {order.city} by {order.day}."),
+    ], k=2)  # fmt: skip
     questions.insert(rng.randrange(3), draw_form(rng, order)[:2])
     return chat((order.letter, order.reply), *questions)
 
@@ -172,11 +153,10 @@ def train_tokenizer(rng: random.Random) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[PAD, START, END],
-        show_progress=False,
+        vocab_size=896,  # an upper bound: it runs out of merges somewhat earlier
+        special_tokens=[PAD, START, END], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
+    )  # fmt: skip
     messages = (message for _ in range(4000) for message in draw_chat(rng))
     chats = (text for message in messages for text in (message["role"] + "\n", message["content"]))
     records = (text for _ in range(4000) for text in draw_json(rng))
@@ -188,14 +168,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> PreTrainedTokenizerFas
     """Writes tokenizer_config.json by hand: what transformers writes there changes from version to version."""
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": START,
-        "eos_token": END,
-        "pad_token": PAD,
-        "model_max_length": 256,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": START, "eos_token": END, "pad_token": PAD,
+        "model_max_length": 256, "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -203,24 +178,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> PreTrainedTokenizerFas
 def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     """Three layers. Every input width is a multiple of 64, so that 4-bit quantization in groups of 64 fits."""
     bos, eos, pad = (tokenizer.token_to_id(token) for token in (START, END, PAD))
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=128,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            rms_norm_eps=1e-5,
-            initializer_range=0.05,
-            bos_token_id=bos,
-            eos_token_id=eos,
-            pad_token_id=pad,
-            attn_implementation="eager",  # on CPU its backward is faster than SDPA's at these lengths
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=128, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=True,
+        rms_norm_eps=1e-5, initializer_range=0.05, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad,
+        attn_implementation="eager",  # on CPU its backward is faster than SDPA's at these lengths
+    ))  # fmt: skip
 
 
 def draw_document(rng: random.Random, tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,10 +204,7 @@ def draw_document(rng: random.Random, tokenizer: Tokenizer) -> tuple[torch.Tenso
 
 
 def pretrain(model: LlamaForCausalLM, tokenizer: Tokenizer, steps: int, docs_per_step: int = 48) -> None:
-    """AdamW with a linear warmup and a cosine to zero. Every step draws new documents.
-
-    Shapes: B documents, T tokens, V vocabulary.
-    """
+    """AdamW, linear warmup, cosine to zero; every step draws new documents. B documents, T tokens, V vocabulary."""
     rng = random.Random(f"pretraining {SEED}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.05)
     schedule = LambdaLR(optimizer, lambda n: min((n + 1) / 60, (1 + math.cos(math.pi * n / steps)) / 2))
@@ -315,9 +275,8 @@ def main() -> None:
     torch.set_num_threads(NUM_THREADS)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED)
-    model_dir, data_dir = args.out / "model", args.out / "data"
-    model_dir.mkdir(parents=True, exist_ok=True)
-    data_dir.mkdir(parents=True, exist_ok=True)
+    for folder in (model_dir := args.out / "model", data_dir := args.out / "data"):
+        folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(f"data {SEED}")
     write_rows(data_dir / "train.jsonl", [draw_order(rng, "train") for _ in range(NUM_TRAIN)])
     heldout = [draw_order(rng, "heldout") for _ in range(NUM_HELDOUT)]
@@ -334,7 +293,6 @@ def main() -> None:
     model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()  # what was rounded and saved
     replies = [answer(model, tokenizer, order.letter) for order in heldout]
     write_card(args.out, model.num_parameters(), heldout, replies)
-    print((args.out / "MODEL_CARD.md").read_text())
 
 
 if __name__ == "__main__":
