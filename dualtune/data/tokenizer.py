@@ -36,9 +36,6 @@ class Tokenizer:
         ends = {self.eos_id, *_generation_ends(model_dir), self._end_of_turn()}
         self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
 
-    def __len__(self) -> int:
-        return len(self._hf)
-
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         """(token ids int32 [T], character offsets int32 [T, 2]) of each text.
 

@@ -47,7 +47,6 @@ class Machine:
 
 
 PACKAGES = ("torch", "bitsandbytes", "transformers", "peft", "mlx", "mlx-lm")
-IMPORTS = {"torch": "torch", "mlx": "mlx"}
 
 
 def detect() -> Machine:
@@ -70,9 +69,9 @@ def detect() -> Machine:
     )
 
 
-def is_installed(backend: str) -> bool:
-    """Whether the framework under a backend can be found; nothing is imported."""
-    return find_spec(IMPORTS[backend]) is not None
+def is_installed(framework: str) -> bool:
+    """Whether "torch" or "mlx" can be found; nothing is imported."""
+    return find_spec(framework) is not None
 
 
 def _versions() -> dict[str, str]:
