@@ -128,7 +128,11 @@ class Engine(Protocol):
         ...
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
-        """Clip by the global norm, apply AdamW (decoupled decay: w ← w·(1 − lr·decay)), zero the gradients."""
+        """Clip by the global norm, apply AdamW (decoupled decay: w ← w·(1 − lr·decay)), zero the gradients.
+
+        Where the step's loss or norm is not finite, nothing is updated: weights, moments and count stay bitwise as
+        they were, and the output reports the loss and norm as they are. The device decides this; nobody waits for it.
+        """
         ...
 
     def adapter_state(self) -> Tensors: ...

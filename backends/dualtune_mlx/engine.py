@@ -45,7 +45,7 @@ class MlxEngine:
         self._params: Arrays = {n: mx.array(w) for n, w in fresh.items()}
         self._bind(self._params)
         self._m, self._v = _zeros(self._params), _zeros(self._params)
-        self._step = 0
+        self._step = mx.array(0.0)  # on the device, because the device decides whether a step counts
         self._grads = _zeros(self._params)
         self._loss = mx.array(0.0)
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
@@ -72,13 +72,15 @@ class MlxEngine:
         if self._loss_scale != 1.0:
             self._grads = {n: g / self._loss_scale for n, g in self._grads.items()}
         grads, norm = clip(self._grads, max_grad_norm)
-        self._step += 1
-        decay = self._request.weight_decay
-        adamw(self._params, grads, self._m, self._v, step=self._step, lr=lr, decay=decay)
-        self._bind(self._params)
         loss, self._loss = self._loss, mx.array(0.0)
+        old = (self._params, self._m, self._v)
+        new = adamw(*old, grads, step=self._step + 1, lr=lr, decay=self._request.weight_decay)
+        good = mx.isfinite(loss) & mx.isfinite(norm)
+        self._params, self._m, self._v = (_where(good, n, o) for n, o in zip(new, old, strict=True))
+        self._step = self._step + good
+        self._bind(self._params)
         self._grads = _zeros(self._params)
-        mx.async_eval(self._params, self._m, self._v, self._grads, loss, norm)
+        mx.async_eval(self._params, self._m, self._v, self._step, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
     def adapter_state(self) -> Tensors:
@@ -90,13 +92,13 @@ class MlxEngine:
         self._bind(self._params)
 
     def optimizer_state(self) -> OptimizerState:
-        return OptimizerState(self._step, _to_numpy(self._m), _to_numpy(self._v))
+        return OptimizerState(int(self._step.item()), _to_numpy(self._m), _to_numpy(self._v))
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         shapes = self.adapter_state()
         check_state(shapes, state.m, "optimizer m")
         check_state(shapes, state.v, "optimizer v")
-        self._step = state.step
+        self._step = mx.array(float(state.step))
         self._m = {n: mx.array(state.m[n]) for n in self._params}
         self._v = {n: mx.array(state.v[n]) for n in self._params}
 
@@ -145,6 +147,10 @@ class MlxEngine:
 
 def _zeros(like: Arrays) -> Arrays:
     return {n: mx.zeros(a.shape) for n, a in like.items()}
+
+
+def _where(condition: mx.array, yes: Arrays, no: Arrays) -> Arrays:
+    return {n: mx.where(condition, yes[n], no[n]) for n in yes}
 
 
 def _to_numpy(arrays: Arrays) -> Tensors:

@@ -84,11 +84,13 @@ class TorchEngine:
             for p in params:
                 p.grad /= self._loss_scale
         norm = nn.utils.clip_grad_norm_(params, math.inf if max_grad_norm is None else max_grad_norm)
+        loss, self._loss = self._loss, torch.zeros_like(self._loss)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        # As torch's GradScaler says it: where this is 1, the fused kernels update nothing and the count is taken back.
+        self._optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        loss, self._loss = self._loss, torch.zeros_like(self._loss)
         return StepOutput(loss, norm)
 
     def adapter_state(self) -> Tensors:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
-from dualtune.adapter.spec import LoraSpec, Tensors, parse_name
+from dualtune.adapter.spec import parse_name
 from dualtune.backend import (
     ADAM_BETA1,
     ADAM_BETA2,
@@ -27,83 +26,34 @@ from dualtune.backend import (
     BACKEND_KEYS,
     CLIP_EPS,
     IGNORE_INDEX,
-    Backend,
     Batch,
-    Engine,
-    LoadRequest,
 )
-from dualtune.testing import tolerances
-from dualtune.testing.oracles import Oracle, llama_oracle, loss_of, softmax_oracle
-from dualtune.testing.tiny_models import random_batch, row_of, write_softmax_model, write_tiny_llama
+from dualtune.testing import conformance_state, tolerances
+from dualtune.testing.conformance_case import (
+    DECAY,
+    Case,
+    assert_close,
+    assert_equal,
+    gradient,
+    llama_case,
+    norm_of,
+    random_adapter,
+    softmax_case,
+)
+from dualtune.testing.oracles import loss_of
+from dualtune.testing.tiny_models import row_of
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is neither 1 nor a whole number
-DECAY = 0.1
-
-
-@dataclass(frozen=True)
-class Case:
-    """A backend with a model to check it on, and an oracle for that model."""
-
-    backend: Backend
-    model_dir: Path
-    oracle: Oracle
-    vocab: int
-    spec: LoraSpec = field(default=SPEC)
-
-    def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
-        """A float32 engine; `trained` gives it an adapter whose B is not zero. `changes` are fields of the spec."""
-        request = LoadRequest(
-            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), DECAY, seed=7
-        )
-        engine = self.backend.load(request)
-        if trained:
-            engine.load_adapter_state(random_adapter(engine.adapter_state()))
-        return engine
-
-    def batch(self, **options: int) -> Batch:
-        return random_batch([9, 16, 5, 12], self.vocab, **options)
-
-
-def llama_case(backend: Backend, directory: Path) -> Case:
-    path = write_tiny_llama(directory / "tiny-llama")
-    return Case(backend, path, llama_oracle(path), vocab=96)
-
-
-def softmax_case(backend: Backend, directory: Path) -> Case:
-    path = write_softmax_model(directory / "softmax")
-    return Case(backend, path, softmax_oracle(path), vocab=31)
-
-
-def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
-    rng = np.random.default_rng(seed)
-    return {n: (0.3 * rng.normal(size=w.shape) / np.sqrt(w.shape[1])).astype(np.float32) for n, w in like.items()}
-
-
-def gradient(engine: Engine, *batches: Batch) -> Tensors:
-    """The gradient of the mean loss over all targets of the batches. Changes the adapter."""
-    num_targets = sum(batch.num_targets for batch in batches)
-    for batch in batches:
-        engine.forward_backward(batch, num_targets=num_targets)
-    engine.optim_step(lr=0.0, max_grad_norm=None)
-    return {n: m / np.float32(1 - ADAM_BETA1) for n, m in engine.optimizer_state().m.items()}
-
-
-def norm_of(tensors: Tensors) -> float:
-    return float(np.sqrt(sum((w.astype(np.float64) ** 2).sum() for w in tensors.values())))
-
-
-def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
-    """Relative, by the norm of all tensors together."""
-    assert a.keys() == b.keys()
-    gap = norm_of({n: a[n].astype(np.float64) - b[n] for n in a}) / norm_of(b)
-    assert gap <= tolerance, f"relative difference {gap:.2e}, allowed {tolerance:.0e}"
-
-
-def assert_equal(a: Tensors, b: Tensors) -> None:
-    assert a.keys() == b.keys()
-    unequal = [n for n in a if not np.array_equal(a[n], b[n])]
-    assert not unequal, f"differ: {unequal}"
-
+__all__ = [
+    "CHECKS",
+    "Case",
+    "assert_close",
+    "assert_equal",
+    "gradient",
+    "llama_case",
+    "norm_of",
+    "random_adapter",
+    "softmax_case",
+]
 
 # --- the checks -------------------------------------------------------------------------------------------------------
 
@@ -273,60 +223,6 @@ def check_weight_decay_without_gradient(case: Case) -> None:
     assert_close(engine.adapter_state(), {n: w * (1 - lr * DECAY) for n, w in before.items()}, tolerances.UPDATE)
 
 
-def check_state_round_trip(case: Case) -> None:
-    """Adapter and optimizer state carried into a fresh engine: the next steps are bitwise the same."""
-    batches = [case.batch(seed=s) for s in range(4)]
-
-    def train(engine: Engine, some: list[Batch]) -> None:
-        for batch in some:
-            engine.forward_backward(batch, num_targets=batch.num_targets)
-            engine.optim_step(lr=1e-2, max_grad_norm=1.0)
-
-    straight = case.engine(dropout=0.2)
-    train(straight, batches)
-    first = case.engine(dropout=0.2)
-    train(first, batches[:2])
-    second = case.engine(trained=False, dropout=0.2)
-    second.load_adapter_state(first.adapter_state())
-    second.load_optimizer_state(first.optimizer_state())
-    assert_equal(second.adapter_state(), first.adapter_state())
-    train(second, batches[2:])
-    assert_equal(second.adapter_state(), straight.adapter_state())
-    assert_equal(second.optimizer_state().v, straight.optimizer_state().v)
-
-
-def check_states_are_copies(case: Case) -> None:
-    """Training on does not change a state that was handed out."""
-    engine, batch = case.engine(), case.batch()
-    engine.forward_backward(batch, num_targets=batch.num_targets)
-    engine.optim_step(lr=1e-2, max_grad_norm=1.0)
-    adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
-    kept = [{n: w.copy() for n, w in tensors.items()} for tensors in (adapter, optimizer.m, optimizer.v)]
-    engine.forward_backward(batch, num_targets=batch.num_targets)
-    engine.optim_step(lr=1e-2, max_grad_norm=1.0)
-    for now, then in zip((adapter, optimizer.m, optimizer.v), kept, strict=True):
-        assert_equal(now, then)
-
-
-def check_foreign_state_is_refused(case: Case) -> None:
-    engine = case.engine()
-    state = engine.adapter_state()
-    name = next(iter(state))
-    for bad in (
-        {n: w for n, w in state.items() if n != name},
-        state | {"x": state[name]},
-        state | {name: state[name].T},
-    ):
-        if bad.keys() == state.keys() and bad[name].shape == state[name].shape:
-            continue  # a square tensor: its transpose cannot be told apart by shape
-        try:
-            engine.load_adapter_state(bad)
-        except ValueError:
-            continue
-        raise AssertionError("a state with missing, foreign or reshaped tensors was accepted")
-    assert_equal(engine.adapter_state(), state)
-
-
 def check_zero_b_is_the_base_model(case: Case) -> None:
     """With B = 0 the numbers do not depend on A, bit by bit."""
     batch = case.batch()
@@ -388,4 +284,6 @@ def check_merge_equals_adapter(case: Case) -> None:
     assert gap <= tolerances.MERGE, f"log-probabilities differ by {gap:.2e}"
 
 
-CHECKS: list[Callable[[Case], None]] = [check for name, check in globals().items() if name.startswith("check_")]
+CHECKS: list[Callable[[Case], None]] = [
+    check for part in (globals(), vars(conformance_state)) for name, check in part.items() if name.startswith("check_")
+]

@@ -10,6 +10,7 @@ Legend: N tokens of the micro-batch in one row, D hidden, V vocabulary, r rank.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,14 @@ class NumpyEngine:
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         norm = float(np.sqrt(sum((g**2).sum() for g in self._grads.values())))
         clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
+        loss, self._loss = self._loss, 0.0
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._adamw(lr, clip)
+        for g in self._grads.values():
+            g[:] = 0
+        return StepOutput(loss, norm)
+
+    def _adamw(self, lr: float, clip: float) -> None:
         self._step += 1
         for name, w in self._params.items():
             g = self._grads[name] * clip
@@ -159,9 +168,6 @@ class NumpyEngine:
             m_hat, v_hat = m / (1 - ADAM_BETA1**self._step), v / (1 - ADAM_BETA2**self._step)
             w = w * (1 - lr * self._request.weight_decay) - lr * m_hat / (np.sqrt(v_hat) + ADAM_EPS)
             self._params[name], self._m[name], self._v[name] = (a.astype(np.float32) for a in (w, m, v))
-            self._grads[name][:] = 0
-        loss, self._loss = self._loss, 0.0
-        return StepOutput(loss, norm)
 
     # --- states ---------------------------------------------------------------------------------------------------
 

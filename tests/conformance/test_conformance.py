@@ -4,6 +4,7 @@ A backend named in DUALTUNE_TEST_BACKENDS (comma separated) must be installed: o
 being skipped. A device other than the default is named as `torch:cuda`.
 """
 
+import math
 import os
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from dualtune.backend import get_backend
 from dualtune.errors import EnvironmentFault
 from dualtune.testing.conformance import CHECKS, Case, llama_case, softmax_case
+from dualtune.testing.conformance_state import assert_same_state, spoil, state_of, train
 
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
 BACKENDS = REQUIRED or ["numpy", "torch", "mlx"]
@@ -31,6 +33,25 @@ def case(request, tmp_path) -> Case:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_engine(check, case):
     check(case)
+
+
+@pytest.mark.parametrize("spoiled", ["loss", "gradient"])
+def test_either_number_alone_stops_the_step(spoiled, case):
+    """The verbs cannot make every engine's loss bad and its gradient not, or the reverse; its accumulator can."""
+    engine, batch = case.engine(), case.batch()
+    train(engine, batch)
+    before = state_of(engine)
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    loss = engine._loss + 0  # a copy: torch adds in place
+    if spoiled == "loss":
+        engine._loss = loss + math.inf
+    else:
+        spoil(engine, batch, math.nan, num_targets=batch.num_targets)
+        engine._loss = loss
+    output = engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+    finite = [math.isfinite(float(number)) for number in (output.loss, output.grad_norm)]
+    assert finite == [spoiled == "gradient", spoiled == "loss"]
+    assert_same_state(engine, *before)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The MLX engine inside: what of the model is frozen, and what the base computes, held against raw mlx-lm."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from dualtune.adapter.spec import LoraSpec
-from dualtune.backend import LoadRequest
+from dualtune.backend import ADAM_BETA1, ADAM_BETA2, LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
@@ -93,6 +94,29 @@ def test_master_weights_are_float32_whatever_the_model_computes_in(load, tmp_pat
     moved = [n for n, w in engine.adapter_state().items() if "lora_B" in n and not np.array_equal(w, before[n])]
     assert len(moved) == 6
     assert {w.dtype for _, w in tree_flatten(engine.model.parameters())} == {mx.bfloat16}
+
+
+def test_a_step_is_made_without_waiting_for_the_device(load, tmp_path, monkeypatch):
+    """MLX refuses to evaluate what it traces, so a step that can be traced reads no number back."""
+    engine = load(write_tiny_llama(tmp_path / "model"))
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+
+    def step(loss, grads):
+        engine._loss, engine._grads = loss, grads
+        output = engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+        return output.loss, output.grad_norm, engine._step
+
+    arguments = mx.array(1.0), {n: mx.ones(w.shape) for n, w in engine._params.items()}
+    assert mx.compile(step)(*arguments)[2].item() == 1.0
+
+
+@pytest.mark.parametrize("beta", [ADAM_BETA1, ADAM_BETA2])
+def test_the_bias_corrections_keep_their_digits(beta):
+    """They are computed in float32, where the plain subtraction 1 − 0.999^step is 2e-5 off in early steps."""
+    steps = np.arange(1, 100_001)
+    got = np.array(importlib.import_module("dualtune_mlx.optimizer").one_minus_power(beta, mx.array(steps * 1.0)))
+    assert got.dtype == np.float32
+    assert np.allclose(got, 1 - beta**steps, rtol=1e-6, atol=0.0)
 
 
 def test_affine4_makes_the_bytes_of_mlx_lm(stored, load):

@@ -84,6 +84,28 @@ def test_master_weights_are_float32_whatever_the_model_computes_in(load, tmp_pat
     assert {p.dtype for n, p in engine.model.named_parameters() if ".lora_" not in n} == {torch.bfloat16}
 
 
+def test_a_step_is_made_without_waiting_for_the_device(load, tmp_path):
+    """float(), .item() and bool() of a tensor are all one operation, _local_scalar_dense; a step has none."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **kwargs or {})
+
+    names = []
+    engine = load(write_tiny_llama(tmp_path / "model"))
+    for max_norm in (None, 1.0):
+        engine.forward_backward(BATCH, num_targets=BATCH.num_targets)
+        with Operations():
+            output = engine.optim_step(lr=1e-2, max_grad_norm=max_norm)
+    assert any("_fused_adamw_" in name for name in names)
+    assert not [name for name in names if "_local_scalar_dense" in name]
+    with Operations():
+        float(output.loss)
+    assert "_local_scalar_dense" in names[-1], "this test would not have seen it"
+
+
 def test_a_stored_nf4_model_keeps_its_bytes(load, tmp_path):
     """A directory that transformers quantized and saved is the same base as quantizing the plain one on loading, and
     computes in our dtype, not in the one that it was saved with."""

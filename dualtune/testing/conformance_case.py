@@ -1,0 +1,81 @@
+"""What a conformance check is given, and the observations and comparisons that it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from dualtune.adapter.spec import LoraSpec, Tensors
+from dualtune.backend import ADAM_BETA1, Backend, Batch, Engine, LoadRequest
+from dualtune.testing.oracles import Oracle, llama_oracle, softmax_oracle
+from dualtune.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
+
+SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is neither 1 nor a whole number
+DECAY = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backend with a model to check it on, and an oracle for that model."""
+
+    backend: Backend
+    model_dir: Path
+    oracle: Oracle
+    vocab: int
+    spec: LoraSpec = field(default=SPEC)
+
+    def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
+        """A float32 engine; `trained` gives it an adapter whose B is not zero. `changes` are fields of the spec."""
+        request = LoadRequest(
+            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), DECAY, seed=7
+        )
+        engine = self.backend.load(request)
+        if trained:
+            engine.load_adapter_state(random_adapter(engine.adapter_state()))
+        return engine
+
+    def batch(self, **options: int) -> Batch:
+        return random_batch([9, 16, 5, 12], self.vocab, **options)
+
+
+def llama_case(backend: Backend, directory: Path) -> Case:
+    path = write_tiny_llama(directory / "tiny-llama")
+    return Case(backend, path, llama_oracle(path), vocab=96)
+
+
+def softmax_case(backend: Backend, directory: Path) -> Case:
+    path = write_softmax_model(directory / "softmax")
+    return Case(backend, path, softmax_oracle(path), vocab=31)
+
+
+def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
+    rng = np.random.default_rng(seed)
+    return {n: (0.3 * rng.normal(size=w.shape) / np.sqrt(w.shape[1])).astype(np.float32) for n, w in like.items()}
+
+
+def gradient(engine: Engine, *batches: Batch) -> Tensors:
+    """The gradient of the mean loss over all targets of the batches. Changes the adapter."""
+    num_targets = sum(batch.num_targets for batch in batches)
+    for batch in batches:
+        engine.forward_backward(batch, num_targets=num_targets)
+    engine.optim_step(lr=0.0, max_grad_norm=None)
+    return {n: m / np.float32(1 - ADAM_BETA1) for n, m in engine.optimizer_state().m.items()}
+
+
+def norm_of(tensors: Tensors) -> float:
+    return float(np.sqrt(sum((w.astype(np.float64) ** 2).sum() for w in tensors.values())))
+
+
+def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
+    """Relative, by the norm of all tensors together."""
+    assert a.keys() == b.keys()
+    gap = norm_of({n: a[n].astype(np.float64) - b[n] for n in a}) / norm_of(b)
+    assert gap <= tolerance, f"relative difference {gap:.2e}, allowed {tolerance:.0e}"
+
+
+def assert_equal(a: Tensors, b: Tensors) -> None:
+    assert a.keys() == b.keys()
+    unequal = [n for n in a if not np.array_equal(a[n], b[n])]
+    assert not unequal, f"differ: {unequal}"

@@ -1,0 +1,134 @@
+"""The conformance checks of what an engine remembers: the adapter, the moments and the count of updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from dualtune.adapter.spec import Tensors
+from dualtune.backend import IGNORE_INDEX, Batch, Engine, OptimizerState
+from dualtune.testing.conformance_case import Case, assert_equal
+from dualtune.testing.tiny_models import row_of
+
+
+def train(engine: Engine, *batches: Batch) -> None:
+    """One step on each."""
+    for batch in batches:
+        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+
+
+def spoil(engine: Engine, batch: Batch, value: float, *, num_targets: int) -> None:
+    """A forward_backward through an adapter that is sound but for one weight, which is `value`."""
+    good = engine.adapter_state()
+    bad = {n: w.copy() for n, w in good.items()}
+    next(iter(bad.values())).flat[0] = value
+    engine.load_adapter_state(bad)
+    with np.errstate(invalid="ignore"):  # an engine in NumPy would warn of what is wanted here
+        engine.forward_backward(batch, num_targets=num_targets)
+    engine.load_adapter_state(good)
+
+
+def state_of(engine: Engine) -> tuple[Tensors, OptimizerState]:
+    return engine.adapter_state(), engine.optimizer_state()
+
+
+def assert_same_state(engine: Engine, adapter: Tensors, optimizer: OptimizerState) -> None:
+    """Weights, moments and count, bit by bit."""
+    now = engine.optimizer_state()
+    assert now.step == optimizer.step, f"{now.step} updates, expected {optimizer.step}"
+    assert_equal(engine.adapter_state(), adapter)
+    assert_equal(now.m, optimizer.m)
+    assert_equal(now.v, optimizer.v)
+
+
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
+def check_state_round_trip(case: Case) -> None:
+    """Adapter and optimizer state carried into a fresh engine: the next steps are bitwise the same."""
+    batches = [case.batch(seed=s) for s in range(4)]
+    straight = case.engine(dropout=0.2)
+    train(straight, *batches)
+    first = case.engine(dropout=0.2)
+    train(first, *batches[:2])
+    second = case.engine(trained=False, dropout=0.2)
+    second.load_adapter_state(first.adapter_state())
+    second.load_optimizer_state(first.optimizer_state())
+    assert_same_state(second, *state_of(first))
+    assert second.evaluate(batches[0]) == first.evaluate(batches[0])  # what was trained is also what computes
+    train(second, *batches[2:])
+    assert_same_state(second, *state_of(straight))
+
+
+def check_states_are_copies(case: Case) -> None:
+    """Training on does not change a state that was handed out."""
+    engine, batch = case.engine(), case.batch()
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+    adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
+    kept = [{n: w.copy() for n, w in tensors.items()} for tensors in (adapter, optimizer.m, optimizer.v)]
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+    for now, then in zip((adapter, optimizer.m, optimizer.v), kept, strict=True):
+        assert_equal(now, then)
+
+
+def check_foreign_state_is_refused(case: Case) -> None:
+    engine = case.engine()
+    state = engine.adapter_state()
+    name = next(iter(state))
+    for bad in (
+        {n: w for n, w in state.items() if n != name},
+        state | {"x": state[name]},
+        state | {name: state[name].T},
+    ):
+        if bad.keys() == state.keys() and bad[name].shape == state[name].shape:
+            continue  # a square tensor: its transpose cannot be told apart by shape
+        try:
+            engine.load_adapter_state(bad)
+        except ValueError:
+            continue
+        raise AssertionError("a state with missing, foreign or reshaped tensors was accepted")
+    assert_equal(engine.adapter_state(), state)
+
+
+def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
+    """A NaN or Inf weight in some micro-batches of a step: it is reported and changes nothing, and training goes on
+    exactly as if the step had not been, whether it was the first step or a later one."""
+    engine, twin = case.engine(dropout=0.2), case.engine(dropout=0.2)
+    bad = case.batch(seed=99)
+    for seed, (spoiled, value, max_norm) in enumerate((((0, 1), math.nan, 1.0), ((0,), math.inf, None),
+                                                       ((1,), -math.inf, 1.0), ((1,), math.nan, None))):  # fmt: skip
+        before = state_of(engine)
+        for b in (0, 1):
+            if b in spoiled:
+                spoil(engine, row_of(bad, b), value, num_targets=bad.num_targets)
+            else:
+                engine.forward_backward(row_of(bad, b), num_targets=bad.num_targets)
+        output = engine.optim_step(lr=1e-2, max_grad_norm=max_norm)
+        assert not math.isfinite(float(output.loss)), f"the loss was reported as {float(output.loss)}"
+        assert not math.isfinite(float(output.grad_norm)), f"the norm was reported as {float(output.grad_norm)}"
+        assert_same_state(engine, *before)
+        for one in (engine, twin):
+            train(one, case.batch(seed=seed))
+        assert_same_state(engine, *state_of(twin))
+
+
+def check_a_gradient_alone_that_is_not_finite_changes_nothing(case: Case) -> None:
+    """A NaN weight under a micro-batch without targets leaves the loss finite. The gradient is 0 or, as 0 · NaN, NaN:
+    either the step is made or nothing changes, and the reported norm says which."""
+    engine, batch = case.engine(), case.batch()
+    train(engine, batch)
+    adapter, optimizer = state_of(engine)
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
+    spoil(engine, none, math.nan, num_targets=batch.num_targets)
+    output = engine.optim_step(lr=1e-2, max_grad_norm=1.0)
+    assert math.isfinite(float(output.loss))
+    if math.isfinite(float(output.grad_norm)):
+        assert engine.optimizer_state().step == optimizer.step + 1
+    else:
+        assert_same_state(engine, adapter, optimizer)
