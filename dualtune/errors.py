@@ -44,3 +44,15 @@ class NonFiniteError(DualtuneError):
     """A loss, gradient or weight became NaN or infinite."""
 
     exit_code = 7
+
+
+class LockedError(DualtuneError):
+    """Another process uses the run directory."""
+
+    exit_code = 9
+
+
+class Preempted(DualtuneError):
+    """A signal asked to stop, and what there was to save is saved: run the same command again."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h

@@ -1,7 +1,7 @@
 """The rules of the house that a reader of one file cannot see: who imports whom, and what nobody does.
 
 cli -> platform, transfer, launch, report -> train -> memory, hybrid, data -> backend, hooks -> base_model
-    -> adapter, config -> errors
+    -> adapter, config -> disk, interrupt -> errors, faults, redaction
 """
 
 import ast
@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    {"errors"},
+    {"errors", "redaction", "faults", "show"},
+    {"disk", "interrupt"},
     {"adapter", "config"},
     {"base_model"},
     {"backend", "hooks"},

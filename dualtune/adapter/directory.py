@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +24,8 @@ from dualtune.adapter import canonical, mlx_lm, peft
 from dualtune.adapter.files import read_json, read_safetensors
 from dualtune.adapter.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
 from dualtune.adapter.spec import LoraSpec, Tensors, modules_of
-from dualtune.errors import ConfigError, DiskError, FormatError, NonFiniteError
+from dualtune.disk import write_directory
+from dualtune.errors import ConfigError, FormatError, NonFiniteError
 
 CONFIG_FILE = peft.CONFIG_FILE
 FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE)  # without dualtune.json, which lists them
@@ -108,29 +107,6 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     return files
 
 
-def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
-    """Creates the directory with these files, whole or not at all, even if the machine stops in between.
-
-    They are written and fsynced in a sibling (same file system), which is then renamed into place.
-    """
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        for name, data in files.items():
-            with (temporary / name).open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        _fsync_directory(temporary)
-        temporary.rename(target)  # atomic; replaces an empty directory and nothing else
-        _fsync_directory(target.parent)
-    except OSError as error:
-        raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def open_directory(path: str | os.PathLike[str]) -> Contents:
     """What lies there, or FormatError with a list of what does."""
     directory = Path(path)
@@ -208,12 +184,3 @@ def _safetensors(tensors: Tensors, framework: str) -> bytes:
 
 def _json(table: Mapping[str, Any]) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-def _fsync_directory(path: Path) -> None:
-    """Makes the names in it durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
