@@ -30,8 +30,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load(path, overrides)
 
 
-def train(config: Config, platform: str = "auto", hooks: Sequence[Hook] = (), *, resume: bool = False) -> TrainResult:
-    """Train an adapter and return where it is. `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks."""
+def train(config: Config, platform: str = "auto", hooks: Sequence[Hook] = (), *, resume: str = "auto") -> TrainResult:
+    """Train an adapter and return where it is. `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks.
+
+    A run directory that holds a checkpoint is continued, unless `resume` is "never"; it can also be a path.
+    """
     from dualtune.platform.choose import choose, open_backend
     from dualtune.train.run import run
 

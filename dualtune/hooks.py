@@ -6,7 +6,7 @@ A hook subclasses `Hook` and overrides the events that it wants. Records are imm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class RunInfo:
     num_train_documents: int
     num_eval_documents: int
     engine: Mapping[str, Any]
+    checkpoint_bytes: int  # on disk, each
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class StepRecord:
     step_s: float
     tokens_per_s: float
     peak_bytes: int
+    skipped: bool  # loss or gradient was not finite, so nothing was updated
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,22 @@ class EvalRecord:
     eval_targets: int
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something out of the ordinary: a row of metrics.jsonl with the key `event` and the details as further keys."""
+
+    step: int  # steps done
+    event: str  # resumed, config_changed, skipped_step, spike, rollback, save_failed, hook_failed, early_stop, …
+    message: str
+    details: Mapping[str, Any] = field(default_factory=lambda: {})
+
+
 class Hook:
-    """Override what you need; the rest does nothing."""
+    """Override what you need; the rest does nothing.
+
+    A hook that raises does not end the run: the failure is said once, and what it missed is told to it again, in
+    order, before the next event. (What is no `Exception`, such as KeyboardInterrupt, does end the run.)
+    """
 
     def on_start(self, info: RunInfo) -> None: ...
 
@@ -57,6 +73,8 @@ class Hook:
     def on_eval_batch(self, done: int, total: int) -> None: ...
 
     def on_eval(self, record: EvalRecord) -> None: ...
+
+    def on_event(self, event: Event) -> None: ...
 
     def on_end(self) -> None:
         """Called once, last, whether the run came to its end or failed."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
 import dualtune
 from dualtune.backend import Backend
 from dualtune.cli.progress import progress_hook
+from dualtune.cli.terminal import say
 from dualtune.config import Config, load_config
 from dualtune.data.documents import held_out_examples
 from dualtune.data.formats import Example
 from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import Model, answer, load_model
 from dualtune.train.prepare import prepare
-from dualtune.train.run import execute, refuse_existing
+from dualtune.train.run import execute
+from dualtune.train.run_dir import check_usable, open_run, path_of
 
 ASSETS = Path(dualtune.__file__).parent / "demo"
 SHOWN = 2  # answers on the screen, before and after
@@ -43,32 +43,33 @@ def _free(name: str) -> Path:
 
 def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
     """Answers before, training, answers after, and what to do next."""
-    refuse_existing(Path(config.run.dir).expanduser(), resume=False)
+    check_usable(path_of(config), "never")
     prepared = prepare(config, backend)
-    click.echo("\n".join(prepared.summary()))
+    say("\n".join(prepared.summary()))
     if dry_run:
-        return click.echo("dry run     nothing was loaded or written")
+        return say("dry run     nothing was loaded or written")
     held_out = held_out_examples(config)[1]
 
-    before = _show("Before: the base model", load_model(backend, config.model.name), config, held_out)
-    result = execute(prepared, [progress_hook(config.run.log_every)])
-    tuned = load_model(backend, config.model.name, result.adapter_dir)
-    after = _show("After: the base model with the adapter", tuned, config, held_out)
+    with open_run(config, "never") as place:
+        before = _show("Before: the base model", load_model(backend, config.model.name), config, held_out)
+        result = execute(prepared, place, [progress_hook(config.run.log_every)])
+        tuned = load_model(backend, config.model.name, result.adapter_dir)
+        after = _show("After: the base model with the adapter", tuned, config, held_out)
 
-    click.echo(f"\nexact match on {len(held_out)} held-out rows: {before:.1%} before, {after:.1%} after")
-    click.echo(f"adapter     {result.adapter_dir}\n")
-    click.echo("Next:")
+    say(f"\nexact match on {len(held_out)} held-out rows: {before:.1%} before, {after:.1%} after")
+    say(f"adapter     {result.adapter_dir}\n")
+    say("Next:")
     for line in _next_steps(config, result.run_dir, held_out[0]):
-        click.echo(f"  {line}")
+        say(f"  {line}")
     return None
 
 
 def _show(title: str, model: Model, config: Config, examples: Sequence[Example]) -> float:
     """Print the first answers; return the share of exact ones."""
-    click.echo(f"\n{title}")
+    say(f"\n{title}")
     for example in examples[:SHOWN]:
         shown = answer(model, example, max_tokens=64)
-        click.echo(f"  asked     {shown.prompt}\n  answered  {shown.got}\n  expected  {shown.expected}\n")
+        say(f"  asked     {shown.prompt}\n  answered  {shown.got}\n  expected  {shown.expected}\n")
     return exact_match(model, examples, config.data.max_length)
 
 

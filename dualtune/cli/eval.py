@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dualtune import interrupt
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option
 
 
@@ -20,6 +21,7 @@ from dualtune.cli.options import backend_for, config_argument, json_option, plat
 @platform_option
 @set_option
 @json_option
+@interrupt.handled(interrupt.TERMINATION)  # Ctrl-C ends it at once: there is nothing to save
 def command(
     config: Path, adapter: Path | None, base: bool, data: Path | None, exact: bool, platform: str,
     overrides: tuple[str, ...], as_json: bool,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from dualtune import interrupt
 from dualtune.cli.options import platform_option
 
 
@@ -28,6 +29,7 @@ from dualtune.cli.options import platform_option
     show_default=True,
 )
 @platform_option
+@interrupt.handled(interrupt.TERMINATION)  # not Ctrl-C, which here means: enough
 def command(
     model: str, adapter: Path | None, prompt: str, raw: bool, temperature: float, top_p: float, max_tokens: int,
     seed: int, dtype: str, quantization: str, platform: str,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
+import traceback
+from types import TracebackType
 
 import click
 
 import dualtune
-from dualtune.errors import DualtuneError
+from dualtune.cli.terminal import help_width, prepare_streams, say
+from dualtune.errors import DualtuneError, Preempted
+from dualtune.redaction import redact
 
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {
@@ -16,6 +21,8 @@ COMMANDS = {
     "train": ("train", "Train an adapter by a config, or show the demo."),
     "eval": ("eval", "Measure an adapter on held-out data."),
     "generate": ("generate", "Continue a prompt with a model and its adapter."),
+    "runs": ("runs", "List run directories with state, step, loss and last checkpoint."),
+    "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
     "adapter": ("adapter", "Inspect and convert adapter directories."),
     "config": ("config", "Print a commented config with every key, or its JSON schema."),
 }
@@ -43,18 +50,28 @@ def cli() -> None:
 
 def main() -> None:
     """The console script."""
+    prepare_streams()
+    sys.excepthook = _show_unexpected
     try:
-        result = cli.main(prog_name="dualtune", standalone_mode=False)
+        result = cli.main(prog_name="dualtune", standalone_mode=False, terminal_width=help_width())
         sys.exit(result if isinstance(result, int) else 0)
     except DualtuneError as error:
-        click.echo(f"Error: {error}", err=True)
+        title = "Stopped" if isinstance(error, Preempted) else "Error"
+        say(redact(f"{title}: {error}"), err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        say(redact(shown.getvalue().rstrip("\n")), err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Interrupted.", err=True)
+        say("Interrupted.", err=True)
         sys.exit(130)
+
+
+def _show_unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For an exception that is a fault of ours: the traceback as ever, but for the secrets in it."""
+    say(redact("".join(traceback.format_exception(kind, error, trace)).rstrip("\n")), err=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune.cli.terminal import say
+
 if TYPE_CHECKING:
     from dualtune.backend import Backend
 
@@ -30,5 +32,5 @@ def backend_for(platform: str, *, err: bool = False) -> Backend:
 
     choice = choose(platform)
     backend = open_backend(choice)
-    click.echo(f"platform    {choice.platform}: {choice.reason}", err=err)
+    say(f"platform    {choice.platform}: {choice.reason}", err=err)
     return backend

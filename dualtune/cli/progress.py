@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from dualtune.hooks import EvalRecord, Hook, RunInfo, StepRecord
+from dualtune.cli.terminal import say
+from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord
+from dualtune.show import in_bytes
 
 
 def progress_hook(log_every: int) -> Hook:
@@ -19,7 +21,7 @@ def progress_hook(log_every: int) -> Hook:
 class Lines(Hook):
     """A line every `log_every` steps, with the mean loss since the last line."""
 
-    def __init__(self, log_every: int, say: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
+    def __init__(self, log_every: int, say: Callable[[str], None] = say) -> None:
         self._log_every = log_every
         self._say = say
         self._since: list[StepRecord] = []
@@ -34,8 +36,7 @@ class Lines(Hook):
             f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
             f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
         )
-        if info.first_step:
-            self._say(f"resumed     after step {info.first_step}")
+        self._say(f"checkpoints {in_bytes(info.checkpoint_bytes)} each, in {info.run_dir / 'checkpoints'}")
 
     def on_step(self, record: StepRecord) -> None:
         self._since.append(record)
@@ -55,6 +56,9 @@ class Lines(Hook):
 
     def on_eval(self, record: EvalRecord) -> None:
         self._say(f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens")
+
+    def on_event(self, event: Event) -> None:
+        self._say(f"{event.event.replace('_', ' '):<11} {event.message}")
 
 
 class Bar(Hook):
@@ -84,6 +88,9 @@ class Bar(Hook):
 
     def on_eval(self, record: EvalRecord) -> None:
         self._lines.on_eval(record)
+
+    def on_event(self, event: Event) -> None:
+        self._lines.on_event(event)
 
     def on_end(self) -> None:
         self._progress.stop()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from dualtune.cli.options import backend_for, platform_option, set_option
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
 
 
 @click.command("train")
@@ -15,11 +20,17 @@ from dualtune.cli.options import backend_for, platform_option, set_option
 @platform_option
 @set_option
 @click.option("--dry-run", is_flag=True, help="Check everything and say what would be done; load and write nothing.")
-@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint of the run directory.")
+@click.option(
+    "--resume", default="auto", show_default=True, metavar="auto|never|PATH",
+    help="Continue from the newest checkpoint of the run directory, from none, or from a checkpoint or run elsewhere.",
+)  # fmt: skip
 def command(
-    config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool, resume: bool
+    config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool, resume: str
 ) -> None:
-    """Train a LoRA adapter by CONFIG, a YAML file (see `dualtune config`). The adapter lands in <run.dir>/adapter."""
+    """Train a LoRA adapter by CONFIG, a YAML file (see `dualtune config`). The adapter lands in <run.dir>/adapter.
+
+    A run that was stopped continues when the same command is run again.
+    """
     from dualtune.config import load_config
 
     if demo == (config is not None):
@@ -28,17 +39,33 @@ def command(
         from dualtune.cli.demo import demo_config, show_demo
 
         return show_demo(demo_config(overrides), backend_for(platform), dry_run=dry_run)
+    settings = load_config(config, overrides)
+    return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume)
 
+
+def _train(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.progress import progress_hook
     from dualtune.train.prepare import prepare
-    from dualtune.train.run import execute, refuse_existing
+    from dualtune.train.run import execute
+    from dualtune.train.run_dir import open_run
 
-    settings = load_config(config, overrides)
-    refuse_existing(Path(settings.run.dir).expanduser(), resume)
-    prepared = prepare(settings, backend_for(platform))
-    click.echo("\n".join(prepared.summary()))
-    if dry_run:
-        return click.echo("dry run     nothing was loaded or written")
-    result = execute(prepared, [progress_hook(settings.run.log_every)], resume=resume)
-    click.echo(f"adapter     {result.adapter_dir}")
-    return None
+    with open_run(settings, resume) as place:
+        prepared = prepare(settings, backend_for(platform), place.saved)
+        say("\n".join(prepared.summary()))
+        result = execute(prepared, place, [progress_hook(settings.run.log_every)])
+    if result.was_finished:
+        say(f"finished    this run came to its end before, after {result.num_steps} steps: nothing to do")
+    say(f"adapter     {result.adapter_dir}")
+
+
+def _describe(settings: Config, platform: str, resume: str) -> None:
+    from dualtune.train.prepare import prepare
+    from dualtune.train.run_dir import check_usable, find_saved, path_of
+
+    path = path_of(settings)
+    check_usable(path, resume)
+    saved, notes = find_saved(path, resume)
+    say("\n".join([*prepare(settings, backend_for(platform), saved).summary(), *notes]))
+    if saved is not None:
+        say(f"resume      after step {saved.step}, from {saved.path}")
+    say("dry run     nothing was loaded or written")

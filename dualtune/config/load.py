@@ -11,9 +11,10 @@ from pydantic import BaseModel, ValidationError
 from dualtune.config.advice import unknown_key
 from dualtune.config.problem import KeyPath, Place, Problem, dotted
 from dualtune.config.reader import UNREADABLE, BadYaml, Document, read_yaml
-from dualtune.config.schema import Config, redact, sections
+from dualtune.config.schema import Config, sections
 from dualtune.config.words import examples, missing, wrong_value
 from dualtune.errors import ConfigError
+from dualtune.redaction import redact
 
 _MAX_BYTES = 2**18
 

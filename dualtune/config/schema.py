@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from dualtune.redaction import secret_in
+
 _RULES = ConfigDict(
     extra="forbid",
     frozen=True,
@@ -25,18 +27,12 @@ _RULES = ConfigDict(
     use_attribute_docstrings=True,
 )
 
-_HF_TOKEN = re.compile(r"hf_[A-Za-z0-9]{20,}")
 _SIZE_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def refuse(message: str) -> PydanticCustomError:
     """A validation error whose words are ours, to be shown as they are."""
     return PydanticCustomError("refused", "{message}", {"message": message})
-
-
-def redact(text: str) -> str:
-    """The text with every Hugging Face token blotted out."""
-    return _HF_TOKEN.sub("hf_***", text)
 
 
 def _all_different(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,10 +66,10 @@ class Section(BaseModel):
     def _safe_text(cls, value: object) -> object:
         """Refuse secrets, which would end up in logs and bundles, and characters that no file name can hold."""
         for text in _texts(value):
-            if _HF_TOKEN.search(text):
+            if kind := secret_in(text):
                 raise refuse(
-                    "looks like a Hugging Face token (not shown). Take it out of the config and revoke it if the file "
-                    "was shared; `hf auth login` or the environment variable HF_TOKEN is the place for it"
+                    f"looks like {kind} (not shown). Take it out of the config and revoke it if the file was shared; "
+                    "the place for it is an environment variable such as HF_TOKEN, or `hf auth login`"
                 )
             if any(unicodedata.category(char) in ("Cc", "Cs") for char in text):
                 raise refuse(f"got {text!r}, must not hold control characters or half surrogates")
@@ -196,6 +192,21 @@ class HybridConfig(Section):
     """Whether to train predictively."""
 
 
+class GuardsConfig(Section):
+    """What to do when the numbers go wrong."""
+
+    nonfinite_limit: Count = 5
+    """How many steps in a row are skipped for a loss or gradient that is not finite before the run ends."""
+    on_spike: Literal["ignore", "warn", "rollback"] = "warn"
+    """What a loss spike leads to; rollback returns to the checkpoint before it and leaves out the data since."""
+    spike_threshold: Positive = 8.0
+    """How far above the median of the last losses a spike lies, in robust standard deviations."""
+    early_stopping: Count | None = None
+    """After how many evaluations in a row without a new best the run ends; null never stops early."""
+    restore_best: bool = False
+    """Whether the adapter that is written is the one with the best evaluation, instead of the last."""
+
+
 class RunConfig(Section):
     """The run directory, and what is written to it."""
 
@@ -208,9 +219,9 @@ class RunConfig(Section):
     eval_every: Count | None = 100
     """How many optimizer steps lie between two evaluations; null evaluates only at the end."""
     save_every: Count | None = 100
-    """How many optimizer steps lie between two checkpoints; null saves only at the end."""
+    """How many optimizer steps lie between two checkpoints; null saves at the best evaluations and at the end."""
     keep: Count = 3
-    """How many checkpoints are kept, the newest ones; two at the least."""
+    """How many checkpoints are kept, the newest ones, two at the least; the best one is kept besides."""
 
 
 class Config(BaseModel):
@@ -224,6 +235,7 @@ class Config(BaseModel):
     train: TrainConfig = TrainConfig()
     memory: MemoryConfig = MemoryConfig()
     hybrid: HybridConfig = HybridConfig()
+    guards: GuardsConfig = GuardsConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")
@@ -249,6 +261,14 @@ def _impossible_pairs(config: Config) -> Iterator[tuple[Key, Key, str]]:
     if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
         rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
         yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
+    guards = config.guards
+    for key, value in (("early_stopping", guards.early_stopping), ("restore_best", guards.restore_best)):
+        if value and not data.eval:
+            rule = "needs evaluation data, and data.eval holds nothing out"
+            yield ("guards", key), ("data", "eval"), f"got {str(value).lower()}, {rule}"
+    if guards.on_spike == "rollback" and config.run.save_every is None:
+        rule = "needs checkpoints to return to, and run.save_every is null"
+        yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
 
 
 def sections() -> dict[str, type[Section]]:

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from dualtune.config.advice import similar_value
 from dualtune.config.problem import KeyPath, dotted
-from dualtune.config.schema import Config, redact
+from dualtune.config.schema import Config
+from dualtune.redaction import redact
 
 Fragment = dict[str, Any]  # a part of a JSON schema
 

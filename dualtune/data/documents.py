@@ -7,12 +7,14 @@ tokens that generation will see.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from jinja2 import TemplateError
 
+from dualtune import interrupt
 from dualtune.config import Config
 from dualtune.data.formats import Example, RowError, to_examples
 from dualtune.data.readers import raise_problems, read_rows
@@ -25,6 +27,7 @@ ENCODE_ROWS = 1000
 class Document:
     tokens: np.ndarray  # int32 [T]
     trained: np.ndarray  # bool [T]: this token is a target
+    where: str = ""  # path:line of the row
 
     @property
     def num_targets(self) -> int:
@@ -47,6 +50,15 @@ class Documents:
     @property
     def num_targets(self) -> int:
         return sum(document.num_targets for document in self.items)
+
+    def fingerprint(self) -> str:
+        """What tells these documents from others: their number, and a hash over tokens and targets in order."""
+        digest = hashlib.sha256()
+        for document in self.items:
+            digest.update(len(document.tokens).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(document.tokens, np.int32).tobytes())
+            digest.update(np.packbits(document.trained).tobytes())
+        return f"{len(self.items)} documents, sha256 {digest.hexdigest()[:16]}"
 
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
@@ -86,6 +98,7 @@ def tokenize(examples: Sequence[Example], tokenizer: Tokenizer, loss_on: str, ma
     problems: list[str] = []
     rendered: list[_Rendered] = []
     for example in examples:
+        interrupt.poll()
         try:
             rendered.append(_render(example, tokenizer, loss_on))
         except RowError as reason:
@@ -93,6 +106,7 @@ def tokenize(examples: Sequence[Example], tokenizer: Tokenizer, loss_on: str, ma
     if problems:
         raise_problems(problems, len(examples))
     for start in range(0, len(rendered), ENCODE_ROWS):
+        interrupt.poll()
         chunk = rendered[start : start + ENCODE_ROWS]
         special = not chunk[0].is_chat  # one file has one format, so a chunk is all chat or all plain
         encoded = tokenizer.encode_batch([row.text for row in chunk], special=special)
@@ -106,6 +120,7 @@ class _Rendered:
     text: str
     spans: list[tuple[int, int]]  # characters to learn
     is_chat: bool
+    where: str
 
 
 def _render(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rendered:
@@ -116,7 +131,9 @@ def _render(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rendered:
             "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
         )
     text = example.prompt + example.completion
-    return _Rendered(text, [(0 if loss_on == "all" else len(example.prompt), len(text))], is_chat=False)
+    return _Rendered(
+        text, [(0 if loss_on == "all" else len(example.prompt), len(text))], is_chat=False, where=example.where
+    )
 
 
 def _render_chat(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rendered:
@@ -126,7 +143,7 @@ def _render_chat(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rende
         text = tokenizer.render(messages)
         # The newline that a template puts behind the end-of-turn token is never generated.
         if loss_on == "all":
-            return _Rendered(text, [(0, len(text.rstrip()))], is_chat=True)
+            return _Rendered(text, [(0, len(text.rstrip()))], is_chat=True, where=example.where)
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         spans: list[tuple[int, int]] = []
         for i in turns[-1:] if loss_on == "last" else turns:
@@ -140,7 +157,7 @@ def _render_chat(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rende
             spans.append((len(before), len(through.rstrip())))
     except TemplateError as error:
         raise RowError(f"the chat template refuses this conversation: {error}") from error
-    return _Rendered(text, spans, is_chat=True)
+    return _Rendered(text, spans, is_chat=True, where=example.where)
 
 
 def _document(row: _Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Document:
@@ -153,12 +170,12 @@ def _document(row: _Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer
         if int(tokens[last]) not in tokenizer.special_ids:
             tokens = np.append(tokens[: last + 1], np.int32(tokenizer.eos_id))
             trained = np.append(trained[: last + 1], True)
-    return Document(tokens, trained)
+    return Document(tokens, trained, row.where)
 
 
 def _append(result: Documents, document: Document, max_length: int) -> None:
     if len(document.tokens) > max_length:
-        document = Document(document.tokens[:max_length], document.trained[:max_length])
+        document = Document(document.tokens[:max_length], document.trained[:max_length], document.where)
         result.num_truncated += 1
     if document.num_targets:
         result.items.append(document)

@@ -2,6 +2,7 @@
 
 LOGPROBS = 1e-5  # log-probabilities of the same adapter on two backends
 STEP_LOSS = 2e-5  # per-step loss of the same run on two backends, over 200 steps at learning rate 1e-3
+RESUMED_LOSS = 5e-5  # per-step loss after a run went on on another backend
 GRADIENT = 1e-4  # relative, by norm, of one step
 DIRECTIONAL = {"numpy": 1e-6, "default": 2e-2}  # finite differences of a float32 loss are themselves noisy
 UPDATE = 1e-6  # one AdamW update against the formula, absolute, at learning rate 1e-2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dualtune import interrupt
 from dualtune.backend import IGNORE_INDEX, Engine
 from dualtune.config import Config
 from dualtune.data.documents import Document, held_out_examples, read_examples, tokenize
@@ -36,6 +37,7 @@ def evaluate(
     batches = micro_batches(documents, range(len(documents)), max_tokens=max_tokens, seed=0, step=step)
     loss_sum, num_targets = 0.0, 0
     for done, batch in enumerate(batches, start=1):
+        interrupt.poll()
         result = engine.evaluate(batch)
         loss_sum += result.loss_sum
         num_targets += result.num_targets
@@ -65,6 +67,7 @@ def exact_match(model: Model, examples: Sequence[Example], max_length: int) -> f
     documents = [d for d in tokenize(examples, model.tokenizer, "last", max_length).items if len(d.tokens) < max_length]
     exact = 0
     for batch in micro_batches(documents, range(len(documents)), max_tokens=AUTO_MICRO_BATCH_TOKENS, seed=0, step=0):
+        interrupt.poll()
         is_target_BT = batch.labels_BT != IGNORE_INDEX
         is_right_BT = model.engine.logprobs(batch).argmax(-1) == batch.labels_BT
         exact += int(np.all(is_right_BT | ~is_target_BT, axis=1).sum())

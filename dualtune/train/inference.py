@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dualtune import interrupt
 from dualtune.adapter.directory import Adapter, read_adapter
 from dualtune.adapter.spec import LoraSpec, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
@@ -78,6 +79,7 @@ def stream_text(
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space that begins a text
     shown = model.tokenizer.decode(ids)
     for token in model.engine.generate(prompt, choose=choose):
+        interrupt.poll()
         ids.append(token)
         text = model.tokenizer.decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may be spread over several tokens

@@ -1,114 +1,158 @@
-"""metrics.jsonl: one row a step, one row an evaluation. Other programs read it; its names are a public interface."""
+"""metrics.jsonl: a row a step, a row an evaluation, a row an event. Other programs read it; its names are public.
+
+A number that is not finite is written as NaN or Infinity, as Python and pandas read it, and never filtered.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dualtune.backend import Backend, StepOutput
-from dualtune.errors import NonFiniteError
-from dualtune.hooks import EvalRecord, Hook, StepRecord
+from dualtune.disk import write_file
+from dualtune.hooks import EvalRecord, Event, StepRecord
+from dualtune.redaction import redact
+from dualtune.train.watchers import Watchers
+
+TAIL_BYTES = 1 << 17
 
 
 class Metrics:
-    """Turns device results into records, writes them, and shows them to the hooks.
+    """Turns device results into records, writes them, and tells them to the hooks.
 
     A step's numbers are read from the device when the next step has been queued, so that reading never makes the
-    device wait. `flush` reads the last ones.
+    device wait. `flush` reads the last ones. A disk that is full does not end the run: rows wait in memory.
     """
 
-    def __init__(self, path: Path, backend: Backend, hooks: Sequence[Hook], first_step: int = 0) -> None:
+    def __init__(self, path: Path, backend: Backend, watchers: Watchers, first_step: int = 0) -> None:
         self.final_loss = math.nan
         self.eval_loss_before: float | None = None
-        self.eval_loss: float | None = None
-        self._eval_step = -1
+        self._evals: dict[int, EvalRecord] = {}
         for row in _keep_rows(path, first_step):
             self._note(row)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._unwritten = b""
+        self._is_failing = False
         self._backend = backend
-        self._hooks = hooks
+        self._watchers = watchers
+        watchers.report = lambda message: self.event(Event(self._step, "hook_failed", message))
+        self._step = first_step
         self._pending: tuple[StepOutput, dict[str, Any]] | None = None
         self._clock = time.perf_counter()
 
-    def step(self, output: StepOutput, **known: Any) -> None:
-        """Queue a step's results. `known` are the fields of StepRecord that need no device."""
-        self._emit_pending()
+    def step(self, output: StepOutput, **known: Any) -> StepRecord | None:
+        """Queue a step's results and return the record of the step before. `known`: the fields that need no device."""
+        record = self.flush()
         now = time.perf_counter()
         known["step_s"], self._clock = now - self._clock, now
         self._pending = output, known
+        return record
+
+    def flush(self) -> StepRecord | None:
+        """Read, write and return what is queued."""
+        if self._pending is None:
+            return None
+        (output, known), self._pending = self._pending, None
+        loss, grad_norm = float(output.loss), float(output.grad_norm)
+        record = StepRecord(
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens_per_s=known["num_tokens"] / known["step_s"],
+            peak_bytes=self._backend.memory().peak_bytes,
+            skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
+            **known,
+        )
+        self._step = record.step
+        self._write(asdict(record))
+        self._watchers.tell("on_step", record)
+        return record
+
+    def discard(self) -> None:
+        """Forget what is queued: the step is taken back."""
+        self._pending = None
 
     def eval(self, record: EvalRecord) -> None:
         self._write(asdict(record))
-        for hook in self._hooks:
-            hook.on_eval(record)
-        _check_finite(f"evaluation after step {record.step}", loss=record.eval_loss)
+        self._watchers.tell("on_eval", record)
 
-    def has_eval(self, step: int) -> bool:
-        """Whether the newest evaluation was made after this many steps."""
-        return self._eval_step == step
+    def event(self, event: Event) -> None:
+        event = replace(event, message=redact(event.message))
+        self._write({"step": event.step, "event": event.event, "message": event.message, **event.details})
+        self._watchers.tell("on_event", event)
 
-    def flush(self) -> None:
-        self._emit_pending()
+    @property
+    def eval_loss(self) -> float | None:
+        """Of the newest evaluation."""
+        return self._evals[max(self._evals)].eval_loss if self._evals else None
+
+    def eval_at(self, step: int) -> EvalRecord | None:
+        """The evaluation that was made after this many steps."""
+        return self._evals.get(step)
 
     def restart_clock(self) -> None:
         """Call after work between two steps that is not part of a step (evaluation, saving)."""
         self._clock = time.perf_counter()
 
     def close(self) -> None:
-        self._file.close()
-
-    def _emit_pending(self) -> None:
-        if self._pending is None:
-            return
-        (output, known), self._pending = self._pending, None
-        record = StepRecord(
-            loss=float(output.loss),
-            grad_norm=float(output.grad_norm),
-            tokens_per_s=known["num_tokens"] / known["step_s"],
-            peak_bytes=self._backend.memory().peak_bytes,
-            **known,
-        )
-        self._write(asdict(record))
-        for hook in self._hooks:
-            hook.on_step(record)
-        _check_finite(f"step {record.step}", loss=record.loss, gradient_norm=record.grad_norm)
+        os.close(self._file)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
         self._note(row)
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        try:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            self._is_failing = bool(self._unwritten)
+        except OSError as error:
+            if not self._is_failing:
+                self._is_failing = True
+                message = f"metrics.jsonl cannot be written ({error.strerror}). Training goes on; its rows are kept"
+                self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
 
-    def _note(self, row: dict[str, Any]) -> None:
-        if "loss" in row:
-            self.final_loss = row["loss"]
+    def _note(self, row: Mapping[str, Any]) -> None:
+        if "event" in row:
+            return
+        if "eval_loss" in row:
+            self._evals[row["step"]] = EvalRecord(row["step"], row["eval_loss"], row["eval_targets"])
+            self.eval_loss_before = row["eval_loss"] if row["step"] == 0 else self.eval_loss_before
         else:
-            self._eval_step, self.eval_loss = row["step"], row["eval_loss"]
-            self.eval_loss_before = self.eval_loss if row["step"] == 0 else self.eval_loss_before
+            self.final_loss = row["loss"]
 
 
-def _check_finite(where: str, **numbers: float) -> None:
-    if not all(map(math.isfinite, numbers.values())):
-        shown = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in numbers.items())
-        raise NonFiniteError(
-            f"{where}: {shown}. No adapter was written. "
-            "Lower train.learning_rate, set train.max_grad_norm, or use model.dtype: float32"
-        )
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; what was cut when a run was killed is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [row for line in lines if line.endswith("\n") and (row := _parse(line)) is not None]
+
+
+def last_rows(path: Path) -> list[dict[str, Any]]:
+    """The last few hundred rows, without reading a long file."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return [row for line in lines if (row := _parse(line)) is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return cast(dict[str, Any], row) if isinstance(row, dict) else None
 
 
 def _keep_rows(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Drop rows of steps that a resumed run will take again, and a last row that was cut when the run was killed."""
-    kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= first_step] if first_step else []
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
-    return [json.loads(line) for line in kept]
-
-
-def _whole_lines(path: Path) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith("\n")]
+    """Drop the rows of steps that a resumed run will take again, and rows that were cut."""
+    rows = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
+    if path.is_file():
+        write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -9,13 +11,15 @@ from typing import Any, cast
 from dualtune.adapter.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, modules_of
 from dualtune.backend import Backend, check_capabilities
-from dualtune.base_model import resolve_model
+from dualtune.base_model import fingerprint, resolve_model
 from dualtune.config import Config
 from dualtune.data.documents import Documents, held_out_examples, tokenize
 from dualtune.data.order import Order
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
+from dualtune.train.checkpoint import Checkpoint
 from dualtune.train.evaluation import auto_micro_batch_tokens
+from dualtune.train.resume import Change, check_config, check_fingerprints, check_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,10 @@ class Prepared:
     order: Order
     micro_batch_tokens: int
     spec: LoraSpec
-    start: Adapter | None  # the adapter that training continues from
+    start: Adapter | None  # the adapter that training starts from
+    fingerprints: dict[str, str]  # of base model, tokenizer and data
+    saved: Checkpoint | None  # the checkpoint that the run continues from…
+    changes: list[Change]  # …and what has changed since, as far as that is allowed
 
     def summary(self) -> list[str]:
         """What will be done, a line each."""
@@ -51,14 +58,16 @@ class Prepared:
         ]
 
 
-def prepare(config: Config, backend: Backend) -> Prepared:
+def prepare(config: Config, backend: Backend, saved: Checkpoint | None = None) -> Prepared:
     """Check a config, cheap things first: what it asks of the backend, the data files, then the model directory.
 
-    Raises ConfigError, DataError, FormatError (of `adapter.init_from`) or EnvironmentFault (of the model).
+    With a checkpoint, also whether the run may continue from it. Raises ConfigError, DataError, FormatError (of
+    `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
     """
     check_capabilities(backend, config)
     start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
     config = _with_adapter_of(config, start)
+    changes = check_config(saved, config) if saved else []
     train_examples, eval_examples = held_out_examples(config)
     model_dir = resolve_model(config.model.name, weights=config.model.init == "pretrained")
     tokenizer = Tokenizer(model_dir, config.data.template)
@@ -76,9 +85,34 @@ def prepare(config: Config, backend: Backend) -> Prepared:
     order = Order(config, [len(document.tokens) for document in train.items])
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
+    found = _fingerprints(model_dir, train, eval_)
+    if saved is not None:
+        check_fingerprints(saved, found)
+        check_place(saved, place_of(order, saved.step))
     tokens = auto_micro_batch_tokens(config)
     spec = _spec(config, start)
-    return Prepared(config, backend, model_dir, tokenizer, train, eval_, order, tokens, spec, start)
+    return Prepared(
+        config, backend, model_dir, tokenizer, train, eval_, order, tokens, spec, start, found, saved, changes
+    )
+
+
+def place_of(order: Order, step: int) -> dict[str, Any]:
+    """Where a run stands in the data: a function of the step, written down to be compared on another machine."""
+    ids = order.step(step).documents
+    digest = hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]
+    return {"epoch": order.step(step - 1).epoch if step else 0.0, "next_documents": f"{len(ids)}, sha256 {digest}"}
+
+
+def _fingerprints(model_dir: Path, train: Documents, eval_: Documents) -> dict[str, str]:
+    base = fingerprint(model_dir)
+    weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()
+    return {
+        "base model's config": f"sha256 {base['config_sha256'][:16]}",
+        "base model's weights": f"sha256 {weights[:16]}",
+        "tokenizer": f"sha256 {str(base['tokenizer_sha256'])[:16]}",
+        "train data": train.fingerprint(),
+        "eval data": eval_.fingerprint(),
+    }
 
 
 def _with_adapter_of(config: Config, start: Adapter | None) -> Config:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -18,14 +18,20 @@ from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import fingerprint
 from dualtune.config import Config, to_yaml
-from dualtune.errors import ConfigError, DiskError
-from dualtune.hooks import Hook, RunInfo
-from dualtune.train import checkpoint
+from dualtune.disk import remove_directory, write_file
+from dualtune.errors import DiskError, Preempted
+from dualtune.hooks import Event, Hook, RunInfo
+from dualtune.train.checkpoint import BYTES_PER_WEIGHT, set_aside
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
+from dualtune.train.guards import Guards
 from dualtune.train.inference import load_adapter
-from dualtune.train.metrics import Metrics
+from dualtune.train.metrics import Metrics, read_rows
 from dualtune.train.prepare import Prepared, prepare
+from dualtune.train.resume import table
+from dualtune.train.run_dir import METRICS, RunDir, open_run
+from dualtune.train.saver import Saver, check_space
 from dualtune.train.trainer import Job, fit
+from dualtune.train.watchers import Watchers
 
 # Versions worth knowing when two machines disagree.
 RECORDED_PACKAGES = (
@@ -43,6 +49,7 @@ class TrainResult:
     final_loss: float
     eval_loss_before: float | None
     eval_loss: float | None
+    was_finished: bool = False  # by an earlier call; this one did nothing
 
 
 def load_engine(prepared: Prepared) -> Engine:
@@ -65,71 +72,113 @@ def load_engine(prepared: Prepared) -> Engine:
     return engine
 
 
-def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: bool = False) -> TrainResult:
-    """Train by a config on a backend. `resume` continues from the newest checkpoint of the run directory."""
-    run_dir = Path(config.run.dir).expanduser()
-    refuse_existing(run_dir, resume)
-    return execute(prepare(config, backend), hooks, resume=resume)
+def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto") -> TrainResult:
+    """Train by a config on a backend. `resume`: see `open_run`. Preempted, with the state saved, if a signal asks."""
+    with open_run(config, resume) as place:
+        return execute(prepare(config, backend, place.saved), place, hooks)
 
 
-def refuse_existing(run_dir: Path, resume: bool) -> None:
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())) and not resume:
-        raise ConfigError(
-            f"run.dir: {run_dir} already holds something. Choose another with --set run.dir=…, or continue that run "
-            "with --resume"
-        )
-
-
-def execute(prepared: Prepared, hooks: Sequence[Hook] = (), *, resume: bool = False) -> TrainResult:
-    """Train what `prepare` prepared."""
-    config, run_dir = prepared.config, Path(prepared.config.run.dir).expanduser()
-    saved = checkpoint.latest(run_dir / "checkpoints", config) if resume else None
-    if saved is not None and saved.step >= prepared.order.num_steps and (run_dir / "adapter").exists():
-        raise ConfigError(f"run.dir: {run_dir} holds a run that is finished, after {saved.step} steps")
+def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
+    """Train what `prepare` prepared, in a run directory that is open."""
+    config, saved = prepared.config, prepared.saved
+    if saved is not None and (done := _finished(prepared, place)):
+        return done
     engine = load_engine(prepared)
     first_step = 0
     if saved is not None:
         engine.load_adapter_state(saved.adapter)
         engine.load_optimizer_state(saved.optimizer)
         first_step = saved.step
-    _write_run_dir(run_dir, prepared, engine)
+    num_weights = engine.description["trainable_parameters"]
+    check_space(place, config, num_weights)
+    _write_run_dir(place.path, prepared, engine)
 
-    job = Job(
-        config, prepared.backend, engine, prepared.order, prepared.train.items, prepared.eval.items,
-        prepared.micro_batch_tokens, hooks,
-    )  # fmt: skip
+    watchers = Watchers(hooks)
+    log = Metrics(place.path / METRICS, prepared.backend, watchers, first_step)
+    guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
+    saver = Saver(place, prepared, engine, guards, log)
     info = RunInfo(
-        run_dir, prepared.backend.name, prepared.order.num_steps, first_step,
-        len(prepared.train.items), len(prepared.eval.items), engine.description,
+        place.path, prepared.backend.name, prepared.order.num_steps, first_step, len(prepared.train.items),
+        len(prepared.eval.items), engine.description, num_weights * BYTES_PER_WEIGHT,
     )  # fmt: skip
-    adapter_dir = run_dir / "adapter"
-    metrics = Metrics(run_dir / "metrics.jsonl", prepared.backend, hooks, first_step)
-
-    def save(step: int) -> None:
-        checkpoint.save(run_dir / "checkpoints", step, engine, config, keep=config.run.keep)
-
     try:
-        for hook in hooks:
-            hook.on_start(info)
-        fit(job, metrics, save, first_step)
-        _write_adapter(adapter_dir, prepared, engine, metrics)
+        watchers.tell("on_start", info)
+        _tell_what_was_found(prepared, place, log)
+        num_steps = fit(Job(prepared, engine, watchers, log, guards, saver), first_step)
+        if config.guards.restore_best:
+            _restore_best(engine, saver, log, num_steps)
+        _write_adapter(place.adapter, prepared, engine, log, guards, num_steps)
+    except Preempted as stop:
+        raise _stopped(stop, saver) from None
     finally:
-        metrics.close()
-        for hook in hooks:
-            hook.on_end()
+        watchers.end()
+        log.close()
+    if saver.newest is None and saver.failure is not None:
+        raise DiskError(f"{saver.failure} No checkpoint could be saved; the adapter is in {place.adapter}")
+    return TrainResult(place.path, place.adapter, num_steps, log.final_loss, log.eval_loss_before, log.eval_loss)
+
+
+def _finished(prepared: Prepared, place: RunDir) -> TrainResult | None:
+    """The result of a run that came to its end before: to run its command again does nothing."""
+    saved = prepared.saved
+    assert saved is not None
+    guards = Guards(prepared.config, lambda step: [], saved.state.get("guards"))
+    if not (place.adapter.exists() and (saved.step >= prepared.order.num_steps or guards.stops_early)):
+        return None
+    rows = read_rows(place.path / METRICS)
+    evals = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    losses = [row["loss"] for row in rows if "lr" in row]
     return TrainResult(
-        run_dir, adapter_dir, job.order.num_steps, metrics.final_loss, metrics.eval_loss_before, metrics.eval_loss
-    )
+        place.path, place.adapter, saved.step, losses[-1] if losses else math.nan, evals[0] if evals else None,
+        evals[-1] if evals else None, was_finished=True,
+    )  # fmt: skip
+
+
+def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> None:
+    """What was there before the first step, as events."""
+    saved = prepared.saved
+    step = saved.step if saved else 0
+    # A checkpoint from elsewhere begins a branch of its own; so do older ones than the newest.
+    is_here = saved is not None and saved.path.parent == place.checkpoints
+    moved = set_aside(place.checkpoints, after=step if is_here else -1)
+    notes = [*place.notes, *(f"set aside {path}: not a part of this run any more" for path in moved)]
+    for note in notes:
+        log.event(Event(step, "found", note))
+    if saved is not None:
+        log.event(Event(step, "resumed", f"after step {step}, from {saved.path}", {"backend": prepared.backend.name}))
+    if prepared.changes:
+        changes = [{"key": change.what, "before": change.before, "now": change.now} for change in prepared.changes]
+        text = f"the config has changed since the checkpoint:\n{table(prepared.changes)}"
+        log.event(Event(step, "config_changed", text, {"changes": changes}))
+
+
+def _sources(prepared: Prepared, step: int) -> list[str]:
+    """The rows of a step, counted from 1, as path:line."""
+    ids: list[int] = prepared.order.step(step - 1).documents.tolist()
+    return [prepared.train.items[i].where for i in ids]
+
+
+def _restore_best(engine: Engine, saver: Saver, log: Metrics, step: int) -> None:
+    best = saver.best()
+    if best is None:
+        text = "guards.restore_best: there is no checkpoint of a best evaluation; the last adapter is written"
+        return log.event(Event(step, "no_best", text))
+    engine.load_adapter_state(best.adapter)
+    return log.event(Event(step, "best_restored", f"the adapter of step {best.step}", {"from_step": best.step}))
+
+
+def _stopped(stop: Preempted, saver: Saver) -> Exception:
+    """What to tell somebody whose run was asked to stop."""
+    if saver.failure is not None:
+        kept = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
+        return DiskError(f"{stop}, and could not be saved; {kept}. {saver.failure}")
+    return Preempted(f"{stop}; saved in {saver.newest}. Run the same command again to continue.")
 
 
 def _write_run_dir(run_dir: Path, prepared: Prepared, engine: Engine) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(to_yaml(prepared.config), encoding="utf-8")
-        text = json.dumps(environment(prepared.backend, engine.description), indent=2)
-        (run_dir / "environment.json").write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
+    text = json.dumps(environment(prepared.backend, engine.description), indent=2)
+    write_file(run_dir / "config.yaml", to_yaml(prepared.config))
+    write_file(run_dir / "environment.json", text + "\n")
 
 
 def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,18 +199,23 @@ def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_adapter(path: Path, prepared: Prepared, engine: Engine, metrics: Metrics) -> None:
+def _write_adapter(
+    path: Path, prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, num_steps: int
+) -> None:
     config = prepared.config
     record = {
         "base": fingerprint(prepared.model_dir)
         | {"name": config.model.name, "loaded_as": engine.description["quantization"]},
         "training": {
             "backend": prepared.backend.name,
-            "steps": prepared.order.num_steps,
+            "steps": num_steps,
+            "skipped_steps": guards.state.num_skipped,
             "seed": config.run.seed,
-            "final_loss": metrics.final_loss,
-            "eval_loss_before": metrics.eval_loss_before,
-            "eval_loss": metrics.eval_loss,
+            "final_loss": _finite(log.final_loss),
+            "eval_loss_before": _finite(log.eval_loss_before),
+            "eval_loss": _finite(log.eval_loss),
+            "best_step": guards.state.best_step,
+            "best_eval_loss": guards.state.best_loss,
             "train_documents": len(prepared.train.items),
             "template": "chat" if prepared.tokenizer.template else "none",  # `dualtune generate` follows it
         },
@@ -173,8 +227,13 @@ def _write_adapter(path: Path, prepared: Prepared, engine: Engine, metrics: Metr
     tensors = engine.adapter_state()
     adapter = Adapter(_written_spec(prepared, tensors), tensors, config.model.name)
     if path.exists():  # of the finished run that is continued here; its checkpoints remain
-        shutil.rmtree(path)
+        remove_directory(path)
     write_adapter(path, adapter, metadata=record)
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _written_spec(prepared: Prepared, tensors: Tensors) -> LoraSpec:

@@ -2,86 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass
 
-from dualtune.backend import Backend, Batch, Engine
-from dualtune.config import Config
-from dualtune.data.documents import Document
-from dualtune.data.order import Order, micro_batches
-from dualtune.hooks import EvalRecord, Hook
+from dualtune import faults, interrupt
+from dualtune.backend import Batch, Engine
+from dualtune.data.order import micro_batches
+from dualtune.hooks import Event, StepRecord
 from dualtune.train.evaluation import evaluate
+from dualtune.train.guards import Guards
 from dualtune.train.metrics import Metrics
+from dualtune.train.prepare import Prepared
+from dualtune.train.saver import Saver
 from dualtune.train.schedule import learning_rate
+from dualtune.train.watchers import Watchers
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """Everything that a run trains with."""
 
-    config: Config
-    backend: Backend
+    prepared: Prepared
     engine: Engine
-    order: Order
-    train: Sequence[Document]
-    eval: Sequence[Document]
-    micro_batch_tokens: int
-    hooks: Sequence[Hook]
+    watchers: Watchers
+    log: Metrics
+    guards: Guards
+    saver: Saver
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of a step, counted from 0."""
-        ids = self.order.step(step).documents.tolist()
-        return micro_batches(self.train, ids, max_tokens=self.micro_batch_tokens, seed=self.config.run.seed, step=step)
+        made = self.prepared
+        ids = made.order.step(step).documents.tolist()
+        return micro_batches(
+            made.train.items, ids, max_tokens=made.micro_batch_tokens, seed=made.config.run.seed, step=step
+        )
 
 
-def fit(job: Job, metrics: Metrics, save: Callable[[int], None], first_step: int = 0) -> None:
-    """Train from step `first_step` to the end. `save(step)` writes a checkpoint after that many steps."""
-    config, engine, num_steps = job.config, job.engine, job.order.num_steps
-    job.backend.reset_peak_memory()
+def fit(job: Job, first_step: int = 0) -> int:
+    """Train from step `first_step` to the end, and return the number of steps done. Preempted if a signal asks."""
+    config, engine, log, guards, saver = job.prepared.config, job.engine, job.log, job.guards, job.saver
+    num_steps = job.prepared.order.num_steps
+    step = first_step
+    job.prepared.backend.reset_peak_memory()
+    if config.guards.on_spike == "rollback" and step == 0:
+        saver.save(0)  # there must be something to return to
     # Also where a run was stopped after the checkpoint and before the evaluation of the same step.
-    if _eval_due(job, first_step) and not metrics.has_eval(first_step):
-        metrics.eval(_evaluate(job, first_step))
-    metrics.restart_clock()
+    _evaluate_if_due(job, step)
+    log.restart_clock()
 
-    for step in range(first_step, num_steps):
+    while step < num_steps and not guards.stops_early:
         batches = job.batches(step)
         num_targets = sum(batch.num_targets for batch in batches)
         lr = learning_rate(config, step, num_steps)
 
         for batch in batches:
+            if interrupt.requested():
+                _stop(job, step)
             engine.forward_backward(batch, num_targets=num_targets)
         output = engine.optim_step(lr=lr, max_grad_norm=config.train.max_grad_norm)
+        faults.reach("step")
 
-        metrics.step(
+        record = log.step(
             output,
             step=step + 1,
-            epoch=job.order.step(step).epoch,
+            epoch=job.prepared.order.step(step).epoch,
             lr=lr,
             num_targets=num_targets,
             num_tokens=sum(batch.num_tokens for batch in batches),
         )
-        last = step + 1 == num_steps
-        eval_due = _eval_due(job, step + 1)
-        save_due = last or _due(step + 1, config.run.save_every)
-        if eval_due or save_due:
-            metrics.flush()
+        step += 1
+        _judge(job, record)
+
+        save_due = step == num_steps or _due(step, config.run.save_every) or saver.asked()
+        if save_due or _eval_due(job, step):
+            step = _settle(job, step)
             if save_due:
-                save(step + 1)
-            if eval_due:
-                metrics.eval(_evaluate(job, step + 1))
-            metrics.restart_clock()
+                saver.save(step)
+            _evaluate_if_due(job, step)
+            log.restart_clock()
+        elif guards.spike_step is not None:
+            step = _roll_back(job, step)
+
+    saver.save(step)
+    return step
 
 
-def _evaluate(job: Job, step: int) -> EvalRecord:
-    def show(done: int, total: int) -> None:
-        for hook in job.hooks:
-            hook.on_eval_batch(done, total)
+def _settle(job: Job, step: int) -> int:
+    """Read what the device still holds and judge it, so that the state can be saved. Returns where the run stands."""
+    _judge(job, job.log.flush())
+    return step if job.guards.spike_step is None else _roll_back(job, step)
 
-    return evaluate(job.engine, job.eval, job.micro_batch_tokens, step, show)
+
+def _stop(job: Job, step: int) -> None:
+    """Save and raise Preempted. Gradients of the step that was begun are left behind: it is taken again."""
+    job.saver.save(_settle(job, step))
+    interrupt.poll()
+
+
+def _judge(job: Job, record: StepRecord | None) -> None:
+    if record is None:
+        return
+    if event := job.guards.on_step(record):
+        job.log.event(event)
+    job.guards.check()
+
+
+def _roll_back(job: Job, step: int) -> int:
+    """Return to the checkpoint before a spike, and go on after it: the data since the checkpoint is not tried again.
+
+    As in PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1). The number of the step keeps counting the data.
+    """
+    spike, job.guards.spike_step = job.guards.spike_step, None
+    assert spike is not None
+    saved = job.saver.before_spike(spike)
+    if saved is None or not job.guards.allows_rollback(saved.step):
+        why = "there is no checkpoint to return to" if saved is None else f"step {saved.step} was returned to before"
+        job.log.event(Event(spike, "no_rollback", f"{why}, so the run goes on"))
+        return step
+    job.log.discard()
+    job.engine.load_adapter_state(saved.adapter)
+    job.engine.load_optimizer_state(saved.optimizer)
+    job.guards.rolled_back(saved.step, saved.state.get("guards", {}))
+    text = f"back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are left out"
+    job.log.event(Event(spike, "rollback", text, {"to_step": saved.step}))
+    return spike
+
+
+def _evaluate_if_due(job: Job, step: int) -> None:
+    if not _eval_due(job, step):
+        return
+    record, log = job.log.eval_at(step), job.log
+    if record is not None:
+        job.guards.on_eval(record)  # it was made before the run was stopped
+        return
+    try:
+        made = job.prepared
+        record = evaluate(
+            job.engine, made.eval.items, made.micro_batch_tokens, step,
+            lambda done, total: job.watchers.tell("on_eval_batch", done, total),
+        )  # fmt: skip
+    except Exception:  # whatever happened, also a request to stop: the steps so far shall not be lost with it
+        job.saver.save(step)
+        raise
+    log.eval(record)
+    if not math.isfinite(record.eval_loss):
+        log.event(Event(step, "nonfinite_eval", f"evaluation after step {step}: loss {record.eval_loss}"))
+    if job.guards.on_eval(record):
+        job.saver.save(step)
+    if job.guards.stops_early:
+        best = job.guards.state
+        text = f"no better evaluation than {best.best_loss} after step {best.best_step}, {best.evals_since_best} times"
+        log.event(Event(step, "early_stop", text))
 
 
 def _eval_due(job: Job, step: int) -> bool:
-    return bool(job.eval) and (step in (0, job.order.num_steps) or _due(step, job.config.run.eval_every))
+    ends = (0, job.prepared.order.num_steps)
+    return bool(job.prepared.eval.items) and (step in ends or _due(step, job.prepared.config.run.eval_every))
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -68,8 +68,8 @@ def test_train_says_what_it_does(dualtune_main, config_file, tmp_path):
     result = dualtune_main("train", config_file({"run.log_every": 2}), *NUMPY)
     assert (result.returncode, result.stderr) == (0, "")
     heads = [line.split()[0] for line in result.stdout.splitlines()]
-    assert heads == ["platform", "model", "adapter", "train", "eval", "steps", "engine", "eval", "step", "step", "eval",
-                     "adapter"]  # fmt: skip
+    assert heads == ["platform", "model", "adapter", "train", "eval", "steps", "engine", "checkpoints", "eval", "step",
+                     "step", "eval", "adapter"]  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     shown = [line for line in result.stdout.splitlines() if line.startswith("step ")]
@@ -95,14 +95,21 @@ def test_set_overrides_the_file(dualtune_main, config_file, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_resume_continues_and_refuses_another_config(dualtune_main, config_file, tmp_path):
+def test_the_same_command_again_continues_or_says_why_not(dualtune_main, config_file, tmp_path):
     config = config_file({"run.save_every": 2})
     assert dualtune_main("train", config, *NUMPY).returncode == 0
-    finished = dualtune_main("train", config, "--resume", *NUMPY)
-    assert (finished.returncode, "is finished, after 4 steps" in finished.stderr) == (2, True)
-    changed = dualtune_main("train", config, "--resume", "--set", "train.learning_rate=0.5", *NUMPY)
+    finished = dualtune_main("train", config, *NUMPY)
+    assert finished.returncode == 0
+    assert "\nfinished    this run came to its end before, after 4 steps: nothing to do\n" in finished.stdout
+    longer = dualtune_main("train", config, "--set", "train.steps=6", *NUMPY)
+    assert longer.returncode == 0, longer.stderr
+    assert "\nresumed     after step 4, from " in longer.stdout
+    assert last_eval(tmp_path / "runs" / "a")["step"] == 6
+    changed = dualtune_main("train", config, "--set", "adapter.rank=3", *NUMPY)
     assert changed.returncode == 2
-    assert changed.stderr.startswith("Error: train.learning_rate: got 0.5, the checkpoint was made with 0.01\n")
+    assert "what is marked as forbidden has changed" in changed.stderr
+    never = dualtune_main("train", config, "--resume", "never", *NUMPY)
+    assert (never.returncode, "already holds a run, and it is not to be resumed" in never.stderr) == (2, True)
 
 
 def test_eval_measures_the_base_a_file_and_exact_answers(dualtune_main, config_file, write_rows, qa_rows, tmp_path):

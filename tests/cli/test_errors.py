@@ -104,9 +104,9 @@ def test_an_unknown_platform(config_file, refused):
 def test_a_run_directory_that_is_taken(config_file, refused, tmp_path):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "thesis.txt").write_text("precious")
-    assert "a already holds something. Choose another" in refused(2, "train", config_file(), *NUMPY)
+    assert "a holds something that is not a run. Choose another" in refused(2, "train", config_file(), *NUMPY)
     file = config_file({"run.dir": tmp_path / "runs" / "a" / "thesis.txt"})
-    assert "thesis.txt already holds something" in refused(2, "train", file, *NUMPY)
+    assert "thesis.txt is a file" in refused(2, "train", file, *NUMPY)
 
 
 def test_eval_without_an_adapter_or_with_too_many(config_file, refused):
@@ -266,7 +266,11 @@ def test_places_that_cannot_be_written(config_file, refused, adapter, tmp_path):
         (4, {"model.name": "./nowhere"}, "model.name: there is no model directory nowhere"),
         (5, {"run.dir": "config.yaml/run"}, "run.dir: config.yaml/run cannot be written: Not a directory"),
         (6, {"adapter.init_from": "."}, ".: "),
-        (7, {"train.learning_rate": 1e30}, ": loss nan, "),
+        (
+            7,
+            {"train.learning_rate": 1e30, "train.steps": 9},
+            "6 steps in a row had a loss or gradient that is not finite",
+        ),
     ],
 )
 def test_exit_codes_of_real_processes(dualtune, config_file, tmp_path, code, changes, message):

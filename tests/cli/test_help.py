@@ -34,7 +34,7 @@ def call(*args: str) -> str:
 def test_help_lists_every_command(dualtune_main):
     result = dualtune_main("--help")
     assert (result.returncode, result.stderr) == (0, "")
-    assert {"check-gpu", "train", "eval", "generate", "adapter", "config"} == COMMANDS.keys()
+    assert {"check-gpu", "train", "eval", "generate", "runs", "checkpoints", "adapter", "config"} == COMMANDS.keys()
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout
 
@@ -136,7 +136,7 @@ def test_the_printed_schema_is_json_and_closed(dualtune_main):
     schema = json.loads(dualtune_main("config", "--schema").stdout)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["additionalProperties"] is False
-    assert set(schema["properties"]) == {"model", "adapter", "data", "train", "memory", "hybrid", "run"}
+    assert set(schema["properties"]) == {"model", "adapter", "data", "train", "memory", "hybrid", "guards", "run"}
 
 
 def test_the_schema_accepts_the_default_and_refuses_a_typing_error(dualtune_main):

@@ -25,7 +25,7 @@ class Lab:
         settings = {"run.dir": self.tmp_path / name} | {key.replace("__", "."): v for key, v in overrides.items()}
         return self.make_config(self.data, settings, self.model)
 
-    def run(self, name="run", hooks=(), resume=False, **overrides) -> TrainResult:
+    def run(self, name="run", hooks=(), resume="auto", **overrides) -> TrainResult:
         return run(self.config(name, **overrides), self.backend, hooks, resume=resume)
 
 

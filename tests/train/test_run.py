@@ -20,24 +20,21 @@ from dualtune.train.prepare import prepare
 from dualtune.train.trainer import Job
 
 STEP_KEYS = {"step", "epoch", "loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s",
-             "peak_bytes"}  # fmt: skip
+             "peak_bytes", "skipped"}  # fmt: skip
 EVAL_KEYS = {"step", "eval_loss", "eval_targets"}
 
 
 class Recorder(Hook):
     """Every event, in order, with the step or what else identifies it."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
+    def __init__(self) -> None:
         self.events: list[tuple] = []
-        self._stop_at = stop_at
 
     def on_start(self, info):
         self.events.append(("start", info.first_step, info.num_steps))
 
     def on_step(self, record):
         self.events.append(("step", record.step))
-        if record.step == self._stop_at:
-            raise InterruptedError
 
     def on_eval_batch(self, done, total):
         self.events.append(("eval batch", done, total))
@@ -106,7 +103,7 @@ def test_the_run_directory_holds_what_is_documented_and_nothing_else(lab, rows_o
         f"adapter/{name}" for name in
         ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json")
     }  # fmt: skip
-    assert files == {"config.yaml", "environment.json", "metrics.jsonl"} | checkpoints | adapter
+    assert files == {"config.yaml", "environment.json", "metrics.jsonl", "lock"} | checkpoints | adapter
     assert load_config(result.run_dir / "config.yaml") == lab.config(
         train__steps=3, run__save_every=1, run__keep=2, data__eval=0.25
     )
@@ -157,7 +154,7 @@ def test_the_micro_batch_does_not_change_the_losses(lab, rows_of):
 def test_dropout_is_another_at_every_step(lab):
     """Two epochs of one step each: the same documents with other noise, and the same noise when asked again."""
     prepared = prepare(lab.config(train__documents_per_step=16, train__micro_batch_tokens=4096), lab.backend)
-    job = Job(prepared.config, lab.backend, None, prepared.order, prepared.train.items, [], 4096, [])
+    job = Job(prepared, None, None, None, None, None)
     first, second, again = (job.batches(step)[0] for step in (0, 1, 0))
     assert sorted(first.tokens_BT.tolist()) == sorted(second.tokens_BT.tolist())
     assert not set(first.noise_BT[first.segments_BT > 0]) & set(second.noise_BT[second.segments_BT > 0])
@@ -173,11 +170,10 @@ def test_training_lowers_the_loss(lab):
 @pytest.mark.parametrize(
     ("steps", "held_out", "rate", "message"),
     [
-        (3, 0, 1e30, r"^step [23]: loss nan"),
-        (3, 0, 1e39, r"^step 2: loss nan"),
-        (1, 0.25, 1e39, r"^evaluation after step 1: loss nan"),
+        (9, 0, 1e30, r"^6 steps in a row had a loss or gradient that is not finite; guards.nonfinite_limit is 5"),
+        (3, 0, 1e39, r"^step 3: .* holds NaN or Inf\. Nothing was saved"),
+        (1, 0.25, 1e39, r"^step 1: .* holds NaN or Inf\. Nothing was saved"),
         (1, 0, 1e30, r"^the log-probabilities after 'The capital of France is' are not finite"),
-        (1, 0, 1e39, r"are not finite\. No adapter was written|nothing is written"),
     ],
 )
 def test_numbers_that_are_not_finite_end_the_run_without_an_adapter(lab, steps, held_out, rate, message):
@@ -198,11 +194,11 @@ def test_hooks_are_called_in_order(lab):
     ]  # fmt: skip
 
 
-def test_an_existing_run_directory_is_refused_and_left_alone(lab):
+def test_a_directory_of_something_else_is_refused_and_left_alone(lab):
     directory = lab.tmp_path / "run"
     directory.mkdir()
     (directory / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match=r"already holds something\. Choose another with --set run\.dir"):
+    with pytest.raises(ConfigError, match=r"holds something that is not a run\. Choose another with --set run\.dir"):
         lab.run()
     assert [path.name for path in directory.iterdir()] == ["thesis.txt"]
 
@@ -266,11 +262,11 @@ def test_hooks_end_in_their_order_also_after_a_failure(lab):
 
         def on_step(self, record):
             if self.fails:
-                raise InterruptedError
+                raise KeyboardInterrupt
 
         def on_end(self):
             ended.append(self.name)
 
-    with pytest.raises(InterruptedError):
+    with pytest.raises(KeyboardInterrupt):
         lab.run(hooks=[Named("first"), Named("second", fails=True)])
     assert ended == ["first", "second"]

@@ -1,0 +1,105 @@
+"""What run directories hold, told without loading or changing anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualtune.errors import ConfigError
+from dualtune.train import checkpoint
+from dualtune.train.lock import read_note
+from dualtune.train.metrics import last_rows, read_rows
+from dualtune.train.run_dir import ADAPTER, CHECKPOINTS, METRICS, is_run_dir
+
+MAX_DEPTH = 4  # of run directories below the one that is asked about
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A line of `dualtune runs`."""
+
+    path: str
+    state: str  # running, done, preempted or failed
+    reason: str  # why it was preempted or failed
+    step: int | None  # of the last step in metrics.jsonl
+    num_steps: int | None
+    loss: float | None
+    eval_loss: float | None
+    checkpoint: int | None  # step of the newest checkpoint; not verified, which takes `dualtune checkpoints`
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """A line of `dualtune checkpoints`."""
+
+    path: str
+    step: int
+    num_bytes: int
+    problem: str | None
+    is_best: bool
+
+
+def list_runs(directory: Path) -> list[RunSummary]:
+    """Every run directory at or below a directory, by name."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: there is no such directory. Give the one that holds your run directories")
+    return [_summary(path) for path in _find(directory, MAX_DEPTH)]
+
+
+def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
+    """Every checkpoint of a run directory, verified, newest first."""
+    if not is_run_dir(run_dir):
+        raise ConfigError(f"{run_dir}: is not a run directory. `dualtune runs` lists those below a directory")
+    found = checkpoint.entries(run_dir / CHECKPOINTS)
+    evals = {row["step"]: row["eval_loss"] for row in read_rows(run_dir / METRICS) if "eval_loss" in row}
+    judged = [e.step for e in found if math.isfinite(evals.get(e.step, math.nan))]
+    best = min(judged, key=evals.__getitem__, default=None)
+    return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in found]
+
+
+def _find(directory: Path, depth: int) -> Iterator[Path]:
+    if is_run_dir(directory):
+        yield directory
+    elif depth:
+        for path in sorted(directory.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                yield from _find(path, depth - 1)
+
+
+def _summary(path: Path) -> RunSummary:
+    state, reason = _state_of(path)
+    rows = last_rows(path / METRICS)
+    steps = [row for row in rows if "lr" in row]
+    evals = [row for row in rows if "eval_loss" in row]
+    newest = checkpoint.steps(path / CHECKPOINTS)[:1]
+    saved = _state(checkpoint.path_of(path / CHECKPOINTS, newest[0])) if newest else {}
+    return RunSummary(
+        str(path), state, reason,
+        steps[-1]["step"] if steps else None,
+        saved.get("schedule", {}).get("num_steps"),
+        steps[-1]["loss"] if steps else None,
+        evals[-1]["eval_loss"] if evals else None,
+        newest[0] if newest else None,
+    )  # fmt: skip
+
+
+def _state_of(path: Path) -> tuple[str, str]:
+    note, held = read_note(path)
+    if held:
+        return "running", f"process {note.pid} on {note.host}" if note else ""
+    if note is None:
+        return ("done", "") if (path / ADAPTER).exists() else ("failed", "it has no lock file to tell why")
+    if note.state == "running":
+        return "failed", f"process {note.pid} on {note.host} was killed"
+    return note.state, note.reason
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,120 @@
+"""What a run must share with the checkpoint that it continues, and what may differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from dualtune.config import Config
+from dualtune.errors import ConfigError
+from dualtune.show import in_columns
+from dualtune.train.checkpoint import Checkpoint
+
+Rule = Literal["free", "recorded", "forbidden"]
+
+# free        the result does not depend on it
+# recorded    the rest of the run differs from what it would have been; said, and written to metrics.jsonl
+# forbidden   the checkpoint means nothing with another value
+# Names of models and files are recorded, because a run may move to a machine where they lie elsewhere; what they name
+# is compared by fingerprint.
+RULES: dict[str, Rule] = {
+    "model.name": "recorded",
+    "model.dtype": "recorded",
+    "model.quantization": "forbidden",
+    "model.init": "forbidden",
+    "adapter.rank": "forbidden",
+    "adapter.alpha": "forbidden",
+    "adapter.dropout": "recorded",
+    "adapter.targets": "forbidden",
+    "adapter.init_from": "recorded",
+    "data.train": "recorded",
+    "data.eval": "recorded",
+    "data.format": "recorded",
+    "data.columns": "recorded",
+    "data.template": "recorded",
+    "data.max_length": "forbidden",
+    "data.packing": "forbidden",
+    "data.loss_on": "forbidden",
+    "train.epochs": "recorded",
+    "train.steps": "recorded",
+    "train.tokens_per_step": "forbidden",
+    "train.documents_per_step": "forbidden",
+    "train.micro_batch_tokens": "free",
+    "train.learning_rate": "recorded",
+    "train.schedule": "recorded",
+    "train.warmup": "recorded",
+    "train.weight_decay": "recorded",
+    "train.max_grad_norm": "recorded",
+    "memory.checkpointing": "free",
+    "memory.offload": "free",
+    "memory.limit": "free",
+    "hybrid.enabled": "forbidden",
+    "guards.nonfinite_limit": "recorded",
+    "guards.on_spike": "recorded",
+    "guards.spike_threshold": "recorded",
+    "guards.early_stopping": "recorded",
+    "guards.restore_best": "recorded",
+    "run.dir": "free",
+    "run.seed": "forbidden",
+    "run.log_every": "free",
+    "run.eval_every": "free",
+    "run.save_every": "free",
+    "run.keep": "free",
+}
+
+
+class Change(NamedTuple):
+    """One line of the table of differences."""
+
+    what: str
+    before: str
+    now: str
+    rule: Rule
+
+
+def check_config(saved: Checkpoint, config: Config) -> list[Change]:
+    """The recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
+    old, new = saved.state["config"], config.model_dump(mode="json")
+    # A key that the checkpoint's config lacks is younger than the checkpoint: there is nothing to compare.
+    changes = [
+        Change(key, _show(old[section][name]), _show(new[section][name]), rule)
+        for key, rule in RULES.items()
+        if rule != "free"
+        for section, name in [key.split(".")]
+        if name in old.get(section, {}) and old[section][name] != new[section][name]
+    ]
+    return _judge(saved, changes, "Restore these values, or choose another run.dir to start a new run.")
+
+
+def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
+    """ConfigError with a table unless base model, tokenizer and data are those of the checkpoint."""
+    before: dict[str, str] = saved.state.get("fingerprints", {})  # schema version 1 had none
+    changes = [Change(k, before[k], now[k], "forbidden") for k in now if k in before and before[k] != now[k]]
+    _judge(saved, changes, "Restore what was there, or choose another run.dir to start a new run.")
+
+
+def check_place(saved: Checkpoint, place: Mapping[str, Any]) -> None:
+    """ConfigError if the next step would take other documents than it would have: another order, a sample twice."""
+    before = saved.state.get("place", {}).get("next_documents")
+    if before is not None and before != place["next_documents"]:
+        raise ConfigError(
+            f"{saved.path}: the next step would take other documents ({place['next_documents']}) than the checkpoint "
+            f"says ({before}): NumPy orders them otherwise here. Use the NumPy version in environment.json"
+        )
+
+
+def table(changes: Sequence[Change]) -> str:
+    return in_columns([("", "checkpoint", "now", ""), *changes])
+
+
+def _judge(saved: Checkpoint, changes: list[Change], advice: str) -> list[Change]:
+    if any(change.rule == "forbidden" for change in changes):
+        raise ConfigError(
+            f"{saved.path} cannot be continued: what is marked as forbidden has changed.\n{table(changes)}\n{advice}"
+        )
+    return changes
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,145 @@
+"""A run directory: taken for one process, cleaned of what a killed one left, and searched for a checkpoint.
+
+config.yaml         every key with its value
+environment.json    versions and devices
+metrics.jsonl       steps, evaluations, events
+checkpoints/        step-00000100, …
+adapter/            the result
+lock                who uses it, or used it last and how that ended
+checkpoint-now      made by you: a checkpoint is saved after the step, and the file is removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dualtune import interrupt
+from dualtune.config import Config
+from dualtune.disk import remove_leftovers
+from dualtune.errors import ConfigError, DiskError, FormatError, Preempted
+from dualtune.redaction import redact
+from dualtune.train import checkpoint
+from dualtune.train.checkpoint import Checkpoint
+from dualtune.train.lock import LOCK_FILE, Lock
+
+CHECKPOINTS = "checkpoints"
+ADAPTER = "adapter"
+METRICS = "metrics.jsonl"
+CHECKPOINT_NOW = "checkpoint-now"
+RESUME = "auto, never, or the path of a checkpoint or a run directory"
+
+
+@dataclass(slots=True)
+class RunDir:
+    """An opened run directory, and the checkpoint that the run continues from."""
+
+    path: Path
+    saved: Checkpoint | None
+    notes: list[str] = field(default_factory=lambda: [])  # what was found and done on opening
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / ADAPTER
+
+
+@contextlib.contextmanager
+def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
+    """Hold the run directory of a config; nobody else trains in it meanwhile. Signals that ask to stop are handled.
+
+    `resume`: "auto" continues from the newest checkpoint that verifies, if there is one; "never" wants a new or empty
+    directory; otherwise a path. Raises ConfigError, DiskError, FormatError (no checkpoint verifies) or LockedError.
+    """
+    path = path_of(config)
+    check_usable(path, resume)
+    made = [directory for directory in (path, *path.parents) if not directory.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
+    with interrupt.handled():
+        lock = Lock(path)
+        state, reason = "failed", "interrupted"
+        try:
+            yield _open(path, resume)
+            state, reason = "done", ""
+        except Preempted as stop:
+            state, reason = "preempted", str(stop)
+            raise
+        except Exception as error:
+            reason = redact(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+        finally:
+            lock.release(state, reason)
+            _remove_if_unused(path, made)
+
+
+def path_of(config: Config) -> Path:
+    return Path(config.run.dir).expanduser()
+
+
+def is_run_dir(path: Path) -> bool:
+    return any((path / name).exists() for name in (LOCK_FILE, METRICS, CHECKPOINTS))
+
+
+def check_usable(path: Path, resume: str) -> None:
+    """ConfigError if the directory holds something that is not ours, or that is not to be continued."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir: {path} is a file. Choose another with --set run.dir=…")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not is_run_dir(path):
+        raise ConfigError(f"run.dir: {path} holds something that is not a run. Choose another with --set run.dir=…")
+    if resume == "never":
+        raise ConfigError(
+            f"run.dir: {path} already holds a run, and it is not to be resumed. Choose another with --set run.dir=…"
+        )
+
+
+def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
+    """(the checkpoint to continue from, what is wrong with newer ones). Changes nothing."""
+    if resume == "never":
+        return None, []
+    if resume == "auto":
+        return _newest(path / CHECKPOINTS)
+    given = Path(resume).expanduser()
+    if (given / checkpoint.MANIFEST).is_file():
+        return checkpoint.read(given), []
+    if (given / CHECKPOINTS).is_dir():
+        saved, notes = _newest(given / CHECKPOINTS)
+        if saved is not None:
+            return saved, notes
+    raise ConfigError(f"resume: got {resume!r}, which holds no checkpoint; allowed: {RESUME}")
+
+
+def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    found, problems = checkpoint.newest(directory)
+    if found is None and problems:
+        listed = "\n".join(problems[:5])
+        raise FormatError(
+            f"no checkpoint in {directory} verifies:\n{listed}\nNothing was changed. Choose another run.dir to start "
+            "over, or remove the directory."
+        )
+    return (checkpoint.read(found) if found else None), [f"passed over {problem}" for problem in problems]
+
+
+def _remove_if_unused(path: Path, made: list[Path]) -> None:
+    """A run that failed before it wrote anything leaves nothing behind, also of the directories made for it."""
+    with contextlib.suppress(OSError):
+        if [entry.name for entry in path.iterdir()] == [LOCK_FILE]:
+            (path / LOCK_FILE).unlink()
+            for directory in made:
+                directory.rmdir()
+
+
+def _open(path: Path, resume: str) -> RunDir:
+    removed = remove_leftovers(path) + remove_leftovers(path / CHECKPOINTS)
+    notes = [f"removed {found}: left half-written by a run that was killed" for found in removed]
+    saved, problems = find_saved(path, resume)
+    return RunDir(path, saved, notes + problems)

@@ -1,0 +1,60 @@
+"""The hooks of a run, told in such a way that none of them can end it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dualtune.hooks import Hook
+
+MAX_QUEUED = 10_000  # events that are kept for a hook that fails, such as a tracker without network
+
+
+@dataclass(slots=True)
+class _Watcher:
+    hook: Hook
+    missed: deque[tuple[str, tuple[Any, ...]]] = field(default_factory=lambda: deque(maxlen=MAX_QUEUED))
+    is_failing: bool = False
+
+
+class Watchers:
+    """Calls hooks in the given order. `report(message)` is called when a hook begins to fail."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._watchers = [_Watcher(hook) for hook in hooks]
+        self.report: Callable[[str], None] = lambda message: None
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Call the method `event` of every hook, after what the hook has missed."""
+        for watcher in self._watchers:
+            watcher.missed.append((event, args))
+            if problem := _deliver(watcher):
+                self.report(problem)
+
+    def end(self) -> None:
+        """Tell every hook that the run is over, also those that have missed something for good."""
+        for watcher in self._watchers:
+            _deliver(watcher)
+            watcher.missed.clear()
+        self.tell("on_end")
+
+
+def _deliver(watcher: _Watcher) -> str | None:
+    """Tell a hook what it has missed. Returns what went wrong, the first time."""
+    while watcher.missed:
+        event, args = watcher.missed.popleft()
+        try:
+            getattr(watcher.hook, event)(*args)
+        except Exception as error:  # noqa: BLE001  an outsider's code, and a run of days
+            watcher.missed.appendleft((event, args))
+            if watcher.is_failing:
+                return None
+            watcher.is_failing = True
+            return (
+                f"{type(watcher.hook).__name__}.{event} raised {type(error).__name__}: {error}. "
+                "Training goes on; what it misses is kept and told to it again"
+            )
+    watcher.is_failing = False
+    return None
