@@ -10,8 +10,6 @@ import os
 import signal
 from collections import Counter
 
-POINTS = ("write", "synced", "renamed", "prune", "pruned", "step", "adapter")
-
 _passed: Counter[str] = Counter()
 
 

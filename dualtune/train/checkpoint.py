@@ -94,19 +94,24 @@ def steps(directory: Path) -> list[int]:
     return [step for _, step in _directories(directory)]
 
 
+def total_bytes(directory: Path) -> int:
+    """What the checkpoints of a directory take on disk."""
+    return sum(_num_bytes(path) for path, _ in _directories(directory))
+
+
 def entries(directory: Path) -> list[Entry]:
     """Every checkpoint of a directory, verified, newest first."""
     return [Entry(path, step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)]
 
 
-def newest(directory: Path) -> tuple[Path | None, list[str]]:
+def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     """(the newest checkpoint that verifies, what is wrong with each newer one)."""
     passed_over: list[str] = []
     for path, _ in _directories(directory):
-        problem = problem_of(path)
-        if problem is None:
-            return path, passed_over
-        passed_over.append(f"{path}: {problem}")
+        try:
+            return read(path), passed_over
+        except FormatError as problem:
+            passed_over.append(str(problem))
     return None, passed_over
 
 

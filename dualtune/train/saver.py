@@ -92,8 +92,7 @@ def check_space(place: RunDir, config: Config, num_weights: int) -> None:
     """DiskError if the checkpoints and the adapter of an adapter with so many weights will not fit on the disk."""
     each = num_weights * checkpoint.BYTES_PER_WEIGHT
     kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # one is written before one is removed; the best one
-    there = sum(entry.num_bytes for entry in checkpoint.entries(place.checkpoints))
-    needed = max(each, kept * each - there) + num_weights * ADAPTER_BYTES_PER_WEIGHT
+    needed = max(each, kept * each - checkpoint.total_bytes(place.checkpoints)) + num_weights * ADAPTER_BYTES_PER_WEIGHT
     free = shutil.disk_usage(place.path).free
     if free < needed:
         raise DiskError(

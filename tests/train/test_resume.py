@@ -8,7 +8,13 @@ from dualtune.errors import ConfigError
 from dualtune.hooks import Hook
 from dualtune.train import checkpoint
 
-RUN = {"train__steps": 9, "data__eval": 0.25, "run__save_every": 2, "run__eval_every": 3}
+RUN = {
+    "train__micro_batch_tokens": 64,
+    "train__steps": 9,
+    "data__eval": 0.25,
+    "run__save_every": 2,
+    "run__eval_every": 3,
+}
 
 
 class Crash(BaseException):
@@ -122,7 +128,7 @@ def test_resume_with_another_config_is_refused_with_a_table(lab, stopped):
 def test_what_does_not_change_the_result_may_change(lab, stopped, weights_of):
     straight = lab.run("straight", **RUN)
     stopped("run", 5, **RUN)
-    free = {"train__micro_batch_tokens": 4096, "run__log_every": 3, "run__save_every": 4, "run__keep": 5}
+    free = {"run__eval_every": 4, "run__log_every": 3, "run__save_every": 4, "run__keep": 5}
     assert weights_of(lab.run(**RUN | free).run_dir) == weights_of(straight.run_dir)
 
 
