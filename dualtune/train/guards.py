@@ -18,7 +18,6 @@ from dualtune.hooks import EvalRecord, Event, StepRecord
 
 WINDOW = 64  # losses that a spike is measured against
 MIN_LOSSES = 16  # before that nothing is known about how much losses vary
-MAX_ROLLBACKS = 3  # to one and the same checkpoint; more would mean that the data is not what causes the spikes
 
 
 @dataclass(slots=True)
@@ -29,8 +28,8 @@ class GuardState:
     in_spike: bool = False
     nonfinite_in_a_row: int = 0
     num_skipped: int = 0
-    rollback_step: int | None = None  # the checkpoint that was returned to last, and how often
-    num_rollbacks: int = 0
+    rollback_to: int | None = None  # the last rollback: its checkpoint…
+    rollback_at: int = 0  # …and the step of the spike
     eval_step: int = 0  # of the newest evaluation that was judged
     best_step: int | None = None
     best_loss: float | None = None
@@ -83,15 +82,16 @@ class Guards:
             state.evals_since_best += 1
         return is_best
 
-    def allows_rollback(self, to: int) -> bool:
-        return self.state.rollback_step != to or self.state.num_rollbacks < MAX_ROLLBACKS
+    def may_return_to(self, step: int) -> bool:
+        """Whether a checkpoint is worth returning to: a spike right after a rollback means that it came too late."""
+        state = self.state
+        return state.rollback_to is None or step < state.rollback_to or step > state.rollback_at
 
-    def rolled_back(self, to: int, state: Mapping[str, Any]) -> None:
-        """Take back the state of the checkpoint at step `to`, and count the rollback."""
-        before, self.state = self.state, GuardState(**state)
-        self.state.rollback_step = to
-        self.state.num_rollbacks = before.num_rollbacks + 1 if before.rollback_step == to else 1
-        self.state.num_skipped = before.num_skipped
+    def rolled_back(self, to: int, at: int, state: Mapping[str, Any]) -> None:
+        """Take back the state of the checkpoint at step `to`, because of a spike at step `at`."""
+        num_skipped = self.state.num_skipped
+        self.state = GuardState(**state)
+        self.state.rollback_to, self.state.rollback_at, self.state.num_skipped = to, at, num_skipped
 
     def _on_nonfinite(self, record: StepRecord) -> Event:
         self.state.nonfinite_in_a_row += 1

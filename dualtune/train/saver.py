@@ -51,7 +51,7 @@ class Saver:
             return
         self._saved_step, self.failure = step, None
         try:
-            checkpoint.prune(self._place.checkpoints, self._config.run.keep, self._protected(step))
+            checkpoint.prune(self._place.checkpoints, self._config.run.keep, self._protected())
         except OSError as error:
             self._log.event(Event(step, "prune_failed", f"an old checkpoint cannot be removed: {error}"))
 
@@ -64,11 +64,15 @@ class Saver:
         return True
 
     def before_spike(self, step: int) -> Checkpoint | None:
-        """The checkpoint to return to: the newest scheduled one, because others depend on who stopped the run."""
-        every = self._config.run.save_every
-        for entry in checkpoint.entries(self._place.checkpoints):
-            if entry.step < step and every and entry.step % every == 0 and entry.problem is None:
-                return checkpoint.read(entry.path)
+        """The checkpoint to return to: the newest scheduled one, because others depend on who stopped the run.
+
+        The second time in a row an older one, and so on: the first may have been made when the damage was done already.
+        """
+        for candidate in checkpoint.steps(self._place.checkpoints):
+            if candidate < step and self._is_scheduled(candidate) and self._guards.may_return_to(candidate):
+                path = checkpoint.path_of(self._place.checkpoints, candidate)
+                if checkpoint.problem_of(path) is None:
+                    return checkpoint.read(path)
         return None
 
     def best(self) -> Checkpoint | None:
@@ -77,11 +81,17 @@ class Saver:
         path = None if step is None else checkpoint.path_of(self._place.checkpoints, step)
         return None if path is None or checkpoint.problem_of(path) else checkpoint.read(path)
 
-    def _protected(self, step: int) -> set[int]:
-        protected = {self._guards.state.best_step}
-        if self._config.guards.on_spike == "rollback" and (every := self._config.run.save_every):
-            protected.add(step // every * every)
-        return {step for step in protected if step is not None}
+    def _protected(self) -> set[int]:
+        """Steps whose checkpoints are kept however old they are: the best, and two to roll back to."""
+        best = self._guards.state.best_step
+        protected = set[int]() if best is None else {best}
+        if self._config.guards.on_spike == "rollback":
+            protected |= set([s for s in checkpoint.steps(self._place.checkpoints) if self._is_scheduled(s)][:2])
+        return protected
+
+    def _is_scheduled(self, step: int) -> bool:
+        every = self._config.run.save_every
+        return every is not None and step % every == 0
 
     def _schedule(self, step: int) -> dict[str, Any]:
         num_steps = self._order.num_steps

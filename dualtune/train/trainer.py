@@ -72,16 +72,16 @@ def fit(job: Job, first_step: int = 0) -> int:
         )
         step += 1
         _judge(job, record)
+        if guards.spike_step is not None:  # it was the step before, so the one just made is taken again
+            step = _roll_back(job, step)
 
-        save_due = step == num_steps or _due(step, config.run.save_every) or saver.asked()
+        save_due = saver.asked() or step == num_steps or _due(step, config.run.save_every)
         if save_due or _eval_due(job, step):
             step = _settle(job, step)
             if save_due:
                 saver.save(step)
             _evaluate_if_due(job, step)
             log.restart_clock()
-        elif guards.spike_step is not None:
-            step = _roll_back(job, step)
 
     saver.save(step)
     return step
@@ -115,14 +115,13 @@ def _roll_back(job: Job, step: int) -> int:
     spike, job.guards.spike_step = job.guards.spike_step, None
     assert spike is not None
     saved = job.saver.before_spike(spike)
-    if saved is None or not job.guards.allows_rollback(saved.step):
-        why = "there is no checkpoint to return to" if saved is None else f"step {saved.step} was returned to before"
-        job.log.event(Event(spike, "no_rollback", f"{why}, so the run goes on"))
+    if saved is None:
+        job.log.event(Event(spike, "no_rollback", "there is no older checkpoint to return to, so the run goes on"))
         return step
     job.log.discard()
     job.engine.load_adapter_state(saved.adapter)
     job.engine.load_optimizer_state(saved.optimizer)
-    job.guards.rolled_back(saved.step, saved.state.get("guards", {}))
+    job.guards.rolled_back(saved.step, spike, saved.state.get("guards", {}))
     text = f"back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are left out"
     job.log.event(Event(spike, "rollback", text, {"to_step": saved.step}))
     return spike

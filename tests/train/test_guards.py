@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
 from dualtune.hooks import EvalRecord, Hook, StepRecord
 from dualtune.train import checkpoint
-from dualtune.train.guards import MAX_ROLLBACKS, WINDOW, Guards, robust_z
+from dualtune.train.guards import WINDOW, Guards, robust_z
 from dualtune.train.listing import list_checkpoints
 
 NOISY = [2.0 + 0.1 * math.sin(7 * i) for i in range(40)]
@@ -99,15 +99,77 @@ def test_a_restored_guard_decides_as_the_one_that_was_saved(guards_of):
     assert len(first.state.losses) == WINDOW
 
 
-def test_rollbacks_to_one_checkpoint_are_counted_and_limited(guards_of):
+def test_a_checkpoint_is_returned_to_once_and_then_an_older_one(guards_of):
     guards = guards_of(on_spike="rollback")
-    saved = guards_with(NOISY)
-    for _ in range(MAX_ROLLBACKS):
-        assert guards.allows_rollback(40)
-        guards.rolled_back(40, saved)
-    assert not guards.allows_rollback(40)
-    assert guards.allows_rollback(50)
+    assert guards.may_return_to(40)
+    guards.rolled_back(40, 43, guards_with(NOISY))
     assert guards.state.losses == NOISY
+    assert [guards.may_return_to(step) for step in (36, 40, 43, 44)] == [True, False, False, True]
+    guards.rolled_back(36, 44, guards_with(NOISY))
+    assert [guards.may_return_to(step) for step in (32, 36, 40, 44, 48)] == [True, False, False, False, True]
+
+
+@pytest.fixture
+def jolt(lab, monkeypatch):
+    """A learning rate that is far too large at one step, counted from 1: the loss of the next one jumps."""
+    from dualtune.train.schedule import learning_rate
+
+    factor = 1e5 if lab.backend.name == "numpy" else 1e4
+
+    def at(step):
+        rate = lambda config, index, num: learning_rate(config, index, num) * (factor if index + 1 == step else 1)  # noqa: E731
+        monkeypatch.setattr("dualtune.train.trainer.learning_rate", rate)
+
+    return at
+
+
+SPIKY = {"train__steps": 26, "run__save_every": 4, "guards__on_spike": "rollback", "train__max_grad_norm": None,
+         "data__eval": 0.25, "run__eval_every": 5, "train__learning_rate": 1e-4, "train__schedule": "constant",
+         "train__documents_per_step": 12}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", [17, 18, 19, 20, 22, 23, 25])
+def test_a_rollback_returns_to_the_schedule_and_leaves_the_window_out(lab, jolt, rows_of, weights_of, step):
+    """Wherever the spike falls: before, on or after a step that saves or evaluates, or on the last one."""
+    jolt(step)
+    result = lab.run(**SPIKY)
+    rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows_of(result.run_dir)[0]] == list(range(1, 27))
+    spikes = [(row["step"], row.get("to_step")) for row in rows if row.get("event") in ("spike", "rollback")]
+    target = step // 4 * 4
+    expected = [(step + 1, None), (step + 1, target)]
+    if step == target:  # the checkpoint has the damage in it, as the next step shows
+        expected += [(step + 2, None), (step + 2, target - 4)]
+    assert spikes == expected
+    last = spikes[-1][0]
+    if last < 26:  # the weights came back: the losses go on where they were before the jolt
+        after = next(row["loss"] for row in rows if row["step"] == last + 1 and "lr" in row)
+        assert after < 1.1 * max(row["loss"] for row in rows if row["step"] <= step and "lr" in row)
+    assert weights_of(lab.run("again", **SPIKY).run_dir) == weights_of(result.run_dir)
+
+
+@pytest.mark.parametrize("stop", [17, 18, 19, 20, 21])
+def test_a_rollback_is_the_same_whenever_the_run_was_stopped(lab, jolt, weights_of, rows_of, stop):
+    """A stop saves a checkpoint that the uninterrupted run has not; it must not be returned to."""
+    import os
+    import signal
+
+    from dualtune.errors import Preempted
+
+    class Terminate(Hook):
+        def on_step(self, record):
+            if record.step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    jolt(18)
+    straight = lab.run("straight", **SPIKY)
+    assert '"event": "rollback"' in (straight.run_dir / "metrics.jsonl").read_text()
+    with pytest.raises(Preempted):
+        lab.run("stopped", [Terminate()], **SPIKY)
+    resumed = lab.run("stopped", **SPIKY)
+    assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
+    losses = [[(row["step"], row["loss"]) for row in rows_of(r.run_dir)[0]] for r in (resumed, straight)]
+    assert losses[0] == losses[1]
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------
