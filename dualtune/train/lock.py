@@ -1,7 +1,8 @@
 """The lock of a run directory: one process at a time, and a note about who has it or had it last.
 
 The kernel lets go of a flock when its process dies, however it dies, so a stale lock needs no cleaning. On a file
-system without flock (some NFS) the note decides: it is stale when its process is known to be gone.
+system without flock (some NFS) a file that only one process can create takes its place; it is stale when the process
+that it names is known to be gone.
 """
 
 from __future__ import annotations
@@ -13,70 +14,104 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from dualtune.disk import hidden_sibling
 from dualtune.errors import DiskError, LockedError
 
 LOCK_FILE = "lock"
+CLAIM_FILE = "lock.claim"  # where there is no flock
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Note:
     """What the lock file says. `state` is running, done, preempted or failed; a killed process leaves running."""
 
     pid: int
     host: str
-    boot: int  # when the machine was started, seconds since 1970: tells a process from one of an earlier boot
+    boot: str  # tells a process from one of an earlier boot; "" where the system has no id for it
     started: str  # for people
     state: str = "running"
     reason: str = ""
 
     @classmethod
     def of_this_process(cls) -> Note:
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(os.getpid(), socket.gethostname(), int(psutil.boot_time()), started)
+        return cls(os.getpid(), socket.gethostname(), _boot_id(), datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 class Lock:
     """Holds a run directory from `__init__` to `release`. LockedError names the holder; DiskError if read-only."""
 
     def __init__(self, run_dir: Path) -> None:
-        path = run_dir / LOCK_FILE
+        self._path, self._claim = run_dir / LOCK_FILE, run_dir / CLAIM_FILE
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = self._take()
+            self._before = _parse(_content(self._file))
+            self._write(Note.of_this_process())
         except OSError as error:
             raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
-        try:
-            held = _is_held(self._file, patient=True)
-            note = _parse(_content(self._file))
-            if held is None:  # no flock here
-                held = note is not None and _is_alive(note)
-            if held:
-                raise LockedError(_refusal(run_dir, note))
-            self._note = Note.of_this_process()
-            self._write()
-        except OSError as error:
-            os.close(self._file)
-            raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
-        except LockedError:
-            os.close(self._file)
-            raise
 
     def release(self, state: str, reason: str = "") -> None:
-        self._note.state, self._note.reason = state, reason
-        with contextlib.suppress(OSError):  # the run is over, and how it ended is told by the exit code too
-            self._write()
+        """Let go, and note how the run ended."""
+        self._let_go(replace(Note.of_this_process(), state=state, reason=reason))
+
+    def give_back(self, reason: str) -> None:
+        """Let go of a run that was refused before it began: what the note said before holds."""
+        self._let_go(self._before or replace(Note.of_this_process(), state="failed", reason=reason))
+
+    def remove(self) -> None:
+        """Let go, and leave no file behind. Whoever has opened it meanwhile will see that it is gone."""
+        self._path.unlink()
+        self._let_go(None)
+
+    def _take(self) -> int:
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                held = _is_held(file, patient=True)
+                if held is None:
+                    self._create_claim(_parse(_content(file)))
+                if held:
+                    raise LockedError(_refusal(self._path, _parse(_content(file))))
+                if self._path.exists() and os.path.samestat(os.fstat(file), self._path.stat()):
+                    return file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)  # its holder has removed it
+
+    def _create_claim(self, note: Note | None) -> None:
+        if note is not None and _is_alive(note):
+            raise LockedError(_refusal(self._path, note))
+        with contextlib.suppress(OSError):
+            holder = _parse(self._claim.read_bytes())
+            if holder is not None and not _is_alive(holder):
+                stale = hidden_sibling(self._claim)
+                self._claim.rename(stale)  # of two that see it stale, one takes it away
+                stale.unlink()
+        try:
+            file = os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            raise LockedError(_refusal(self._claim, None)) from None
+        os.write(file, _to_bytes(Note.of_this_process()))
+        os.close(file)
+
+    def _let_go(self, note: Note | None) -> None:
+        with contextlib.suppress(OSError):  # how it ended is told by the exit code too
+            if note is not None:
+                self._write(note)
+            self._claim.unlink(missing_ok=True)
         os.close(self._file)
 
-    def _write(self) -> None:
-        data = (json.dumps(asdict(self._note), indent=2) + "\n").encode()
+    def _write(self, note: Note) -> None:
+        data = _to_bytes(note)
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
 
@@ -99,7 +134,7 @@ def _is_held(file: int, kind: int = fcntl.LOCK_EX, *, patient: bool = False) -> 
 
     `patient`: somebody who only looks (`read_note`) has it for a moment, and is no reason to give up.
     """
-    for wait in (0.02, 0.1, 0.0) if patient else (0.0,):
+    for wait in (*[0.02] * 20, 0.0) if patient else (0.0,):
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
             return False
@@ -116,23 +151,37 @@ def _is_alive(note: Note) -> bool:
     """Whether the process of a note may still run. Of another machine nothing can be known."""
     if note.state != "running":
         return False
-    here = Note.of_this_process()
-    if note.host != here.host:
+    if note.host != socket.gethostname():
         return True
-    same_boot = abs(note.boot - here.boot) <= 2  # the kernel computes it from a clock that can be set
-    return same_boot and note.pid != here.pid and psutil.pid_exists(note.pid)
+    if note.boot != _boot_id() or note.pid == os.getpid():
+        return False
+    try:
+        return psutil.Process(note.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
-def _refusal(run_dir: Path, note: Note | None) -> str:
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # no Linux
+        return ""
+
+
+def _refusal(path: Path, note: Note | None) -> str:
     holder = f"process {note.pid} on {note.host}, since {note.started}" if note else "another process"
     return (
-        f"run.dir: {run_dir} is in use by {holder}. Wait for it, stop it, or choose another run.dir. "
-        f"(If that machine is gone for good, remove {run_dir / LOCK_FILE}.)"
+        f"run.dir: {path.parent} is in use by {holder}. Wait for it, stop it, or choose another run.dir. "
+        f"(If that process is gone for good, remove {path}.)"
     )
 
 
 def _content(file: int) -> bytes:
     return os.pread(file, 1 << 16, 0)
+
+
+def _to_bytes(note: Note) -> bytes:
+    return (json.dumps(asdict(note), indent=2) + "\n").encode()
 
 
 def _parse(data: bytes) -> Note | None:

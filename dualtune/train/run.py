@@ -91,6 +91,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
         first_step = saved.step
     num_weights = engine.description["trainable_parameters"]
     check_space(place, config, num_weights)
+    place.has_begun = True
     _write_run_dir(place.path, prepared, engine)
 
     watchers = Watchers(hooks)

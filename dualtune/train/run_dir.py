@@ -39,6 +39,7 @@ class RunDir:
     path: Path
     saved: Checkpoint | None
     notes: list[str] = field(default_factory=lambda: [])  # what was found and done on opening
+    has_begun: bool = False  # whether anything of this run is in it
 
     @property
     def checkpoints(self) -> Path:
@@ -57,17 +58,18 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
     directory; otherwise a path. Raises ConfigError, DiskError, FormatError (no checkpoint verifies) or LockedError.
     """
     path = path_of(config)
-    check_usable(path, resume)
-    made = [directory for directory in (path, *path.parents) if not directory.exists()]
     try:
+        check_usable(path, resume)
+        made = [directory for directory in (path, *path.parents) if not directory.exists()]
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
     with interrupt.handled():
         lock = Lock(path)
-        state, reason = "failed", "interrupted"
+        place, state, reason = RunDir(path, None), "failed", "interrupted"
         try:
-            yield _open(path, resume)
+            place = _open(path, resume)
+            yield place
             state, reason = "done", ""
         except Preempted as stop:
             state, reason = "preempted", str(stop)
@@ -76,8 +78,12 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
             reason = redact(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
         finally:
-            lock.release(state, reason)
-            _remove_if_unused(path, made)
+            if place.has_begun:
+                lock.release(state, reason)
+            elif [entry.name for entry in path.iterdir()] == [LOCK_FILE]:
+                _remove(lock, made)  # a run that failed before it wrote anything leaves nothing behind
+            else:
+                lock.give_back(reason)
 
 
 def path_of(config: Config) -> Path:
@@ -129,13 +135,12 @@ def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return found, [f"passed over {problem}" for problem in problems]
 
 
-def _remove_if_unused(path: Path, made: list[Path]) -> None:
-    """A run that failed before it wrote anything leaves nothing behind, also of the directories made for it."""
-    with contextlib.suppress(OSError):
-        if [entry.name for entry in path.iterdir()] == [LOCK_FILE]:
-            (path / LOCK_FILE).unlink()
-            for directory in made:
-                directory.rmdir()
+def _remove(lock: Lock, made: list[Path]) -> None:
+    """Remove the lock and the directories that were made for it."""
+    with contextlib.suppress(OSError):  # somebody else may have begun there
+        lock.remove()
+        for directory in made:
+            directory.rmdir()
 
 
 def _open(path: Path, resume: str) -> RunDir:

@@ -57,6 +57,14 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
     assert [line.split()[1] for line in table[1:]] == ["done", "failed", "failed", "preempted"]
 
 
+def test_a_command_that_is_refused_does_not_change_what_is_said_of_a_run(dualtune_main, config_file, states):
+    config = config_file()
+    assert dualtune_main("train", config, *NUMPY).returncode == 0
+    for args in (["--set", "adapter.rank=7"], ["--set", "data.train=nowhere.jsonl"], []):
+        dualtune_main("train", config, *args, *NUMPY)
+        assert states()["a"]["state"] == "done"
+
+
 def test_a_run_that_is_held_is_running(config_file, states, tmp_path):
     from dualtune.train.lock import Lock
 
