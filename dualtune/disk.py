@@ -54,10 +54,13 @@ def write_file(target: Path, text: str) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory in a way that never shows half of it under its name. Raises OSError."""
+    """Remove a directory in a way that never shows half of it under its name. DiskError if that fails."""
     doomed = hidden_sibling(path)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    try:
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise DiskError(f"{path}: cannot be removed: {error.strerror or error}") from error
 
 
 def remove_leftovers(directory: Path) -> list[Path]:

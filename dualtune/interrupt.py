@@ -48,7 +48,7 @@ def requested() -> bool:
 def poll() -> None:
     """Raise Preempted if a signal has asked to stop."""
     if _received is not None:
-        raise Preempted(f"stopped by {_received.name}")
+        raise Preempted(f"Stopped by {_received.name}")
 
 
 def _handle(number: int, frame: FrameType | None) -> None:

@@ -55,9 +55,11 @@ def main() -> None:
     try:
         result = cli.main(prog_name="dualtune", standalone_mode=False, terminal_width=help_width())
         sys.exit(result if isinstance(result, int) else 0)
+    except Preempted as stop:
+        say(redact(f"{stop}. Run the same command again to continue."), err=True)
+        sys.exit(stop.exit_code)
     except DualtuneError as error:
-        title = "Stopped" if isinstance(error, Preempted) else "Error"
-        say(redact(f"{title}: {error}"), err=True)
+        say(redact(f"Error: {error}"), err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         shown = io.StringIO()

@@ -28,7 +28,7 @@ from dualtune.adapter.files import read_safetensors
 from dualtune.adapter.spec import Tensors
 from dualtune.backend import Engine, OptimizerState
 from dualtune.disk import remove_directory, write_directory
-from dualtune.errors import FormatError, NonFiniteError
+from dualtune.errors import DiskError, FormatError, NonFiniteError
 
 SCHEMA_VERSION = 2  # 1 had no fingerprints and no guards
 MANIFEST = "MANIFEST.json"
@@ -81,7 +81,7 @@ def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any]) -
 
 
 def prune(directory: Path, keep: int, protected: Collection[int]) -> None:
-    """Remove all but the newest `keep` checkpoints (two at least) and the protected steps. Raises OSError."""
+    """Remove all but the newest `keep` checkpoints (two at least) and the protected steps. Raises DiskError."""
     for path, step in _directories(directory)[max(keep, 2) :]:
         if step not in protected:
             faults.reach("prune")
@@ -121,7 +121,10 @@ def set_aside(directory: Path, after: int) -> list[Path]:
     for path, step in _directories(directory):
         if step > after:
             number = next(n for n in range(1, 10**6) if not (directory / f"{path.name}.old-{n}").exists())
-            moved.append(path.rename(directory / f"{path.name}.old-{number}"))
+            try:
+                moved.append(path.rename(directory / f"{path.name}.old-{number}"))
+            except OSError as error:
+                raise DiskError(f"{path}: cannot be set aside: {error.strerror}") from error
     return moved
 
 

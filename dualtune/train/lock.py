@@ -62,14 +62,16 @@ class Lock:
         """Let go, and note how the run ended."""
         self._let_go(replace(Note.of_this_process(), state=state, reason=reason))
 
-    def give_back(self, reason: str) -> None:
-        """Let go of a run that was refused before it began: what the note said before holds."""
-        self._let_go(self._before or replace(Note.of_this_process(), state="failed", reason=reason))
+    def give_back(self, state: str, reason: str) -> None:
+        """Let go of a run that did not begin: what the note said before holds, if there was one."""
+        self._let_go(self._before or replace(Note.of_this_process(), state=state, reason=reason))
 
     def remove(self) -> None:
         """Let go, and leave no file behind. Whoever has opened it meanwhile will see that it is gone."""
-        self._path.unlink()
-        self._let_go(None)
+        try:
+            self._path.unlink()
+        finally:
+            self._let_go(None)
 
     def _take(self) -> int:
         while True:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from dualtune.backend import Backend, StepOutput
 from dualtune.disk import write_file
+from dualtune.errors import DiskError
 from dualtune.hooks import EvalRecord, Event, StepRecord
 from dualtune.redaction import redact
 from dualtune.train.watchers import Watchers
@@ -34,9 +35,12 @@ class Metrics:
         self.final_loss = math.nan
         self.eval_loss_before: float | None = None
         self._evals: dict[int, EvalRecord] = {}
-        for row in _keep_rows(path, first_step):
-            self._note(row)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            for row in _keep_rows(path, first_step):
+                self._note(row)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
         self._unwritten = b""
         self._is_failing = False
         self._backend = backend

@@ -14,6 +14,7 @@ from typing import Any
 
 import dualtune
 from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import fingerprint
@@ -124,7 +125,8 @@ def _finished(prepared: Prepared, place: RunDir) -> TrainResult | None:
     saved = prepared.saved
     assert saved is not None
     guards = Guards(prepared.config, lambda step: [], saved.state.get("guards"))
-    if not (place.adapter.exists() and (saved.step >= prepared.order.num_steps or guards.stops_early)):
+    is_last = saved.step >= prepared.order.num_steps or guards.stops_early
+    if not is_last or _steps_of_adapter(place.adapter) != saved.step:
         return None
     rows = read_rows(place.path / METRICS)
     evals = [row["eval_loss"] for row in rows if "eval_loss" in row]
@@ -133,6 +135,14 @@ def _finished(prepared: Prepared, place: RunDir) -> TrainResult | None:
         place.path, place.adapter, saved.step, losses[-1] if losses else math.nan, evals[0] if evals else None,
         evals[-1] if evals else None, was_finished=True,
     )  # fmt: skip
+
+
+def _steps_of_adapter(path: Path) -> int | None:
+    """How long the adapter was trained. One of a shorter run, which was continued since, is not the result."""
+    try:
+        return json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))["training"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> None:
@@ -173,7 +183,7 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
     if saver.failure is not None:
         kept = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
         return DiskError(f"{stop}, and could not be saved; {kept}. {saver.failure}")
-    return Preempted(f"{stop}; saved in {saver.newest}. Run the same command again to continue.")
+    return Preempted(f"{stop}; saved in {saver.newest}")
 
 
 def _write_run_dir(run_dir: Path, prepared: Prepared, engine: Engine) -> None:

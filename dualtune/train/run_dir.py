@@ -83,7 +83,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
             elif [entry.name for entry in path.iterdir()] == [LOCK_FILE]:
                 _remove(lock, made)  # a run that failed before it wrote anything leaves nothing behind
             else:
-                lock.give_back(reason)
+                lock.give_back(state, reason)
 
 
 def path_of(config: Config) -> Path:

@@ -52,8 +52,8 @@ class Saver:
         self._saved_step, self.failure = step, None
         try:
             checkpoint.prune(self._place.checkpoints, self._config.run.keep, self._protected())
-        except OSError as error:
-            self._log.event(Event(step, "prune_failed", f"an old checkpoint cannot be removed: {error}"))
+        except DiskError as error:
+            self._log.event(Event(step, "prune_failed", str(error)))
 
     def asked(self) -> bool:
         """Whether somebody has made the file checkpoint-now. It is removed."""

@@ -50,7 +50,7 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
     assert (found["killed"]["checkpoint"], "was killed" in found["killed"]["reason"]) == (2, True)
     assert "6 steps in a row" in found["failed"]["reason"]
     assert (found["preempted"]["step"], found["preempted"]["checkpoint"]) == (1, 1)
-    assert "stopped by SIGTERM" in found["preempted"]["reason"]
+    assert "Stopped by SIGTERM" in found["preempted"]["reason"]
 
     table = dualtune_main("runs", tmp_path / "runs").stdout.splitlines()
     assert table[0].split() == ["run", "state", "step", "loss", "eval", "loss", "checkpoint"]

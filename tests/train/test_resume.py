@@ -144,6 +144,17 @@ def test_a_finished_run_is_left_as_it_is(lab):
     assert after == before
 
 
+def test_the_adapter_of_a_shorter_run_is_not_taken_for_the_result(lab, weights_of):
+    """A finished run is made longer, and killed when its last checkpoint is there and its adapter is not."""
+    straight = lab.run("straight", **RUN | {"train__schedule": "constant"})
+    lab.run(**RUN | {"train__schedule": "constant", "train__steps": 6})
+    with pytest.raises(Crash):
+        lab.run(hooks=[Stop(9, "eval")], **RUN | {"train__schedule": "constant"})
+    again = lab.run(**RUN | {"train__schedule": "constant"})
+    assert not again.was_finished
+    assert weights_of(again.run_dir) == weights_of(straight.run_dir)
+
+
 def test_resume_without_a_checkpoint_starts_at_the_beginning(lab, weights_of):
     straight = lab.run("straight", **RUN)
     assert weights_of(lab.run("fresh", **RUN).run_dir) == weights_of(straight.run_dir)
