@@ -1,22 +1,30 @@
 # make demo    a fresh machine to a fine-tuned tiny model, no download of models or data
 # make test    everything that can be tested on this machine
+# make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes
 # make lint    style, types
 # make wheel   build the wheel and prove it in a clean environment
+# make reliability   inject every fault that docs/reliability.md lists, and write its table anew
 
 PYTHON ?= python3
+SEED ?= 1
+TORCH ?= 300
+MLX ?= 40
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test lint format wheel clean
+.PHONY: demo test chaos lint format wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest
+
+chaos: .venv/.dev
+	$(BIN)/python tests/chaos --seed $(SEED) --torch $(TORCH) --mlx $(MLX) --output benchmarks/results/chaos.json
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -29,6 +37,9 @@ format: .venv/.dev
 
 wheel: .venv/.dev
 	BACKEND=$(BACKEND) scripts/check_wheel.sh $(BIN)/python
+
+reliability: .venv/.dev
+	$(BIN)/python scripts/reliability_table.py
 
 clean:
 	rm -rf .venv build dist

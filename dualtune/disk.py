@@ -23,7 +23,9 @@ def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
     """
     temporary = hidden_sibling(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _fsync_directory(target.parent.parent)
         temporary.mkdir()
         for name, data in files.items():
             with (temporary / name).open("xb") as file:
@@ -58,6 +60,7 @@ def remove_directory(path: Path) -> None:
     doomed = hidden_sibling(path)
     try:
         path.rename(doomed)
+        faults.reach("doomed")
         shutil.rmtree(doomed)
     except OSError as error:
         raise DiskError(f"{path}: cannot be removed: {error.strerror or error}") from error

@@ -1,7 +1,8 @@
 """Fault points: places where a test may have this process killed, as a crash or a power cut would.
 
 DUALTUNE_FAULT=<point>:<n> kills the process (SIGKILL) when it reaches the point for the n-th time; `write:<n>` kills it
-when n bytes of checkpoints and adapters have been written. Without the variable nothing happens.
+when n bytes of files that are written whole (checkpoints, adapters, config.yaml …) have been written. Without the
+variable nothing happens.
 """
 
 from __future__ import annotations
@@ -10,27 +11,42 @@ import os
 import signal
 from collections import Counter
 
+# In the order of a save: bytes written; before the rename, and after it; before an old one is removed, in between, and
+# after it. Then: an optimizer step is made; a file of a tree is removed (in tests/chaos alone).
+POINTS = ("write", "synced", "renamed", "prune", "doomed", "pruned", "step", "unlink")
+
 _passed: Counter[str] = Counter()
 
 
 def allowed(point: str, amount: int) -> int:
     """How much of `amount` may be done at this point before the process is to be killed there."""
-    name, _, limit = os.environ.get("DUALTUNE_FAULT", "").partition(":")
-    if name != point:
+    limit = _limit(point)
+    if limit is None:
         return amount
-    left = int(limit) - _passed[point]
+    left = limit - _passed[point]
     _passed[point] += amount
     return max(0, min(amount, left))
 
 
 def reach(point: str) -> None:
     """Die here, if this is the n-th time and the n-th time is fatal."""
-    name, _, limit = os.environ.get("DUALTUNE_FAULT", "").partition(":")
-    if name == point:
+    limit = _limit(point)
+    if limit is not None:
         _passed[point] += 1
-        if _passed[point] == int(limit):
+        if _passed[point] == limit:
             die()
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _limit(point: str) -> int | None:
+    """The n of DUALTUNE_FAULT, if it names this point. ValueError for a point that does not exist."""
+    wanted = os.environ.get("DUALTUNE_FAULT")
+    if wanted is None:
+        return None
+    name, _, limit = wanted.partition(":")
+    if name not in POINTS:
+        raise ValueError(f"DUALTUNE_FAULT: got {wanted!r}, allowed: <point>:<n> with one of {', '.join(POINTS)}")
+    return int(limit) if name == point else None

@@ -53,10 +53,14 @@ class Lock:
         self._path, self._claim = run_dir / LOCK_FILE, run_dir / CLAIM_FILE
         try:
             self._file = self._take()
-            self._before = _parse(_content(self._file))
-            self._write(Note.of_this_process())
         except OSError as error:
             raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
+        self._before = _parse(_content(self._file))
+        try:
+            self._write(Note.of_this_process())
+        except OSError as error:
+            self._let_go(None)
+            raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
 
     def release(self, state: str, reason: str = "") -> None:
         """Let go, and note how the run ended."""
@@ -82,7 +86,7 @@ class Lock:
                     self._create_claim(_parse(_content(file)))
                 if held:
                     raise LockedError(_refusal(self._path, _parse(_content(file))))
-                if self._path.exists() and os.path.samestat(os.fstat(file), self._path.stat()):
+                if _is_at(file, self._path):
                     return file
             except BaseException:
                 os.close(file)
@@ -92,18 +96,23 @@ class Lock:
     def _create_claim(self, note: Note | None) -> None:
         if note is not None and _is_alive(note):
             raise LockedError(_refusal(self._path, note))
-        with contextlib.suppress(OSError):
-            holder = _parse(self._claim.read_bytes())
-            if holder is not None and not _is_alive(holder):
-                stale = hidden_sibling(self._claim)
-                self._claim.rename(stale)  # of two that see it stale, one takes it away
-                stale.unlink()
+        own, stale = hidden_sibling(self._claim), hidden_sibling(self._claim)
+        own.write_bytes(_to_bytes(Note.of_this_process()))
         try:
-            file = os.open(self._claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
+            if self._claim.exists():
+                _check_dead(self._claim)
+                self._claim.rename(stale)  # of two that see it stale, one takes it away…
+                try:
+                    _check_dead(stale)
+                except LockedError:  # …and gives it back if it was taken over in between
+                    os.link(stale, self._claim)
+                    raise
+            os.link(own, self._claim)  # appears whole or not at all
+        except (FileExistsError, FileNotFoundError):  # another one was quicker
             raise LockedError(_refusal(self._claim, None)) from None
-        os.write(file, _to_bytes(Note.of_this_process()))
-        os.close(file)
+        finally:
+            own.unlink()
+            stale.unlink(missing_ok=True)
 
     def _let_go(self, note: Note | None) -> None:
         with contextlib.suppress(OSError):  # how it ended is told by the exit code too
@@ -116,6 +125,21 @@ class Lock:
         data = _to_bytes(note)
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
+
+
+def _check_dead(claim: Path) -> None:
+    """LockedError if the process that a claim names may still run."""
+    holder = _parse(claim.read_bytes())
+    if holder is not None and _is_alive(holder):
+        raise LockedError(_refusal(claim, holder))
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def read_note(run_dir: Path) -> tuple[Note | None, bool]:

@@ -5,6 +5,7 @@ A number that is not finite is written as NaN or Infinity, as Python and pandas 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from dualtune.redaction import redact
 from dualtune.train.watchers import Watchers
 
 TAIL_BYTES = 1 << 17
+KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
 
 
 class Metrics:
@@ -103,20 +105,38 @@ class Metrics:
         """Call after work between two steps that is not part of a step (evaluation, saving)."""
         self._clock = time.perf_counter()
 
+    def sync(self) -> None:
+        """Make the rows durable: after a power cut no checkpoint may be newer than its rows."""
+        with contextlib.suppress(OSError):
+            os.fsync(self._file)
+
+    def write_rest(self) -> None:
+        """The last chance of rows that a full disk has refused."""
+        if self._unwritten and self._try_to_write() is not None:
+            num_rows = self._unwritten.count(b"\n")
+            message = f"metrics.jsonl could not be written to the end: {num_rows} rows are lost"
+            self._watchers.tell("on_event", Event(self._step, "metrics_lost", message))
+
     def close(self) -> None:
         os.close(self._file)
 
     def _write(self, row: dict[str, Any]) -> None:
         self._note(row)
         self._unwritten += (json.dumps(row) + "\n").encode()
+        problem = self._try_to_write()
+        was_failing, self._is_failing = self._is_failing, problem is not None
+        if self._is_failing and not was_failing:
+            message = f"metrics.jsonl cannot be written ({problem}). Training goes on; its rows are kept in memory"
+            self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
+
+    def _try_to_write(self) -> str | None:
+        """Write what has not been written yet; what went wrong."""
         try:
-            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-            self._is_failing = bool(self._unwritten)
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError as error:
-            if not self._is_failing:
-                self._is_failing = True
-                message = f"metrics.jsonl cannot be written ({error.strerror}). Training goes on; its rows are kept"
-                self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
+            return error.strerror
+        return None
 
     def _note(self, row: Mapping[str, Any]) -> None:
         if "event" in row:
@@ -147,11 +167,15 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
+    """The row of a line, or None if it was cut or is not one of ours."""
     try:
-        row = json.loads(line)
+        found: Any = json.loads(line)
     except ValueError:
         return None
-    return cast(dict[str, Any], row) if isinstance(row, dict) else None
+    if not isinstance(found, dict):
+        return None
+    row = cast(dict[str, Any], found)
+    return row if isinstance(row.get("step"), int) and any(key in row for key in KINDS) else None
 
 
 def _keep_rows(path: Path, first_step: int) -> list[dict[str, Any]]:

@@ -113,6 +113,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     except Preempted as stop:
         raise _stopped(stop, saver) from None
     finally:
+        log.write_rest()
         watchers.end()
         log.close()
     if saver.newest is None and saver.failure is not None:

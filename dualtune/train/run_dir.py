@@ -23,7 +23,7 @@ from dualtune.errors import ConfigError, DiskError, FormatError, Preempted
 from dualtune.redaction import redact
 from dualtune.train import checkpoint
 from dualtune.train.checkpoint import Checkpoint
-from dualtune.train.lock import LOCK_FILE, Lock
+from dualtune.train.lock import CLAIM_FILE, LOCK_FILE, Lock
 
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
@@ -80,7 +80,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
         finally:
             if place.has_begun:
                 lock.release(state, reason)
-            elif [entry.name for entry in path.iterdir()] == [LOCK_FILE]:
+            elif _is_unused(path):
                 _remove(lock, made)  # a run that failed before it wrote anything leaves nothing behind
             else:
                 lock.give_back(state, reason)
@@ -133,6 +133,13 @@ def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
             "over, or remove the directory."
         )
     return found, [f"passed over {problem}" for problem in problems]
+
+
+def _is_unused(path: Path) -> bool:
+    try:
+        return {entry.name for entry in path.iterdir()} <= {LOCK_FILE, CLAIM_FILE}
+    except OSError:
+        return False
 
 
 def _remove(lock: Lock, made: list[Path]) -> None:

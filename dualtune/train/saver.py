@@ -42,6 +42,7 @@ class Saver:
             return
         state = {"place": place_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
         state["guards"] = self._guards.saved_state()
+        self._log.sync()
         try:
             self.newest = checkpoint.save(self._place.checkpoints, step, self._engine, state)
         except DiskError as error:

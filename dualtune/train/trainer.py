@@ -83,7 +83,8 @@ def fit(job: Job, first_step: int = 0) -> int:
             _evaluate_if_due(job, step)
             log.restart_clock()
 
-    saver.save(step)
+    if guards.stops_early:
+        saver.save(step)
     return step
 
 

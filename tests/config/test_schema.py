@@ -39,8 +39,13 @@ DEFAULTS = {
     },
     "memory": {"checkpointing": "auto", "offload": "auto", "limit": "auto"},
     "hybrid": {"enabled": False},
-    "guards": {"nonfinite_limit": 5, "on_spike": "warn", "spike_threshold": 8, "early_stopping": None,
-               "restore_best": False},
+    "guards": {
+        "nonfinite_limit": 5,
+        "on_spike": "warn",
+        "spike_threshold": 8,
+        "early_stopping": None,
+        "restore_best": False,
+    },
     "run": {"dir": "runs/first", "seed": 42, "log_every": 10, "eval_every": 100, "save_every": 100, "keep": 3},
 }
 

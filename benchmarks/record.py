@@ -1,0 +1,52 @@
+"""Where a figure comes from: every benchmark writes its result with the machine, the versions and the commit."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("numpy", "torch", "transformers", "mlx", "mlx-lm", "safetensors")
+
+
+def write(name: str, figures: dict[str, Any]) -> Path:
+    """Write results/<name>.json."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"made_by": f"benchmarks/{name}.py", **origin(), **figures}, indent=2) + "\n")
+    return path
+
+
+def origin() -> dict[str, Any]:
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": git.stdout.strip(),
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cores": psutil.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "gpu": _gpu(),
+        },
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> str | None:
+    from dualtune.platform.detect import detect
+
+    return next((gpu.name for gpu in detect().gpus), None)
