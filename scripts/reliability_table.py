@@ -108,7 +108,7 @@ def overhead_table() -> list[str]:
         ["saving, share of a run with `save_every: 100`", f"{saving['share']:.2%}"],
         [
             "start to first step, resumed / fresh",
-            f"{ratio:.2f} (from {low:.2f} to {high:.2f} in {len(start['fresh_s'])} pairs)",
+            f"{ratio:.2f} ({spread})",
         ],
     ]
     return [
