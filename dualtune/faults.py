@@ -44,7 +44,7 @@ def die() -> None:
 def _limit(point: str) -> int | None:
     """The n of DUALTUNE_FAULT, if it names this point. ValueError for a point that does not exist."""
     wanted = os.environ.get("DUALTUNE_FAULT")
-    if wanted is None:
+    if not wanted:
         return None
     name, _, limit = wanted.partition(":")
     if name not in POINTS:
