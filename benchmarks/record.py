@@ -6,11 +6,13 @@ import json
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from dualtune.platform.detect import detect
+from dualtune.versions import versions_of
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("numpy", "torch", "transformers", "mlx", "mlx-lm", "safetensors")
@@ -35,18 +37,9 @@ def origin() -> dict[str, Any]:
             "memory_bytes": psutil.virtual_memory().total,
             "gpu": _gpu(),
         },
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | versions_of(PACKAGES),
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _gpu() -> str | None:
-    from dualtune.platform.detect import detect
-
     return next((gpu.name for gpu in detect().gpus), None)

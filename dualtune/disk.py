@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dualtune import faults
 from dualtune.errors import DiskError
@@ -39,6 +41,16 @@ def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
         raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def json_bytes(table: Mapping[str, Any]) -> bytes:
+    """The content of a JSON file. ValueError for NaN and Infinity, which JSON does not have."""
+    return (json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def listing(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+    """What a manifest says of files: the size and sha256 of each."""
+    return {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
 def write_file(target: Path, text: str) -> None:

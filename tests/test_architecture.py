@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    {"errors", "redaction", "faults", "show"},
+    {"errors", "redaction", "faults", "show", "versions"},
     {"disk", "interrupt"},
     {"adapter", "config"},
     {"base_model"},

@@ -11,7 +11,6 @@ weight files against each other where there is none.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from dualtune.adapter import canonical, mlx_lm, peft
 from dualtune.adapter.files import read_json, read_safetensors
 from dualtune.adapter.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
 from dualtune.adapter.spec import LoraSpec, Tensors, modules_of
-from dualtune.disk import write_directory
+from dualtune.disk import json_bytes, write_directory
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
 
 CONFIG_FILE = peft.CONFIG_FILE
@@ -102,8 +101,8 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         files[mlx_lm.WEIGHTS_FILE] = _safetensors(mlx_lm.mlx_tensors(tensors), "mlx")
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # the key under which mlx-lm's trainer keeps it
-    files[CONFIG_FILE] = _json(config)
-    files[MANIFEST_FILE] = _json(make_manifest(files, notes, metadata))
+    files[CONFIG_FILE] = json_bytes(config)
+    files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, metadata))
     return files
 
 
@@ -180,7 +179,3 @@ def _check_values(tensors: Tensors) -> None:
 def _safetensors(tensors: Tensors, framework: str) -> bytes:
     """`format` is what transformers and PEFT look for in the header."""
     return safetensors.numpy.save(tensors, metadata={"format": framework})
-
-
-def _json(table: Mapping[str, Any]) -> bytes:
-    return (json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -7,13 +7,13 @@ The rest is metadata of whoever wrote the adapter: fingerprints of the base mode
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dualtune.adapter import fields
 from dualtune.adapter.files import LFS_ADVICE, is_lfs_pointer, read_json, sha256_of
+from dualtune.disk import listing
 from dualtune.errors import FormatError
 
 MANIFEST_FILE = "dualtune.json"
@@ -26,9 +26,7 @@ def make_manifest(files: Mapping[str, bytes], notes: Collection[str], metadata: 
     return {
         **metadata,
         "schema_version": SCHEMA_VERSION,
-        "files": {
-            name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
-        },
+        "files": listing(files),
         "notes": [*(metadata.get("notes") or []), *notes],
     }
 

@@ -7,13 +7,15 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from dualtune.versions import versions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +67,13 @@ def detect() -> Machine:
         driver=driver,
         cuda=cuda,
         gpu_problem=problem,
-        packages=_versions(),
+        packages=versions_of(PACKAGES),
     )
 
 
 def is_installed(framework: str) -> bool:
     """Whether "torch" or "mlx" can be found; nothing is imported."""
     return find_spec(framework) is not None
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _nvidia() -> tuple[list[Gpu], str | None, str | None, str | None]:

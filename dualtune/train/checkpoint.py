@@ -27,7 +27,7 @@ from dualtune import faults
 from dualtune.adapter.files import read_safetensors
 from dualtune.adapter.spec import Tensors
 from dualtune.backend import Engine, OptimizerState
-from dualtune.disk import remove_directory, write_directory
+from dualtune.disk import json_bytes, listing, remove_directory, write_directory
 from dualtune.errors import DiskError, FormatError, NonFiniteError
 
 SCHEMA_VERSION = 2  # 1 had no fingerprints and no guards
@@ -71,10 +71,9 @@ def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any]) -
         "adapter.safetensors": to_bytes(adapter),
         "optimizer_m.safetensors": to_bytes(optimizer.m),
         "optimizer_v.safetensors": to_bytes(optimizer.v),
-        "state.json": _json({"step": step, "optimizer_step": optimizer.step, **state}),
+        "state.json": json_bytes({"step": step, "optimizer_step": optimizer.step, **state}),
     }
-    listed = {name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for name, data in files.items()}
-    files[MANIFEST] = _json({"schema_version": SCHEMA_VERSION, "step": step, "files": listed})
+    files[MANIFEST] = json_bytes({"schema_version": SCHEMA_VERSION, "step": step, "files": listing(files)})
     path = path_of(directory, step)
     write_directory(path, files)
     return path
@@ -177,7 +176,3 @@ def _directories(directory: Path) -> list[tuple[Path, int]]:
 
 def _num_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
-
-
-def _json(table: Mapping[str, Any]) -> bytes:
-    return (json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()

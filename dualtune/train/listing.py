@@ -12,7 +12,7 @@ from typing import Any
 from dualtune.errors import ConfigError
 from dualtune.train import checkpoint
 from dualtune.train.lock import read_note
-from dualtune.train.metrics import last_rows, read_rows
+from dualtune.train.metrics import History, last_rows, read_rows
 from dualtune.train.run_dir import ADAPTER, CHECKPOINTS, METRICS, is_run_dir
 
 MAX_DEPTH = 4  # of run directories below the one that is asked about
@@ -55,9 +55,9 @@ def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
     if not is_run_dir(run_dir):
         raise ConfigError(f"{run_dir}: is not a run directory. `dualtune runs` lists those below a directory")
     found = checkpoint.entries(run_dir / CHECKPOINTS)
-    evals = {row["step"]: row["eval_loss"] for row in read_rows(run_dir / METRICS) if "eval_loss" in row}
-    judged = [e.step for e in found if math.isfinite(evals.get(e.step, math.nan))]
-    best = min(judged, key=evals.__getitem__, default=None)
+    evals = History(read_rows(run_dir / METRICS)).evals
+    judged = [e.step for e in found if e.step in evals and math.isfinite(evals[e.step].eval_loss)]
+    best = min(judged, key=lambda step: evals[step].eval_loss, default=None)
     return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in found]
 
 
@@ -72,17 +72,15 @@ def _find(directory: Path, depth: int) -> Iterator[Path]:
 
 def _summary(path: Path) -> RunSummary:
     state, reason = _state_of(path)
-    rows = last_rows(path / METRICS)
-    steps = [row for row in rows if "lr" in row]
-    evals = [row for row in rows if "eval_loss" in row]
+    history = History(last_rows(path / METRICS))
     newest = checkpoint.steps(path / CHECKPOINTS)[:1]
     saved = _state(checkpoint.path_of(path / CHECKPOINTS, newest[0])) if newest else {}
     return RunSummary(
         str(path), state, reason,
-        steps[-1]["step"] if steps else None,
+        history.step,
         saved.get("schedule", {}).get("num_steps"),
-        steps[-1]["loss"] if steps else None,
-        evals[-1]["eval_loss"] if evals else None,
+        history.loss,
+        history.eval_loss,
         newest[0] if newest else None,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,38 @@ TAIL_BYTES = 1 << 17
 KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
 
 
+class History:
+    """What the rows of a run say so far."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.step: int | None = None  # of the last step row, with its loss
+        self.loss: float | None = None
+        self.evals: dict[int, EvalRecord] = {}  # by step, in the order in which they were made
+        for row in rows:
+            self.note(row)
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        if "eval_loss" in row:
+            self.evals[row["step"]] = EvalRecord(row["step"], row["eval_loss"], row["eval_targets"])
+        elif "loss" in row:
+            self.step, self.loss = row["step"], row["loss"]
+
+    @property
+    def final_loss(self) -> float:
+        """NaN before the first step."""
+        return math.nan if self.loss is None else self.loss
+
+    @property
+    def eval_loss_before(self) -> float | None:
+        """Of the evaluation before the first step."""
+        return self.evals[0].eval_loss if 0 in self.evals else None
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Of the newest evaluation."""
+        return self.evals[max(self.evals)].eval_loss if self.evals else None
+
+
 class Metrics:
     """Turns device results into records, writes them, and tells them to the hooks.
 
@@ -34,12 +66,8 @@ class Metrics:
     """
 
     def __init__(self, path: Path, backend: Backend, watchers: Watchers, first_step: int = 0) -> None:
-        self.final_loss = math.nan
-        self.eval_loss_before: float | None = None
-        self._evals: dict[int, EvalRecord] = {}
         try:
-            for row in _keep_rows(path, first_step):
-                self._note(row)
+            self.history = History(_keep_rows(path, first_step))
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
@@ -92,15 +120,6 @@ class Metrics:
         self._write({"step": event.step, "event": event.event, "message": event.message, **event.details})
         self._watchers.tell("on_event", event)
 
-    @property
-    def eval_loss(self) -> float | None:
-        """Of the newest evaluation."""
-        return self._evals[max(self._evals)].eval_loss if self._evals else None
-
-    def eval_at(self, step: int) -> EvalRecord | None:
-        """The evaluation that was made after this many steps."""
-        return self._evals.get(step)
-
     def restart_clock(self) -> None:
         """Call after work between two steps that is not part of a step (evaluation, saving)."""
         self._clock = time.perf_counter()
@@ -121,7 +140,7 @@ class Metrics:
         os.close(self._file)
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._note(row)
+        self.history.note(row)
         self._unwritten += (json.dumps(row) + "\n").encode()
         problem = self._try_to_write()
         was_failing, self._is_failing = self._is_failing, problem is not None
@@ -137,15 +156,6 @@ class Metrics:
         except OSError as error:
             return error.strerror
         return None
-
-    def _note(self, row: Mapping[str, Any]) -> None:
-        if "event" in row:
-            return
-        if "eval_loss" in row:
-            self._evals[row["step"]] = EvalRecord(row["step"], row["eval_loss"], row["eval_targets"])
-            self.eval_loss_before = row["eval_loss"] if row["step"] == 0 else self.eval_loss_before
-        else:
-            self.final_loss = row["loss"]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -36,7 +36,8 @@ class Prepared:
     micro_batch_tokens: int
     spec: LoraSpec
     start: Adapter | None  # the adapter that training starts from
-    fingerprints: dict[str, str]  # of base model, tokenizer and data
+    base: dict[str, Any]  # what identifies the base model…
+    fingerprints: dict[str, str]  # …and, in short, base model, tokenizer and data
     saved: Checkpoint | None  # the checkpoint that the run continues from…
     changes: list[Change]  # …and what has changed since, as far as that is allowed
 
@@ -85,14 +86,15 @@ def prepare(config: Config, backend: Backend, saved: Checkpoint | None = None) -
     order = Order(config, [len(document.tokens) for document in train.items])
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
-    found = _fingerprints(model_dir, train, eval_)
+    base = fingerprint(model_dir)
+    found = _fingerprints(base, train, eval_)
     if saved is not None:
         check_fingerprints(saved, found)
         check_place(saved, place_of(order, saved.step))
     tokens = auto_micro_batch_tokens(config)
     spec = _spec(config, start)
     return Prepared(
-        config, backend, model_dir, tokenizer, train, eval_, order, tokens, spec, start, found, saved, changes
+        config, backend, model_dir, tokenizer, train, eval_, order, tokens, spec, start, base, found, saved, changes
     )
 
 
@@ -103,8 +105,7 @@ def place_of(order: Order, step: int) -> dict[str, Any]:
     return {"epoch": order.step(step - 1).epoch if step else 0.0, "next_documents": f"{len(ids)}, sha256 {digest}"}
 
 
-def _fingerprints(model_dir: Path, train: Documents, eval_: Documents) -> dict[str, str]:
-    base = fingerprint(model_dir)
+def _fingerprints(base: dict[str, Any], train: Documents, eval_: Documents) -> dict[str, str]:
     weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()
     return {
         "base model's config": f"sha256 {base['config_sha256'][:16]}",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from dualtune.adapter.directory import Adapter, write_adapter
 from dualtune.adapter.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
-from dualtune.base_model import fingerprint
 from dualtune.config import Config, to_yaml
 from dualtune.disk import remove_directory, write_file
 from dualtune.errors import DiskError, Preempted
@@ -26,13 +23,14 @@ from dualtune.train.checkpoint import BYTES_PER_WEIGHT, set_aside
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards
 from dualtune.train.inference import load_adapter
-from dualtune.train.metrics import Metrics, read_rows
+from dualtune.train.metrics import History, Metrics, read_rows
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.resume import table
 from dualtune.train.run_dir import METRICS, RunDir, open_run
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.trainer import Job, fit
 from dualtune.train.watchers import Watchers
+from dualtune.versions import versions_of
 
 # Versions worth knowing when two machines disagree.
 RECORDED_PACKAGES = (
@@ -118,7 +116,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
         log.close()
     if saver.newest is None and saver.failure is not None:
         raise DiskError(f"{saver.failure} No checkpoint could be saved; the adapter is in {place.adapter}")
-    return TrainResult(place.path, place.adapter, num_steps, log.final_loss, log.eval_loss_before, log.eval_loss)
+    return _result(place, num_steps, log.history)
 
 
 def _finished(prepared: Prepared, place: RunDir) -> TrainResult | None:
@@ -129,13 +127,12 @@ def _finished(prepared: Prepared, place: RunDir) -> TrainResult | None:
     is_last = saved.step >= prepared.order.num_steps or guards.stops_early
     if not is_last or _steps_of_adapter(place.adapter) != saved.step:
         return None
-    rows = read_rows(place.path / METRICS)
-    evals = [row["eval_loss"] for row in rows if "eval_loss" in row]
-    losses = [row["loss"] for row in rows if "lr" in row]
-    return TrainResult(
-        place.path, place.adapter, saved.step, losses[-1] if losses else math.nan, evals[0] if evals else None,
-        evals[-1] if evals else None, was_finished=True,
-    )  # fmt: skip
+    return _result(place, saved.step, History(read_rows(place.path / METRICS)), was_finished=True)
+
+
+def _result(place: RunDir, num_steps: int, history: History, *, was_finished: bool = False) -> TrainResult:
+    losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
+    return TrainResult(place.path, place.adapter, num_steps, *losses, was_finished)
 
 
 def _steps_of_adapter(path: Path) -> int | None:
@@ -195,10 +192,6 @@ def _write_run_dir(run_dir: Path, prepared: Prepared, engine: Engine) -> None:
 
 def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
     """What a reader of the results needs to know about the machine; nothing about its user."""
-    versions: dict[str, str] = {}
-    for package in RECORDED_PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
     return {
         "dualtune": dualtune.__version__,
         "python": platform.python_version(),
@@ -207,7 +200,7 @@ def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
         "backend": backend.name,
         "devices": [{"name": d.name, "kind": d.kind, "total_bytes": d.total_bytes} for d in backend.devices()],
         "engine": dict(engine),
-        "packages": versions,
+        "packages": versions_of(RECORDED_PACKAGES),
     }
 
 
@@ -216,16 +209,16 @@ def _write_adapter(
 ) -> None:
     config = prepared.config
     record = {
-        "base": fingerprint(prepared.model_dir)
+        "base": prepared.base
         | {"name": config.model.name, "loaded_as": engine.description["quantization"]},
         "training": {
             "backend": prepared.backend.name,
             "steps": num_steps,
             "skipped_steps": guards.state.num_skipped,
             "seed": config.run.seed,
-            "final_loss": _finite(log.final_loss),
-            "eval_loss_before": _finite(log.eval_loss_before),
-            "eval_loss": _finite(log.eval_loss),
+            "final_loss": _finite(log.history.final_loss),
+            "eval_loss_before": _finite(log.history.eval_loss_before),
+            "eval_loss": _finite(log.history.eval_loss),
             "best_step": guards.state.best_step,
             "best_eval_loss": guards.state.best_loss,
             "train_documents": len(prepared.train.items),

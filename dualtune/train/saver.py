@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import Any
 
 from dualtune.backend import Engine
 from dualtune.config import Config
-from dualtune.errors import DiskError
+from dualtune.errors import DiskError, FormatError
 from dualtune.hooks import Event
 from dualtune.show import in_bytes
 from dualtune.train import checkpoint
@@ -16,7 +17,7 @@ from dualtune.train.guards import Guards
 from dualtune.train.metrics import Metrics
 from dualtune.train.prepare import Prepared, place_of
 from dualtune.train.run_dir import CHECKPOINT_NOW, RunDir
-from dualtune.train.schedule import learning_rate
+from dualtune.train.schedule import is_due, learning_rate
 
 ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
 
@@ -69,18 +70,18 @@ class Saver:
 
         The second time in a row an older one, and so on: the first may have been made when the damage was done already.
         """
-        for candidate in checkpoint.steps(self._place.checkpoints):
-            if candidate < step and self._is_scheduled(candidate) and self._guards.may_return_to(candidate):
-                path = checkpoint.path_of(self._place.checkpoints, candidate)
-                if checkpoint.problem_of(path) is None:
-                    return checkpoint.read(path)
-        return None
+        before = (s for s in checkpoint.steps(self._place.checkpoints) if s < step and self._is_scheduled(s))
+        return next(filter(None, map(self._read, filter(self._guards.may_return_to, before))), None)
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best evaluation, if there was one and it verifies."""
         step = self._guards.state.best_step
-        path = None if step is None else checkpoint.path_of(self._place.checkpoints, step)
-        return None if path is None or checkpoint.problem_of(path) else checkpoint.read(path)
+        return None if step is None else self._read(step)
+
+    def _read(self, step: int) -> Checkpoint | None:
+        with contextlib.suppress(FormatError):
+            return checkpoint.read(checkpoint.path_of(self._place.checkpoints, step))
+        return None
 
     def _protected(self) -> set[int]:
         """Steps whose checkpoints are kept however old they are: the best, and two to roll back to."""
@@ -91,8 +92,7 @@ class Saver:
         return protected
 
     def _is_scheduled(self, step: int) -> bool:
-        every = self._config.run.save_every
-        return every is not None and step % every == 0
+        return is_due(step, self._config.run.save_every)
 
     def _schedule(self, step: int) -> dict[str, Any]:
         num_steps = self._order.num_steps

@@ -27,6 +27,11 @@ def learning_rate(config: Config, step: int, num_steps: int) -> float:
             return peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def is_due(step: int, every: int | None) -> bool:
+    """Whether something that happens every so many steps happens after this one."""
+    return every is not None and step % every == 0
+
+
 def warmup_steps(warmup: float, num_steps: int) -> int:
     """Below 1, a share of the steps (rounded up); otherwise a number of steps."""
     return math.ceil(warmup * num_steps - 1e-9) if warmup < 1 else int(warmup)  # 0.07 · 100 is 7.000000000000001

@@ -14,7 +14,7 @@ from dualtune.train.guards import Guards
 from dualtune.train.metrics import Metrics
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver
-from dualtune.train.schedule import learning_rate
+from dualtune.train.schedule import is_due, learning_rate
 from dualtune.train.watchers import Watchers
 
 
@@ -75,7 +75,7 @@ def fit(job: Job, first_step: int = 0) -> int:
         if guards.spike_step is not None:  # it was the step before, so the one just made is taken again
             step = _roll_back(job, step)
 
-        save_due = saver.asked() or step == num_steps or _due(step, config.run.save_every)
+        save_due = saver.asked() or step == num_steps or is_due(step, config.run.save_every)
         if save_due or _eval_due(job, step):
             step = _settle(job, step)
             if save_due:
@@ -131,7 +131,7 @@ def _roll_back(job: Job, step: int) -> int:
 def _evaluate_if_due(job: Job, step: int) -> None:
     if not _eval_due(job, step):
         return
-    record, log = job.log.eval_at(step), job.log
+    record, log = job.log.history.evals.get(step), job.log
     if record is not None:
         job.guards.on_eval(record)  # it was made before the run was stopped
         return
@@ -157,8 +157,4 @@ def _evaluate_if_due(job: Job, step: int) -> None:
 
 def _eval_due(job: Job, step: int) -> bool:
     ends = (0, job.prepared.order.num_steps)
-    return bool(job.prepared.eval.items) and (step in ends or _due(step, job.prepared.config.run.eval_every))
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+    return bool(job.prepared.eval.items) and (step in ends or is_due(step, job.prepared.config.run.eval_every))

@@ -129,28 +129,19 @@ def _table(rows: dict[str, dict[str, Any]]) -> str:
 def _report(seed: int, rows: dict[str, dict[str, Any]], failed: list[Result]) -> dict[str, Any]:
     """What benchmarks/results keeps. No names of hosts, no paths."""
     from dualtune.train.run import RECORDED_PACKAGES
+    from dualtune.versions import versions_of
 
-    versions = {name: version for name in RECORDED_PACKAGES if (version := _version(name))}
     return {
         "what": "training runs killed (SIGKILL) one to three times each, resumed, and compared with uninterrupted ones",
         "seed": seed,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": versions_of(RECORDED_PACKAGES),
         "run": {"model": "Llama, 2 layers of 32, random", "steps": lab.NUM_STEPS, "save_every": lab.SAVE_EVERY},
         "backends": rows,
         "failed_trials": [{"backend": result.backend, "trial": result.number} for result in failed],
     }
-
-
-def _version(package: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":
