@@ -36,7 +36,12 @@ FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; the
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: rows of documents, padded on the right. All arrays are [B, T]."""
+    """One micro-batch: rows of documents, padded on the right. All arrays are [B, T].
+
+    A row holds its documents one behind another, each with positions from 0; padding has segment 0 and position 0.
+    A token sees those before it in its own document and itself, nothing else. More than one document in a row is for
+    engines that honour `data.packing`.
+    """
 
     tokens_BT: np.ndarray  # int32
     labels_BT: np.ndarray  # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]

@@ -28,6 +28,7 @@ from dualtune_mlx.lora import Noise, add_lora, linear_shape
 from dualtune_mlx.losses import loss_sum
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import Arrays, adamw, clip
+from dualtune_mlx.packing import packed_cache
 
 
 class MlxEngine:
@@ -133,9 +134,8 @@ class MlxEngine:
         return loss_sum(self._logits(batch), mx.array(batch.labels_BT)) * (self._loss_scale / num_targets)
 
     def _logits(self, batch: Batch) -> mx.array:
-        assert batch.segments_BT.max() <= 1, (
-            "several documents in a row need a mask, and this engine declares no packing"
-        )
+        if batch.segments_BT.max() > 1:
+            return self.model(mx.array(batch.tokens_BT), cache=packed_cache(self.model, batch))
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
         return self.model(mx.array(batch.tokens_BT))
 

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model, quantize_model
 
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_mlx.packing import accept_positions
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BITS = {"affine4": 4, "affine8": 8}
@@ -42,6 +43,7 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     model.set_dtype(dtype)
     model.freeze()
     model.eval()
+    accept_positions(model)
     mx.eval(model.parameters())
     return model, {
         "model_class": f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",

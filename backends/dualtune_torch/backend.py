@@ -37,7 +37,7 @@ class TorchBackend:
             "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
             "model.quantization": frozenset({"auto", "none", "nf4"}),
             "model.init": frozenset({"pretrained", "random"}),
-            "data.packing": frozenset({False}),
+            "data.packing": frozenset({False, True}),
             "memory.checkpointing": frozenset({"auto", "none"}),
         }
 

@@ -149,11 +149,13 @@ class TorchEngine:
         )
 
     def _logits(self, batch: Batch) -> Tensor:
-        assert batch.segments_BT.max() <= 1, (
-            "several documents in a row need a mask, and this engine declares no packing"
-        )
+        tokens_BT = self._tensor(batch.tokens_BT)
+        if batch.segments_BT.max() > 1:
+            # Without a mask or a cache, transformers takes position ids that do not go up by one for the start of
+            # another document, and masks the others (`masking_utils.find_packed_sequence_indices`).
+            return self.model(tokens_BT, position_ids=self._tensor(batch.positions_BT), use_cache=False).logits
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
-        return self.model(self._tensor(batch.tokens_BT), use_cache=False).logits
+        return self.model(tokens_BT, use_cache=False).logits
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.model.device)

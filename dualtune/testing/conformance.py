@@ -13,8 +13,9 @@ state, AdamW's m is (1 − β1) · g.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +29,13 @@ from dualtune.backend import (
     IGNORE_INDEX,
     Batch,
 )
-from dualtune.testing import conformance_state, tolerances
+from dualtune.testing import conformance_packing, conformance_state, tolerances
 from dualtune.testing.conformance_case import (
     DECAY,
     Case,
     assert_close,
     assert_equal,
+    assert_same_learning,
     gradient,
     llama_case,
     norm_of,
@@ -41,10 +43,11 @@ from dualtune.testing.conformance_case import (
     softmax_case,
 )
 from dualtune.testing.oracles import loss_of
-from dualtune.testing.tiny_models import row_of
+from dualtune.testing.tiny_models import row_of, with_rubbish
 
 __all__ = [
     "CHECKS",
+    "PACKING_CHECKS",
     "Case",
     "assert_close",
     "assert_equal",
@@ -136,21 +139,7 @@ def check_accumulation_does_not_matter(case: Case) -> None:
 
 def check_padding_does_not_matter(case: Case) -> None:
     """More padding, other token ids in it, and rows without a document change neither loss nor gradient."""
-    narrow = case.batch()
-    wide = case.batch(pad=7)
-    empty = np.zeros_like(wide.tokens_BT[:1])
-    tokens = np.where(wide.segments_BT == 0, 5, wide.tokens_BT)
-    wide = Batch(
-        np.concatenate([tokens, empty + 4]),
-        np.concatenate([wide.labels_BT, empty + IGNORE_INDEX]),
-        np.concatenate([wide.segments_BT, empty]),
-        np.concatenate([wide.positions_BT, empty]),
-        np.concatenate([wide.noise_BT, empty.astype(np.uint32)]),
-    )
-    a, b = (case.engine().evaluate(batch) for batch in (narrow, wide))
-    assert a.num_targets == b.num_targets
-    assert abs(a.loss_sum - b.loss_sum) <= tolerances.LOGPROBS * a.num_targets
-    assert_close(gradient(case.engine(), wide), gradient(case.engine(), narrow), tolerances.GRADIENT)
+    assert_same_learning(case, with_rubbish(case.batch(pad=7)), case.batch())
 
 
 def check_ignored_labels_do_not_matter(case: Case) -> None:
@@ -284,6 +273,9 @@ def check_merge_equals_adapter(case: Case) -> None:
     assert gap <= tolerances.MERGE, f"log-probabilities differ by {gap:.2e}"
 
 
-CHECKS: list[Callable[[Case], None]] = [
-    check for part in (globals(), vars(conformance_state)) for name, check in part.items() if name.startswith("check_")
-]
+def _checks_in(part: Mapping[str, Any]) -> list[Callable[[Case], None]]:
+    return [check for name, check in part.items() if name.startswith("check_")]
+
+
+PACKING_CHECKS = _checks_in(vars(conformance_packing))
+CHECKS = [*_checks_in(globals()), *_checks_in(vars(conformance_state)), *PACKING_CHECKS]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dualtune.adapter.spec import LoraSpec, Tensors
 from dualtune.backend import ADAM_BETA1, Backend, Batch, Engine, LoadRequest
+from dualtune.testing import tolerances
 from dualtune.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
 
@@ -40,8 +42,9 @@ class Case:
         return random_batch([9, 16, 5, 12], self.vocab, **options)
 
 
-def llama_case(backend: Backend, directory: Path) -> Case:
-    path = write_tiny_llama(directory / "tiny-llama")
+def llama_case(backend: Backend, directory: Path, **changes: Any) -> Case:
+    """`changes` are keys of the model's config."""
+    path = write_tiny_llama(directory / "tiny-llama", **changes)
     return Case(backend, path, llama_oracle(path), vocab=96)
 
 
@@ -79,3 +82,12 @@ def assert_equal(a: Tensors, b: Tensors) -> None:
     assert a.keys() == b.keys()
     unequal = [n for n in a if not np.array_equal(a[n], b[n])]
     assert not unequal, f"differ: {unequal}"
+
+
+def assert_same_learning(case: Case, a: Batch, b: Batch, *, dropout: float = 0.0) -> None:
+    """Both batches have the same loss, and the same gradient."""
+    losses = [case.engine().evaluate(batch) for batch in (a, b)]
+    assert losses[0].num_targets == losses[1].num_targets
+    assert abs(losses[0].loss_sum - losses[1].loss_sum) <= tolerances.LOGPROBS * losses[0].num_targets
+    grads = [gradient(case.engine(dropout=dropout), batch) for batch in (a, b)]
+    assert_close(grads[0], grads[1], tolerances.GRADIENT)

@@ -37,31 +37,44 @@ def softmax_oracle(path: Path) -> Oracle:
 
 
 def llama_oracle(path: Path) -> Oracle:
-    """Llama as in Hugging Face transformers (rotate-half RoPE, grouped-query attention, SwiGLU, RMSNorm)."""
+    """Llama as in Hugging Face transformers (rotate-half RoPE, grouped-query attention, SwiGLU, RMSNorm).
+
+    A token sees its own document alone, and in a layer of type `sliding_attention` the last `sliding_window` of it.
+    """
     config = json.loads((path / "config.json").read_text())
     weights = _load(path)
     theta = float(config["rope_theta"])
     heads, kv_heads, size = (int(config[k]) for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    layer_types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weight
 
-    def rope(x_BHTd: np.ndarray) -> np.ndarray:
-        positions = range(x_BHTd.shape[2])
-        angles = np.array([[t * theta ** (-i / size) for i in range(0, size, 2)] for t in positions])
-        cos, sin = np.cos(angles), np.sin(angles)
+    def rope(x_BHTd: np.ndarray, positions_BT: np.ndarray) -> np.ndarray:
+        angles_BT = positions_BT[..., None] * np.array([theta ** (-i / size) for i in range(0, size, 2)])
+        cos, sin = np.cos(angles_BT)[:, None], np.sin(angles_BT)[:, None]
         a, b = np.split(x_BHTd, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def attention(x_BTD: np.ndarray, w: Tensors, layer: str) -> np.ndarray:
+    def seen(batch: Batch, layer_type: str) -> np.ndarray:
+        """bool [B, T, T]: what each token sees."""
+        T = batch.tokens_BT.shape[1]
+        window = config["sliding_window"] if layer_type == "sliding_attention" else T
+        same_document = batch.segments_BT[:, :, None] == batch.segments_BT[:, None, :]
+        return same_document & np.tri(T, dtype=bool) & ~np.tri(T, k=-window, dtype=bool)
+
+    def attention(
+        x_BTD: np.ndarray, w: Tensors, layer: str, positions_BT: np.ndarray, seen_BTT: np.ndarray
+    ) -> np.ndarray:
         B, T, _ = x_BTD.shape
 
         def project(name: str, n: int) -> np.ndarray:
             return (x_BTD @ w[f"{layer}.self_attn.{name}.weight"].T).reshape(B, T, n, size).transpose(0, 2, 1, 3)
 
-        q, k, v = rope(project("q_proj", heads)), rope(project("k_proj", kv_heads)), project("v_proj", kv_heads)
+        q, k, v = project("q_proj", heads), project("k_proj", kv_heads), project("v_proj", kv_heads)
+        q, k = rope(q, positions_BT), rope(k, positions_BT)
         k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
-        scores = np.where(np.tri(T, dtype=bool), q @ k.swapaxes(-1, -2) / np.sqrt(size), -np.inf)
+        scores = np.where(seen_BTT[:, None], q @ k.swapaxes(-1, -2) / np.sqrt(size), -np.inf)
         mixed = np.exp(_log_softmax(scores)) @ v
         return mixed.transpose(0, 2, 1, 3).reshape(B, T, heads * size) @ w[f"{layer}.self_attn.o_proj.weight"].T
 
@@ -74,7 +87,8 @@ def llama_oracle(path: Path) -> Oracle:
         x = w["model.embed_tokens.weight"][batch.tokens_BT]
         for i in range(config["num_hidden_layers"]):
             layer = f"model.layers.{i}"
-            x = x + attention(norm(x, w[f"{layer}.input_layernorm.weight"]), w, layer)
+            normed = norm(x, w[f"{layer}.input_layernorm.weight"])
+            x = x + attention(normed, w, layer, batch.positions_BT, seen(batch, layer_types[i]))
             x = x + mlp(norm(x, w[f"{layer}.post_attention_layernorm.weight"]), w, layer)
         head = w["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
         return _log_softmax(norm(x, w["model.norm.weight"]) @ head.T)

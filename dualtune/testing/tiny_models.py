@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,37 @@ def random_batch(lengths: Sequence[int], vocab: int, *, seed: int = 0, pad: int 
         labels[b, prompt - 1 : n - 1] = row[prompt:]
         noise[b, :n] = rng.integers(0, 1 << 32, n, np.uint32)
     return Batch(tokens, labels, segments, positions, noise)
+
+
+def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
+    """The documents of a batch with one in each row, several in a row: `rows` names them by their row in `batch`."""
+    lengths = np.count_nonzero(batch.segments_BT, axis=1)
+    shape = (len(rows), max(sum(lengths[row]) for row in rows) + pad)
+    packed = Batch(
+        np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32), np.zeros(shape, np.int32),
+        np.zeros(shape, np.int32), np.zeros(shape, np.uint32),
+    )  # fmt: skip
+    for b, row in enumerate(rows):
+        start = 0
+        for number, document in enumerate(row, start=1):
+            there, here = (b, slice(start, start + lengths[document])), (document, slice(lengths[document]))
+            for field in fields(Batch):
+                getattr(packed, field.name)[there] = getattr(batch, field.name)[here]
+            packed.segments_BT[there] = number
+            start += lengths[document]
+    return packed
+
+
+def with_rubbish(batch: Batch) -> Batch:
+    """The batch with other token ids in its padding, and one more row that is nothing but padding."""
+    empty = np.zeros_like(batch.tokens_BT[:1])
+    return Batch(
+        np.concatenate([np.where(batch.segments_BT == 0, 5, batch.tokens_BT), empty + 4]),
+        np.concatenate([batch.labels_BT, empty + IGNORE_INDEX]),
+        np.concatenate([batch.segments_BT, empty]),
+        np.concatenate([batch.positions_BT, empty]),
+        np.concatenate([batch.noise_BT, empty.astype(np.uint32)]),
+    )
 
 
 def row_of(batch: Batch, b: int) -> Batch:

@@ -11,28 +11,44 @@ import pytest
 
 from dualtune.backend import get_backend
 from dualtune.errors import EnvironmentFault
-from dualtune.testing.conformance import CHECKS, Case, llama_case, softmax_case
+from dualtune.testing.conformance import CHECKS, PACKING_CHECKS, Case, llama_case, softmax_case
 from dualtune.testing.conformance_state import assert_same_state, spoil, state_of, train
 
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
 BACKENDS = REQUIRED or ["numpy", "torch", "mlx"]
 
 
+# What transformers and mlx-lm call a Llama with an attention window in some of its layers.
+WINDOWED = {"torch": "ministral", "mlx": "mistral"}
+
+
 @pytest.fixture(params=BACKENDS)
-def case(request, tmp_path) -> Case:
+def backend(request):
     name, _, device = request.param.partition(":")
     try:
-        backend = get_backend(name, device or "auto")
+        return get_backend(name, device or "auto")
     except EnvironmentFault as error:
         if REQUIRED:
             raise
         pytest.skip(str(error))
-    return (softmax_case if name == "numpy" else llama_case)(backend, tmp_path)
+
+
+@pytest.fixture
+def case(backend, tmp_path) -> Case:
+    return (softmax_case if backend.name == "numpy" else llama_case)(backend, tmp_path)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_engine(check, case):
     check(case)
+
+
+@pytest.mark.parametrize("check", PACKING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_packing_keeps_to_the_window_of_attention(check, backend, tmp_path):
+    if backend.name not in WINDOWED:
+        pytest.skip("has no models with a window")
+    changes = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    check(llama_case(backend, tmp_path, model_type=WINDOWED[backend.name], **changes))
 
 
 @pytest.mark.parametrize("spoiled", ["loss", "gradient"])

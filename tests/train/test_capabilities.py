@@ -7,7 +7,6 @@ from dualtune.errors import ConfigError
 from dualtune.train.prepare import prepare
 
 UNSUPPORTED = {
-    "data.packing": (True, "true"),
     "memory.checkpointing": ("full", "full"),
     "memory.offload": ("none", "none"),
     "memory.limit": ("8GB", "8GB"),

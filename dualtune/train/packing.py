@@ -1,0 +1,79 @@
+"""Whether a model can be shown several documents in a row, found out by showing it some.
+
+Positions that run on, a state that is carried through the row, a mask of the model's own: a model has many ways to let
+one document into the next, and none of them says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dualtune.backend import IGNORE_INDEX, Batch, Engine
+from dualtune.errors import ConfigError
+
+LENGTHS = (5, 7, 4)  # tokens of the documents; short, because what comes in from the one before fades
+ROWS = ((0, 1, 2), (2, 0))  # unlike each other: a mask of the first row must not serve for all
+HIGHEST_TOKEN = 100  # ids below are text in most vocabularies; images and the like come at the end
+# Nats per token by which rounding may move a document's loss when its row gets another shape.
+NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+
+
+def check_packing(engine: Engine) -> None:
+    """ConfigError unless documents that share a row have the losses that they have alone.
+
+    They may be apart by a tenth of what it does to make one document of them all, and in any case by the noise of the
+    dtype, but never by ten times as much.
+    """
+    documents = _documents(engine)
+    alone = np.concatenate([_losses(engine, documents, [[i]]) for i in range(len(documents))])
+    glued = _losses(engine, documents, ROWS, glue=True)
+    try:
+        packed = _losses(engine, documents, ROWS)
+    except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
+        # Whatever a model's code stumbles over. Rows of this shape went well just now, so it is the packing.
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise _refusal(engine, f"takes no packed documents ({reason})") from error
+    gaps, noise = np.abs(packed - alone), NOISE[engine.description["dtype"]]
+    allowed = np.clip(np.abs(glued - alone).max() / 10, noise, 10 * noise)
+    worst = int(np.argmax(gaps))
+    if not gaps[worst] <= allowed:  # nor is NaN
+        numbers = f"got {packed[worst]:.6g}, alone {alone[worst]:.6g}"
+        raise _refusal(engine, f"computes another loss for packed documents ({numbers})")
+
+
+def _refusal(engine: Engine, reason: str) -> ConfigError:
+    model = engine.description.get("model_class", "of no known class")
+    return ConfigError(f"data.packing: this model ({model}) {reason}; set data.packing: false")
+
+
+def _documents(engine: Engine) -> list[np.ndarray]:
+    one = np.ones((1, 1), np.int32)
+    vocab = engine.logprobs(Batch(one, one, one, one - 1, one.astype(np.uint32))).shape[-1]
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, min(vocab, HIGHEST_TOKEN), length, np.int32) for length in LENGTHS]
+
+
+def _losses(
+    engine: Engine, documents: Sequence[np.ndarray], rows: Sequence[Sequence[int]], *, glue: bool = False
+) -> np.ndarray:
+    """The mean loss of each document that is in these rows, by its index; glued, each row is shown as one document."""
+    shape = (len(rows), max(sum(len(documents[i]) for i in row) for row in rows))
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    labels, owners = np.full(shape, IGNORE_INDEX, np.int32), np.full(shape, -1)
+    for b, row in enumerate(rows):
+        end = 0
+        for number, i in enumerate(row, start=1):
+            start, end = end, end + len(documents[i])
+            tokens[b, start:end], owners[b, start:end] = documents[i], i
+            labels[b, start : end - 1] = documents[i][1:]
+            segments[b, start:end] = 1 if glue else number
+            positions[b, start:end] = np.arange(start, end) if glue else np.arange(end - start)
+    noise = np.zeros(shape, np.uint32)
+    losses: list[float] = []
+    for i in sorted({i for row in rows for i in row}):
+        its_labels = np.where(owners == i, labels, IGNORE_INDEX)
+        loss = engine.evaluate(Batch(tokens, its_labels, segments, positions, noise))
+        losses.append(loss.loss_sum / loss.num_targets)
+    return np.array(losses)

@@ -1,0 +1,114 @@
+"""Packing on torch: transformers masks by the positions, and the models that it does not do it for."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.spec import LoraSpec
+from dualtune.backend import LoadRequest
+from dualtune.errors import ConfigError
+from dualtune.testing import tolerances
+from dualtune.testing.conformance import assert_close, random_adapter
+from dualtune.testing.tiny_models import pack, random_batch, row_of, write_tiny_llama
+from dualtune.train.packing import check_packing
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("q_proj", "o_proj", "down_proj"))
+DOCUMENTS = random_batch([9, 16, 5, 12], 96)
+ROWS = [[2, 0, 3], [1]]
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+GROUPED = {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+REFUSED = {
+    "a state": lambda: transformers.MambaConfig(state_size=8, **SHAPE),
+    "convolutions": lambda: transformers.Lfm2Config(
+        layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, **SHAPE, **GROUPED
+    ),
+    "a mask that positions do not reach": lambda: transformers.GptOssConfig(
+        num_local_experts=4, num_experts_per_tok=2, sliding_window=8, head_dim=8, **SHAPE, **GROUPED
+    ),
+    "no positions at all": lambda: transformers.BloomConfig(**SHAPE),
+}
+
+
+@pytest.fixture
+def load(open_backend, tmp_path):
+    backend = open_backend("torch")
+
+    def load_(model=None, *, spec=SPEC, **changes):
+        """An engine of a config of transformers, with random weights; of a tiny Llama where there is none."""
+        path = tmp_path / "model"
+        if model is None:
+            write_tiny_llama(path, **changes)
+        else:
+            torch.manual_seed(0)
+            transformers.AutoModelForCausalLM.from_config(model).save_pretrained(path)
+        engine = backend.load(LoadRequest(path, "float32", "auto", "pretrained", spec, 0.01, seed=4))
+        engine.load_adapter_state(random_adapter(engine.adapter_state()))
+        return engine
+
+    return load_
+
+
+def assert_packed_is_separate(engine):
+    """Every log-probability, with none that is not a number in the padding either; and the gradient."""
+    packed = pack(DOCUMENTS, ROWS)
+    together = engine.logprobs(packed)
+    assert np.isfinite(together).all() and (packed.segments_BT == 0).any()
+    for b, row in enumerate(ROWS):
+        for number, document in enumerate(row, start=1):
+            alone = engine.logprobs(row_of(DOCUMENTS, document))[0][DOCUMENTS.segments_BT[document] > 0]
+            assert np.abs(together[b][packed.segments_BT[b] == number] - alone).max() <= tolerances.LOGPROBS
+    if engine.adapter_state():  # GPT-2 has no linear layers of torch's kind, and so nothing to train
+        assert_close(slope(engine, packed), slope(engine, DOCUMENTS), tolerances.GRADIENT)
+
+
+def slope(engine, batch):
+    engine.model.zero_grad()
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    return {name: p.grad.numpy() for name, p in engine.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 8], ids=["all", "window"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_a_packed_document_sees_only_itself(attention, window, training, load):
+    engine = load(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=window)
+    engine.model.set_attn_implementation(attention)
+    engine.model.train(training)
+    assert_packed_is_separate(engine)
+
+
+@pytest.mark.parametrize("kind", ["GPT2Config", "GPTBigCodeConfig"])
+def test_absolute_positions_begin_anew_in_each_document(kind, load):
+    config = getattr(transformers, kind)(n_positions=16, **SHAPE)  # as long as the longest document; rows have 26
+    engine = load(config, spec=replace(SPEC, targets=("c_attn",) if kind == "GPTBigCodeConfig" else ()))
+    check_packing(engine)
+    assert_packed_is_separate(engine)
+
+
+def test_one_document_a_row_is_computed_without_a_mask(load, monkeypatch):
+    engine, calls = load(), []
+    forward = engine.model.forward
+    monkeypatch.setattr(
+        engine.model, "forward", lambda *args, **kwargs: calls.append(kwargs) or forward(*args, **kwargs)
+    )
+    for batch in (DOCUMENTS, pack(DOCUMENTS, ROWS)):
+        engine.evaluate(batch)
+    assert [sorted(call) for call in calls] == [["use_cache"], ["position_ids", "use_cache"]]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_be_packed_is_refused_by_name(kind, load):
+    config = REFUSED[kind]()
+    engine = load(config, spec=replace(SPEC, targets=()))
+    with pytest.raises(ConfigError) as caught:
+        check_packing(engine)
+    message = str(caught.value)
+    assert message.startswith(f"data.packing: this model ({engine.description['model_class']}) computes another loss")
+    assert message.endswith("; set data.packing: false")
