@@ -34,6 +34,12 @@ CHATML = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """Tokenized data of tests stay out of the user's cache."""
+    os.environ["DUALTUNE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def shared():
     """The path of test material beside the repository; the test is skipped where it is absent."""

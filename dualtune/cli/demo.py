@@ -10,7 +10,7 @@ from dualtune.backend import Backend
 from dualtune.cli.progress import progress_hook
 from dualtune.cli.terminal import say
 from dualtune.config import Config, load_config
-from dualtune.data.documents import held_out_examples
+from dualtune.data.documents import Data
 from dualtune.data.formats import Example
 from dualtune.train.evaluation import exact_match
 from dualtune.train.inference import Model, answer, load_model
@@ -48,7 +48,7 @@ def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
     say("\n".join(prepared.summary()))
     if dry_run:
         return say("dry run     nothing was loaded or written")
-    held_out = held_out_examples(config)[1]
+    held_out = Data(config).held_out_examples(prepared.eval)
 
     with open_run(config, "never") as place:
         before = _show("Before: the base model", load_model(backend, config.model.name), config, held_out)

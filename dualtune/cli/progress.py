@@ -1,17 +1,50 @@
-"""What `dualtune train` shows: a line every `log_every` steps, and on a terminal a progress bar below the lines."""
+"""What `dualtune train` shows: a line every `log_every` steps, and on a terminal progress bars below the lines."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+)
 from rich.text import Text
 
 from dualtune.cli.terminal import say
 from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord
 from dualtune.show import in_bytes
+
+
+@contextlib.contextmanager
+def reading() -> Generator[Callable[[str, float], None]]:
+    """Yields what `prepare` tells its progress to: (what is tokenized, the share of it that is done).
+
+    A line when it is done; on a terminal, a bar until then.
+    """
+    tasks: dict[str, tuple[TaskID, float]] = {}
+    columns = (TextColumn("tokenizing {task.description}"), BarColumn(), TaskProgressColumn(), _TimeLeft())
+    with Progress(*columns, console=Console(highlight=False), transient=True, disable=not sys.stdout.isatty()) as bar:
+
+        def show(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=1.0), time.monotonic()
+            task, began = tasks[what]
+            bar.update(task, completed=share)
+            if share == 1.0:
+                bar.remove_task(task)
+                say(f"tokenized   {what} in {time.monotonic() - began:.1f} s")
+
+        yield show
 
 
 def progress_hook(log_every: int) -> Hook:

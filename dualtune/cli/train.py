@@ -44,13 +44,15 @@ def command(
 
 
 def _train(settings: Config, platform: str, resume: str) -> None:
-    from dualtune.cli.progress import progress_hook
+    from dualtune.cli.progress import progress_hook, reading
     from dualtune.train.prepare import prepare
     from dualtune.train.run import execute
     from dualtune.train.run_dir import open_run
 
     with open_run(settings, resume) as place:
-        prepared = prepare(settings, backend_for(platform), place.saved)
+        backend = backend_for(platform)
+        with reading() as show:
+            prepared = prepare(settings, backend, place.saved, show)
         say("\n".join(prepared.summary()))
         result = execute(prepared, place, [progress_hook(settings.run.log_every)])
     if result.was_finished:
@@ -59,13 +61,17 @@ def _train(settings: Config, platform: str, resume: str) -> None:
 
 
 def _describe(settings: Config, platform: str, resume: str) -> None:
+    from dualtune.cli.progress import reading
     from dualtune.train.prepare import prepare
     from dualtune.train.run_dir import check_usable, find_saved, path_of
 
     path = path_of(settings)
     check_usable(path, resume)
     saved, notes = find_saved(path, resume)
-    say("\n".join([*prepare(settings, backend_for(platform), saved).summary(), *notes]))
+    backend = backend_for(platform)
+    with reading() as show:
+        prepared = prepare(settings, backend, saved, show)
+    say("\n".join([*prepared.summary(), *notes]))
     if saved is not None:
         say(f"resume      after step {saved.step}, from {saved.path}")
     say("dry run     nothing was loaded or written")

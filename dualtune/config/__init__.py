@@ -10,6 +10,7 @@ from dualtune.config.schema import (
     MemoryConfig,
     ModelConfig,
     RunConfig,
+    SourceConfig,
     TrainConfig,
 )
 
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryConfig",
     "ModelConfig",
     "RunConfig",
+    "SourceConfig",
     "TrainConfig",
     "default_yaml",
     "get_value",

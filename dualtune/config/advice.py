@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 from dualtune.config.problem import KeyPath, dotted
-from dualtune.config.schema import sections
+from dualtune.config.schema import SourceConfig, sections
 
 # What other trainers (PEFT, TRL, transformers, mlx-lm, axolotl, LLaMA-Factory, unsloth) call our keys. Such a name is
 # not always the same quantity, which is why it is a suggestion and not an alias.
@@ -57,6 +57,20 @@ FOREIGN_KEYS = {
     for name in names.split()
 }
 
+# The same inside a source of data.
+FOREIGN_SOURCE_KEYS = {
+    name: key
+    for key, names in {
+        "path": "data_files dataset dataset_name file file_name hf_path train",
+        "weight": "mixture probability proportion ratio repeat sampling_weight",
+        "format": "ds_type formatting type",
+        "columns": "column_mapping field_mapping",
+        "subset": "config config_name dataset_config name",
+        "split": "train_split",
+    }.items()
+    for name in names.split()
+}
+
 _VALUE_SYNONYMS = {
     "fp32": "float32",
     "float": "float32",
@@ -72,13 +86,26 @@ _VALUE_SYNONYMS = {
     "true": "full",
     "completion": "assistant",
     "chatml": "messages",
+    "dpo": "preference",
     "constant_with_warmup": "constant",
 }
 
 
 def unknown_key(path: KeyPath) -> str:
     """What to do about a key that does not exist."""
-    return f"unknown key. {_advice(dotted(path[:-1]), str(path[-1]))}"
+    *section, key = path
+    in_source = len(section) > 1  # nothing else has keys so deep
+    advice = _advice_in_source(str(key)) if in_source else _advice(dotted(path[:-1]), str(key))
+    return f"unknown key. {advice}"
+
+
+def _advice_in_source(key: str) -> str:
+    here = list(SourceConfig.model_fields)
+    name = key.lower().replace("-", "_")
+    if name in sections()["data"].model_fields and name not in FOREIGN_SOURCE_KEYS:
+        return f"It belongs to the whole section: 'data.{name}'"
+    meant = FOREIGN_SOURCE_KEYS.get(name) or next(iter(get_close_matches(name, here, n=1)), None)
+    return f"Did you mean '{meant}'?" if meant else f"Allowed here: {', '.join(here)}"
 
 
 def _advice(section: str, key: str) -> str:

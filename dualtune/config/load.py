@@ -12,7 +12,7 @@ from dualtune.config.advice import unknown_key
 from dualtune.config.problem import KeyPath, Place, Problem, dotted
 from dualtune.config.reader import UNREADABLE, BadYaml, Document, read_yaml
 from dualtune.config.schema import Config, sections
-from dualtune.config.words import examples, missing, wrong_value
+from dualtune.config.words import examples, is_union, missing, wrong_value
 from dualtune.errors import ConfigError
 from dualtune.redaction import redact
 
@@ -141,33 +141,39 @@ def _validate(document: Document) -> Config | None:
 
 def _faults(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     """Path and message of every fault of a single key, in our words: pydantic's speak of types, not of configs."""
-    wrong_values: dict[KeyPath, str | None] = {}
+    messages: dict[KeyPath, str] = {}
     for fault in error.errors(include_url=False, include_input=False):
+        path, value = _follow(fault["loc"], data)
         match fault["type"]:
             case "extra_forbidden":
-                yield fault["loc"], unknown_key(fault["loc"])
+                messages[path] = unknown_key(path)
             case "missing":
-                yield fault["loc"], missing(fault["loc"])
+                path = (*path, fault["loc"][-1])
+                messages[path] = missing(path)
             case "impossible_pairs":
                 continue
-            case kind:
-                # A union complains once per alternative, with the name of the alternative inside the location.
-                path, _ = _follow(fault["loc"], data)
-                wrong_values[path] = fault["msg"] if kind == "refused" else wrong_values.get(path)
-    outer = {path[:depth] for path in wrong_values for depth in range(len(path))}
-    for path, message in wrong_values.items():
-        value = _follow(path, data)[1]
-        if value is not UNREADABLE and path not in outer:
-            yield path, message or wrong_value(path, value)
+            case "refused":
+                messages[path] = fault["msg"]
+            case _:
+                messages.setdefault(path, "" if value is UNREADABLE else wrong_value(path, value))
+    # The other alternatives of a union complain about the whole where one of them knows which part is wrong.
+    outer = {path[:depth] for path in messages for depth in range(len(path))}
+    yield from ((path, message) for path, message in messages.items() if message and path not in outer)
 
 
 def _follow(location: KeyPath, data: Any) -> tuple[KeyPath, Any]:
-    """The part of a location that exists in the data, and the value there."""
+    """The part of a location that exists in the data, and the value there.
+
+    After the path of a union, a location holds the name of one of its alternatives, which could pass for a key.
+    """
     path: KeyPath = ()
-    for part in location:
+    parts = iter(location)
+    for part in parts:
         if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
             data = cast(dict[str | int, Any], data)[part]
             path = (*path, part)
+            if is_union(path):
+                next(parts, None)
     return path, cast(Any, data)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-KeyPath = tuple[str | int, ...]  # ("adapter", "targets", 0)
+KeyPath = tuple[str | int, ...]  # ("data", "train", 0, "weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +35,8 @@ class Problem(NamedTuple):
 
 
 def dotted(path: KeyPath) -> str:
-    """`adapter.targets.0`, as users write a key; a name that could garble a terminal is escaped."""
-    return ".".join(part if part.isprintable() else repr(part) for part in map(str, path))
+    """`data.train[0].weight`; a name that could garble a terminal is escaped."""
+    names = (
+        f"[{part}]" if isinstance(part, int) else "." + (part if part.isprintable() else repr(part)) for part in path
+    )
+    return "".join(names).removeprefix(".")

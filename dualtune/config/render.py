@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from dualtune.config.reader import PLAIN_SCALARS
-from dualtune.config.schema import Config
+from dualtune.config.schema import Config, SourceConfig
 from dualtune.config.words import config_schema, describe, examples, fragment
 
 
@@ -19,7 +19,11 @@ def default_yaml() -> str:
     lines = ["# Every key of a dualtune config, with its default. Paths are relative to the current directory."]
     for section in config_schema()["properties"]:
         node = fragment((section,))
-        lines += ["", f"# {node['description']}", f"{section}:"]
+        lines += ["", f"# {node['description']}"]
+        if section == "data":
+            keys = SourceConfig.model_fields.items()
+            lines += ["# Where it is a mapping:", *(f"#   {key}: {field.description}" for key, field in keys)]
+        lines += [f"{section}:"]
         for key, inner in node["properties"].items():
             is_required = key in examples()[section]
             comment = f"{inner['description']} {'Required' if is_required else 'Allowed'}: {describe(inner)}."
@@ -49,10 +53,16 @@ for _kind, (_pattern, _) in PLAIN_SCALARS.items():
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _pattern, None)  # pyright: ignore[reportUnknownMemberType]
 
 
+def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    is_whole = value.is_integer() and abs(value) < 2**53
+    return dumper.represent_int(int(value)) if is_whole else dumper.represent_float(value)  # 32 reads better than 32.0
+
+
+_Dumper.add_representer(float, _number)
+
+
 def _entry(key: str, value: object) -> str:
     """One line of a section."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        value = int(value)  # 32 reads better than 32.0
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=sys.maxsize, sort_keys=False
     )

@@ -13,9 +13,19 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from dualtune.config.problem import KeyPath, dotted
 from dualtune.redaction import secret_in
 
 _RULES = ConfigDict(
@@ -119,25 +129,104 @@ class AdapterConfig(Section):
     """An adapter directory, of any layout, to continue training from."""
 
 
+Format = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference"]
+Columns = Annotated[dict[str, Name], Field(json_schema_extra={"format": "columns"})]
+
+
+class SourceConfig(Section):
+    """Data to read, and how to read it."""
+
+    path: Annotated[Location, Field(examples=["data/train.jsonl"])]
+    """A file, a directory, or the name of a Hugging Face dataset."""
+    weight: Positive = 1.0
+    """How often its documents come in an epoch: 0.5 takes half of them in each, 2 takes each twice."""
+    format: Format | None = None
+    """How its rows are laid out; null takes data.format."""
+    columns: Columns | None = None
+    """Columns that it calls otherwise; null takes data.columns."""
+    subset: Name | None = None
+    """The subset of a Hugging Face dataset, such as main."""
+    split: Name | None = None
+    """The split of a Hugging Face dataset, such as train."""
+
+    @property
+    def identity(self) -> tuple[str, str | None, str | None]:
+        """Equal for sources of the same rows."""
+        return os.path.normpath(self.path), self.subset, self.split
+
+    @model_serializer(mode="wrap")
+    def _as_brief_as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without defaults, of which a long list of sources would be full."""
+        fields = type(self).model_fields
+        return {key: value for key, value in handler(self).items() if value != fields[key].default}
+
+
+def _listed(given: str | SourceConfig | tuple[str | SourceConfig, ...]) -> list[SourceConfig]:
+    """What data.train or data.eval names, in one shape."""
+    items = given if isinstance(given, tuple) else (given,)
+    return [SourceConfig(path=item) if isinstance(item, str) else item for item in items]
+
+
+def _all_different_sources(given: tuple[str | SourceConfig, ...]) -> tuple[str | SourceConfig, ...]:
+    seen: set[object] = set()
+    for source in _listed(given):
+        if source.identity in seen:
+            raise refuse(f"lists {source.path!r} more than once; to take it more often, give it a weight")
+        seen.add(source.identity)
+    return given
+
+
+Sources = Annotated[
+    tuple[Location | SourceConfig, ...],
+    Field(strict=False),
+    Field(min_length=1, json_schema_extra={"format": "sources"}),
+    AfterValidator(_all_different_sources),
+]
+
+
 class DataConfig(Section):
     """The training and evaluation data."""
 
-    train: Annotated[Location, Field(examples=["data/train.jsonl"])]
-    """The training data."""
-    eval: Fraction | Location | None = 0.1
-    """The evaluation data, or the fraction of the training rows to hold out for it; 0 or null evaluates nothing."""
-    format: Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"] = "auto"
-    """How a row is laid out; auto tells it from the column names."""
-    columns: Annotated[dict[str, Name], Field(json_schema_extra={"format": "columns"})] = {}
+    train: Annotated[Location | SourceConfig | Sources, Field(examples=["data/train.jsonl"])]
+    """The training data: a file, a directory or a Hugging Face dataset; a mapping says how to read it."""
+    eval: Fraction | Location | SourceConfig | Sources | None = 0.1
+    """The evaluation data, or the fraction of the training rows to hold out for it; 0 or null evaluates nothing; a
+    directory's own valid file wins over the default."""
+    format: Format = "auto"
+    """How a row is laid out; auto tells it from the column names; preference is only checked, not yet trained on."""
+    columns: Columns = {}
     """Columns that the file calls otherwise, such as {prompt: question}."""
     template: Literal["auto", "none"] | Location = "auto"
     """The chat template: the tokenizer's own, none at all, or a Jinja file."""
     max_length: Annotated[int, Field(ge=2)] = 2048
     """The most tokens that a document may have."""
-    packing: bool = False
+    packing: bool = True
     """Whether several documents share a row, each seeing only itself."""
     loss_on: Literal["assistant", "all", "last"] = "assistant"
     """The tokens that are learned: every assistant turn, everything, or the last assistant turn."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a row that cannot be used leads to: an error that lists them, or leaving it out."""
+    max_bad_rows: Fraction | Count = 0.01
+    """How many rows may be left out: below 1 a share of them, from 1 on a number."""
+
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """What to train on. No format or columns is None: these are data.format and data.columns then."""
+        return self._complete(_listed(self.train))
+
+    def eval_sources(self) -> tuple[SourceConfig, ...]:
+        """What to evaluate on, like `sources`. Empty where data.eval is a share, or nothing."""
+        return () if self.eval is None or isinstance(self.eval, int | float) else self._complete(_listed(self.eval))
+
+    def _complete(self, sources: list[SourceConfig]) -> tuple[SourceConfig, ...]:
+        return tuple(
+            source.model_copy(
+                update={
+                    "format": source.format or self.format,
+                    "columns": self.columns if source.columns is None else source.columns,
+                }
+            )
+            for source in sources
+        )
 
 
 class TrainConfig(Section):
@@ -241,20 +330,25 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _pairs_are_possible(self) -> Config:
         if pairs := list(_impossible_pairs(self)):
-            message = "; ".join(f"{'.'.join(path)}: {message}" for path, _, message in pairs)
+            message = "; ".join(f"{dotted(path)}: {message}" for path, _, message in pairs)
             raise PydanticCustomError("impossible_pairs", "{message}", {"message": message, "pairs": pairs})
         return self
 
 
-Key = tuple[str, str]
-
-
-def _impossible_pairs(config: Config) -> Iterator[tuple[Key, Key, str]]:
+def _impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """(key, the key that it cannot go with, message) of values that are fine alone and impossible together."""
     data, train = config.data, config.train
-    if isinstance(data.eval, str) and os.path.normpath(data.eval) == os.path.normpath(data.train):
-        rule = "must be other data, or a fraction of data.train to hold out"
-        yield ("data", "eval"), ("data", "train"), f"got {data.eval!r}, which is data.train too; {rule}"
+    trained = {source.identity for source in data.sources()}
+    for index, source in enumerate(data.eval_sources()):
+        path: KeyPath = ("data", "eval", index) if isinstance(data.eval, tuple) else ("data", "eval")
+        if source.identity in trained:
+            rule = "must be other data, or a fraction of data.train to hold out"
+            yield path, ("data", "train"), f"got {source.path!r}, which is data.train too; {rule}"
+        if source.weight != 1:
+            yield (*path, "weight"), path, f"got {source.weight:g}, must be 1 here: every document is evaluated once"
+    if data.on_bad_row == "error" and data.max_bad_rows != DataConfig.model_fields["max_bad_rows"].default:
+        rule = "means nothing while data.on_bad_row is error; write on_bad_row: skip"
+        yield ("data", "max_bad_rows"), ("data", "on_bad_row"), f"got {data.max_bad_rows:g}, {rule}"
     if isinstance(train.warmup, int) and train.steps is not None and train.warmup >= train.steps:
         rule = f"must be below train.steps ({train.steps})"
         yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"

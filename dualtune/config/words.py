@@ -19,6 +19,7 @@ _FORMATS = {
     "modules": "a list of different module names, at least one",
     "name": "a name",
     "path": "a path",
+    "sources": "a list of these",
     "size": "a size such as 12GB or 12GiB",
 }
 _TYPES = {
@@ -38,7 +39,7 @@ def config_schema() -> Fragment:
 
 
 def fragment(path: KeyPath) -> Fragment:
-    """The JSON schema of a section, a key, or an item of a list or mapping."""
+    """The JSON schema of a section, a key, or an item of a list or mapping; empty for an unknown key."""
     node = config_schema()
     for part in path:
         node = _resolve(_inner(node, part))
@@ -46,14 +47,19 @@ def fragment(path: KeyPath) -> Fragment:
 
 
 def _inner(node: Fragment, part: str | int) -> Fragment:
-    if isinstance(part, str) and part in node.get("properties", {}):
-        return node["properties"][part]
-    options = cast(list[Fragment], node.get("anyOf", [node]))
-    return next(option[kind] for option in options for kind in ("items", "additionalProperties") if kind in option)
+    kind = "items" if isinstance(part, int) else "additionalProperties"
+    options = [_resolve(option) for option in cast(list[Fragment], node.get("anyOf", [node]))]
+    found = (option.get("properties", {}).get(part) or option.get(kind) for option in options)
+    return next(filter(None, found), Fragment())
 
 
 def _resolve(node: Fragment) -> Fragment:
     return config_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def is_union(path: KeyPath) -> bool:
+    """Whether a key allows several kinds of values, besides null."""
+    return sum(option.get("type") != "null" for option in fragment(path).get("anyOf", [])) > 1
 
 
 def describe(node: Fragment) -> str:
@@ -68,6 +74,8 @@ def _alternatives(node: Fragment) -> list[str]:
         return [words for option in node["anyOf"] for words in _alternatives(option)]
     if names := choices(node):
         return names
+    if "$ref" in node:
+        return [f"a mapping (keys: {', '.join(_resolve(node)['properties'])})"]
     if "properties" in node:
         return [f"a section (keys: {', '.join(node['properties'])})"]
     noun = _FORMATS.get(node.get("format", "")) or _TYPES[node["type"]]
@@ -108,7 +116,7 @@ def missing(path: KeyPath) -> str:
     """For a required key that is not there."""
     node = fragment(path)
     example = f"{path[-1]}: {node['examples'][0]}"
-    return f"missing; section '{dotted(path[:-1])}' needs it: {describe(node)}, such as `{example}`"
+    return f"missing; '{dotted(path[:-1])}' needs it: {describe(node)}, such as `{example}`"
 
 
 def _show(value: object) -> str:

@@ -1,183 +1,268 @@
-"""Examples to documents: token ids, and for each token whether it is trained on.
-
-The rule: render the whole conversation once, mark the character spans to be learned, tokenize once with offsets. A
-token is trained when it holds a character of a span. Nothing is tokenized in pieces, so training sees exactly the
-tokens that generation will see.
-"""
+"""The documents of a run: what the config's sources hold, tokenized, divided into training and held-out data."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
-from jinja2 import TemplateError
 
-from dualtune import interrupt
 from dualtune.config import Config
-from dualtune.data.formats import Example, RowError, to_examples
-from dualtune.data.readers import raise_problems, read_rows
+from dualtune.config.schema import DataConfig, SourceConfig
+from dualtune.data.bad_rows import BadRows, judge
+from dualtune.data.cache import open_store
+from dualtune.data.formats import Example, to_examples
+from dualtune.data.readers import Role, SourceFiles, has_role, open_source
+from dualtune.data.rows import BadRow
+from dualtune.data.store import Document, Store, Writer, stored_in_memory
+from dualtune.data.tokenize import State, tokenize_rows
 from dualtune.data.tokenizer import Tokenizer
+from dualtune.errors import ConfigError
 
-ENCODE_ROWS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    tokens: np.ndarray  # int32 [T]
-    trained: np.ndarray  # bool [T]: this token is a target
-    where: str = ""  # path:line of the row
-
-    @property
-    def num_targets(self) -> int:
-        return int(np.count_nonzero(self.trained[1:]))  # nothing precedes the first token, so it cannot be predicted
+Show = Callable[[str, float], None]  # (what is being read, the share of it that is done)
+REASONS = {
+    State.UNTRAINED: "no token to learn",
+    State.TOO_LONG: "no trainable token within max_length",
+}
 
 
-@dataclass(slots=True)
-class Documents:
-    """Tokenized rows, and what happened on the way."""
+class Documents(Sequence[Document]):
+    """Documents of one or several stores, and what happened to the rows that they come from.
 
-    items: list[Document] = field(default_factory=lambda: [])
-    num_rows: int = 0
-    num_truncated: int = 0
-    num_dropped: int = 0  # nothing trainable was left
+    `lengths` int64 [N] are their tokens, `sources` int64 [N] the numbers of the stores, `weights` how often the
+    documents of each store come in an epoch.
+    """
+
+    def __init__(self, stores: Sequence[Store], rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> None:
+        """`rows[s]` is bool [num_rows of store s]: the ones that belong to these documents."""
+        self.stores = tuple(stores)
+        self.weights = tuple(weights) or (1.0,) * len(stores)
+        self.num_rows = sum(int(chosen.sum()) for chosen in rows)
+        self.num_bad = sum(store.num_bad for store in stores)
+        # The entries of these rows, of dropped ones too.
+        self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]
+        self._states: Counter[int] = Counter()
+        sources, places, lengths, targets = ([np.zeros(0, np.int64)] for _ in range(4))
+        for s, (store, found) in enumerate(zip(stores, self._entries, strict=True)):
+            # The pieces of a split row count once.
+            first = found[np.diff(store.index["row"][found], prepend=-1) != 0]
+            self._states.update(store.index["state"][first].tolist())
+            kept = found[store.index["length"][found] > 0]
+            sources.append(np.full(len(kept), s, np.int64))
+            places.append(kept)
+            lengths.append(store.index["length"][kept].astype(np.int64))
+            targets.append(store.index["num_targets"][kept].astype(np.int64))
+        self.sources, self._places, self.lengths, self.targets = map(
+            np.concatenate, (sources, places, lengths, targets)
+        )
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self._document(i) for i in range(*index.indices(len(self)))]
+        return self._document(index)
+
+    def _document(self, index: int) -> Document:
+        return self.stores[int(self.sources[index])].document(int(self._places[index]))
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(document.tokens) for document in self.items)
+        return int(self.lengths.sum())
 
     @property
     def num_targets(self) -> int:
-        return sum(document.num_targets for document in self.items)
+        return int(self.targets.sum())
+
+    @property
+    def num_truncated(self) -> int:
+        return self._states[State.CUT]
+
+    @property
+    def num_split(self) -> int:
+        return self._states[State.SPLIT]
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Reason -> number of rows."""
+        return {reason: self._states[state] for state, reason in REASONS.items() if self._states[state]}
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max(initial=0))
+
+    def digests(self) -> np.ndarray:
+        """V16 [N]: equal documents have equal ones."""
+        parts = [store.index["digest"][self._places[self.sources == s]] for s, store in enumerate(self.stores)]
+        return np.concatenate(parts) if parts else np.zeros(0, "V16")
 
     def fingerprint(self) -> str:
         """What tells these documents from others: their number, and a hash over tokens and targets in order."""
-        digest = hashlib.sha256()
-        for document in self.items:
-            digest.update(len(document.tokens).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(document.tokens, np.int32).tobytes())
-            digest.update(np.packbits(document.trained).tobytes())
-        return f"{len(self.items)} documents, sha256 {digest.hexdigest()[:16]}"
+        digest = hashlib.sha256(self.digests().tobytes()).hexdigest()[:16]
+        return f"{len(self)} documents, sha256 {digest}"
+
+    @property
+    def names(self) -> list[str]:
+        """The files that they come from."""
+        return [name for store in self.stores for name in store.files]
+
+    def lines(self) -> set[tuple[str, int]]:
+        """(path, line) of the rows that the documents come from, dropped ones too."""
+        found: set[tuple[str, int]] = set()
+        for store, mine in zip(self.stores, self._entries, strict=True):
+            entries = store.index[mine]
+            files: list[int] = entries["file"].tolist()
+            found.update(zip((store.files[file] for file in files), entries["line"].tolist(), strict=True))
+        return found
 
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
-        text = (
-            f"{len(self.items)} documents, {self.num_tokens} tokens, {self.num_targets} of them trained ({share:.0%})"
-        )
+        text = f"{len(self)} documents, {self.num_tokens} tokens, {self.num_targets} of them trained ({share:.0%})"
         if self.num_truncated:
             text += f"; {self.num_truncated} cut to max_length"
-        if self.num_dropped:
-            text += f"; {self.num_dropped} dropped: no trainable token within max_length"
+        if self.num_split:
+            text += f"; {self.num_split} texts split at max_length"
+        for reason, number in self.dropped.items():
+            text += f"; {number} dropped: {reason}"
+        if self.num_bad:
+            text += f"; {self.num_bad} bad rows left out"
         return text
 
 
-def held_out_examples(config: Config) -> tuple[list[Example], list[Example]]:
-    """(train, eval) rows of a config. `data.eval` is a file, a share of the training rows, or nothing."""
-    examples, held_out = read_examples(config, config.data.train), config.data.eval
-    if isinstance(held_out, str):
-        return examples, read_examples(config, held_out)
-    return split(examples, held_out or 0.0, config.run.seed)
-
-
-def read_examples(config: Config, path: str) -> list[Example]:
-    return to_examples(read_rows(path), config.data.format, config.data.columns)
-
-
-def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Hold out a share of the rows (at least one, if any): a function of the seed and the number of rows alone."""
-    num_eval = min(max(1, round(share * len(examples))), len(examples) - 1) if share else 0
-    chosen = set(np.random.default_rng([seed, 0]).permutation(len(examples))[:num_eval].tolist())
-    kept = [example for i, example in enumerate(examples) if i not in chosen]
-    return kept, [examples[i] for i in sorted(chosen)]
-
-
-def tokenize(examples: Sequence[Example], tokenizer: Tokenizer, loss_on: str, max_length: int) -> Documents:
-    """Tokenize examples. DataError with every row that the template refuses or that has no text to learn."""
-    result = Documents(num_rows=len(examples))
-    problems: list[str] = []
-    rendered: list[_Rendered] = []
-    for example in examples:
-        interrupt.poll()
-        try:
-            rendered.append(_render(example, tokenizer, loss_on))
-        except RowError as reason:
-            problems.append(f"{example.where}: {reason}")
-    if problems:
-        raise_problems(problems, len(examples))
-    for start in range(0, len(rendered), ENCODE_ROWS):
-        interrupt.poll()
-        chunk = rendered[start : start + ENCODE_ROWS]
-        special = not chunk[0].is_chat  # one file has one format, so a chunk is all chat or all plain
-        encoded = tokenizer.encode_batch([row.text for row in chunk], special=special)
-        for row, (tokens, offsets) in zip(chunk, encoded, strict=True):
-            _append(result, _document(row, tokens, offsets, tokenizer), max_length)
-    return result
-
-
 @dataclass(frozen=True, slots=True)
-class _Rendered:
-    text: str
-    spans: list[tuple[int, int]]  # characters to learn
-    is_chat: bool
-    where: str
+class Opened:
+    """A source that was found; nothing of it is read yet."""
+
+    source: SourceConfig  # with format and columns
+    files: SourceFiles
+
+    def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
+        assert self.source.format is not None and self.source.columns is not None  # filled in by DataConfig
+        return to_examples(self.files.rows(tell), self.source.format, self.source.columns)
+
+    def trainable(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
+        """ConfigError for preference pairs."""
+        for example in self.examples(tell):
+            if isinstance(example, Example) and example.rejected is not None:
+                raise ConfigError(f"{example.where}: preference pairs are read and checked, but not trained on yet")
+            yield example
 
 
-def _render(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rendered:
-    if tokenizer.template is not None and example.messages:
-        return _render_chat(example, tokenizer, loss_on)
-    if example.completion is None or example.prompt is None:
-        raise RowError(
-            "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
-        )
-    text = example.prompt + example.completion
-    return _Rendered(
-        text, [(0 if loss_on == "all" else len(example.prompt), len(text))], is_chat=False, where=example.where
-    )
+def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[Opened], list[Opened]]:
+    """The sources to train on and those to evaluate on; `eval_path` is evaluated on instead."""
+    data = config.data
+    train = [_open(source, "train") for source in data.sources()]
+    if eval_path is not None:
+        return train, [_open(SourceConfig(path=eval_path, format=data.format, columns=data.columns), "test")]
+    return train, [_open(source, "valid") for source in eval_sources(data)]
 
 
-def _render_chat(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Rendered:
-    """Spans by prefixes: a turn is what the template adds to everything before it, verified on the rendered text."""
-    messages = example.messages
-    try:
-        text = tokenizer.render(messages)
-        # The newline that a template puts behind the end-of-turn token is never generated.
-        if loss_on == "all":
-            return _Rendered(text, [(0, len(text.rstrip()))], is_chat=True, where=example.where)
-        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        spans: list[tuple[int, int]] = []
-        for i in turns[-1:] if loss_on == "last" else turns:
-            before = tokenizer.render(messages[:i], add_generation_prompt=True)
-            through = tokenizer.render(messages[: i + 1])
-            if not (text.startswith(through) and through.startswith(before)):
-                raise RowError(
-                    f"message {i + 1}: the chat template rewrites earlier turns, so the assistant's part cannot be "
-                    "located. Use data.loss_on: last or all, or another data.template"
-                )
-            spans.append((len(before), len(through.rstrip())))
-    except TemplateError as error:
-        raise RowError(f"the chat template refuses this conversation: {error}") from error
-    return _Rendered(text, spans, is_chat=True, where=example.where)
+def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
+    """The sources to evaluate on, none where a share of the training rows is held out.
+
+    A directory's or a dataset's own validation data win over the default share.
+    """
+    if data.eval == DataConfig.model_fields["eval"].default:  # also where the run's own config.yaml spells it out
+        return tuple(s for s in data.sources() if s.split is None and has_role(s.path, "valid", s.subset))
+    return data.eval_sources()
 
 
-def _document(row: _Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Document:
-    trained = np.zeros(len(tokens), bool)
-    for start, end in row.spans:
-        trained |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-    # Without an end token the model would never learn to stop.
-    if row.spans[-1][1] >= len(row.text.rstrip()) and tokenizer.eos_id is not None and len(tokens):
-        last = int(np.flatnonzero(trained)[-1]) if trained.any() else len(tokens) - 1
-        if int(tokens[last]) not in tokenizer.special_ids:
-            tokens = np.append(tokens[: last + 1], np.int32(tokenizer.eos_id))
-            trained = np.append(trained[: last + 1], True)
-    return Document(tokens, trained, row.where)
+def _open(source: SourceConfig, role: Role) -> Opened:
+    return Opened(source, open_source(source.path, role=role, subset=source.subset, split=source.split))
 
 
-def _append(result: Documents, document: Document, max_length: int) -> None:
-    if len(document.tokens) > max_length:
-        document = Document(document.tokens[:max_length], document.trained[:max_length], document.where)
-        result.num_truncated += 1
-    if document.num_targets:
-        result.items.append(document)
-    else:
-        result.num_dropped += 1
+class Data:
+    """The sources of a config on their way to documents.
+
+    DataError or ConfigError for what can be known early: files that are missing, keys that no format has.
+    """
+
+    def __init__(self, config: Config, eval_path: str | None = None) -> None:
+        self._config = config
+        self._train, self._eval = open_sources(config, eval_path)
+        for opened in (*self._train, *self._eval):
+            next(opened.trainable(), None)  # the format shows in the first row
+
+    def train_and_eval(
+        self, tokenizer: Tokenizer, show: Show = lambda what, share: None
+    ) -> tuple[Documents, Documents]:
+        """`data.eval` is data of its own, a share of the training rows (by the seed), or nothing."""
+        stores = [self._store(opened, tokenizer, show) for opened in self._train]
+        weights = [opened.source.weight for opened in self._train]
+        everything = [np.ones(store.num_rows, bool) for store in stores]
+        if self._eval:
+            evals = [self._store(opened, tokenizer, show) for opened in self._eval]
+            return (
+                Documents(stores, everything, weights),
+                Documents(evals, [np.ones(store.num_rows, bool) for store in evals]),
+            )
+        share = self._config.data.eval
+        sizes = [store.num_rows for store in stores]
+        chosen = held_out(sum(sizes), share if isinstance(share, float | int) else 0.0, self._config.run.seed)
+        eval_rows = np.split(chosen, np.cumsum(sizes)[:-1])
+        train_rows = [~rows for rows in eval_rows]
+        return Documents(stores, train_rows, weights), Documents(stores, eval_rows)
+
+    def held_out_only(self, tokenizer: Tokenizer) -> Documents:
+        """The held-out documents, without reading training data that does not matter for them."""
+        if not self._eval:
+            return self.train_and_eval(tokenizer)[1]
+        evals = [self._store(opened, tokenizer) for opened in self._eval]
+        return Documents(evals, [np.ones(store.num_rows, bool) for store in evals])
+
+    def held_out_examples(self, documents: Documents) -> list[Example]:
+        """The examples that these held-out documents come from, in order."""
+        wanted = documents.lines()
+        found = (e for opened in self._eval or self._train for e in opened.trainable() if isinstance(e, Example))
+        return [example for example in found if (example.path, example.line) in wanted]
+
+    def _store(self, opened: Opened, tokenizer: Tokenizer, show: Show = lambda what, share: None) -> Store:
+        source, files = opened.source, opened.files
+        data = self._config.data
+        key = {
+            "content": files.identity(),
+            "names": [str(path) for path in files.files] or [files.name],
+            "format": source.format,
+            "columns": source.columns,
+            "loss_on": data.loss_on,
+            "max_length": data.max_length,
+            "tokenizer": tokenizer.fingerprint(),
+        }
+
+        def build(writer: Writer, bad: BadRows) -> None:
+            examples = opened.trainable(lambda share: show(files.name, min(share, 0.99)))
+            for row in bad.sift(tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)):
+                writer.add(row)
+            show(files.name, 1.0)
+            check(bad.count, bad.first, writer.num_rows)
+
+        def check(num_bad: int, first: Sequence[str], num_good: int) -> None:
+            judge(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
+
+        store = open_store(key, build)
+        check(store.num_bad, store.bad, store.num_rows)
+        return store
+
+
+def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
+    """bool [num_rows]: a share of the rows, at least one if any: a function of the seed and the number alone."""
+    number = min(max(1, round(share * num_rows)), num_rows - 1) if share else 0
+    chosen = np.zeros(num_rows, bool)
+    chosen[np.random.default_rng([seed, 0]).permutation(num_rows)[:number]] = True
+    return chosen
+
+
+def tokenize(examples: Iterable[Example], tokenizer: Tokenizer, loss_on: str, max_length: int) -> Documents:
+    """Documents of examples in memory. DataError with the rows that the template refuses."""
+    bad = BadRows()
+    store = stored_in_memory(list(bad.sift(tokenize_rows(examples, tokenizer, loss_on, max_length))))
+    judge(bad.count, bad.first, store.num_rows, skip=False, limit=0)
+    return Documents([store], [np.ones(store.num_rows, bool)])

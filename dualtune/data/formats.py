@@ -1,30 +1,32 @@
 """Rows to examples: the formats that people have, turned into one shape.
 
-| format            | keys                                                              |
-|-------------------|-------------------------------------------------------------------|
-| messages          | messages: [{role, content}, …]                                    |
-| sharegpt          | conversations: [{from, value}, …]                                 |
-| prompt_completion | prompt, completion                                                |
-| alpaca            | instruction, input (may be absent or empty), output               |
-| text              | text                                                              |
+| format            | keys (optional ones in brackets)                                                     |
+|-------------------|--------------------------------------------------------------------------------------|
+| preference        | chosen, rejected [prompt, system, tools]: strings, or lists of messages               |
+| messages          | messages: [{role, content}, …] [tools]                                                |
+| sharegpt          | conversations: [{from, value}, …] [system, tools]                                     |
+| prompt_completion | prompt, completion [system, tools]: two strings, or two lists of messages             |
+| alpaca            | instruction, output [input, system]                                                   |
+| text              | text                                                                                  |
+
+Null is absent, everywhere; a blank string is absent where the key is optional. A string where a list or an object is
+needed is read as JSON. An answer or a text must not be blank; a prompt may be.
+
+A format of strings gives a conversation, for models with a chat template, and a plain form: `prompt` and `completion`,
+`system` and a blank line before the prompt; the plain form has no place for tools. Where messages come in two parts,
+only the second part is learned.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from dualtune.data.readers import RawRow, raise_problems
+from dualtune.data.conversations import Message, check_conversation, listed, read_messages, read_tools, text
+from dualtune.data.rows import BadRow, RawRow, RowError
 from dualtune.errors import DataError
 
-_HALF_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can say it, no tokenizer takes it
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool",
-}  # fmt: skip
 # The prompts of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), for models without a chat template.
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -38,129 +40,241 @@ ALPACA_INPUT_PROMPT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class Example:
     """A conversation, or a plain text in two parts, or both: which is used depends on the model's chat template."""
 
-    where: str
+    path: str
+    line: int
     messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions, handed to the template
     prompt: str | None = None  # what the plain form shows to the model…
     completion: str | None = None  # …and what it continues with
+    rejected: tuple[Message, ...] | str | None = None  # the worse answer, in place of the last message or completion
+    is_text: bool = False  # a plain text: no turns, everything is learned, split where too long
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}"
 
 
-class RowError(Exception):
-    """Why one row cannot be used; collected and reported together as a DataError."""
+@dataclass(frozen=True, slots=True)
+class Format:
+    convert: Callable[[RawRow, Mapping[str, Any]], Example]
+    keys: tuple[str, ...]  # every row has them
+    optional: tuple[str, ...] = ()
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        return self.keys + self.optional
 
 
-def to_examples(rows: Sequence[RawRow], format: str, columns: Mapping[str, str]) -> list[Example]:
-    """Convert rows of a named format, or of the one that the first row shows ("auto").
+def to_examples(rows: Iterable[RawRow | BadRow], format: str, columns: Mapping[str, str]) -> Iterator[Example | BadRow]:
+    """Convert rows of a named format, or of the one that the first good row shows ("auto").
 
     `columns` maps our key to the file's, for instance {"prompt": "question", "completion": "answer"}.
-    DataError with every unusable row.
+    DataError for what concerns all rows: `columns` that do not fit the format, a first row of no known format.
     """
-    name = detect_format(rows[0], columns) if format == "auto" else format
-    convert, keys = FORMATS[name]
-    if unknown := sorted(columns.keys() - set(keys)):
-        raise DataError(f"data.columns: got '{unknown[0]}', the format {name} has: {', '.join(keys)}")
-    examples: list[Example] = []
-    problems: list[str] = []
+    name = "" if format == "auto" else format
+    if name:
+        _check_columns(columns, FORMATS[name].all_keys, f"the format {name} has")
     for row in rows:
-        try:
-            fields = {key: _field(row.fields, columns.get(key, key), key == "input") for key in keys}
-            examples.append(convert(row.where, fields))
-        except RowError as reason:
-            problems.append(f"{row.where}: {reason}")
-    if problems:
-        raise_problems(problems, len(rows))
-    return examples
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        name = name or detect_format(row, columns)
+        yield _convert(row, name, columns)
 
 
 def detect_format(row: RawRow, columns: Mapping[str, str]) -> str:
-    """The first format all of whose required keys the row has, after the column mapping."""
-    for name, (_, keys) in FORMATS.items():
-        if columns.keys() <= set(keys) and all(columns.get(k, k) in row.fields for k in keys if k != "input"):
+    """The first format all of whose keys the row has, after the column mapping. DataError if it is none of them."""
+    names = _formats_of(row, columns)
+    for name in names:
+        if columns.keys() <= set(FORMATS[name].all_keys):
             return name
-    known = "; ".join(f"{name} ({', '.join(keys)})" for name, (_, keys) in FORMATS.items())
+    if names:
+        _check_columns(columns, FORMATS[names[0]].all_keys, f"the format {names[0]} has")
+    _check_columns(columns, [key for format in FORMATS.values() for key in format.all_keys], "the formats have")
+    known = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
     raise DataError(
-        f"{row.where}: no known format has the keys {', '.join(row.fields) or '(none)'}. Known: {known}. "
+        f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {known}. "
         "Map other names with data.columns, for example columns: {prompt: question, completion: answer}."
     )
 
 
-def _field(fields: Mapping[str, Any], key: str, optional: bool) -> Any:
-    if key not in fields and not optional:
-        raise RowError(f"has no '{key}'; its keys are: {', '.join(fields) or '(none)'}")
-    return fields.get(key) or "" if optional else fields[key]
+def _formats_of(row: RawRow, columns: Mapping[str, str]) -> list[str]:
+    def has(key: str) -> bool:
+        return row.fields.get(columns.get(key, key)) is not None
+
+    return [name for name, format in FORMATS.items() if all(map(has, format.keys))]
 
 
-def _string(value: Any, key: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"'{key}': got {type(value).__name__}, a string is needed")
-    if half := _HALF_SURROGATE.search(value):
-        shown = half[0].encode("unicode-escape").decode()
-        raise RowError(f"'{key}': holds half a surrogate pair ({shown}), which is no text")
-    return value
+def _check_columns(columns: Mapping[str, str], known: Iterable[str], owner: str) -> None:
+    known = dict.fromkeys(known)
+    if unknown := sorted(columns.keys() - known.keys()):
+        raise DataError(f"data.columns: got '{unknown[0]}', {owner}: {', '.join(known)}")
 
 
-def _conversation(where: str, turns: Any, role_key: str, text_key: str, roles: Mapping[str, str]) -> Example:
-    if not isinstance(turns, list) or not turns:
-        raise RowError("the conversation must be a list with at least one message")
-    messages: list[Message] = []
-    for number, turn in enumerate(cast(list[Any], turns), start=1):
-        if not isinstance(turn, dict):
-            raise RowError(f"message {number}: got {type(turn).__name__}, an object is needed")
-        fields = cast(dict[str, Any], turn)
-        role = str(fields.get(role_key))
-        if role not in roles:
-            raise RowError(f"message {number}: '{role_key}': got '{role}', allowed: {', '.join(roles)}")
-        messages.append(Message(roles[role], _string(fields.get(text_key), f"message {number}: {text_key}")))
-    if not any(message.role == "assistant" for message in messages):
-        raise RowError("has no assistant message, so there is nothing to learn from")
+def _convert(row: RawRow, name: str, columns: Mapping[str, str]) -> Example | BadRow:
+    format = FORMATS[name]
+    try:
+        fields = {key: row.fields.get(columns.get(key, key)) for key in format.all_keys}
+        for key in format.keys:
+            if fields[key] is None:
+                raise RowError(_lacks(row, name, columns.get(key, key)))
+        absent = {key for key in format.optional if fields[key] is None or _is_blank(fields[key])}
+        fields = {key: value for key, value in fields.items() if key not in absent}
+        return format.convert(row, fields)
+    except RowError as reason:
+        return BadRow(row.path, row.line, str(reason))
+    except RecursionError:
+        return BadRow(row.path, row.line, "is nested too deeply")
+
+
+def _lacks(row: RawRow, name: str, key: str) -> str:
+    reason = f"has no '{key}'; its keys are: {listed(row.fields)}"
+    others = _formats_of(row, {})
+    if not others or name in others:
+        return reason
+    return f"{reason}; this row looks like {others[0]}, the others are read as {name}: one file has one format"
+
+
+# --- one row of each format ------------------------------------------------------------------------------------------
+
+
+def _messages(row: RawRow, fields: Mapping[str, Any]) -> Example:
+    return _chat(row, fields, read_messages(fields["messages"], "messages"))
+
+
+def _sharegpt(row: RawRow, fields: Mapping[str, Any]) -> Example:
+    return _chat(row, fields, read_messages(fields["conversations"], "conversations"))
+
+
+def _prompt_completion(row: RawRow, fields: Mapping[str, Any]) -> Example:
+    if _are_strings(fields, "prompt", "completion"):
+        prompt = text(fields["prompt"], "prompt")
+        return _pair(row, fields, prompt, prompt, "completion")
+    before = read_messages(fields["prompt"], "prompt", "prompt: message")
+    answer = read_messages(fields["completion"], "completion", "completion: message")
+    if all(message.role != "assistant" for message in answer):
+        raise RowError("completion: has no assistant message, so there is nothing to learn from")
+    return _chat(row, fields, _not_learned(before) + answer, "prompt and completion: message")
+
+
+def _alpaca(row: RawRow, fields: Mapping[str, Any]) -> Example:
+    instruction = text(fields["instruction"], "instruction")
+    given = text(fields.get("input", ""), "input")
+    plain = (ALPACA_INPUT_PROMPT if given else ALPACA_PROMPT).format(instruction=instruction, input=given)
+    return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output")
+
+
+def _text(row: RawRow, fields: Mapping[str, Any]) -> Example:
+    return Example(row.path, row.line, prompt="", completion=_answer(fields, "text"), is_text=True)
+
+
+def _preference(row: RawRow, fields: Mapping[str, Any]) -> Example:
+    if _are_strings(fields, "chosen", "rejected"):
+        if "prompt" not in fields:
+            raise RowError("has no 'prompt'; where 'chosen' and 'rejected' are strings, one is needed")
+        prompt, rejected = text(fields["prompt"], "prompt"), _answer(fields, "rejected")
+        example = replace(_pair(row, fields, prompt, prompt, "chosen"), rejected=rejected)
+        if example.completion == rejected:
+            raise RowError("'chosen' and 'rejected' are the same")
+        return example
+    chosen, rejected = _whole(fields, "chosen"), _whole(fields, "rejected")
+    if chosen == rejected:
+        raise RowError("'chosen' and 'rejected' are the same")
+    if chosen[:-1] != rejected[:-1]:
+        raise RowError("'chosen' and 'rejected' must be the same up to their last message")
+    return Example(row.path, row.line, chosen, _tools(fields), rejected=rejected[-1:])
+
+
+def _whole(fields: Mapping[str, Any], key: str) -> tuple[Message, ...]:
+    """The conversation that ends with an answer. The answer is given alone, after `prompt`, or with all before it."""
+    messages = read_messages(fields[key], key, f"{key}: message")
+    if messages[-1].role != "assistant":
+        raise RowError(f"{key}: must end with an assistant message, got a {messages[-1].role} message")
+    asked = _asked(fields)
     if messages[0].role == "assistant":
-        raise RowError("starts with an assistant message; a user or system message must come first")
-    return Example(where, tuple(messages))
+        messages = asked + messages
+    elif any(message not in messages for message in asked):
+        raise RowError(f"{key}: is a conversation of its own, but does not hold what 'prompt' says")
+    messages = _with_system(fields, _not_learned(messages[:-1]) + messages[-1:])
+    check_conversation(messages, f"{key} with all before it: message", _first(fields))
+    return messages
 
 
-def _messages(where: str, fields: Mapping[str, Any]) -> Example:
-    return _conversation(where, fields["messages"], "role", "content", {role: role for role in ROLES})
+def _asked(fields: Mapping[str, Any]) -> tuple[Message, ...]:
+    if "prompt" not in fields:
+        return ()
+    if isinstance(fields["prompt"], str):
+        return (Message("user", text(fields["prompt"], "prompt")),)
+    return read_messages(fields["prompt"], "prompt", "prompt: message")
 
 
-def _sharegpt(where: str, fields: Mapping[str, Any]) -> Example:
-    return _conversation(where, fields["conversations"], "from", "value", SHAREGPT_ROLES)
-
-
-def _two_parts(where: str, prompt: str, completion: str, chat_prompt: str) -> Example:
-    messages = (Message("user", chat_prompt), Message("assistant", completion))
-    return Example(where, messages, prompt, completion)
-
-
-def _prompt_completion(where: str, fields: Mapping[str, Any]) -> Example:
-    prompt = _string(fields["prompt"], "prompt")
-    return _two_parts(where, prompt, _string(fields["completion"], "completion"), chat_prompt=prompt)
-
-
-def _alpaca(where: str, fields: Mapping[str, Any]) -> Example:
-    instruction, extra = _string(fields["instruction"], "instruction"), _string(fields["input"], "input")
-    template = ALPACA_INPUT_PROMPT if extra else ALPACA_PROMPT
-    prompt = template.format(instruction=instruction, input=extra)
-    chat_prompt = f"{instruction}\n\n{extra}" if extra else instruction
-    return _two_parts(where, prompt, _string(fields["output"], "output"), chat_prompt)
-
-
-def _text(where: str, fields: Mapping[str, Any]) -> Example:
-    return Example(where, prompt="", completion=_string(fields["text"], "text"))
-
-
-# In the order of detection.
-FORMATS: dict[str, tuple[Callable[[str, Mapping[str, Any]], Example], tuple[str, ...]]] = {
-    "messages": (_messages, ("messages",)),
-    "sharegpt": (_sharegpt, ("conversations",)),
-    "prompt_completion": (_prompt_completion, ("prompt", "completion")),
-    "alpaca": (_alpaca, ("instruction", "input", "output")),
-    "text": (_text, ("text",)),
+# In the order of detection: the more telling keys first.
+FORMATS = {
+    "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "system", "tools")),
+    "messages": Format(_messages, ("messages",), ("tools",)),
+    "sharegpt": Format(_sharegpt, ("conversations",), ("system", "tools")),
+    "prompt_completion": Format(_prompt_completion, ("prompt", "completion"), ("system", "tools")),
+    "alpaca": Format(_alpaca, ("instruction", "output"), ("input", "system")),
+    "text": Format(_text, ("text",)),
 }
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _chat(row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], name: str = "message") -> Example:
+    messages = _with_system(fields, messages)
+    check_conversation(messages, name, _first(fields))
+    return Example(row.path, row.line, messages, _tools(fields))
+
+
+def _pair(row: RawRow, fields: Mapping[str, Any], asked: str, plain: str, answer_key: str) -> Example:
+    """A question and an answer, as a conversation and as the plain form."""
+    answer = _answer(fields, answer_key)
+    messages = _with_system(fields, (Message("user", asked), Message("assistant", answer)))
+    prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
+    return Example(row.path, row.line, messages, _tools(fields), prompt, answer)
+
+
+def _answer(fields: Mapping[str, Any], key: str) -> str:
+    answer = text(fields[key], key)
+    if _is_blank(answer):
+        raise RowError(f"{key}: is blank, so there is nothing to learn from")
+    return answer
+
+
+def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return read_tools(fields.get("tools", []))
+
+
+def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    if "system" not in fields:
+        return messages
+    if messages[0].role == "system":
+        raise RowError("system: the conversation has a system message already; keep one of them")
+    return (Message("system", text(fields["system"], "system")), *messages)
+
+
+def _first(fields: Mapping[str, Any]) -> int:
+    """The number of the first message: numbers are those of the file, where `system` stands elsewhere."""
+    return 0 if "system" in fields else 1
+
+
+def _not_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    return tuple(replace(message, train=False) if message.role == "assistant" else message for message in messages)
+
+
+def _is_blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def _are_strings(fields: Mapping[str, Any], first: str, second: str) -> bool:
+    """Whether two keys hold strings. RowError where one does and the other does not."""
+    are = [isinstance(fields[key], str) for key in (first, second)]
+    if are[0] != are[1]:
+        got = " and ".join(type(fields[key]).__name__ for key in (first, second))
+        raise RowError(f"'{first}' and '{second}' must both be strings or both lists of messages: got {got}")
+    return are[0]

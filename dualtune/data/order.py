@@ -1,23 +1,21 @@
-"""Which documents make up a step, and in which micro-batches: a pure function of (seed, step).
+"""Which documents make up a step: a pure function of (seed, step).
 
 Nothing here has a state to save. A resumed run asks for step n and gets what the uninterrupted run would have had, on
-any backend, whatever the micro-batch size.
+any backend, whatever the micro-batch size and the layout of the rows.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 
 import numpy as np
 
-from dualtune.backend import IGNORE_INDEX, Batch
 from dualtune.config import Config
-from dualtune.data.documents import Document
-
-LENGTH_MULTIPLE = 16  # rows are padded to a multiple of this, so that few shapes occur
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,36 +24,62 @@ class Step:
     documents: np.ndarray  # indices
 
 
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    documents: np.ndarray  # indices, in the order of this epoch
+    bounds: np.ndarray  # step s of the epoch takes documents[bounds[s]:bounds[s + 1]]
+
+
 class Order:
     """Steps of a run over documents of given lengths. Every epoch is a new permutation; its last step may be smaller.
 
-    A step takes `documents_per_step` documents, or as many as fit into `tokens_per_step` (at least one).
+    A step takes `documents_per_step` documents, or as many as fit into `tokens_per_step` (at least one). With several
+    sources, an epoch takes weight × n documents of a source of n: a weight of 0.5 takes one half in the first epoch
+    and the other in the second, 2 takes each twice.
     """
 
-    def __init__(self, config: Config, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, config: Config, lengths: Sequence[int] | np.ndarray, sources: np.ndarray | None = None,
+        weights: Sequence[float] = (1.0,),
+    ) -> None:  # fmt: skip
         self._lengths = np.asarray(lengths, np.int64)
+        sources = np.zeros(len(self._lengths), np.int64) if sources is None else sources
+        self._sources = [(np.flatnonzero(sources == s), weight) for s, weight in enumerate(weights)]
         self._seed = config.run.seed
         self._documents_per_step = config.train.documents_per_step
         self._tokens_per_step = config.train.tokens_per_step
-        self._epochs: list[list[np.ndarray]] = []  # planned so far
-        self._starts = [0]  # first step of each epoch
+        self._lock = threading.Lock()  # the loop asks, and the thread that makes the next batches
+        self._starts = [0]  # first step of each epoch, as far as it is known
+        self._epoch = lru_cache(2)(self._plan)
         self.num_steps = config.train.steps or self._count(config.train.epochs)
 
     def step(self, index: int) -> Step:
         """The documents of step `index`, counted from 0."""
-        while self._starts[-1] <= index:
-            self._plan_epoch()
-        epoch = bisect.bisect_right(self._starts, index) - 1
-        steps, within = self._epochs[epoch], index - self._starts[epoch]
-        done = sum(len(ids) for ids in steps[: within + 1])
-        return Step(epoch + done / len(self._lengths), steps[within])
+        with self._lock:
+            while self._starts[-1] <= index:
+                self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1).bounds) - 1)
+            number = bisect.bisect_right(self._starts, index) - 1
+            epoch, within = self._epoch(number), index - self._starts[number]
+        start, end = epoch.bounds[within : within + 2]
+        return Step(float(number + end / len(epoch.documents)), epoch.documents[start:end])
 
-    def _plan_epoch(self) -> None:
-        epoch = len(self._epochs)
-        order = np.random.default_rng([self._seed, 1, epoch]).permutation(len(self._lengths))
-        bounds = self._bounds(self._lengths[order])
-        self._epochs.append([order[a:b] for a, b in pairwise(bounds)])
-        self._starts.append(self._starts[-1] + len(self._epochs[-1]))
+    def _plan(self, epoch: int) -> _Epoch:
+        documents = np.concatenate([self._taken(s, epoch) for s in range(len(self._sources))])
+        documents = documents[np.random.default_rng([self._seed, 1, epoch]).permutation(len(documents))]
+        return _Epoch(documents, np.asarray(self._bounds(self._lengths[documents]), np.int64))
+
+    def _taken(self, source: int, epoch: int) -> np.ndarray:
+        """The documents of a source in an epoch: the next weight × n of an endless row of permutations of them."""
+        documents, weight = self._sources[source]
+        n = len(documents)
+        if weight == 1.0 or not n:
+            return documents
+        start, end = (math.floor(e * weight * n) for e in (epoch, epoch + 1))
+        found = [np.zeros(0, np.int64)]
+        for turn in range(start // n, -(-end // n)):
+            shuffled = documents[np.random.default_rng([self._seed, 4, source, turn]).permutation(n)]
+            found.append(shuffled[max(start - turn * n, 0) : end - turn * n])
+        return np.sort(np.concatenate(found))
 
     def _bounds(self, lengths: np.ndarray) -> list[int]:
         if self._documents_per_step:
@@ -69,44 +93,7 @@ class Order:
         return bounds
 
     def _count(self, epochs: float) -> int:
-        while len(self._epochs) < epochs:
-            self._plan_epoch()
-        share = epochs - (len(self._epochs) - 1)  # of the last epoch
-        return max(1, self._starts[-2] + round(share * len(self._epochs[-1])))
-
-
-def micro_batches(
-    documents: Sequence[Document], ids: Sequence[int], *, max_tokens: int, seed: int, step: int
-) -> list[Batch]:
-    """Put the documents with these indices into padded micro-batches of at most `max_tokens` tokens, padding included.
-
-    Longest first, so that rows of a micro-batch are of similar length and an out-of-memory shows at once.
-    """
-    by_length = sorted(ids, key=lambda i: -len(documents[i].tokens))
-    groups: list[list[int]] = []
-    for i in by_length:
-        if groups and (len(groups[-1]) + 1) * _padded(len(documents[groups[-1][0]].tokens)) <= max_tokens:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [_batch([documents[i] for i in group], group, seed, step) for group in groups]
-
-
-def _padded(length: int) -> int:
-    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-
-
-def _batch(documents: Sequence[Document], ids: Sequence[int], seed: int, step: int) -> Batch:
-    shape = (len(documents), _padded(max(len(document.tokens) for document in documents)))
-    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    labels = np.full(shape, IGNORE_INDEX, np.int32)
-    noise = np.zeros(shape, np.uint32)
-    for b, (document, id) in enumerate(zip(documents, ids, strict=True)):
-        length = len(document.tokens)
-        tokens[b, :length] = document.tokens
-        labels[b, : length - 1] = np.where(document.trained[1:], document.tokens[1:], IGNORE_INDEX)
-        segments[b, :length] = 1
-        positions[b, :length] = np.arange(length)
-        # Prefix-stable: the key of a position does not depend on the document's length or place in the batch.
-        noise[b, :length] = np.random.default_rng([seed, 2, step, id]).integers(0, 1 << 32, length, np.uint32)
-    return Batch(tokens, labels, segments, positions, noise)
+        while len(self._starts) - 1 < epochs:
+            self.step(self._starts[-1])
+        share = epochs - (len(self._starts) - 2)  # of the last epoch
+        return max(1, self._starts[-2] + round(share * (self._starts[-1] - self._starts[-2])))

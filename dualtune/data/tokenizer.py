@@ -1,33 +1,52 @@
 """The tokenizer and chat template of a base model, behind the few verbs that dualtune needs.
 
-transformers does the work (it is imported here, late: `dualtune --help` must not pay for it); its chat templates run in
-Jinja's immutable sandbox.
+transformers loads the tokenizer (it is imported here, late: `dualtune --help` must not pay for it). Texts go straight
+to the Rust tokenizer below it, which gives the same ids on all cores; chats go through our own template code.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from jinja2 import TemplateError
 
-from dualtune.data.formats import Message
-from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.data.conversations import Message
+from dualtune.data.rows import RowError
+from dualtune.data.template import ChatTemplate, Spans
+from dualtune.errors import ConfigError, DataError, EnvironmentFault
+
+# What decides the ids of a text, as far as a model has it.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json", "merges.txt",
+)  # fmt: skip
 
 
 class Tokenizer:
     """Encodes text with character offsets, decodes, renders chats.
 
-    `template` is "auto" (the model's own, if it has one), "none", or the path of a Jinja file.
+    `template` is "auto" (the model's own, if it has one), "none", or the path of a Jinja file. A chat has the special
+    tokens that its template writes and no others: where a tokenizer puts BOS before a plain text and the template
+    writes none, the chat has none, as in the model's own training.
     """
 
     def __init__(self, model_dir: Path, template: str = "auto") -> None:
         self._hf = _load(model_dir)
+        self._rust = self._hf.backend_tokenizer
+        # Some tokenizer.json were saved in the middle of someone's training.
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self._rust.encode_special_tokens = False
+        self._files = _hashes(model_dir)
         self.template = _template(self._hf, template)
+        self.template_hash = self.template.hash if self.template else "none"
+        self.bos_id: int | None = self._hf.bos_token_id
         self.eos_id: int | None = self._hf.eos_token_id
         # A turn may end with another special token than EOS (Llama 3: <|eot_id|>).
         self.special_ids = frozenset(self._hf.all_special_ids) | frozenset(
@@ -36,18 +55,26 @@ class Tokenizer:
         ends = {self.eos_id, *_generation_ends(model_dir), self._end_of_turn()}
         self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(token ids int32 [T], character offsets int32 [T, 2]) of each text.
+    def fingerprint(self) -> str:
+        """Tells tokenizers apart that could give a text or a chat other ids."""
+        decisive = json.dumps([self._files, self.template.source if self.template else None])
+        return f"sha256 {hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
-        `special` adds what the tokenizer puts around a plain text (BOS); a rendered chat has its own already.
+    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(token ids int32 [T], character offsets int32 [T, 2]) of each text. Other threads run meanwhile.
+
+        `special` adds what the tokenizer puts around a plain text (BOS, but no second one where the text begins with
+        it); a rendered chat has its own already.
         """
-        out = self._hf(
-            list(texts), add_special_tokens=special, return_offsets_mapping=True, return_attention_mask=False
-        )
-        return [
-            (np.asarray(ids, np.int32), np.asarray(offsets, np.int32).reshape(-1, 2))
-            for ids, offsets in zip(out["input_ids"], out["offset_mapping"], strict=True)
-        ]
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for encoding in self._rust.encode_batch(list(texts), add_special_tokens=special):
+            ids = np.array(encoding.ids, np.int32)
+            flat = itertools.chain.from_iterable(encoding.offsets)
+            offsets = np.fromiter(flat, np.int32, 2 * len(ids)).reshape(-1, 2)
+            if len(ids) > 1 and ids[0] == ids[1] == self.bos_id and offsets[0, 1] == 0:  # the first is of no character
+                ids, offsets = ids[1:], offsets[1:]
+            found.append((ids, offsets))
+        return found
 
     def encode(self, text: str, *, special: bool) -> np.ndarray:
         return self.encode_batch([text], special=special)[0][0]
@@ -55,19 +82,41 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._hf.decode(list(ids), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The chat as text. Raises jinja2.TemplateError when the template refuses the conversation."""
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text with its special tokens."""
+        return self._rust.decode(list(ids), skip_special_tokens=False)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The chat as text. RowError where the template refuses the conversation."""
+        return self.render_marked(messages, tools=tools, add_generation_prompt=add_generation_prompt)[0]
+
+    def render_marked(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+    ) -> tuple[str, Spans]:
+        """The chat as text, and the character spans of the template's generation blocks."""
         assert self.template is not None
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        return self._hf.apply_chat_template(
-            turns, chat_template=self.template, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        turns = [message.as_dict() for message in messages]
+        return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def encode_prompt(self, prompt: str) -> np.ndarray:
         """A user's prompt as the model was trained to see it: through the chat template, if there is one."""
         if self.template is None:
             return self.encode(prompt, special=True)
-        return self.encode(self.render([Message("user", prompt)], add_generation_prompt=True), special=False)
+        try:
+            text = self.render([Message("user", prompt)], add_generation_prompt=True)
+        except RowError as error:
+            raise DataError(f"the prompt: {error}. Use another data.template, or none") from error
+        return self.encode(text, special=False)
 
     def _end_of_turn(self) -> int | None:
         """The special token that the template puts behind an assistant's message, if it puts one."""
@@ -77,9 +126,10 @@ class Tokenizer:
         try:
             before = self.render([question], add_generation_prompt=True)
             through = self.render([question, answer])
-        except TemplateError:
+        except RowError:
             return None
-        behind = self.encode(through[len(before) + len(answer.content) :], special=False)
+        _, found, rest = through[len(before) :].rpartition(answer.content)
+        behind = self.encode(rest if found else "", special=False)
         return int(behind[0]) if len(behind) and int(behind[0]) in self.special_ids else None
 
 
@@ -90,6 +140,11 @@ def _generation_ends(model_dir: Path) -> list[int]:
         return []
     found: int | list[int] | None = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     return found if isinstance(found, list) else [] if found is None else [found]
+
+
+def _hashes(model_dir: Path) -> dict[str, str]:
+    paths = [model_dir / name for name in TOKENIZER_FILES if (model_dir / name).is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def _load(model_dir: Path) -> Any:
@@ -105,16 +160,29 @@ def _load(model_dir: Path) -> Any:
         raise EnvironmentFault(f"{model_dir}: its tokenizer cannot be loaded: {reason}") from error
     if not tokenizer.is_fast:
         raise EnvironmentFault(f"{model_dir}: a tokenizer.json is needed (a fast tokenizer, with character offsets)")
-    tokenizer.model_max_length = int(1e9)  # the length limit is data.max_length; no second opinion as a warning
     return tokenizer
 
 
-def _template(tokenizer: Any, choice: str) -> str | None:
+def _template(tokenizer: Any, choice: str) -> ChatTemplate | None:
     if choice == "none":
         return None
     if choice == "auto":
-        return tokenizer.get_chat_template() if tokenizer.chat_template else None
-    path = Path(choice).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"data.template: got '{choice}', allowed: auto, none, or an existing Jinja file")
-    return path.read_text(encoding="utf-8")
+        if not tokenizer.chat_template:
+            return None
+        try:
+            source = tokenizer.get_chat_template()
+        except ValueError as error:
+            names = ", ".join(tokenizer.chat_template)
+            raise ConfigError(
+                f"data.template: the model has several chat templates ({names}) and none is its default. "
+                "Save the right one to a file and name that file"
+            ) from error
+    else:
+        path = Path(choice).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"data.template: got '{choice}', allowed: auto, none, or an existing Jinja file")
+        try:
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"data.template: {path} is not UTF-8 (byte {error.start})") from error
+    return ChatTemplate(source, tokenizer.special_tokens_map)

@@ -3,59 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from dualtune import interrupt
 from dualtune.backend import IGNORE_INDEX, Engine
 from dualtune.config import Config
-from dualtune.data.documents import Document, held_out_examples, read_examples, tokenize
+from dualtune.data.batches import Layout, make_batch, micro_batches, plan
+from dualtune.data.documents import Documents, tokenize
 from dualtune.data.formats import Example
-from dualtune.data.order import micro_batches
-from dualtune.errors import DataError
 from dualtune.hooks import EvalRecord
 from dualtune.train.inference import Model
 
 AUTO_MICRO_BATCH_TOKENS = 2048
 
 
-def auto_micro_batch_tokens(config: Config) -> int:
-    """`train.micro_batch_tokens`, or what auto stands for."""
-    given = config.train.micro_batch_tokens
-    return max(AUTO_MICRO_BATCH_TOKENS, config.data.max_length) if given == "auto" else given
+def layout_of(config: Config) -> Layout:
+    """How a config lays documents out in micro-batches."""
+    given, longest = config.train.micro_batch_tokens, config.data.max_length
+    tokens = max(AUTO_MICRO_BATCH_TOKENS, longest) if given == "auto" else given
+    return Layout(tokens, longest if config.data.packing else None)
 
 
 def evaluate(
     engine: Engine,
-    documents: Sequence[Document],
-    max_tokens: int,
+    documents: Documents,
+    layout: Layout,
     step: int = 0,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvalRecord:
-    """Evaluate in micro-batches of `max_tokens`; `show(done, total)` is called after each."""
-    batches = micro_batches(documents, range(len(documents)), max_tokens=max_tokens, seed=0, step=step)
+    """The mean loss over the targets of all documents; `show(done, total)` is called after each micro-batch."""
+    groups = plan(documents.lengths, range(len(documents)), layout)
     loss_sum, num_targets = 0.0, 0
-    for done, batch in enumerate(batches, start=1):
+    for done, rows in enumerate(groups, start=1):
         interrupt.poll()
-        result = engine.evaluate(batch)
+        result = engine.evaluate(make_batch(documents, rows, seed=0, step=step))
         loss_sum += result.loss_sum
         num_targets += result.num_targets
-        show(done, len(batches))
+        show(done, len(groups))
     return EvalRecord(step=step, eval_loss=loss_sum / num_targets, eval_targets=num_targets)
-
-
-def eval_examples(config: Config, data: Path | None) -> list[Example]:
-    """The rows of a file, or those that the config evaluates on."""
-    return read_examples(config, str(data)) if data else held_out_examples(config)[1]
-
-
-def measure(model: Model, examples: Sequence[Example], config: Config) -> EvalRecord:
-    """The mean loss over the tokens that `data.loss_on` trains."""
-    documents = tokenize(examples, model.tokenizer, config.data.loss_on, config.data.max_length)
-    if not documents.items:
-        raise DataError("the evaluation data has no trainable token within data.max_length")
-    return evaluate(model.engine, documents.items, auto_micro_batch_tokens(config))
 
 
 def exact_match(model: Model, examples: Sequence[Example], max_length: int) -> float:
@@ -64,9 +50,10 @@ def exact_match(model: Model, examples: Sequence[Example], max_length: int) -> f
     Greedy decoding gives an answer if and only if every token of it is the most probable one after those before it, so
     one forward pass tells. Rows that are cut to `max_length` count as wrong.
     """
-    documents = [d for d in tokenize(examples, model.tokenizer, "last", max_length).items if len(d.tokens) < max_length]
+    documents = tokenize(examples, model.tokenizer, "last", max_length)
+    whole = np.flatnonzero(documents.lengths < max_length)
     exact = 0
-    for batch in micro_batches(documents, range(len(documents)), max_tokens=AUTO_MICRO_BATCH_TOKENS, seed=0, step=0):
+    for batch in micro_batches(documents, whole.tolist(), Layout(AUTO_MICRO_BATCH_TOKENS), seed=0, step=0):
         interrupt.poll()
         is_target_BT = batch.labels_BT != IGNORE_INDEX
         is_right_BT = model.engine.logprobs(batch).argmax(-1) == batch.labels_BT

@@ -132,7 +132,8 @@ def answer(model: Model, example: Example, max_tokens: int = 256) -> Answer:
     tokenizer = model.tokenizer
     if tokenizer.template is not None and example.messages:
         *before, last = example.messages
-        ids = tokenizer.encode(tokenizer.render(before, add_generation_prompt=True), special=False)
+        rendered = tokenizer.render(before, tools=example.tools, add_generation_prompt=True)
+        ids = tokenizer.encode(rendered, special=False)
         shown, expected = before[-1].content, last.content
     else:
         assert example.prompt is not None and example.completion is not None

@@ -10,15 +10,16 @@ from typing import Any, cast
 
 from dualtune.adapter.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, modules_of
-from dualtune.backend import Backend, check_capabilities
+from dualtune.backend import Backend, Batch, check_capabilities
 from dualtune.base_model import fingerprint, resolve_model
 from dualtune.config import Config
-from dualtune.data.documents import Documents, held_out_examples, tokenize
+from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.order import Order
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
 from dualtune.train.checkpoint import Checkpoint
-from dualtune.train.evaluation import auto_micro_batch_tokens
+from dualtune.train.evaluation import layout_of
 from dualtune.train.resume import Change, check_config, check_fingerprints, check_place
 
 
@@ -33,13 +34,18 @@ class Prepared:
     train: Documents
     eval: Documents
     order: Order
-    micro_batch_tokens: int
+    layout: Layout
     spec: LoraSpec
     start: Adapter | None  # the adapter that training starts from
     base: dict[str, Any]  # what identifies the base model…
     fingerprints: dict[str, str]  # …and, in short, base model, tokenizer and data
     saved: Checkpoint | None  # the checkpoint that the run continues from…
     changes: list[Change]  # …and what has changed since, as far as that is allowed
+
+    def batches(self, step: int) -> list[Batch]:
+        """The micro-batches of a step, counted from 0: a pure function."""
+        ids = self.order.step(step).documents.tolist()
+        return micro_batches(self.train, ids, self.layout, seed=self.config.run.seed, step=step)
 
     def summary(self) -> list[str]:
         """What will be done, a line each."""
@@ -48,6 +54,7 @@ class Prepared:
         documents, tokens = train.documents_per_step, train.tokens_per_step
         per_step = f"{documents} documents" if documents else f"up to {tokens} tokens"
         chosen = " (auto)" if train.micro_batch_tokens == "auto" else ""
+        packed = "packed rows" if self.layout.row_length else "one document a row"
         return [
             f"model       {self.config.model.name}, {template}",
             f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
@@ -55,47 +62,49 @@ class Prepared:
             f"train data  {self.train.summary()}",
             f"eval data   {self.eval.summary() if self.eval.num_rows else 'none'}",
             f"steps       {self.order.num_steps} of {per_step}, "
-            f"in micro-batches of up to {self.micro_batch_tokens} tokens{chosen}",
+            f"in micro-batches of up to {self.layout.max_tokens} tokens{chosen}, {packed}",
         ]
 
 
-def prepare(config: Config, backend: Backend, saved: Checkpoint | None = None) -> Prepared:
-    """Check a config, cheap things first: what it asks of the backend, the data files, then the model directory.
+def prepare(
+    config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None
+) -> Prepared:
+    """Check a config, cheap things first: what it asks of the backend, the data files, the tokenizer, then the weights.
 
-    With a checkpoint, also whether the run may continue from it. Raises ConfigError, DataError, FormatError (of
-    `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
+    With a checkpoint, also whether the run may continue from it. `show` is told how far the data are tokenized. Raises
+    ConfigError, DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
     """
     check_capabilities(backend, config)
     start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
     config = _with_adapter_of(config, start)
     changes = check_config(saved, config) if saved else []
-    train_examples, eval_examples = held_out_examples(config)
-    model_dir = resolve_model(config.model.name, weights=config.model.init == "pretrained")
-    tokenizer = Tokenizer(model_dir, config.data.template)
-    train, eval_ = (
-        tokenize(examples, tokenizer, config.data.loss_on, config.data.max_length)
-        for examples in (train_examples, eval_examples)
-    )
-    eval_name = config.data.eval if isinstance(config.data.eval, str) else f"data.eval: {config.data.eval}"
-    for name, documents in ((config.data.train, train), (eval_name, eval_)):
-        if documents.num_rows and not documents.items:
+    data = Data(config)
+    weights = config.model.init == "pretrained"
+    # Weights that have to be downloaded wait until the data are known to be good.
+    is_here = Path(config.model.name).expanduser().is_dir()
+    tokenizer = Tokenizer(resolve_model(config.model.name, weights=weights and is_here), config.data.template)
+    train, eval_ = data.train_and_eval(tokenizer, show)
+    for documents in (train, eval_):
+        if documents.num_rows and not len(documents):
             raise DataError(
-                f"{name}: no trainable token: 0 of {documents.num_rows} rows have a target within "
-                f"data.max_length = {config.data.max_length}. Raise max_length, or check data.loss_on and the template."
+                f"{', '.join(documents.names)}: no trainable token: 0 of {documents.num_rows} rows have a target "
+                f"within data.max_length = {config.data.max_length}. "
+                "Raise max_length, or check data.loss_on and the template."
             )
-    order = Order(config, [len(document.tokens) for document in train.items])
+    model_dir = resolve_model(config.model.name, weights=weights)
+    order = Order(config, train.lengths, train.sources, train.weights)
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
     base = fingerprint(model_dir)
-    found = _fingerprints(base, train, eval_)
+    found = _fingerprints(base, tokenizer, train, eval_)
     if saved is not None:
         check_fingerprints(saved, found)
         check_place(saved, place_of(order, saved.step))
-    tokens = auto_micro_batch_tokens(config)
     spec = _spec(config, start)
     return Prepared(
-        config, backend, model_dir, tokenizer, train, eval_, order, tokens, spec, start, base, found, saved, changes
-    )
+        config, backend, model_dir, tokenizer, train, eval_, order, layout_of(config), spec, start, base, found, saved,
+        changes,
+    )  # fmt: skip
 
 
 def place_of(order: Order, step: int) -> dict[str, Any]:
@@ -105,14 +114,15 @@ def place_of(order: Order, step: int) -> dict[str, Any]:
     return {"epoch": order.step(step - 1).epoch if step else 0.0, "next_documents": f"{len(ids)}, sha256 {digest}"}
 
 
-def _fingerprints(base: dict[str, Any], train: Documents, eval_: Documents) -> dict[str, str]:
+def _fingerprints(base: dict[str, Any], tokenizer: Tokenizer, train: Documents, eval_: Documents) -> dict[str, str]:
     weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()
     return {
         "base model's config": f"sha256 {base['config_sha256'][:16]}",
         "base model's weights": f"sha256 {weights[:16]}",
         "tokenizer": f"sha256 {str(base['tokenizer_sha256'])[:16]}",
-        "train data": train.fingerprint(),
-        "eval data": eval_.fingerprint(),
+        "chat template": tokenizer.template_hash,
+        "train documents": train.fingerprint(),
+        "eval documents": eval_.fingerprint(),
     }
 
 

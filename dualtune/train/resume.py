@@ -34,8 +34,10 @@ RULES: dict[str, Rule] = {
     "data.columns": "recorded",
     "data.template": "recorded",
     "data.max_length": "forbidden",
-    "data.packing": "forbidden",
+    "data.packing": "free",  # the rows of a step change, its documents and its mathematics do not
     "data.loss_on": "forbidden",
+    "data.on_bad_row": "recorded",
+    "data.max_bad_rows": "recorded",
     "train.epochs": "recorded",
     "train.steps": "recorded",
     "train.tokens_per_step": "forbidden",

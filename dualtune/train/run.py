@@ -16,6 +16,7 @@ from dualtune.adapter.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.config import Config, to_yaml
+from dualtune.data.prefetch import Ahead
 from dualtune.disk import remove_directory, write_file
 from dualtune.errors import DiskError, Preempted
 from dualtune.hooks import Event, Hook, RunInfo
@@ -24,6 +25,7 @@ from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards
 from dualtune.train.inference import load_adapter
 from dualtune.train.metrics import History, Metrics, read_rows
+from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.resume import table
 from dualtune.train.run_dir import METRICS, RunDir, open_run
@@ -63,11 +65,13 @@ def load_engine(prepared: Prepared) -> Engine:
             adapter=prepared.spec,
             weight_decay=config.train.weight_decay,
             seed=config.run.seed,
-            longest=max(len(document.tokens) for document in (*prepared.train.items, *prepared.eval.items)),
+            longest=max(prepared.train.longest, prepared.eval.longest),
         )
     )
     if prepared.start is not None:
         load_adapter(engine, prepared.start, config.model.name)
+    if config.data.packing:
+        check_packing(engine)
     return engine
 
 
@@ -98,13 +102,14 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
     saver = Saver(place, prepared, engine, guards, log)
     info = RunInfo(
-        place.path, prepared.backend.name, prepared.order.num_steps, first_step, len(prepared.train.items),
-        len(prepared.eval.items), engine.description, num_weights * BYTES_PER_WEIGHT,
+        place.path, prepared.backend.name, prepared.order.num_steps, first_step, len(prepared.train),
+        len(prepared.eval), engine.description, num_weights * BYTES_PER_WEIGHT,
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
         _tell_what_was_found(prepared, place, log)
-        num_steps = fit(Job(prepared, engine, watchers, log, guards, saver), first_step)
+        with Ahead(prepared.batches, prepared.order.num_steps) as batches:
+            num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, batches), first_step)
         if config.guards.restore_best:
             _restore_best(engine, saver, log, num_steps)
         _write_adapter(place.adapter, prepared, engine, log, guards, num_steps)
@@ -164,7 +169,7 @@ def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> Non
 def _sources(prepared: Prepared, step: int) -> list[str]:
     """The rows of a step, counted from 1, as path:line."""
     ids: list[int] = prepared.order.step(step - 1).documents.tolist()
-    return [prepared.train.items[i].where for i in ids]
+    return [prepared.train[i].where for i in ids]
 
 
 def _restore_best(engine: Engine, saver: Saver, log: Metrics, step: int) -> None:
@@ -221,7 +226,8 @@ def _write_adapter(
             "eval_loss": _finite(log.history.eval_loss),
             "best_step": guards.state.best_step,
             "best_eval_loss": guards.state.best_loss,
-            "train_documents": len(prepared.train.items),
+            "train_documents": len(prepared.train),
+            "template_hash": prepared.tokenizer.template_hash,
             "template": "chat" if prepared.tokenizer.template else "none",  # `dualtune generate` follows it
         },
         "fingerprints": {

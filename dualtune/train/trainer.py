@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dualtune import faults, interrupt
 from dualtune.backend import Batch, Engine
-from dualtune.data.order import micro_batches
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.evaluation import evaluate
 from dualtune.train.guards import Guards
@@ -28,14 +28,7 @@ class Job:
     log: Metrics
     guards: Guards
     saver: Saver
-
-    def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of a step, counted from 0."""
-        made = self.prepared
-        ids = made.order.step(step).documents.tolist()
-        return micro_batches(
-            made.train.items, ids, max_tokens=made.micro_batch_tokens, seed=made.config.run.seed, step=step
-        )
+    batches: Callable[[int], list[Batch]]  # the micro-batches of a step, counted from 0
 
 
 def fit(job: Job, first_step: int = 0) -> int:
@@ -138,7 +131,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
     try:
         made = job.prepared
         record = evaluate(
-            job.engine, made.eval.items, made.micro_batch_tokens, step,
+            job.engine, made.eval, made.layout, step,
             lambda done, total: job.watchers.tell("on_eval_batch", done, total),
         )  # fmt: skip
     except Exception:  # whatever happened, also a request to stop: the steps so far shall not be lost with it
@@ -157,4 +150,4 @@ def _evaluate_if_due(job: Job, step: int) -> None:
 
 def _eval_due(job: Job, step: int) -> bool:
     ends = (0, job.prepared.order.num_steps)
-    return bool(job.prepared.eval.items) and (step in ends or is_due(step, job.prepared.config.run.eval_every))
+    return len(job.prepared.eval) > 0 and (step in ends or is_due(step, job.prepared.config.run.eval_every))

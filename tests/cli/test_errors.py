@@ -121,8 +121,9 @@ def test_eval_without_an_adapter_or_with_too_many(config_file, refused):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("no.jsonl", None, "{file}: no such file; a .jsonl file is needed"),
-        ("a.csv", "a,b\n", "{file}: got a '.csv' file, allowed: .jsonl (one JSON object a line)"),
+        ("no.jsonl", None, "{file}: no such file or directory"),
+        ("a.csv", "a,b\n", "{file}: has no rows"),
+        ("a.doc", "a", "{file}: got a '.doc' file, allowed: .jsonl"),
         ("a.jsonl", "", "{file}: has no rows"),
         ("a.jsonl", '{"text": "a"}\n{"text": \n', "{file}:2: not JSON: Expecting value at column "),
         ("a.jsonl", '{"text": "a"}\n["text"]\n', "{file}:2: got a JSON list, a JSON object is needed\n1 of 2 rows "),
@@ -262,7 +263,7 @@ def test_places_that_cannot_be_written(config_file, refused, adapter, tmp_path):
     ("code", "changes", "message"),
     [
         (2, {"adapter.rank": 0}, "adapter.rank: got 0, must be >= 1"),
-        (3, {"data.train": "no.jsonl"}, "no.jsonl: no such file; a .jsonl file is needed"),
+        (3, {"data.train": "no.jsonl"}, "no.jsonl: no such file or directory"),
         (4, {"model.name": "./nowhere"}, "model.name: there is no model directory nowhere"),
         (5, {"run.dir": "config.yaml/run"}, "run.dir: config.yaml/run cannot be written: Not a directory"),
         (6, {"adapter.init_from": "."}, ".: "),

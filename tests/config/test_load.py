@@ -13,6 +13,7 @@ from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 
 MINIMAL = "model:\n  name: m\ndata:\n  train: t\n"
+MAPPING = "a mapping (keys: path, weight, format, columns, subset, split)"
 TOKEN = "hf_" + "aB3" * 10
 KEYS = [(section, key) for section, model in sections().items() for key in model.model_fields]
 
@@ -53,15 +54,16 @@ runn:
         "c.yaml:5: adapter.dropout: got 1, must be >= 0 and < 1",
         "c.yaml:6: adapter.rank: got 0, must be >= 1",
         "c.yaml:7: adapter.lora_alpha: unknown key. Did you mean 'alpha'?",
-        "c.yaml:8: adapter.targets.1: got 3, must be a name",
-        "c.yaml:9: data.train: missing; section 'data' needs it: a path, such as `train: data/train.jsonl`",
-        "c.yaml:10: data.eval: got true, must be a number >= 0 and < 1, a path, or null",
+        "c.yaml:8: adapter.targets[1]: got 3, must be a name",
+        f"c.yaml:9: data.train: missing; 'data' needs it: a path, {MAPPING} or a list of these, "
+        "such as `train: data/train.jsonl`",
+        f"c.yaml:10: data.eval: got true, must be a number >= 0 and < 1, a path, {MAPPING}, a list of these, or null",
         "c.yaml:12: train.leraning_rate: unknown key. Did you mean 'learning_rate'?",
         "c.yaml:13: train.warmup: got 100 steps, must be below train.steps (50)",
         "c.yaml:15: train.rank: unknown key. It belongs to another section: 'adapter.rank'",
         "c.yaml:16: runn: unknown key. Did you mean 'run'?",
-        "--set run.kep: unknown key. Did you mean 'keep'?",
         "--set run.seed: got 1.5, must be an integer >= 0",
+        "--set run.kep: unknown key. Did you mean 'keep'?",
     ]
 
 
@@ -87,9 +89,12 @@ runn:
         ("adapter.targets", "[a, b, a]", "lists 'a' more than once"),
         ("adapter.targets", "all_linear", "Did you mean 'all-linear'?"),
         ("adapter.init_from", "''", "got '', must be a path or null"),
-        ("data.eval", "1", "got 1, must be a number >= 0 and < 1, a path, or null"),
+        ("data.eval", "1", f"got 1, must be a number >= 0 and < 1, a path, {MAPPING}, a list of these, or null"),
         ("data.eval", ".nan", "got .nan, must be finite"),
         ("data.packing", "yes", "got 'yes', must be true or false"),
+        ("data.on_bad_row", "ignore", "got 'ignore', allowed: error, skip"),
+        ("data.max_bad_rows", "1.5", "got 1.5, must be a number >= 0 and < 1, or an integer >= 1"),
+        ("data.format", "dpo", "sharegpt, preference. Did you mean 'preference'?"),
         ("data.packing", "1", "got 1, must be true or false"),
         ("data.max_length", "1", "got 1, must be >= 2"),
         ("data.columns", "[a]", "got a list, must be a mapping from our column names to the file's"),
@@ -169,7 +174,7 @@ def test_any_values_give_a_config_or_our_own_words(values: dict[tuple[str, str],
         parse_config("\n".join(lines))
     except ConfigError as error:
         assert not re.search(r"pydantic|[Ii]nput|valid (string|integer|number)|https?:|constrained|literal", str(error))
-        assert all(re.match(r"<string>(:\d+)?: [a-z_.0-9]+: ", line) for line in str(error).splitlines())
+        assert all(re.match(r"<string>(:\d+)?: [a-z_.0-9\[\]]+: ", line) for line in str(error).splitlines())
 
 
 @pytest.mark.parametrize(
@@ -182,6 +187,11 @@ def test_any_values_give_a_config_or_our_own_words(values: dict[tuple[str, str],
             "micro_batch_tokens: 2047",
             "c.yaml:6: train.micro_batch_tokens: got 2047, must be >= data.max_length (2048), because one document",
         ),
+        (
+            "max_bad_rows: 10",
+            "",
+            "c.yaml:5: data.max_bad_rows: got 10, means nothing while data.on_bad_row is error; write on_bad_row: skip",
+        ),
     ],
 )
 def test_impossible_pairs_are_refused(data: str, train: str, message: str) -> None:
@@ -193,6 +203,13 @@ def test_impossible_pairs_are_refused(data: str, train: str, message: str) -> No
 )
 def test_possible_pairs_pass(train: str) -> None:
     assert parse_config(with_(f"train: {{{train}}}"))
+
+
+@pytest.mark.parametrize(
+    "data", ["on_bad_row: skip, max_bad_rows: 10", "on_bad_row: skip", "on_bad_row: error, max_bad_rows: 0.01"]
+)
+def test_a_limit_of_bad_rows_goes_with_skipping_them(data: str) -> None:
+    assert parse_config(f"model: {{name: m}}\ndata: {{train: t, {data}}}\n")
 
 
 def test_an_impossible_pair_is_not_blamed_on_a_value_that_is_wrong_itself() -> None:
@@ -267,7 +284,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, raw: bytes, message
 
 def test_a_huge_wrong_list_is_refused_in_time() -> None:
     start = time.perf_counter()
-    assert "adapter.targets.0: got 1" in error_of(with_(f"adapter: {{targets: [{', '.join(['1'] * 20_000)}]}}"))
+    assert "adapter.targets[0]: got 1" in error_of(with_(f"adapter: {{targets: [{', '.join(['1'] * 20_000)}]}}"))
     assert time.perf_counter() - start < 5  # a quadratic search took minutes
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from os.path import normpath
 from typing import Any
 
 import yaml
@@ -38,6 +39,15 @@ _text = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1).filt
 _names = _text | st.sampled_from(
     ["on", "1e-4", "1:30", "016", "null", "~", "a: b", "# x", "[", "- x", "'", "...", "---"]
 )
+_sources = st.fixed_dictionaries(
+    {"path": _names.map("t/{0}".format)},
+    optional={
+        "weight": st.floats(0, exclude_min=True, allow_infinity=False),
+        "format": st.sampled_from(["text", None]),
+        "columns": st.dictionaries(_names, _names, max_size=2) | st.none(),
+        "split": _names | st.none(),
+    },
+)
 _configs = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries({"name": _names}),
@@ -49,7 +59,9 @@ _configs = st.fixed_dictionaries(
         ),
         "data": st.fixed_dictionaries(
             {
-                "train": _names.map("t/{0}".format),
+                "train": _names.map("t/{0}".format)
+                | _sources
+                | st.lists(_sources, min_size=1, max_size=3, unique_by=lambda source: normpath(source["path"])),
                 "eval": st.floats(0, 1, exclude_max=True) | _names | st.none(),
                 "columns": st.dictionaries(_names, _names, max_size=3),
                 "packing": st.booleans(),

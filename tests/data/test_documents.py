@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.data.documents import held_out_examples, split, tokenize
+from dualtune.data.documents import Data, held_out, tokenize
 from dualtune.data.formats import Example, Message
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError, EnvironmentFault
@@ -16,11 +16,11 @@ BOS, EOS, IM_END = 1, 2, 4  # of the byte tokenizer
 
 
 def chat(*turns):
-    return Example("f:1", tuple(Message(role, content) for role, content in turns))
+    return Example("f", 1, tuple(Message(role, content) for role, content in turns))
 
 
 def plain(prompt, completion):
-    return Example("f:1", (Message("user", prompt), Message("assistant", completion)), prompt, completion)
+    return Example("f", 1, (Message("user", prompt), Message("assistant", completion)), (), prompt, completion)
 
 
 SUMS = chat(("system", "Be brief."), ("user", "What is 2+2?"), ("assistant", "It is 4."), ("user", "And 3+3?"),
@@ -53,7 +53,7 @@ def with_template(tiny_llama, tmp_path):
 
 
 def one(example, tokenizer, loss_on="assistant", max_length=1000):
-    (document,) = tokenize([example], tokenizer, loss_on, max_length).items
+    (document,) = tokenize([example], tokenizer, loss_on, max_length)
     return document
 
 
@@ -138,7 +138,7 @@ def test_the_same_row_becomes_a_chat_with_a_template(chatml):
 
 def test_a_text_is_trained_whole(bare, chatml):
     for tokenizer in (bare, chatml):
-        document = one(Example("f:1", (), "", "Once."), tokenizer)
+        document = one(Example("f", 1, (), (), "", "Once.", is_text=True), tokenizer)
         assert (text_of(document, tokenizer), pieces(document, tokenizer)) == ("<s>Once.</s>", ["Once.</s>"])
 
 
@@ -146,13 +146,14 @@ def test_loss_on_all_trains_the_prompt_too(bare):
     assert pieces(one(plain("ab", "cd"), bare, "all"), bare) == ["abcd</s>"]
 
 
-def test_a_token_across_the_border_is_trained(bare):
-    """The token `=7` holds a character of the completion, and generation would have to produce it."""
-    assert pieces(one(plain("3+4=", "7!"), bare), bare) == ["=7!</s>"]
-
-
-def test_an_empty_completion_trains_the_end_alone(bare):
-    assert pieces(one(plain("ab", ""), bare), bare) == ["</s>"]
+def test_no_token_lies_across_the_border(bare):
+    """Generation starts from the prompt's own tokens, which end in `=`; `=7` could not follow them."""
+    document, prompt = one(plain("3+4=", "7!"), bare), bare.encode("3+4=", special=True)
+    assert pieces(document, bare) == ["7!</s>"]
+    assert document.tokens[: len(prompt)].tolist() == prompt.tolist()
+    assert document.trained.tolist() == [False] * len(prompt) + [True] * 3
+    inside = one(plain("3+4", "=7!"), bare)  # where nothing lies across, the text is left in one piece
+    assert inside.tokens.tolist() == [*bare.encode("3+4=7!", special=True).tolist(), EOS]
 
 
 def test_a_tokenizer_that_adds_an_eos_itself_gets_no_second_one(bare):
@@ -174,54 +175,37 @@ def test_truncation_keeps_what_is_trainable_and_counts(bare):
     """<s> + 4 + 3 + </s> = 9 tokens; of the first 6 one is a target, of the first 5 none."""
     examples = [plain("abcd", "efg"), plain("ab", "c")]
     cut = tokenize(examples, bare, "assistant", 6)
-    assert [pieces(document, bare) for document in cut.items] == [["e"], ["c</s>"]]
-    assert (cut.num_rows, cut.num_truncated, cut.num_dropped) == (2, 1, 0)
+    assert [pieces(document, bare) for document in cut] == [["e"], ["c</s>"]]
+    assert (cut.num_rows, cut.num_truncated, cut.dropped) == (2, 1, {})
     dropped = tokenize(examples, bare, "assistant", 5)
-    assert [pieces(document, bare) for document in dropped.items] == [["c</s>"]]
-    assert (dropped.num_rows, dropped.num_truncated, dropped.num_dropped) == (2, 1, 1)
+    assert [pieces(document, bare) for document in dropped] == [["c</s>"]]
+    assert (dropped.num_rows, dropped.num_truncated, sum(dropped.dropped.values())) == (2, 0, 1)
     assert dropped.summary() == (
-        "1 documents, 5 tokens, 2 of them trained (40%); 1 cut to max_length; "
-        "1 dropped: no trainable token within max_length"
+        "1 documents, 5 tokens, 2 of them trained (40%); 1 dropped: no trainable token within max_length"
     )
     whole = tokenize(examples, bare, "assistant", 9)
     assert (whole.num_tokens, whole.num_targets, whole.num_truncated) == (9 + 5, 4 + 2, 0)
 
 
 def test_more_rows_than_a_chunk_stay_in_order(bare, monkeypatch):
-    monkeypatch.setattr("dualtune.data.documents.ENCODE_ROWS", 3)
-    documents = tokenize([plain("a", str(i)) for i in range(8)], bare, "assistant", 100).items
+    monkeypatch.setattr("dualtune.data.tokenize.ENCODE_ROWS", 3)
+    documents = tokenize([plain("a", str(i)) for i in range(8)], bare, "assistant", 100)
     assert [pieces(document, bare) for document in documents] == [[f"{i}</s>"] for i in range(8)]
 
 
 # --- templates -------------------------------------------------------------------------------------------------------
 
-REWRITES = (
-    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.role }}: {{ m.content }}<|im_end|>"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
-
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(with_template):
-    tokenizer = with_template(REWRITES)
-    with pytest.raises(DataError) as caught:
-        tokenize([SUMS, plain("a", "b")], tokenizer, "assistant", 1000)
-    assert str(caught.value).splitlines() == [
-        "f:1: message 3: the chat template rewrites earlier turns, so the assistant's part cannot be located. "
-        "Use data.loss_on: last or all, or another data.template",
-        "1 of 2 rows cannot be used. Mend or remove them.",
-    ]
-    assert pieces(one(SUMS, tokenizer, "last"), tokenizer) == ["6, of course.<|im_end|>"]
-
-
-def test_a_template_that_raises_is_quoted(with_template):
+def test_rows_that_the_template_refuses_are_listed(with_template):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}x"
-    with pytest.raises(DataError, match="f:1: the chat template refuses this conversation: no system turn"):
-        tokenize([SUMS], with_template(template), "last", 1000)
-
-
-def test_a_template_cannot_reach_the_interpreter(with_template):
-    with pytest.raises(DataError, match="refuses this conversation"):
-        tokenize([SUMS], with_template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), "last", 1000)
+    with pytest.raises(DataError) as caught:
+        tokenize([SUMS, plain("a", "b"), SUMS], with_template(template), "all", 1000)
+    assert str(caught.value).splitlines() == [
+        "f:1: the chat template refuses this conversation: no system turn",
+        "f:1: the chat template refuses this conversation: no system turn",
+        "2 of 3 rows cannot be used. Mend or remove them, or leave them out with data.on_bad_row: skip. "
+        "`dualtune check-data` lists them all.",
+    ]
 
 
 def test_a_conversation_without_a_template_is_refused(bare):
@@ -258,24 +242,83 @@ def test_answers_end_where_the_model_s_generation_config_says(tiny_llama, tmp_pa
 @pytest.mark.parametrize(
     ("n", "share", "expected"), [(10, 0.2, 2), (10, 0.01, 1), (10, 0.99, 9), (1, 0.5, 0), (9, 0, 0)]
 )
-def test_the_split_is_disjoint_complete_and_as_large_as_asked(n, share, expected):
-    rows = [plain("q", str(i)) for i in range(n)]
-    train, held_out = split(rows, share, seed=1)
-    assert len(held_out) == expected
-    assert sorted(train + held_out, key=rows.index) == rows
-    assert train == sorted(train, key=rows.index)
+def test_the_split_is_as_large_as_asked(n, share, expected):
+    assert held_out(n, share, seed=1).sum() == expected
 
 
 def test_the_split_depends_on_seed_and_number_of_rows_alone():
-    letters, digits = ([plain("q", f"{text}{i}") for i in range(50)] for text in ("a", "other "))
-    places = [[rows.index(row) for row in split(rows, 0.1, 7)[1]] for rows in (letters, digits)]
-    assert places[0] == places[1]
-    assert split(letters, 0.1, 7) == split(letters, 0.1, 7)
-    assert split(letters, 0.1, 7) != split(letters, 0.1, 8)
+    assert np.array_equal(held_out(50, 0.1, 7), held_out(50, 0.1, 7))
+    assert not np.array_equal(held_out(50, 0.1, 7), held_out(50, 0.1, 8))
 
 
-def test_an_eval_file_is_used_whole(make_config, write_rows, qa_rows):
+def texts(documents, tokenizer):
+    return [text_of(document, tokenizer) for document in documents]
+
+
+def test_train_and_held_out_rows_are_disjoint_and_complete(make_config, write_rows, qa_rows, chatml):
+    config = make_config(write_rows(qa_rows), {"data.eval": 0.25})
+    train, held_out_ = Data(config).train_and_eval(chatml)
+    assert (len(train), len(held_out_)) == (12, 4)
+    everything = Data(make_config(write_rows(qa_rows))).train_and_eval(chatml)[0]
+    assert sorted(texts(train, chatml) + texts(held_out_, chatml)) == sorted(texts(everything, chatml))
+    examples = Data(config).held_out_examples(held_out_)
+    assert [example.where for example in examples] == [document.where for document in held_out_]
+
+
+def test_an_eval_file_is_used_whole(make_config, write_rows, qa_rows, chatml):
     other = write_rows(qa_rows[:3], "eval.jsonl")
-    train, held_out = held_out_examples(make_config(write_rows(qa_rows), {"data.eval": str(other)}))
-    assert [len(train), len(held_out)] == [16, 3]
-    assert len(held_out_examples(make_config(write_rows(qa_rows), {"data.eval": None}))[1]) == 0
+    train, held_out_ = Data(make_config(write_rows(qa_rows), {"data.eval": str(other)})).train_and_eval(chatml)
+    assert [len(train), len(held_out_)] == [16, 3]
+    assert len(Data(make_config(write_rows(qa_rows), {"data.eval": None})).train_and_eval(chatml)[1]) == 0
+
+
+def test_a_directory_s_valid_file_wins_over_the_default_share_alone(make_config, write_rows, qa_rows, chatml, tmp_path):
+    (tmp_path / "data").mkdir()
+    write_rows(qa_rows, "data/train.jsonl")
+    write_rows(qa_rows[:5], "data/valid.jsonl")
+    sizes = {
+        share: tuple(map(len, Data(make_config(tmp_path / "data", {"data.eval": share})).train_and_eval(chatml)))
+        for share in (0.1, 0.25, 0)
+    }
+    assert sizes == {0.1: (16, 5), 0.25: (12, 4), 0: (16, 0)}
+
+
+def test_several_sources_are_taken_together_and_know_where_they_are_from(make_config, write_rows, qa_rows, chatml):
+    a, b = write_rows(qa_rows[:10], "a.jsonl"), write_rows([{"q": "Hi", "a": "Ho"}] * 3, "b.jsonl")
+    sources = [str(a), {"path": str(b), "weight": 2, "columns": {"prompt": "q", "completion": "a"}}]
+    train, held_out_ = Data(make_config(sources, {"data.eval": 0.25})).train_and_eval(chatml)
+    assert (len(train), len(held_out_), train.weights) == (10, 3, (1.0, 2.0))
+    where = {document.where for document in [*train, *held_out_]}
+    assert where == {f"{a}:{n + 1}" for n in range(10)} | {f"{b}:{n + 1}" for n in range(3)}
+    assert [train[i].where.startswith(str(b)) for i in range(10)] == (train.sources == 1).tolist()
+
+
+def test_preference_pairs_are_not_trained_on_yet(make_config, write_rows):
+    path = write_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with pytest.raises(ConfigError, match="preference pairs are read and checked, but not trained on yet"):
+        Data(make_config(path))
+
+
+# --- long texts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_text_is_split_and_every_token_is_a_target_once(bare):
+    text = "".join(chr(97 + i % 26) for i in range(50))
+    documents = tokenize([Example("f", 1, (), (), "", text, is_text=True)], bare, "assistant", 8)
+    assert all(len(document.tokens) <= 8 for document in documents)
+    targets = [int(t) for d in documents for t, learned in zip(d.tokens[1:], d.trained[1:], strict=True) if learned]
+    assert bare._hf.decode(targets) == text + "</s>"
+    assert (documents.num_split, documents.num_truncated, documents.num_rows) == (1, 0, 1)
+    assert "1 texts split at max_length" in documents.summary()
+    # The context of a window's first target is the token before it in the text.
+    whole = [BOS, *bare.encode(text, special=False).tolist(), EOS]
+    for document in documents:
+        at = next(i for i in range(0, 60, 7) if whole[i : i + len(document.tokens)] == document.tokens.tolist())
+        assert at % 7 == 0
+
+
+def test_what_was_dropped_says_why(bare, chatml):
+    rows = [plain("abcdefgh", "x"), chat(("user", "a"), ("assistant", "b"))]
+    unlearned = Example("f", 3, (Message("user", "a"), Message("assistant", "b", train=False)))
+    assert tokenize(rows[:1], bare, "assistant", 5).dropped == {"no trainable token within max_length": 1}
+    assert tokenize([unlearned, *rows[1:]], chatml, "assistant", 1000).dropped == {"no token to learn": 1}

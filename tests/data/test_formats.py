@@ -1,11 +1,15 @@
 """Rows to examples: every format, told from its keys or named, and what no row may be. Expected by hand."""
 
+import itertools
 import json
+import tracemalloc
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from dualtune.data.formats import Example, Message, to_examples
-from dualtune.data.readers import RawRow
+from dualtune.data.formats import FORMATS, Example, Message, to_examples
+from dualtune.data.rows import BadRow, RawRow
 from dualtune.errors import DataError
 
 CHAT = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4."))
@@ -16,137 +20,319 @@ WITH_INPUT = (
 )
 
 
-def pair(prompt, completion, chat_prompt=None):
-    messages = (Message("user", chat_prompt or prompt), Message("assistant", completion))
-    return Example("f:1", messages, prompt, completion)
+def user(content, **extra):
+    return {"role": "user", "content": content} | extra
 
 
-# format, row, the example that it must become
-FORMATS = [
-    (
-        "messages",
-        {"messages": [{"role": message.role, "content": message.content} for message in CHAT]},
-        Example("f:1", CHAT),
-    ),
-    (
-        "sharegpt",
-        {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"},
-                           {"from": "gpt", "value": "4."}]},
-        Example("f:1", CHAT),
-    ),
-    ("prompt_completion", {"prompt": "2+2=", "completion": "4", "id": 7}, pair("2+2=", "4")),
-    (
-        "alpaca",
-        {"instruction": "Add.", "output": "4"},
-        pair(f"{ALPACA}\n\n### Instruction:\nAdd.\n\n### Response:\n", "4", "Add."),
-    ),
-    (
-        "alpaca",
-        {"instruction": "Add.", "input": "2+2", "output": "4"},
-        pair(f"{WITH_INPUT}\n\n### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n", "4", "Add.\n\n2+2"),
-    ),
-    ("text", {"text": "Once."}, Example("f:1", (), "", "Once.")),
-]  # fmt: skip
+def assistant(content, **extra):
+    return {"role": "assistant", "content": content} | extra
+
+
+def system(content):
+    return {"role": "system", "content": content}
+
+
+def said(question, answer, system=None):
+    head = (Message("system", system),) if system else ()
+    return (*head, Message("user", question), Message("assistant", answer))
+
+
+def made(messages=(), **rest):
+    return Example("f", 1, messages, **rest)
+
+
+def pair(prompt, completion, question=None, system=None, **rest):
+    return made(said(question or prompt, completion, system), prompt=prompt, completion=completion, **rest)
 
 
 def convert(*rows, format="auto", columns=None):
-    return to_examples([RawRow(f"f:{n}", row) for n, row in enumerate(rows, start=1)], format, columns or {})
+    raw = [row if isinstance(row, BadRow) else RawRow("f", n, row) for n, row in enumerate(rows, start=1)]
+    return list(to_examples(raw, format, columns or {}))
 
 
-def error_of(*rows, **options) -> list[str]:
-    with pytest.raises(DataError) as caught:
-        convert(*rows, **options)
-    return str(caught.value).splitlines()
+def converted(row, **options):
+    (result,) = convert(row, **options)
+    assert isinstance(result, Example), result
+    return result
+
+
+def reason(row, **options):
+    (result,) = convert(row, **options)
+    assert isinstance(result, BadRow), result
+    assert (result.path, result.line) == ("f", 1)
+    return result.reason
+
+
+# --- every format ----------------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+BE_BRIEF, ASK, SAY = system("Be brief."), user("2+2?"), assistant("4.")
+NOT_LEARNED = Message("assistant", "Hi.", train=False)
+OPENED = (Message("user", "Hello."), NOT_LEARNED, Message("user", "2+2?"), Message("assistant", "4."))
+OPENING = [user("Hello."), assistant("Hi."), ASK]
+
+GOLDEN = [  # format, row, the example that it must become
+    ("messages", {"messages": [BE_BRIEF, ASK, SAY]}, made(CHAT)),
+    ("messages", {"messages": [BE_BRIEF, ASK, SAY], "tools": [SCHEMA], "id": 7}, made(CHAT, tools=(SCHEMA,))),
+    ("sharegpt", {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "2+2?"},
+                                    {"from": "gpt", "value": "4."}]}, made(CHAT)),
+    ("sharegpt", {"system": "Be brief.", "tools": json.dumps([SCHEMA]),
+                  "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4."}]},
+     made(CHAT, tools=(SCHEMA,))),
+    ("sharegpt", {"conversations": [ASK, SAY], "system": "", "tools": ""}, made(CHAT[1:])),
+    ("prompt_completion", {"prompt": "2+2=", "completion": "4", "id": 7}, pair("2+2=", "4")),
+    ("prompt_completion", {"prompt": "", "completion": "4"}, pair("", "4")),
+    ("prompt_completion", {"prompt": "2+2=", "completion": "4", "system": "Be brief.", "tools": [SCHEMA]},
+     pair("Be brief.\n\n2+2=", "4", "2+2=", "Be brief.", tools=(SCHEMA,))),
+    ("prompt_completion", {"prompt": OPENING, "completion": [SAY]}, made(OPENED)),
+    ("prompt_completion", {"prompt": [ASK], "completion": [SAY], "system": "Be brief."}, made(CHAT)),
+    ("alpaca", {"instruction": "Add.", "output": "4"},
+     pair(f"{ALPACA}\n\n### Instruction:\nAdd.\n\n### Response:\n", "4", "Add.")),
+    ("alpaca", {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief."},
+     pair(f"Be brief.\n\n{WITH_INPUT}\n\n### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n", "4",
+          "Add.\n\n2+2", "Be brief.")),
+    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5"}, pair("2+2=", "4", rejected="5")),
+    ("preference", {"prompt": "2+2=", "chosen": "4", "rejected": "5", "system": "Be brief."},
+     pair("Be brief.\n\n2+2=", "4", "2+2=", "Be brief.", rejected="5")),
+    ("preference", {"chosen": [*OPENING, SAY], "rejected": [*OPENING, assistant("5.")]},
+     made(OPENED, rejected=(Message("assistant", "5."),))),
+    ("preference", {"prompt": OPENING, "chosen": [SAY], "rejected": [assistant("5.")]},
+     made(OPENED, rejected=(Message("assistant", "5."),))),
+    ("preference", {"prompt": "2+2?", "chosen": [ASK, SAY], "rejected": [ASK, assistant("5.")], "messages": [ASK, SAY],
+                    "system": "Be brief."}, made(CHAT, rejected=(Message("assistant", "5."),))),
+    ("text", {"text": "Once."}, made(prompt="", completion="Once.", is_text=True)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["auto", "by name"])
-@pytest.mark.parametrize(("format", "row", "expected"), FORMATS)
+@pytest.mark.parametrize(("format", "row", "expected"), GOLDEN)
 def test_every_format(format, row, expected, how):
     assert convert(row, format=format if how == "by name" else "auto") == [expected]
 
 
-@pytest.mark.parametrize("empty", ["", None])
-def test_an_empty_alpaca_input_is_none(empty):
-    with_, without = ({"instruction": "Add.", "output": "4"} | extra for extra in ({"input": empty}, {}))
-    assert convert(with_) == convert(without)
+@pytest.mark.parametrize("absent", [{}, {"input": ""}, {"input": None}, {"input": " ", "system": None}])
+def test_null_and_blank_are_absent_where_a_key_is_optional(absent):
+    row = {"instruction": "Add.", "output": "4"}
+    assert converted(row | absent) == converted(row)
 
 
-@pytest.mark.parametrize(
-    ("role", "expected"), [("user", "user"), ("chatgpt", "assistant"), ("bing", "assistant"), ("bard", "assistant")]
-)
-def test_sharegpt_has_many_names_for_the_roles(role, expected):
-    turns = [{"from": "human", "value": "?"}, {"from": role, "value": "x"}, {"from": "gpt", "value": "!"}]
-    assert convert({"conversations": turns})[0].messages[1] == Message(expected, "x")
+def test_lists_and_objects_may_be_given_as_json():
+    row = {"messages": [json.dumps(ASK), SAY], "tools": [json.dumps(SCHEMA)]}
+    as_text = {key: json.dumps(value) for key, value in row.items()}
+    assert converted(as_text) == converted(row) == made(CHAT[1:], tools=(SCHEMA,))
+
+
+def test_where_is_path_and_line():
+    assert made().where == "f:1"
+
+
+# --- what no row may be ----------------------------------------------------------------------------------------------
+
+
+def chat(*turns, **rest):
+    return {"messages": list(turns), **rest}
+
+
+BAD_ROWS = [
+    ({"messages": "hi"}, "messages: got a string that is not JSON: Expecting value at character 1"),
+    ({"messages": "9" * 5000}, "messages: got a string that is not usable JSON: Exceeds the limit"),
+    ({"messages": "[" * 10**5}, "is nested too deeply"),
+    ({"messages": "{}"}, "messages: got dict, a list is needed"),
+    (chat(ASK, ASK), "message 2: the second user message in a row"),
+    (chat(ASK, SAY, tools={}), "tools: got dict, a list is needed"),
+    (chat(ASK, SAY, tools=[SCHEMA, 7]), "tool 2: got int, an object is needed"),
+    ({"conversations": [BE_BRIEF, ASK, SAY], "system": "x"}, "system: the conversation has a system message already; "),
+    ({"conversations": [ASK, ASK], "system": "x"}, "message 2: the second user message in a row"),
+    ({"prompt": "a", "completion": 4}, "'prompt' and 'completion' must both be strings or both lists of messages: got "
+     "str and int"),
+    ({"prompt": "a", "completion": " "}, "completion: is blank, so there is nothing to learn from"),
+    ({"prompt": [ASK], "completion": [user("x")]}, "completion: has no assistant message, so there is "),
+    ({"prompt": [ASK], "completion": [ASK, SAY]}, "prompt and completion: message 2: the second user message in a row"),
+    ({"prompt": [ASK, 7], "completion": [SAY]}, "prompt: message 2: got int, an object is needed"),
+    ({"instruction": "a", "output": ""}, "output: is blank, so there is nothing to learn from"),
+    ({"instruction": "a", "input": 7, "output": "b"}, "input: got int, a string is needed"),
+    ({"text": ["a"]}, "text: got list, a string is needed"),
+    ({"text": "\n"}, "text: is blank, so there is nothing to learn from"),
+    ({"chosen": "a", "rejected": "b"}, "has no 'prompt'; where 'chosen' and 'rejected' are strings, one is needed"),
+    ({"prompt": "p", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
+    ({"prompt": "p", "chosen": "a", "rejected": ""}, "rejected: is blank, so there is nothing to learn from"),
+    ({"prompt": "p", "chosen": "a", "rejected": [SAY]}, "'chosen' and 'rejected' must both be strings or both lists"),
+    ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "'chosen' and 'rejected' are the same"),
+    ({"chosen": [ASK, SAY], "rejected": [user("3+3?"), SAY]},
+     "'chosen' and 'rejected' must be the same up to their last message"),
+    ({"chosen": [ASK, SAY], "rejected": [ASK]}, "rejected: must end with an assistant message, got a user message"),
+    ({"prompt": "3+3?", "chosen": [ASK, SAY], "rejected": [ASK, assistant("5.")]},
+     "chosen: is a conversation of its own, but does not hold what 'prompt' says"),
+    ({"chosen": [SAY], "rejected": [SAY]}, "chosen with all before it: message 1: starts with an assistant message"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "start"), BAD_ROWS)
+def test_bad_rows_are_refused_with_the_reason(row, start):
+    got = reason(row)
+    assert got.startswith(start)
+    assert "\n" not in got and got.isprintable()
+
+
+HALF = "a\ud800"
+
+
+@pytest.mark.parametrize(("row", "at"), [
+    ({"text": HALF}, "text"), ({"prompt": HALF, "completion": "b"}, "prompt"),
+    (chat(user(HALF), SAY), "message 1: content"),
+    (chat(ASK, assistant("!", thinking=[{"x": HALF}])), "message 2: 'thinking'"),
+    (chat(ASK, assistant("", tool_calls=[{"name": "f", "arguments": '{"a": "\\ud800"}'}])), "message 2: tool call 1"),
+    (chat(ASK, SAY, tools=[{HALF: 1}]), "tools"), ({"conversations": [ASK, SAY], "system": HALF}, "system"),
+    ({"prompt": "p", "chosen": "a", "rejected": HALF}, "rejected"),
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_wherever_a_text_is(row, at):
+    assert reason(row) == f"{at}: holds half a surrogate pair (\\ud800), which is no text"
+
+
+# --- the stream ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_rows_flow_on_between_the_examples():
+    malformed = BadRow("f", 1, "not JSON")
+    rows = [malformed, {"text": "a"}, {"txt": "b"}, {"text": "c"}]
+    first, *rest = convert(*rows)
+    assert first is malformed
+    assert rest == [
+        Example("f", 2, prompt="", completion="a", is_text=True),
+        BadRow("f", 3, "has no 'text'; its keys are: txt"),
+        Example("f", 4, prompt="", completion="c", is_text=True),
+    ]
+
+
+def test_rows_are_taken_one_at_a_time_and_not_kept():
+    endless = (RawRow("f", n, {"text": "x" * 1000}) for n in itertools.count(1))
+    tracemalloc.start()
+    try:
+        examples = to_examples(endless, "auto", {})
+        assert sum(1 for _ in itertools.islice(examples, 20_000)) == 20_000
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_row_of_another_format_is_told_so():
+    _, other, neither = convert(chat(ASK, SAY), {"instruction": "a", "output": "b"}, {str(n): n for n in range(12)})
+    assert other.reason == (
+        "has no 'messages'; its keys are: instruction, output; this row looks like alpaca, the others are read as "
+        "messages: one file has one format"
+    )
+    assert neither.reason == "has no 'messages'; its keys are: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …"
 
 
 def test_columns_map_our_keys_to_the_file_s():
     row = {"question": "How many?", "answer": "Six.\n#### 6"}
     columns = {"prompt": "question", "completion": "answer"}
-    expected = [pair("How many?", "Six.\n#### 6")]
-    assert convert(row, columns=columns) == convert(row, columns=columns, format="prompt_completion") == expected
-    assert convert({"Q": "Add.", "in": "2+2", "output": "4"}, columns={"instruction": "Q", "input": "in"}) == (
-        convert({"instruction": "Add.", "input": "2+2", "output": "4"})
+    expected = pair("How many?", "Six.\n#### 6")
+    assert converted(row, columns=columns) == expected
+    assert converted(row, columns=columns, format="prompt_completion") == expected
+    assert converted(row | {"text": "x", "messages": []}, columns=columns) == expected
+    assert converted({"Q": "Add.", "in": "2+2", "output": "4"}, columns={"instruction": "Q", "input": "in"}) == (
+        converted({"instruction": "Add.", "input": "2+2", "output": "4"})
     )
 
 
-def test_a_column_key_that_the_format_lacks_is_refused():
-    message = "data.columns: got 'question', the format prompt_completion has: prompt, completion"
-    columns = {"question": "prompt"}
-    assert error_of({"prompt": "a", "completion": "b"}, format="prompt_completion", columns=columns) == [message]
+@pytest.mark.parametrize(("format", "key", "message"), [
+    ("prompt_completion", "question",
+     "data.columns: got 'question', the format prompt_completion has: prompt, completion, system, tools"),
+    ("auto", "input", "data.columns: got 'input', the format prompt_completion has: prompt, completion, system, tools"),
+    ("text", "prompt", "data.columns: got 'prompt', the format text has: text"),
+])  # fmt: skip
+def test_a_column_key_that_the_format_lacks_is_refused(format, key, message):
+    with pytest.raises(DataError) as caught:
+        convert(
+            {"prompt": "a", "completion": "b"},
+            format=format,
+            columns={key: "prompt"},
+        )
+    assert str(caught.value) == message
+
+
+def test_a_column_key_that_no_format_has_is_refused():
+    with pytest.raises(DataError, match=r"^data.columns: got 'promt', the formats have: chosen, rejected, prompt, "):
+        convert({"question": "a"}, columns={"promt": "question"})
 
 
 def test_an_unknown_layout_is_answered_with_the_known_ones():
-    (message,) = error_of({"question": "a", "answer": "b"})
-    assert message.startswith("f:1: no known format has the keys question, answer. Known: messages (messages); ")
+    with pytest.raises(DataError) as caught:
+        convert({"question": "a", "answer": "b", "text": None})
+    message = str(caught.value)
+    assert message.startswith("f:1: no known format has the keys question, answer, text. Known: preference (chosen, ")
     assert "columns: {prompt: question, completion: answer}" in message
+    assert all(f"{name} (" in message for name in FORMATS)
 
 
-def test_all_bad_rows_are_counted_and_five_shown():
-    good, bad = {"prompt": "a", "completion": "b"}, {"prompt": "a"}
-    *shown, more, count = error_of(good, *[bad] * 6)
-    assert shown == [f"f:{n}: has no 'completion'; its keys are: prompt" for n in range(2, 7)]
-    assert (more, count) == ("… and 1 more", "6 of 7 rows cannot be used. Mend or remove them.")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([HALF, "[]", "{}", '[{"a":']),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+KEYS = sorted({key for format in FORMATS.values() for key in format.all_keys})
+CALLS = [{"id": "a", "name": "add", "arguments": '{"a": 2}'}, {"function": {"name": "now", "arguments": None}}]
+TOOLS = chat(ASK, assistant(None, tool_calls=CALLS), {"role": "tool", "content": [], "tool_call_id": "a"}, SAY)
 
 
-TURN = {"role": "user", "content": "x"}
-BAD_ROWS = [
-    ({"messages": []}, "the conversation must be a list with at least one message"),
-    ({"messages": "hi"}, "the conversation must be a list with at least one message"),
-    ({"messages": [TURN, "hi"]}, "message 2: got str, an object is needed"),
-    ({"messages": [{"role": "bot", "content": "x"}]},
-     "message 1: 'role': got 'bot', allowed: system, user, assistant, tool"),
-    ({"messages": [TURN, {"role": "assistant", "content": None}]},
-     "'message 2: content': got NoneType, a string is needed"),
-    ({"messages": [TURN]}, "has no assistant message, so there is nothing to learn from"),
-    ({"messages": [{"role": "assistant", "content": "x"}, TURN]},
-     "starts with an assistant message; a user or system message must come first"),
-    ({"prompt": "a", "completion": 4}, "'completion': got int, a string is needed"),
-    ({"text": ["a"]}, "'text': got list, a string is needed"),
-    ({"text": "a\ud800"}, "'text': holds half a surrogate pair (\\ud800), which is no text"),
-]  # fmt: skip
+@st.composite
+def spoilt_rows(draw, format):
+    """A good row in which one thing, somewhere, is anything."""
+    good = [row for name, row, _ in [*GOLDEN, ("messages", TOOLS, None)] if name == format]
+    place = row = json.loads(json.dumps(draw(st.sampled_from(good))))
+    while True:
+        key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not isinstance(place[key], dict | list) or not place[key] or draw(st.integers(0, 3)) == 0:
+            place[key] = draw(JSON)
+            return row
+        place = place[key]
 
 
-@pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
-def test_bad_rows_are_refused_with_the_reason(row, reason):
-    assert error_of(row) == [f"f:1: {reason}", "1 of 1 rows cannot be used. Mend or remove them."]
+@st.composite
+def tables(draw):
+    format = draw(st.sampled_from(sorted(FORMATS)))
+    return format, draw(st.lists(spoilt_rows(format) | st.dictionaries(st.sampled_from(KEYS), JSON), max_size=4))
+
+
+@given(tables())
+@example(("messages", [{None: ["a column too many"]}]))
+def test_any_row_gives_one_example_or_one_reason(table):
+    format, rows = table
+    results = convert(*rows, format=format)
+    assert [result.line for result in results] == list(range(1, len(rows) + 1))
+    assert all(isinstance(result, Example) or result.reason.isprintable() for result in results)
 
 
 # --- the material ----------------------------------------------------------------------------------------------------
 
 
-def test_gsm8k_reads_whole(shared):
-    from dualtune.data.readers import read_rows
+def material(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
-    rows = read_rows(shared("data/gsm8k/train.jsonl"))
-    examples = to_examples(rows, "auto", {"prompt": "question", "completion": "answer"})
+
+def test_gsm8k_reads_whole(shared):
+    rows = material(shared("data/gsm8k/train.jsonl"))
+    examples = convert(*rows, columns={"prompt": "question", "completion": "answer"})
     assert len(examples) == 7473
-    assert all("####" in example.completion for example in examples)
+    assert [(e.prompt, e.completion, len(e.messages)) for e in examples] == [
+        (r["question"], r["answer"], 2) for r in rows
+    ]
+
+
+@pytest.mark.parametrize(("name", "count"), [("train", 1000), ("valid", 100), ("test", 100)])
+def test_wikisql_reads_whole(shared, name, count):
+    rows = material(shared(f"data/wikisql/{name}.jsonl"))
+    examples = convert(*rows)
+    assert len(examples) == count
+    assert [(e.is_text, e.completion) for e in examples] == [(True, row["text"]) for row in rows]
 
 
 def test_fastchat_s_sharegpt_file_reads_whole(shared):
-    conversations = json.loads(shared("data/misc/sharegpt_conversations.json").read_text(encoding="utf-8"))
-    examples = convert(*conversations)
-    for conversation, example in zip(conversations, examples, strict=True):
-        assert [message.content for message in example.messages] == [
-            turn["value"] for turn in conversation["conversations"]
-        ]
+    rows = json.loads(shared("data/misc/sharegpt_conversations.json").read_text(encoding="utf-8"))
+    roles = {"human": "user", "gpt": "assistant"}
+    examples = convert(*rows)
+    assert len(examples) == 500
+    for row, got in zip(rows, examples, strict=True):
+        expected = [(roles[turn["from"]], turn["value"], True) for turn in row["conversations"]]
+        assert [(m.role, m.content, m.train) for m in got.messages] == expected

@@ -1,27 +1,20 @@
-"""Steps and micro-batches: every document once an epoch, nothing depends on what was asked before."""
+"""Steps: every document once an epoch, as often as its source weighs; nothing depends on what was asked before."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.backend import IGNORE_INDEX
 from dualtune.config import parse_config
-from dualtune.data.documents import Document
-from dualtune.data.order import Order, micro_batches
+from dualtune.data.order import Order
 
 lengths_ = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 
-def order_of(lengths, seed=1, **train) -> Order:
+def order_of(lengths, seed=1, sources=None, weights=(1.0,), **train) -> Order:
     overrides = [f"train.{key}={'null' if value is None else value}" for key, value in train.items()]
     text = "{model: {name: m}, data: {train: t}}"
-    return Order(parse_config(text, overrides=[*overrides, f"run.seed={seed}"]), lengths)
-
-
-def documents_of(lengths) -> list[Document]:
-    """Documents with different tokens; the first token and every third one are no targets."""
-    return [Document(100 * i + np.arange(n, dtype=np.int32), np.arange(n) % 3 != 0) for i, n in enumerate(lengths)]
+    return Order(parse_config(text, overrides=[*overrides, f"run.seed={seed}"]), lengths, sources, weights)
 
 
 def epochs_of(order: Order, num_epochs: int) -> list[list[np.ndarray]]:
@@ -32,9 +25,6 @@ def epochs_of(order: Order, num_epochs: int) -> list[list[np.ndarray]]:
         step += 1
         assert step < 10_000
     return epochs
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------
 
 
 @given(lengths_, st.integers(1, 100), st.integers(1, 9) | st.none())
@@ -102,78 +92,40 @@ def test_epochs_of_unequal_numbers_of_steps_are_all_counted():
     assert order.step(order.num_steps - 1).epoch == 5
 
 
-# --- micro-batches ---------------------------------------------------------------------------------------------------
+# --- weighted sources ------------------------------------------------------------------------------------------------
 
 
-def rows_of(batches) -> dict[int, dict]:
-    """document -> its row, without padding."""
-    rows = {}
-    for batch in batches:
-        for b in range(len(batch.tokens_BT)):
-            n = int(batch.segments_BT[b].sum())
-            rows[int(batch.tokens_BT[b, 0]) // 100] = {
-                "tokens": batch.tokens_BT[b, :n], "labels": batch.labels_BT[b, :n],
-                "positions": batch.positions_BT[b, :n], "noise": batch.noise_BT[b, :n],
-            }  # fmt: skip
-    return rows
+@given(st.integers(1, 12), st.integers(1, 12), st.sampled_from([0.25, 0.5, 1, 1.5, 2, 3]))
+def test_a_weight_is_how_often_a_source_comes_in_an_epoch(n, m, weight):
+    """Over four epochs each document comes 4 × weight times, or once more or less where that is no whole number."""
+    sources = np.array([0] * n + [1] * m)
+    order = order_of([1] * (n + m), sources=sources, weights=(weight, 1.0), documents_per_step=5)
+    taken = np.bincount(np.concatenate([step for epoch in epochs_of(order, 4) for step in epoch]), minlength=n + m)
+    assert taken[n:].tolist() == [4] * m
+    assert taken[:n].sum() == int(4 * weight * n)
+    assert set(taken[:n]) <= {int(4 * weight), -int(-4 * weight // 1)}
 
 
-@given(lengths_, st.integers(1, 300), st.data())
-def test_every_document_is_in_one_micro_batch_and_none_is_too_large(lengths, max_tokens, data):
-    ids = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, unique=True))
-    batches = micro_batches(documents_of(lengths), ids, max_tokens=max_tokens, seed=1, step=0)
-    assert sum(len(batch.tokens_BT) for batch in batches) == len(ids)
-    assert rows_of(batches).keys() == set(ids)
-    assert all(batch.tokens_BT.size <= max_tokens or len(batch.tokens_BT) == 1 for batch in batches)
-    assert all(batch.tokens_BT.shape[1] % 16 == 0 for batch in batches)
-    assert sum(batch.num_tokens for batch in batches) == sum(lengths[i] for i in ids)
-    targets = sum(sum(t % 3 != 0 for t in range(1, lengths[i])) for i in ids)
-    assert sum(batch.num_targets for batch in batches) == targets
+def test_a_weight_below_one_goes_through_the_whole_source_before_anything_comes_again():
+    order = order_of([1] * 12, sources=np.array([0] * 8 + [1] * 4), weights=(0.5, 1.0), documents_per_step=100)
+    halves = [set(order.step(epoch).documents) - {8, 9, 10, 11} for epoch in range(4)]
+    assert [len(half) for half in halves] == [4, 4, 4, 4]
+    assert halves[0] | halves[1] == halves[2] | halves[3] == set(range(8))
+    assert halves[0] != halves[2]  # another shuffle
 
 
-def test_a_row_by_hand():
-    documents = [
-        Document(np.array([7, 8, 9], np.int32), np.array([True, False, True])),
-        Document(np.array([5, 6], np.int32), np.array([False, True])),
-    ]
-    (batch,) = micro_batches(documents, [1, 0], max_tokens=32, seed=1, step=0)
-    pad, ignored = [0] * 13, [IGNORE_INDEX]
-    assert batch.tokens_BT.tolist() == [[7, 8, 9, *pad], [5, 6, 0, *pad]]
-    # The label of a token is the next token where that one is trained; nothing predicts the first token.
-    assert batch.labels_BT.tolist() == [[IGNORE_INDEX, 9, *ignored * 14], [6, *ignored * 15]]
-    assert batch.segments_BT.tolist() == [[1, 1, 1, *pad], [1, 1, 0, *pad]]
-    assert batch.positions_BT.tolist() == [[0, 1, 2, *pad], [0, 1, 0, *pad]]
-    assert {array.dtype.name for array in (batch.tokens_BT, batch.labels_BT, batch.segments_BT)} == {"int32"}
-    assert batch.noise_BT.dtype == np.uint32
-    assert (batch.num_targets, batch.num_tokens) == (2, 5)
+def test_weights_of_one_change_nothing():
+    plain = order_of([1] * 20, documents_per_step=3)
+    weighted = order_of([1] * 20, sources=np.repeat([0, 1], 10), weights=(1.0, 1.0), documents_per_step=3)
+    for i in range(14):
+        assert plain.step(i).documents.tolist() == weighted.step(i).documents.tolist()
 
 
-def test_the_longest_document_comes_first():
-    batches = micro_batches(documents_of([3, 60, 20, 33]), range(4), max_tokens=64, seed=1, step=0)
-    assert [batch.tokens_BT.shape for batch in batches] == [(1, 64), (1, 48), (2, 32)]
+def test_two_threads_may_ask_at_once():
+    from concurrent.futures import ThreadPoolExecutor
 
-
-def noise(lengths, ids=None, *, max_tokens=64, seed=1, step=3):
-    ids = range(len(lengths)) if ids is None else ids
-    batches = micro_batches(documents_of(lengths), ids, max_tokens=max_tokens, seed=seed, step=step)
-    return {i: row["noise"].tolist() for i, row in rows_of(batches).items()}
-
-
-@given(lengths_, st.integers(1, 500))
-def test_noise_does_not_depend_on_the_micro_batch(lengths, max_tokens):
-    assert noise(lengths) == noise(lengths, max_tokens=max_tokens)
-    half = range(0, len(lengths), 2)
-    assert noise(lengths, half) == {i: keys for i, keys in noise(lengths).items() if i in half}
-
-
-@given(lengths_, st.data())
-def test_noise_of_a_prefix_is_a_prefix_of_the_noise(lengths, data):
-    """A document that is cut shorter keeps the keys of what remains."""
-    shorter = [data.draw(st.integers(1, n)) for n in lengths]
-    whole, cut = noise(lengths), noise(shorter)
-    assert cut == {i: keys[: shorter[i]] for i, keys in whole.items()}
-
-
-def test_noise_is_another_for_every_seed_step_and_document():
-    variants = [noise([8, 8]), noise([8, 8], seed=2), noise([8, 8], step=4)]
-    assert len({tuple(keys) for variant in variants for keys in variant.values()}) == 6
+    lengths = list(range(1, 200))
+    expected = [order_of(lengths, tokens_per_step=64).step(i).documents.tolist() for i in range(0, 900, 7)]
+    order = order_of(lengths, tokens_per_step=64)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: order.step(i).documents.tolist(), range(0, 900, 7))) == expected

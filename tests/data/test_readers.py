@@ -1,90 +1,220 @@
-"""Files to rows: what is read, and how every kind of broken file is named with its line."""
+"""Files to rows: every kind of file gives what was written into it, with the place that it was written to."""
 
+import csv
+import gzip
+import io
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from dualtune.data.readers import read_rows
-from dualtune.errors import DataError
+from dualtune.data.readers import open_source
+from dualtune.data.rows import RawRow
 
-
-def error_of(path) -> str:
-    with pytest.raises(DataError) as caught:
-        read_rows(path)
-    assert caught.value.exit_code == 3
-    return str(caught.value)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+FIELDS = st.dictionaries(TEXT, TEXT | st.none() | st.booleans() | st.lists(TEXT, max_size=3), max_size=4)
+in_one_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
-def file(tmp_path):
-    def write(data: bytes, name="rows.jsonl"):
+def rows_of(tmp_path):
+    """Write a file and read it: (line, fields) of each row. A bad row fails the test."""
+
+    def read(name: str, data: bytes):
         path = tmp_path / name
         path.write_bytes(data)
-        return path
+        rows = list(open_source(str(path)).rows())
+        assert all(isinstance(row, RawRow) and row.path == str(path) for row in rows), rows
+        return [(row.line, row.fields) for row in rows]
 
-    return write
+    return read
 
 
-def test_rows_come_with_their_file_and_line(file):
-    path = file(b'{"a": 1}\n\n  \n{"a": "\xc3\xa9"}')
-    assert [(row.where, row.fields) for row in read_rows(path)] == [
-        (f"{path}:1", {"a": 1}),
-        (f"{path}:4", {"a": "é"}),
-    ]
+def lines_of(objects, end="\n") -> bytes:
+    return "".join(json.dumps(fields, ensure_ascii=False) + end for fields in objects).encode()
+
+
+def parquet_of(table) -> bytes:
+    pq = pytest.importorskip("pyarrow.parquet")
+    out = io.BytesIO()
+    pq.write_table(table, out)
+    return out.getvalue()
+
+
+# --- what is written is read -----------------------------------------------------------------------------------------
+
+
+@in_one_directory
+@given(st.lists(FIELDS, min_size=1, max_size=8))
+def test_json_in_every_dress_reads_back_equal(rows_of, objects):
+    lines = lines_of(objects)
+    expected = list(enumerate(objects, start=1))
+    assert rows_of("a.jsonl", lines) == expected
+    assert rows_of("a.ndjson", lines.rstrip(b"\n")) == expected
+    assert rows_of("a.jsonl.gz", gzip.compress(lines)) == expected
+    whole = [fields for _, fields in rows_of("a.json", json.dumps(objects, indent=2).encode())]
+    assert whole == objects
+    assert [fields for _, fields in rows_of("b.json", json.dumps({"n": 1, "rows": [{}, *objects]}).encode())][
+        1:
+    ] == objects
+
+
+@in_one_directory
+@given(st.lists(st.tuples(TEXT, TEXT.filter(bool)), min_size=1, max_size=8))
+def test_tables_read_back_equal(rows_of, pairs):
+    pa = pytest.importorskip("pyarrow")
+    objects = [{"prompt": a, "completion": b} for a, b in pairs]
+    assert rows_of("a.parquet", parquet_of(pa.Table.from_pylist(objects))) == list(enumerate(objects, start=1))
+    if not any("\0" in text for pair in pairs for text in pair):  # these are a bad row
+        for name, delimiter in (("a.csv", ","), ("a.tsv", "\t")):
+            out = io.StringIO(newline="")
+            writer = csv.writer(out, delimiter=delimiter, quoting=csv.QUOTE_ALL)
+            writer.writerows([("prompt", "completion"), *pairs])
+            assert [fields for _, fields in rows_of(name, out.getvalue().encode())] == objects
+
+
+@in_one_directory
+@given(st.lists(FIELDS, min_size=1, max_size=5), st.integers(0, 3), st.sampled_from(["\n", "\r\n"]))
+def test_a_row_of_a_json_array_has_the_line_that_it_starts_on(rows_of, objects, blanks, newline):
+    pieces = [json.dumps(fields, indent=1).replace("\n", newline) for fields in objects]
+    text = "[" + newline * blanks + ("," + newline * blanks).join(pieces) + newline + "]"
+    lines = [1 + blanks]
+    for piece in pieces[:-1]:
+        lines.append(lines[-1] + piece.count("\n") + blanks)
+    assert [line for line, _ in rows_of("a.json", text.encode())] == lines
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_byte_order_marks_and_windows_lines_are_accepted(file, newline, mark):
-    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in ("eins", "zwei\u2028drei")]
-    rows = read_rows(file((mark + newline.join(lines) + newline).encode()))
-    assert [row.fields["text"] for row in rows] == ["eins", "zwei\u2028drei"]  # U+2028 ends no line
+@pytest.mark.parametrize("last", [True, False])
+def test_byte_order_marks_windows_lines_and_a_missing_last_newline_are_accepted(rows_of, newline, mark, last):
+    lines = lines_of([{"text": "eins"}, {"text": "zwei\u2028drei\x85"}], newline)  # neither of these ends a line
+    data = mark.encode() + (lines if last else lines.rstrip())
+    assert rows_of("a.jsonl", data) == [(1, {"text": "eins"}), (2, {"text": "zwei\u2028drei\x85"})]
 
 
-def test_ndjson_is_the_same_thing(file):
-    assert len(read_rows(file(b"{}\n{}\n", "rows.ndjson"))) == 2
+def test_blank_lines_are_counted_and_skipped(rows_of):
+    assert rows_of("a.jsonl", b'\n{"a": 1}\n\n \t \r\n{"a": 2}\n\n') == [(2, {"a": 1}), (5, {"a": 2})]
 
 
-def test_a_line_that_is_not_json_is_named_with_its_column(file):
-    path = file(b'{"a": 1}\n{"a": 1}, "b"\n{"a": 2}\n')
-    assert error_of(path).splitlines() == [
-        f'{path}:2: not JSON: Extra data at column 9: \'{{"a": 1}}, "b"\'',
-        "1 of 3 rows cannot be used. Mend or remove them.",
+def test_a_json_file_of_json_lines_is_read_as_such(rows_of):
+    data = b'\xef\xbb\xbf\n{"a": 1}\n\n{"a": [{"b": 2}]}\n'
+    assert rows_of("a.json", data) == [(2, {"a": 1}), (4, {"a": [{"b": 2}]})]
+
+
+def test_the_list_of_objects_is_found_among_other_keys(rows_of):
+    data = b'{"version": "[1", "tags": ["x"], "none": [],\n "data": [\n  {"a": 1},\n  {"a": 2}], "n": 1e5}\n'
+    assert rows_of("a.json", data) == [(3, {"a": 1}), (4, {"a": 2})]
+
+
+def test_suffixes_are_known_in_capitals_too(rows_of):
+    assert rows_of("A.JSONL.GZ", gzip.compress(b"{}\n") + gzip.compress(b"{}\n")) == [(1, {}), (2, {})]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_csv_row_has_the_line_that_it_starts_on(rows_of):
+    data = b'\xef\xbb\xbf\r\nq,a\r\n"1\r\n2","x ""y"""\r\n\r\n,\xc3\xa9\r\n3,4'
+    assert rows_of("a.csv", data) == [
+        (3, {"q": "1\r\n2", "a": 'x "y"'}),
+        (6, {"q": "", "a": "é"}),
+        (7, {"q": "3", "a": "4"}),
     ]
 
 
-def test_the_first_five_problems_are_shown_and_all_are_counted(file):
-    path = file(b'{"a": 1}\n' + b"[1]\n" * 7)
-    *shown, more, count = error_of(path).splitlines()
-    assert shown == [f"{path}:{n}: got a JSON list, a JSON object is needed" for n in range(2, 7)]
-    assert (more, count) == ("… and 2 more", "7 of 8 rows cannot be used. Mend or remove them.")
+def test_a_cell_may_be_longer_than_the_csv_module_allows_by_itself(rows_of):
+    assert rows_of("a.tsv.gz", gzip.compress(b"text\n" + b"x" * 300_000))[0][1] == {"text": "x" * 300_000}
 
 
-@pytest.mark.parametrize(
-    "line", [b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}", b"\x00", b'{"a": "half', b"{'a': 1}", b"NaN"],
-    ids=["deep", "long number", "NUL", "cut", "Python", "NaN"],
-)  # fmt: skip
-def test_hostile_lines_are_named_too(file, line):
-    path = file(b'{"a": 1}\n' + line + b"\n")
-    assert error_of(path).startswith(f"{path}:2: ")
-    assert error_of(path).endswith("1 of 2 rows cannot be used. Mend or remove them.")
+def test_null_fields_that_parquet_puts_into_objects_are_dropped_again(rows_of):
+    pa = pytest.importorskip("pyarrow")
+    calls = [{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {"y": [None, {"z": None}]}}]
+    rows = [{"calls": calls, "note": None}, {"calls": None, "note": "n"}]
+    table = pa.Table.from_pylist(rows)
+    assert table.to_pylist()[0]["calls"][0]["arguments"] == {"x": 1, "y": None}  # this is what Parquet makes of it
+    calls[1]["arguments"]["y"][1] = {}
+    assert rows_of("a.parquet", parquet_of(table)) == list(enumerate(rows, start=1))
 
 
-@pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])
-def test_a_file_without_rows(file, data):
-    path = file(data)
-    assert error_of(path) == f"{path}: has no rows"
+def test_json_columns_of_parquet_are_decoded_however_deep(rows_of):
+    pa = pytest.importorskip("pyarrow")
+    top = pa.array(['{"b": null}', None], pa.json_())
+    objects = pa.StructArray.from_arrays([pa.array(['{"a": [1, null]}', None], pa.json_())], ["j"])
+    table = pa.table(
+        {"c": pa.StructArray.from_arrays([pa.ListArray.from_arrays([0, 2, 2], objects)], ["t"]), "top": top}
+    )
+    assert rows_of("a.parquet", parquet_of(table)) == [
+        (1, {"c": {"t": [{"j": {"a": [1, None]}}, {}]}, "top": {"b": None}}),
+        (2, {"c": {"t": []}, "top": None}),
+    ]
 
 
-def test_a_file_that_is_not_utf_8(file):
-    path = file('{"a": "é"}\n'.encode("latin-1"))
-    assert error_of(path) == f"{path}: not UTF-8 (byte 7); convert it, for example with iconv"
-    assert "not UTF-8" in error_of(file('{"a": 1}\n'.encode("utf-16")))
+# --- plain text ------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_a_directory_and_another_suffix(file, tmp_path):
-    assert error_of(tmp_path / "no.jsonl") == f"{tmp_path}/no.jsonl: no such file; a .jsonl file is needed"
-    assert error_of(tmp_path) == f"{tmp_path}: is a directory; a .jsonl file is needed"
-    path = file(b"a,b\n", "rows.csv")
-    assert error_of(path) == f"{path}: got a '.csv' file, allowed: .jsonl (one JSON object a line)"
-    assert "got a 'suffixless' file" in error_of(file(b"{}\n", "rows"))
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.text", "a.txt.gz"])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+def test_plain_text_comes_in_blocks_of_whole_lines(rows_of, name, newline):
+    lines = [f"{i} é".encode() * 50 for i in range(12_000)]
+    data = newline.join(lines)
+    rows = rows_of(name, gzip.compress(data, 1) if name.endswith("gz") else data)
+    texts = [fields["text"] for _, fields in rows]
+    assert "".join(texts) == b"\n".join(lines).decode()
+    assert [line for line, _ in rows] == ["".join(texts[:i]).count("\n") + 1 for i in range(len(texts))]
+    assert len(texts) > 3 and all(text.endswith("\n") for text in texts[:-1])
+    assert all(900_000 < len(text.encode()) <= 1 << 20 for text in texts[:-1])
+
+
+@pytest.mark.parametrize("char", ["x", "é", "語", "😀"])
+def test_a_line_without_end_is_cut_between_characters(rows_of, char):
+    text = "ab\n-" + char * ((5 << 19) // len(char.encode()))
+    rows = rows_of("a.txt", text.encode())
+    assert "".join(fields["text"] for _, fields in rows) == text
+    assert [line for line, _ in rows] == [1, 2, 2, 2]
+    assert all(len(fields["text"].encode()) <= 1 << 20 for _, fields in rows)
+
+
+# --- progress and identity -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "b.json", "a.csv", "a.parquet"])
+def test_progress_grows_evenly_to_one(tmp_path, name):
+    pa = pytest.importorskip("pyarrow")
+    objects = [{"text": f"{i:0200}"} for i in range(10_000)]
+    path = tmp_path / name
+    data = {
+        "a.jsonl": lambda: lines_of(objects),
+        "a.jsonl.gz": lambda: gzip.compress(lines_of(objects), 0),
+        "a.json": lambda: json.dumps(objects).encode(),
+        "b.json": lambda: lines_of(objects),
+        "a.csv": lambda: "\n".join(["text", *(fields["text"] for fields in objects)]).encode(),
+        "a.parquet": lambda: parquet_of(pa.Table.from_pylist(objects)),
+    }[name]()
+    path.write_bytes(data)
+    told = []
+    for _ in open_source(str(path)).rows(told.append):
+        pass
+    assert told == pytest.approx([i / 10 for i in range(1, 11)] + [1.0], abs=0.06)
+
+
+def test_identity_is_a_function_of_kind_and_content_alone(tmp_path):
+    def identity(name: str, data: bytes) -> str:
+        (tmp_path / name).write_bytes(data)
+        return open_source(str(tmp_path / name)).identity()
+
+    assert identity("a.jsonl", b"{}\n") == identity("b.jsonl", b"{}\n")
+    assert len({identity("a.jsonl", b"{}\n"), identity("a.txt", b"{}\n"), identity("a.jsonl", b"{} \n")}) == 3
+
+
+def test_reading_needs_neither_pyarrow_nor_datasets(tmp_path, python):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    code = (
+        "import sys; from dualtune.data.readers import open_source;"
+        "print(len(list(open_source('a.jsonl').rows())), {'pyarrow', 'datasets', 'torch'} & set(sys.modules))"
+    )
+    assert python("-c", code, cwd=tmp_path).stdout == "1 set()\n"

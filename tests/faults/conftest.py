@@ -62,6 +62,10 @@ class Box:
     def adapter(self) -> bytes:
         return (self.dir / "adapter" / "adapter_model.safetensors").read_bytes()
 
+    def forget_tokens(self) -> None:
+        """Let the next process tokenize the data again."""
+        shutil.rmtree(os.environ["DUALTUNE_CACHE"], ignore_errors=True)
+
     def rows(self) -> list[dict[str, Any]]:
         lines = (self.dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]

@@ -119,7 +119,7 @@ def test_other_data_are_refused(box, how, qa_rows, write_rows):
     }[how]
     write_rows(rows, "eval.jsonl" if how == "eval" else "train.jsonl")
     (header, line, advice) = refused(box)
-    name, counts = ("eval data", (4, 4)) if how == "eval" else ("train data", (16, len(rows)))
+    name, counts = ("eval documents", (4, 4)) if how == "eval" else ("train documents", (16, len(rows)))
     assert header == "checkpoint now"
     before, now = (f"{count} documents, sha256 " for count in counts)
     assert line.startswith(f"{name} {before}") and now in line[len(name) + len(before) :]

@@ -14,6 +14,8 @@ UNSCHEDULED = {"run.save_every": None, "run.eval_every": None}  # so that the si
 def stops(box, inject, steps, name="SIGTERM"):
     """Send the signal, expect the checkpoints of these steps, and go on to the adapter of an undisturbed run."""
     straight = box.straight()
+    if "tokenize" in inject:
+        box.forget_tokens()
     result = box.train(75, inject=inject)
     assert f"topped by {name}" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
@@ -53,9 +55,9 @@ def test_sigterm_in_an_evaluation_saves_what_was_trained(box, call, steps):
     injection="signal in the middle of rendering the rows; when the engine is loaded",
     expected="exit 75 before the first step; the same command begins anew; adapter bitwise equal",
 )
-@pytest.mark.parametrize("where", ["dualtune.data.documents._render", "dualtune.train.run.load_engine"])
+@pytest.mark.parametrize("where", ["dualtune.data.tokenize.render_example", "dualtune.train.run.load_engine"])
 def test_sigterm_before_training_leaves_little_behind(box, where):
-    stops(box, f"enter({where!r}, 1, send('SIGTERM'))", [] if "documents" in where else [0])
+    stops(box, f"enter({where!r}, 1, send('SIGTERM'))", [] if "tokenize" in where else [0])
 
 
 @pytest.mark.fault(
@@ -66,7 +68,7 @@ def test_sigterm_before_training_leaves_little_behind(box, where):
 )
 def test_sigterm_while_resuming_keeps_the_checkpoint(box):
     box.train(-9, fault="step:5")
-    stops(box, "enter('dualtune.data.documents._render', 3, send('SIGTERM'))", [2, 3, 4])
+    stops(box, "enter('dualtune.data.tokenize.render_example', 3, send('SIGTERM'))", [2, 3, 4])
 
 
 @pytest.mark.fault(

@@ -9,15 +9,14 @@ from safetensors.numpy import load_file
 
 from dualtune.adapter.directory import read_adapter
 from dualtune.config import load_config
-from dualtune.data.documents import held_out_examples, tokenize
-from dualtune.data.order import micro_batches
+from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.documents import Data
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, NonFiniteError
 from dualtune.hooks import Hook
 from dualtune.testing.oracles import llama_oracle, loss_of, softmax_oracle
 from dualtune.testing.tiny_models import random_batch
 from dualtune.train.prepare import prepare
-from dualtune.train.trainer import Job
 
 STEP_KEYS = {"step", "epoch", "loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s",
              "peak_bytes", "skipped"}  # fmt: skip
@@ -80,10 +79,9 @@ def test_the_losses_are_those_of_an_independent_forward_pass(lab, rows_of):
     """Loss and evaluation before the first update, against NumPy in float64."""
     result = lab.run(train__steps=1, train__documents_per_step=12, data__eval=0.25, adapter__dropout=0)
     oracle = (softmax_oracle if lab.backend.name == "numpy" else llama_oracle)(lab.model)
-    tokenizer, expected = Tokenizer(lab.model), []
-    for examples in held_out_examples(lab.config(data__eval=0.25)):
-        documents = tokenize(examples, tokenizer, "assistant", 64).items
-        batches = [micro_batches(documents, [i], max_tokens=64, seed=0, step=0)[0] for i in range(len(documents))]
+    expected = []
+    for documents in Data(lab.config(data__eval=0.25)).train_and_eval(Tokenizer(lab.model)):
+        batches = [micro_batches(documents, [i], Layout(64), seed=0, step=0)[0] for i in range(len(documents))]
         total = sum(loss_of(oracle(batch, {}, 1.0), batch) for batch in batches)
         expected.append(total / sum(batch.num_targets for batch in batches))
     steps, evals = rows_of(result.run_dir)
@@ -154,8 +152,7 @@ def test_the_micro_batch_does_not_change_the_losses(lab, rows_of):
 def test_dropout_is_another_at_every_step(lab):
     """Two epochs of one step each: the same documents with other noise, and the same noise when asked again."""
     prepared = prepare(lab.config(train__documents_per_step=16, train__micro_batch_tokens=4096), lab.backend)
-    job = Job(prepared, None, None, None, None, None)
-    first, second, again = (job.batches(step)[0] for step in (0, 1, 0))
+    first, second, again = (prepared.batches(step)[0] for step in (0, 1, 0))
     assert sorted(first.tokens_BT.tolist()) == sorted(second.tokens_BT.tolist())
     assert not set(first.noise_BT[first.segments_BT > 0]) & set(second.noise_BT[second.segments_BT > 0])
     assert first.noise_BT.tolist() == again.noise_BT.tolist()

@@ -1,0 +1,112 @@
+"""From the documents of a step to micro-batches: rows, in groups that fit, as arrays.
+
+How documents are laid out in rows changes speed and memory, never the result: each sees only itself, and its dropout
+keys are its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from dualtune.backend import IGNORE_INDEX, Batch
+from dualtune.data.store import Document
+
+GRANULE = 16  # rows are padded to a multiple of it…
+WIDTHS_PER_DOUBLING = 8  # …and long ones to a coarser one, so that few shapes occur
+MOST_PADDING = 256  # tokens: a row that is shorter than the longest of its micro-batch by more opens a new one
+
+Row = list[int]  # the documents of a row
+
+
+class HasDocuments(Protocol):
+    """A sequence of documents whose lengths are known without reading them."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+    def __getitem__(self, index: int, /) -> Document: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    max_tokens: int  # of a micro-batch, padding included; a row that is longer has one for itself
+    row_length: int | None = None  # several documents share a row of this many tokens; None: one document a row
+
+
+def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[Row]]:
+    """The rows of each micro-batch. Longest first, so that an out-of-memory shows at once."""
+    by_length = sorted(ids, key=lambda i: (-lengths[i], i))
+    rows = [[i] for i in by_length] if layout.row_length is None else pack(lengths, by_length, layout.row_length)
+    used = [int(sum(lengths[i] for i in row)) for row in rows]
+    groups: list[list[Row]] = []
+    width = longest = 0
+    for r in sorted(range(len(rows)), key=lambda r: -used[r]):
+        if groups and (len(groups[-1]) + 1) * width <= layout.max_tokens and longest - used[r] <= MOST_PADDING:
+            groups[-1].append(rows[r])
+        else:
+            groups.append([rows[r]])
+            width, longest = padded(used[r]), used[r]
+    return groups
+
+
+def pack(lengths: np.ndarray, by_length: Sequence[int], row_length: int) -> list[Row]:
+    """Best-fit decreasing: each document, longest first, into the fullest row that still has room for it.
+
+    Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
+    """
+    rows: list[Row] = []
+    free: list[tuple[int, int]] = []  # (room left, row), sorted
+    for i in by_length:
+        length = int(lengths[i])
+        at = bisect_left(free, (length, -1))
+        if at < len(free):
+            room, row = free.pop(at)
+        else:
+            room, row = row_length, len(rows)
+            rows.append([])
+        rows[row].append(i)
+        insort(free, (room - length, row))
+    return rows
+
+
+def padded(length: int) -> int:
+    """The width of a row that holds so many tokens: one of at most eight widths for every doubling."""
+    granule = GRANULE
+    while granule * WIDTHS_PER_DOUBLING * 2 < length:
+        granule *= 2
+    return -(-length // granule) * granule
+
+
+def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
+    """The share of a plan's cells that hold a token."""
+    used = [[int(sum(lengths[i] for i in row)) for row in group] for group in groups]
+    return sum(map(sum, used)) / max(1, sum(len(rows) * padded(max(rows)) for rows in used))
+
+
+def micro_batches(documents: HasDocuments, ids: Iterable[int], layout: Layout, *, seed: int, step: int) -> list[Batch]:
+    """The micro-batches of a step over the documents with these indices."""
+    return [make_batch(documents, rows, seed=seed, step=step) for rows in plan(documents.lengths, ids, layout)]
+
+
+def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step: int) -> Batch:
+    shape = (len(rows), padded(max(int(sum(documents.lengths[i] for i in row)) for row in rows)))
+    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    labels = np.full(shape, IGNORE_INDEX, np.int32)
+    noise = np.zeros(shape, np.uint32)
+    for b, row in enumerate(rows):
+        end = 0
+        for segment, id in enumerate(row, start=1):
+            document = documents[id]
+            length = len(document.tokens)
+            start, end = end, end + length
+            tokens[b, start:end] = document.tokens
+            labels[b, start : end - 1] = np.where(document.trained[1:], document.tokens[1:], IGNORE_INDEX)
+            segments[b, start:end] = segment
+            positions[b, start:end] = np.arange(length)
+            # Prefix-stable: the key of a position does not depend on the document's length or place in the batch.
+            noise[b, start:end] = np.random.default_rng([seed, 2, step, id]).integers(0, 1 << 32, length, np.uint32)
+    return Batch(tokens, labels, segments, positions, noise)

@@ -1,0 +1,37 @@
+"""The next step's micro-batches are made in a thread while the current step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+Made = TypeVar("Made")
+
+
+class Ahead(Generic[Made]):
+    """Calls `make(step)`, which must be a pure function, one step ahead: `self(step)` gives what make(step) gives.
+
+    Whoever jumps to another step than the next one waits for it, and is right all the same.
+    """
+
+    def __init__(self, make: Callable[[int], Made], end: int) -> None:
+        self._make, self._end = make, end
+        self._pool = ThreadPoolExecutor(1, "dualtune-prefetch")
+        self._coming: tuple[int, Future[Made]] | None = None
+
+    def __call__(self, step: int) -> Made:
+        coming, self._coming = self._coming, None
+        made = coming[1].result() if coming and coming[0] == step else self._make(step)
+        if step + 1 < self._end:
+            self._coming = step + 1, self._pool.submit(self._make, step + 1)
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,119 @@
+"""What one render of a chat template may use: processor time, and bytes of what it makes."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Iterable, Iterator
+from sys import getsizeof
+from typing import Any, cast
+
+from jinja2.utils import Namespace
+
+from dualtune.errors import DataError
+
+# For one render, on top of what its input earns it.
+PROCESSOR_S, PROCESSOR_S_PER_BYTE = 1.0, 1 / 2**20
+MEMORY_BYTES, MEMORY_PER_BYTE = 64 * 2**20, 32
+TICKS_PER_LOOK = 16  # the clock costs more than a tick
+LONG_BYTES = 1 << 16  # what takes so much looks at the clock at once
+MAX_INT_BITS = 4096
+MAX_PRODUCT = 2**30  # character comparisons of one search from the right, one strip
+BYTES_PER_PIECE = 64  # a small string and its place in a list
+
+
+class TemplateLimit(DataError):
+    """A chat template took too long or grew too large. Not a matter of one row: the template is broken or hostile."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"data.template: the chat template was stopped: {what}. No honest template needs so much for one "
+            "conversation; set data.template to another Jinja file, and do not trust this model's files"
+        )
+
+
+class Meter:
+    """What one render may still use. Bytes are charged when they are made and never paid back."""
+
+    __slots__ = ("_deadline_s", "_left", "_limit", "_ticks")
+
+    def __init__(self) -> None:
+        self.start(())
+
+    def start(self, given: Any) -> None:
+        """Begin a render of `given`."""
+        self._deadline_s, self._left, self._limit, self._ticks = float("inf"), 2**62, 2**62, 0
+        given_bytes = self.size(given)
+        self._left = self._limit = MEMORY_BYTES + MEMORY_PER_BYTE * given_bytes
+        # Of this thread: a busy machine is no fault of the template.
+        self._deadline_s = time.thread_time() + PROCESSOR_S + PROCESSOR_S_PER_BYTE * given_bytes
+
+    def spend(self, amount: int) -> None:
+        self._left -= amount
+        self._ticks += 1
+        if self._left < 0:
+            self._too_large()
+        if not self._ticks % TICKS_PER_LOOK or amount > LONG_BYTES:
+            self.look()
+
+    def tick(self, _: None) -> None:
+        self.spend(0)
+
+    def look(self) -> None:
+        if time.thread_time() > self._deadline_s:
+            raise TemplateLimit(f"more than {PROCESSOR_S:g} s of processor time for one conversation")
+
+    def room(self, amount: int) -> None:
+        """Stop before something so large is made; who makes it charges it."""
+        if amount > self._left:
+            self._too_large()
+
+    def product(self, a: int, b: int) -> None:
+        if a * b > MAX_PRODUCT:
+            raise TemplateLimit(f"a search of {a} times {b} characters")
+
+    def size(self, value: Any) -> int:
+        """Bytes of a value as a tree: what is in two places counts twice, as it would when printed."""
+        self.look()
+        total, waiting = 0, [value]
+        while waiting:
+            item = waiting.pop()
+            total += getsizeof(item)
+            if total > self._limit:
+                self._too_large()
+            if isinstance(item, Namespace):
+                item = getattr(item, "_Namespace__attrs")  # noqa: B009 (its name is mangled)
+            if isinstance(item, dict):
+                waiting += cast(dict[Any, Any], item).keys()
+                waiting += cast(dict[Any, Any], item).values()
+            elif isinstance(item, (list, tuple)):
+                waiting += cast(Iterable[Any], item)
+        return total
+
+    def made(self, value: Any, *, deeply: bool = False) -> Any:
+        """Charge what was just made, and hand it on. `deeply` charges the items too: they are new as well."""
+        if isinstance(value, str):
+            self.spend(getsizeof(value))
+        elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            raise TemplateLimit(f"a number of more than {MAX_INT_BITS} bits")
+        elif isinstance(value, (list, tuple, dict)):
+            size = self.size(cast(Any, value))
+            self.spend(size if deeply else getsizeof(cast(Any, value)))
+        elif isinstance(value, types.GeneratorType):
+            return self._stream(cast(Iterator[Any], value))
+        else:
+            self.spend(BYTES_PER_PIECE)
+        return cast(Any, value)
+
+    def _stream(self, items: Iterator[Any]) -> Iterator[Any]:
+        """What `map` and its like yield can be collected, so all of it together is as bounded as a list."""
+        total = 0
+        for item in items:
+            total += self.size(item)
+            if total > self._limit:
+                self._too_large()
+            self.spend(8)
+            yield item
+
+    def _too_large(self) -> None:
+        raise TemplateLimit(f"more than {self._limit >> 20} MiB of text and lists for one conversation")

@@ -1,0 +1,337 @@
+"""What a user may name as data: a file, a directory, a dataset of the hub. The hub is a server of our own."""
+
+import http.server
+import json
+import os
+import stat
+import sys
+import threading
+from hashlib import sha1
+
+import pytest
+
+from dualtune.data.readers import has_role, open_source
+from dualtune.errors import DataError, EnvironmentFault
+
+KINDS = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, .text, .md; each but .parquet also with .gz behind it"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Make files in an empty working directory; the text of each is its name, in JSON lines."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*names: str):
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"from": path.name}) + "\n")
+        return tmp_path
+
+    return make
+
+
+def names_of(source) -> list[str]:
+    return [path.name for path in source.files]
+
+
+def error_of(*args, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        open_source(*args, **options)
+    return str(caught.value)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_named_as_the_user_wrote_it(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder("a.jsonl")))
+    source = open_source("~/a.jsonl", role="valid")
+    assert (source.name, names_of(source)) == ("~/a.jsonl", ["a.jsonl"])
+    assert [row.fields for row in source.rows()] == [{"from": "a.jsonl"}]
+
+
+@pytest.mark.parametrize(
+    "name", ["no.jsonl", "data/no.jsonl", "data/no.csv.gz", "no", "/no/file", "a/b/c", "../no", ""]
+)
+def test_what_is_not_there_is_an_error(folder, name):
+    folder()
+    if name:
+        assert error_of(name) == f"{name}: no such file or directory"
+    else:
+        assert error_of(name).startswith(".: needs train.*")
+
+
+@pytest.mark.parametrize(("name", "got"), [("a.xlsx", ".xlsx"), ("a", "suffixless"), ("a.parquet.gz", ".gz")])
+def test_another_kind_of_file_is_an_error_with_the_kinds(folder, name, got):
+    folder(name)
+    assert error_of(name) == f"{name}: got a '{got}' file, allowed: {KINDS}"
+
+
+def test_what_only_a_dataset_has_is_refused_for_files(folder):
+    folder("a.jsonl", "d/train.jsonl")
+    assert error_of("a.jsonl", split="train") == (
+        "a.jsonl: split chooses within a dataset of the hub or a directory, got 'train' with a file"
+    )
+    for name in ("a.jsonl", "d"):
+        assert error_of(name, subset="main") == (
+            f"{name}: subset chooses within a dataset of the hub, got 'main' with local files"
+        )
+
+
+def test_what_cannot_be_read_is_an_error(folder):
+    path = folder("a.jsonl") / "a.jsonl"
+    os.mkfifo("pipe.jsonl")
+    assert error_of("pipe.jsonl") == "pipe.jsonl: is no regular file; write the data to one first"
+    assert "cannot be read: " in error_of("x" * 5000 + ".jsonl")
+    assert error_of("~no-such-user/a.jsonl").startswith("~no-such-user/a.jsonl: cannot be read: ")
+    source = open_source(str(path))
+    path.unlink()
+    for read in (source.identity, lambda: list(source.rows())):
+        with pytest.raises(DataError, match=r"a.jsonl: cannot be read: No such file or directory"):
+            read()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_file_that_may_not_be_read_is_an_error(folder):
+    path = folder("a.jsonl") / "a.jsonl"
+    path.chmod(stat.S_IWUSR)
+    with pytest.raises(DataError, match=r"a.jsonl: cannot be read: Permission denied"):
+        list(open_source(str(path)).rows())
+
+
+def test_a_single_file_is_for_training(folder):
+    folder("a.jsonl")
+    assert [has_role("a.jsonl", role) for role in ("train", "valid", "test")] == [True, False, False]
+    assert not has_role("b.jsonl", "train")
+
+
+# --- directories -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("valid", ["valid", "validation", "val", "dev"])
+def test_a_directory_gives_each_role_its_file(folder, valid):
+    folder("d/train.jsonl", f"d/{valid}.csv.gz", "d/Test.NDJSON", "d/README.txt", "d/.test.jsonl", "d/training.jsonl")
+    found = {role: names_of(open_source("d", role=role)) for role in ("train", "valid", "test")}
+    assert found == {"train": ["train.jsonl"], "valid": [f"{valid}.csv.gz"], "test": ["Test.NDJSON"]}
+    assert names_of(open_source("d", split=valid)) == [f"{valid}.csv.gz"]
+    assert all(has_role("d", role) for role in found)
+    assert not has_role("..", "valid")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"],
+        ["train_1.jsonl", "train_2.jsonl", "train_10.jsonl"],
+        ["train.part1.jsonl.gz", "train.part2.jsonl.gz"],
+    ],
+)
+def test_parts_are_read_in_the_order_of_their_numbers(folder, parts):
+    folder(*parts[::-1])
+    assert names_of(open_source(".")) == parts
+
+
+def test_parts_are_one_stream(folder):
+    folder("train_2.jsonl", "train_1.jsonl")
+    told = []
+    source = open_source(".")
+    assert [(row.path, row.fields["from"]) for row in source.rows(told.append)] == [
+        ("train_1.jsonl", "train_1.jsonl"),
+        ("train_2.jsonl", "train_2.jsonl"),
+    ]
+    assert told == [0.5, 1.0]
+    before = source.identity()
+    folder("train_1.jsonl", "train_2.jsonl")
+    assert open_source(".").identity() == before
+    (source.files[0]).write_bytes(source.files[1].read_bytes())
+    assert open_source(".").identity() != before
+
+
+def test_missing_parts_are_noticed(folder):
+    folder("train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl")
+    assert error_of(".") == ".: has 2 of the 3 parts of train-00000-of-00003.jsonl"
+
+
+@pytest.mark.parametrize(
+    "names", [("train.csv", "train.jsonl"), ("train.jsonl", "train.jsonl.gz"), ("train.jsonl", "train_1.jsonl")]
+)
+def test_two_sets_for_one_role_are_an_error_and_not_read_twice(folder, names):
+    folder(*names)
+    message = f".: which of these is the data for the role train? {', '.join(names)}. Name one file"
+    assert error_of(".") == message
+    folder("val.jsonl", "dev.jsonl")
+    assert "dev.jsonl, val.jsonl. Name one file" in error_of(".", role="valid")
+
+
+def test_a_directory_without_the_role_says_what_it_holds(folder):
+    folder("d/data.jsonl", "d/.hidden", "d/sub/train.jsonl")
+    assert error_of("d") == f"d: needs train.* (.*: {KINDS}); it holds: data.jsonl, sub"
+    assert error_of("d", role="valid").startswith("d: needs valid.* or validation.* or val.* or dev.* (")
+    assert error_of("d", split="validatoin") == (
+        "d: split: got 'validatoin', allowed for a directory: train, valid, validation, val, dev, test"
+    )
+    folder(*(f"many/{i:02}.jsonl" for i in range(30)))
+    assert error_of("many").endswith("18.jsonl, 19.jsonl, …")
+
+
+# --- datasets of the hub ---------------------------------------------------------------------------------------------
+
+COMMIT = "1" * 40
+CARD = """---
+configs:
+- {config_name: main, data_files: [{split: train, path: train.jsonl}, {split: dev, path: dev.jsonl}]}
+- {config_name: more, data_files: [{split: test, path: train.jsonl}]}
+---
+"""
+TRAIN = [{"q": f"{i}?", "meta": {"x": i} if i % 2 else {"y": "z"}} for i in range(2500)]
+BROKEN = "---\nconfigs: [{config_name: main, data_files: broken.jsonl}]\n---\n"
+DATASETS = {
+    "me/tiny": {"README.md": CARD, "train.jsonl": "\n".join(map(json.dumps, TRAIN)), "dev.jsonl": '{"q": "dev"}\n'},
+    "me/broken": {"README.md": BROKEN, "broken.jsonl": '{"q": 1}\n{"q": }\n'},
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as `datasets` asks for."""
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        kind, _, rest = self.path.partition("?")[0].strip("/").removeprefix("api/").partition("/")
+        owner, name, *place = rest.split("/")
+        dataset = DATASETS.get(f"{owner}/{name}")
+        body = None
+        if name == "odd":
+            return self.answer(400, None, "")
+        if kind == "datasets" and dataset and place[0] == "resolve":
+            body = dataset.get(place[2])
+        elif dataset and place[0] == "tree":
+            files = [
+                {"type": "file", "path": f, "size": len(d), "oid": sha1(d.encode()).hexdigest()}
+                for f, d in dataset.items()
+            ]
+            body = json.dumps(files)
+        elif dataset and place[0] == "revision":
+            body = json.dumps({"id": f"{owner}/{name}", "sha": COMMIT, "siblings": []})
+        return self.answer(404 if body is None else 200, body, "EntryNotFound" if dataset else "RepoNotFound")
+
+    def answer(self, status, body, error):
+        data = (body or "").encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{sha1(data).hexdigest()}"')
+        if body is None:
+            self.send_header("X-Error-Code", error)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory, python):
+    """Evaluate an expression in a process that sees our hub, or, offline, the cache that was filled from it."""
+    pytest.importorskip("datasets")
+    home = tmp_path_factory.mktemp("hub")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def evaluate(expression: str, offline: bool = False):
+        code = f"""
+import json
+from dualtune.data.readers import has_role, open_source
+from dualtune.errors import DualtuneError
+try:
+    print(json.dumps({expression}))
+except DualtuneError as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+        address = f"http://127.0.0.1:{server.server_port}"
+        env = {"HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        out = python("-c", code, env=env | {"HF_HUB_OFFLINE": str(int(offline))}, cwd=home)
+        assert out.returncode == 0, out.stderr
+        return json.loads(out.stdout)
+
+    yield evaluate
+    server.shutdown()
+    server.server_close()
+
+
+ROWS = "[(row.path, row.line, row.fields) for row in open_source({}).rows()]"
+
+
+def test_a_dataset_of_the_hub_is_read_and_offline_from_its_cache(ask):
+    tiny = "'me/tiny', subset='main'"
+    expected = [["me/tiny", number, fields] for number, fields in enumerate(TRAIN, start=1)]
+    assert ask(ROWS.format(tiny)) == expected
+    assert ask(ROWS.format(tiny), offline=True) == expected
+    assert ask(ROWS.format(f"{tiny}, role='valid'"), offline=True) == [["me/tiny", 1, {"q": "dev", "meta": None}]]
+    assert ask(ROWS.format(f"{tiny}, split='train[1:2]'"), offline=True) == [["me/tiny", 1, TRAIN[1]]]
+    assert ask("(told := [], list(open_source('me/tiny', subset='main').rows(told.append)))[0]", True) == [0.4, 0.8, 1]
+    assert ask("[has_role('me/tiny', role, 'main') for role in ('train', 'valid', 'test')]", True) == [
+        True,
+        True,
+        False,
+    ]
+    assert not ask("has_role('me/tiny', 'valid', 'more')")  # a test split is not for validation
+
+
+def test_the_identity_of_a_dataset_depends_on_the_split_and_not_on_the_network(ask):
+    identities = "[open_source('me/tiny', subset='main', role=role).identity() for role in ('train', 'valid')]"
+    train, valid = ask(identities)
+    assert train != valid and train.startswith("hub:")
+    assert ask(identities, offline=True) == [train, valid]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("'me/absent'", "Dataset 'me/absent' doesn't exist on the Hub or cannot be accessed."),
+        ("'me/tiny', subset='other'", "BuilderConfig 'other' not found. Available: ['main', 'more']"),
+        ("'me/tiny'", "Config name is missing. Please pick one among the available configs: ['main', 'more']"),
+        ("'me/tiny', subset='main', split='nope'", "Unknown split \"nope\". Should be one of ['train', 'dev']."),
+        ("'me/broken'", "An error occurred while generating the dataset: "),
+        ("'me/odd'", ""),
+    ],
+)
+def test_a_dataset_that_cannot_be_loaded_names_both_possibilities(ask, call, reason):
+    name = call.split("'")[1]
+    kind, message = ask(ROWS.format(call))
+    expected = f"{name}: no such file or directory, and no such dataset of the hub can be loaded: {reason}"
+    assert (kind, message[: len(expected)]) == ("DataError", expected)
+
+
+def test_a_split_that_is_missing_for_the_role_is_named_with_those_that_there_are(ask):
+    assert ask(ROWS.format("'me/tiny', subset='main', role='test'")) == [
+        "DataError",
+        "me/tiny: has no split for the role test; it has: train, dev. Name one with split",
+    ]
+
+
+def test_without_the_library_the_error_says_what_to_install(monkeypatch, folder):
+    folder()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(EnvironmentFault) as caught:
+        open_source("me/tiny")
+    assert str(caught.value) == (
+        "me/tiny: no such file or directory; a dataset of the hub needs `datasets`. "
+        "Install it with: pip install 'dualtune[datasets]'"
+    )
+
+
+def test_a_library_that_would_run_code_of_datasets_is_refused(monkeypatch, folder):
+    datasets = pytest.importorskip("datasets")
+    folder()
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+    with pytest.raises(EnvironmentFault, match=r"got datasets 3.6.0, 4 or newer is needed"):
+        open_source("me/tiny")
+
+
+def test_a_directory_wins_over_a_dataset_of_the_same_name(folder):
+    folder("me/tiny/train.jsonl")
+    assert names_of(open_source("me/tiny")) == ["train.jsonl"]
