@@ -18,6 +18,8 @@ from dualtune.redaction import redact
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {
     "check-gpu": ("check_gpu", "Say what this machine is and whether it can train."),
+    "check-data": ("check_data", "List every row of data, or of a config's data, that cannot be used."),
+    "preview": ("preview", "Show what a config would train on, with its numbers."),
     "train": ("train", "Train an adapter by a config, or show the demo."),
     "eval": ("eval", "Measure an adapter on held-out data."),
     "generate": ("generate", "Continue a prompt with a model and its adapter."),

@@ -34,7 +34,9 @@ def call(*args: str) -> str:
 def test_help_lists_every_command(dualtune_main):
     result = dualtune_main("--help")
     assert (result.returncode, result.stderr) == (0, "")
-    assert {"check-gpu", "train", "eval", "generate", "runs", "checkpoints", "adapter", "config"} == COMMANDS.keys()
+    assert {
+        "check-gpu", "check-data", "preview", "train", "eval", "generate", "runs", "checkpoints", "adapter", "config",
+    } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout
 

@@ -1,0 +1,138 @@
+"""`dualtune preview`: what a run would train on, before it does. Neither a backend nor weights are loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune import interrupt
+from dualtune.cli.options import config_argument, json_option, set_option
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
+    from dualtune.data.documents import Documents
+    from dualtune.data.survey import Bar, ShownDocument
+    from dualtune.data.tokenizer import Tokenizer
+
+BAR_WIDTH = 40
+
+
+@click.command("preview")
+@config_argument
+@click.option("--rows", type=click.IntRange(min=0), default=3, show_default=True, help="How many documents to show.")
+@click.option(
+    "--html", "page", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write a page for a browser, with every token.",
+)  # fmt: skip
+@set_option
+@json_option
+@interrupt.handled(interrupt.TERMINATION)  # Ctrl-C ends it at once: there is nothing to save
+def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show the documents that CONFIG would train on first, and the numbers of its data. Nothing is trained.
+
+    What is learned is green; where there are no colours, it stands between ⟦ and ⟧.
+    """
+    import json
+    from dataclasses import asdict
+
+    from dualtune.config import load_config
+    from dualtune.data.order import Order
+    from dualtune.data.survey import describe, first_documents, survey, warnings
+    from dualtune.disk import write_file
+    from dualtune.report.preview_page import preview_page
+    from dualtune.train.evaluation import layout_of
+
+    settings = load_config(config, overrides)
+    tokenizer, train, eval_ = _read(settings, quiet=as_json)
+    order = Order(settings, train.lengths, train.sources, train.weights)
+    documents = first_documents(train, order, tokenizer, rows)
+    found = survey(settings, train, eval_, order, layout_of(settings))
+    alarms = warnings(found, settings, train, tokenizer)
+    numbers = [*describe(found), ("template", _template(tokenizer))]
+    if page:
+        write_file(page, preview_page(f"{config.name}: what is trained", documents, numbers, found.histogram, alarms))
+    if as_json:
+        markers = bool(tokenizer.template and tokenizer.template.marks_turns)
+        template = {"hash": tokenizer.template_hash, "generation_markers": markers}
+        shown = [_as_json(document) for document in documents]
+        return say(json.dumps({**asdict(found), "template": template, "warnings": alarms, "shown": shown}, indent=2))
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for document in documents:
+        _show(document, coloured)
+    _tell(numbers, found.histogram)
+    for alarm in alarms:
+        text = f"warning     {alarm}"
+        say(click.style(text, fg="yellow") if coloured else text)
+    return say(f"page        {page}") if page else None
+
+
+def _read(settings: Config, *, quiet: bool) -> tuple[Tokenizer, Documents, Documents]:
+    """DataError where there is nothing to train on."""
+    from dualtune.base_model import resolve_model
+    from dualtune.cli.progress import reading
+    from dualtune.data.documents import Data
+    from dualtune.data.tokenizer import Tokenizer
+    from dualtune.errors import DataError
+
+    data = Data(settings)
+    tokenizer = Tokenizer(resolve_model(settings.model.name, weights=False), settings.data.template)
+    if quiet:
+        train, eval_ = data.train_and_eval(tokenizer)
+    else:
+        with reading() as show:
+            train, eval_ = data.train_and_eval(tokenizer, show)
+    if not len(train):
+        raise DataError(
+            f"data.train: nothing to train on: {train.summary()}. Check data.max_length, data.loss_on and the template"
+        )
+    return tokenizer, train, eval_
+
+
+def _template(tokenizer: Tokenizer) -> str:
+    if tokenizer.template is None:
+        return "none: prompt and completion as they are"
+    return f"{tokenizer.template_hash}, with{'' if tokenizer.template.marks_turns else 'out'} generation markers"
+
+
+def _show(document: ShownDocument, coloured: bool) -> None:
+    from dualtune.data.survey import visible
+
+    def run(trained: bool, text: str) -> str:
+        if coloured:
+            return click.style(text, fg="green") if trained else click.style(text, dim=True)
+        return f"⟦{text}⟧" if trained else text
+
+    counts = f"{len(document.tokens)} tokens, {document.num_trained} of them trained"
+    say(f"document    {visible(document.where)}: {counts}")
+    say("".join(run(trained, visible(text)) for trained, text in document.runs()).removesuffix("\n") + "\n")
+
+
+def _tell(numbers: Sequence[tuple[str, str]], histogram: Sequence[Bar]) -> None:
+    from dualtune.data.survey import visible
+    from dualtune.show import in_columns
+
+    for what, number in numbers:
+        say(f"{what:<12}{visible(number)}")
+        if what == "lengths":
+            most = max(bar.documents for bar in histogram)
+            say(in_columns([_bar(bar, most) for bar in histogram]))
+
+
+def _bar(bar: Bar, most: int) -> tuple[str, ...]:
+    length = -(-BAR_WIDTH * bar.documents // most)
+    return " " * 10, f"{bar.first} to {bar.last}", str(bar.documents), "#" * length
+
+
+def _as_json(document: ShownDocument) -> dict[str, Any]:
+    return {
+        "where": document.where,
+        "tokens": len(document.tokens),
+        "trained_tokens": document.num_trained,
+        "runs": [{"trained": trained, "text": text} for trained, text in document.runs()],
+    }

@@ -1,0 +1,216 @@
+"""`dualtune check-data`: every bad row of every source, and an exit code that says whether there was one."""
+
+import json
+import tracemalloc
+
+import pytest
+
+GOOD = {"prompt": "2+2?", "completion": "4"}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refused' %}{{ raise_exception('not this') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture
+def write_lines(tmp_path):
+    def write(lines, name="train.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+        return path
+
+    return write
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_bad_row_is_a_line_with_file_and_number(dualtune_main, write_lines):
+    bad = {i for i in range(1, 41) if i % 3 == 0}
+    path = write_lines([{"prompt": 1, "completion": "x"} if i in bad else GOOD for i in range(1, 41)])
+    result = dualtune_main("check-data", path)
+    *problems, summary = result.stdout.splitlines()
+    assert [line.partition(": ")[0] for line in problems] == [f"{path}:{i}" for i in sorted(bad)]
+    assert all(len(line) > len(f"{path}:99: ") for line in problems)
+    assert summary == f"{path}: 40 rows, 13 cannot be used"
+    assert (result.returncode, result.stderr) == (3, "")
+
+
+def test_good_data_have_exit_code_0(dualtune_main, write_lines):
+    path = write_lines([GOOD] * 3)
+    result = dualtune_main("check-data", path)
+    assert (result.returncode, result.stdout) == (0, f"{path}: 3 rows, 0 cannot be used\n")
+
+
+def test_lines_that_are_no_json_are_among_them(dualtune_main, write_lines):
+    path = write_lines([GOOD, "{", "", "[1]", GOOD])
+    result = dualtune_main("check-data", path)
+    wheres = {line.rpartition(": ")[0].split(": ")[0] for line in result.stdout.splitlines()[:-1]}
+    assert {f"{path}:2", f"{path}:4"} <= wheres
+    assert not {f"{path}:1", f"{path}:5"} & wheres
+
+
+def test_columns_and_format_are_those_of_a_config(dualtune_main, write_lines):
+    path = write_lines([{"question": "2+2?", "answer": "4", "text": "x"}] * 2)
+    assert dualtune_main("check-data", path, "--format", "alpaca").returncode == 3
+    assert dualtune_main("check-data", path, "--format", "text").returncode == 0
+    renamed = dualtune_main("check-data", path, "--column", "prompt=question", "--column", "completion=answer")
+    assert renamed.returncode == 0
+
+
+def test_preference_pairs_are_checked(dualtune_main, write_lines):
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    path = write_lines([pair, pair | {"rejected": "4"}, pair])
+    result = dualtune_main("check-data", path)
+    assert result.returncode == 3
+    assert result.stdout == (
+        f"{path}:2: 'chosen' and 'rejected' are the same\n{path}: 3 rows, 1 cannot be used\n"
+    )  # fmt: skip
+
+
+def test_all_parts_of_a_directory_are_checked(dualtune_main, write_lines, tmp_path):
+    write_lines([GOOD] * 4, "set/train.jsonl")
+    bad = write_lines([GOOD, {"prompt": "x"}], "set/valid.jsonl")
+    result = dualtune_main("check-data", tmp_path / "set")
+    assert result.stdout.splitlines()[0] == f"{tmp_path / 'set'} (train): 4 rows, 0 cannot be used"
+    assert result.stdout.splitlines()[1].startswith(f"{bad}:2: ")
+    assert result.stdout.splitlines()[2:] == [f"{tmp_path / 'set'} (valid): 2 rows, 1 cannot be used"]
+    assert result.returncode == 3
+
+
+def test_what_cannot_be_read_hides_nothing_else(dualtune_main, write_lines, tmp_path):
+    unknown, good, bad = (
+        write_lines([{"a": 1}], "unknown.jsonl"), write_lines([GOOD]), write_lines(["{"], "bad.jsonl"),
+    )  # fmt: skip
+    result = dualtune_main("check-data", tmp_path / "none.jsonl", unknown, good, bad)
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{tmp_path / 'none.jsonl'}: no such file or directory"
+    assert lines[1] == f"{tmp_path / 'none.jsonl'}: 0 rows, 0 cannot be used; not read to the end"
+    assert lines[2].startswith(f"{unknown}:1: no known format has the keys a.")
+    assert lines[3:5] == [
+        f"{unknown}: 0 rows, 0 cannot be used; not read to the end", f"{good}: 1 rows, 0 cannot be used",
+    ]  # fmt: skip
+    assert lines[-1] == f"{bad}: 1 rows, 1 cannot be used"
+    assert result.returncode == 3
+
+
+def test_secrets_in_bad_rows_are_not_shown(dualtune_main, write_lines):
+    role = "hf_" + "abcdefghijklmnopqrstuvwxyz"
+    path = write_lines([{"messages": [{"role": role, "content": "x"}]}])
+    for args in ([], ["--json"]):
+        result = dualtune_main("check-data", path, *args)
+        assert result.returncode == 3
+        assert "message 1: role: got 'hf_***'" in result.stdout
+
+
+# --- configs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_s_template_and_length_are_applied(dualtune_main, config_file, write_lines, tmp_path):
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    data = write_lines([
+        GOOD, {"prompt": "refused", "completion": "x"}, {"prompt": "a", "completion": "b" * 90},
+        {"prompt": "a" * 90, "completion": "b"}, {"prompt": "no answer"}, GOOD,
+    ])  # fmt: skip
+    eval_ = write_lines([GOOD] * 2, "eval.jsonl")
+    config = config_file({"data.eval": eval_, "data.template": tmp_path / "template.jinja"})
+    result = dualtune_main("check-data", config)
+    assert result.stdout.splitlines() == [
+        f"{data}:2: the chat template refuses this conversation: not this",
+        f"{data}:5: has no 'completion'; its keys are: prompt",
+        f"{data}: 6 rows, 2 cannot be used; 1 cut at max_length; 1 dropped: no trainable token within max_length",
+        f"{eval_}: 2 rows, 0 cannot be used",
+    ]
+    assert result.returncode == 3
+
+
+def test_what_a_run_would_refuse_is_what_is_listed(dualtune_main, config_file, write_lines):
+    """The same rows as `dualtune train`, which shows the first."""
+    bad = [{"prompt": i} for i in range(3)]
+    write_lines([GOOD, *bad])
+    listed = dualtune_main("check-data", config_file()).stdout.splitlines()[:3]
+    assert dualtune_main("preview", config_file()).stderr.removeprefix("Error: ").splitlines()[:3] == listed
+
+
+def test_the_valid_file_of_a_directory_counts_for_a_config_too(dualtune_main, config_file, write_lines, tmp_path):
+    write_lines([GOOD], "set/train.jsonl")
+    write_lines(["{"], "set/valid.jsonl")
+    given = {"data.train": tmp_path / "set", "data.eval": 0.1}
+    assert dualtune_main("check-data", config_file(given)).returncode == 3
+    assert dualtune_main("check-data", config_file(given | {"data.eval": 0})).returncode == 0
+
+
+def test_preference_pairs_of_a_config_are_checked(dualtune_main, config_file, write_lines):
+    pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    path = write_lines([pair, pair | {"chosen": 3}])
+    result = dualtune_main("check-data", config_file({"data.format": "preference", "data.eval": 0}))
+    assert result.returncode == 3
+    assert result.stdout.splitlines()[0].startswith(f"{path}:2: ")
+    assert result.stdout.splitlines()[1] == f"{path}: 2 rows, 1 cannot be used"
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_says_the_same(dualtune_main, write_lines):
+    bad, good = write_lines([GOOD, "{"]), write_lines([GOOD], "good.jsonl")
+    result = dualtune_main("check-data", bad, good, "--json")
+    first, second = json.loads(result.stdout)["sources"]
+    (problem,) = first.pop("problems")
+    assert (problem["path"], problem["line"]) == (str(bad), 2)
+    assert dualtune_main("check-data", bad).stdout.startswith(f"{bad}:2: {problem['reason']}\n")
+    nothing = {"error": None, "cut": 0, "split": 0, "dropped": {}}
+    assert first == {"path": str(bad), "role": "train", "rows": 2, "bad": 1} | nothing
+    assert second == {"path": str(good), "role": "train", "rows": 1, "bad": 0, "problems": []} | nothing
+    assert result.returncode == 3
+    assert dualtune_main("check-data", good, "--json").returncode == 0
+
+
+def test_json_lists_a_thousand_problems_and_counts_all(dualtune_main, write_lines):
+    path = write_lines(["{"] * 1200)
+    (source,) = json.loads(dualtune_main("check-data", path, "--json").stdout)["sources"]
+    assert (source["rows"], source["bad"], len(source["problems"])) == (1200, 1200, 1000)
+
+
+def test_json_tells_what_cannot_be_read(dualtune_main, tmp_path):
+    result = dualtune_main("check-data", tmp_path / "none.jsonl", "--json")
+    (source,) = json.loads(result.stdout)["sources"]
+    assert (result.returncode, source["rows"]) == (3, 0)
+    assert source["error"] == f"{tmp_path / 'none.jsonl'}: no such file or directory"
+
+
+# --- memory and usage ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_config", [False, True])
+def test_memory_does_not_grow_with_the_rows(dualtune_main, write_lines, config_file, as_config):
+    def peak(number) -> int:
+        path = write_lines([GOOD] * number)
+        target = config_file({"data.eval": 0}) if as_config else path
+        tracemalloc.start()
+        try:
+            assert dualtune_main("check-data", target).stdout == f"{path}: {number} rows, 0 cannot be used\n"
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(10)  # imports
+    few, many = peak(4000), peak(12_000)
+    assert many < few * 1.2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "Missing argument 'TARGET...'"),
+        (["a.jsonl", "--format", "csv"], "--format: got 'csv', allowed: auto, preference, messages"),
+        (["a.jsonl", "--column", "question"], "--column: got 'question', needed: our name = yours"),
+        (["a.yaml", "--format", "text"], "--format and --column are for data; a.yaml says its own."),
+        (["none.yaml"], "none.yaml"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(dualtune_main, args, message):
+    result = dualtune_main("check-data", *args)
+    assert result.returncode == 2
+    assert message in result.stderr

@@ -1,0 +1,247 @@
+"""`dualtune preview`: what it shows is what would be trained, as text, as JSON and as a page."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from html.parser import HTMLParser
+
+import pytest
+
+from dualtune.config import load_config
+from dualtune.data.documents import Data
+from dualtune.data.order import Order
+from dualtune.data.survey import Survey
+from dualtune.data.tokenizer import Tokenizer
+
+EVIL = "<script>alert(1)</script> & \"x\" '</div>' \x1b[31m é日"
+
+
+@pytest.fixture
+def planned(config_file, tiny_softmax):
+    """The documents of a config in the order of training, read as training reads them."""
+
+    def read(path):
+        config = load_config(path)
+        train, _ = Data(config).train_and_eval(Tokenizer(tiny_softmax))
+        order = Order(config, train.lengths)
+        return [train[i] for step in range(order.num_steps) for i in order.step(step).documents]
+
+    return read
+
+
+class Page(HTMLParser):
+    """The texts of the documents on a page, its tokens as (id, class, text), and every tag."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.documents, self.tokens, self.tags, self._depth = [], [], [], 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append((tag, attrs))
+        if attrs.get("class") == "text":
+            self.documents.append("")
+            self._depth = 1
+        elif self._depth and tag == "span":
+            self.tokens.append([int(attrs["title"]), attrs.get("class"), ""])
+
+    def handle_endtag(self, tag):
+        if tag == "div":
+            self._depth = 0
+
+    def handle_data(self, data):
+        if self._depth:
+            self.documents[-1] += data
+            self.tokens[-1][2] += data
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_trained_stands_between_marks(dualtune_main, config_file, write_rows):
+    data = write_rows([{"prompt": "2+2?", "completion": "four"}])
+    result = dualtune_main("preview", config_file({"data.eval": 0}))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (
+        f"document    {data}:1: 30 tokens, 5 of them trained\n"
+        "<s><|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦four<|im_end|>⟧\n\n"
+    ) in result.stdout
+
+
+def test_the_first_documents_of_the_first_step_are_shown(dualtune_main, config_file, planned):
+    config = config_file()
+    for rows in (0, 2, 7):
+        result = dualtune_main("preview", config, "--rows", rows)
+        shown = [line.split(": ")[0] for line in result.stdout.splitlines() if line.startswith("document ")]
+        assert shown == [f"document    {document.where}" for document in planned(config)[:rows]]
+
+
+@pytest.mark.parametrize(("env", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_gets_colours_unless_it_wants_none(config_file, env, coloured):
+    import pty
+
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "dualtune.cli.main", "preview", config_file(), "--rows", "1"]
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | env
+    with subprocess.Popen(command, stdout=follower, env=environment) as process:
+        os.close(follower)
+        text = b""
+        with contextlib.suppress(OSError):  # EIO: the other side is closed
+            while block := os.read(leader, 4096):
+                text += block
+    os.close(leader)
+    assert process.returncode == 0
+    assert (b"\x1b[32m" in text, b"\x1b[2m" in text) == (coloured, coloured)
+    assert ("⟦".encode() in text) != coloured
+
+
+def test_control_characters_of_the_data_do_not_reach_the_terminal(dualtune_main, config_file, write_rows):
+    write_rows([{"prompt": EVIL, "completion": EVIL}])
+    result = dualtune_main("preview", config_file({"data.eval": 0, "data.max_length": 256}))
+    assert "⟦<script>alert(1)</script> & \"x\" '</div>' ␛[31m é日<|im_end|>⟧" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_the_numbers_are_told_with_the_warnings(dualtune_main, config_file, write_rows):
+    data = write_rows([{"prompt": f"{i % 15}?", "completion": "yes"} for i in range(16)])
+    eval_ = write_rows([{"prompt": "3?", "completion": "yes"}], "eval.jsonl")
+    text = dualtune_main("preview", config_file({"data.eval": eval_}), "--rows", 0).stdout
+    told = {line[:12].strip(): line[12:] for line in text.splitlines()}
+    assert told["rows"] == "16 to train on, 1 to evaluate on, 0 bad ones left out"
+    assert told["duplicates"] == f"1 of the documents, the first: {data}:16 equals {data}:1"
+    assert told["leaks"] == (
+        f"1 of 1 evaluation documents are in the training data, the first: {eval_}:1 equals {data}:4"
+    )
+    assert told["steps"] == "4 in an epoch, 4 in all"
+    assert told["over-long"] == "no row has more than 64 tokens"
+    assert text.count("\nwarning     ") == 2
+    assert "27 to 27  11  ########################################\n" in text
+    assert "28 to 28  5   ###################\n" in text
+
+
+def test_what_becomes_of_long_rows_is_told(dualtune_main, config_file, write_rows):
+    rows = [("a", "b" * 90), ("a" * 90, "b"), ("a", "b"), ("c", "d")]
+    write_rows([{"prompt": prompt, "completion": completion} for prompt, completion in rows])
+    text = dualtune_main("preview", config_file({"data.eval": 0}), "--rows", 0).stdout
+    assert "over-long   2 of the rows have more than 64 tokens, the longest has 113; 1 cut, 1 dropped\n" in text
+    assert "documents   3; 1 dropped: no trainable token within max_length\n" in text
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_has_the_documented_keys_and_nothing_else_on_the_output(dualtune_main, config_file, planned):
+    config = config_file()
+    result = dualtune_main("preview", config, "--json", "--rows", 2)
+    report = json.loads(result.stdout)
+    assert report.keys() == {field.name for field in fields(Survey)} | {"template", "warnings", "shown"}
+    assert report["template"].keys() == {"hash", "generation_markers"}
+    assert (report["rows"], report["eval_rows"], report["documents"], report["steps"]) == (12, 4, 12, 4)
+    first = planned(config)[0]
+    assert report["shown"][0]["where"] == first.where
+    assert (report["shown"][0]["tokens"], report["shown"][0]["trained_tokens"]) == (
+        len(first.tokens), first.num_targets,
+    )  # fmt: skip
+    assert [run["trained"] for run in report["shown"][0]["runs"]] == [False, True, False]
+
+
+def test_an_override_changes_what_is_shown(dualtune_main, config_file):
+    shown = [
+        json.loads(dualtune_main("preview", config_file(), "--json", "--set", f"data.loss_on={loss_on}").stdout)
+        for loss_on in ("assistant", "all")
+    ]
+    assert shown[0]["tokens"] == shown[1]["tokens"]
+    assert shown[0]["trained_tokens"] < shown[1]["trained_tokens"]
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_holds_every_token_and_the_data_stay_text(dualtune_main, config_file, write_rows, planned, tmp_path):
+    write_rows([{"prompt": EVIL, "completion": "日 & <b>"}, {"prompt": "2", "completion": "3"}])
+    config = config_file({"data.eval": 0, "data.max_length": 256})
+    result = dualtune_main("preview", config, "--html", tmp_path / "page.html", "--rows", 2)
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, f"page        {tmp_path / 'page.html'}")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page, documents = Page(text), planned(config)[:2]
+    expected = {
+        f"<s><|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+        for prompt, answer in ((EVIL.replace("\x1b", "␛"), "日 & <b>"), ("2", "3"))
+    }
+    assert set(page.documents) == expected
+    assert [token[0] for token in page.tokens] == [id for document in documents for id in document.tokens]
+    assert [token[1] == "trained" for token in page.tokens] == [
+        trained for document in documents for trained in document.trained
+    ]
+    assert "".join(token[2] for token in page.tokens) == "".join(page.documents)
+    # No scripts, nothing from elsewhere, whatever the data say.
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object", "b"}
+    assert not {name for _, attrs in page.tags for name in attrs} & {"src", "href", "onclick", "onload"}
+    assert "http:" not in text and "https:" not in text and "url(" not in text
+
+
+def test_the_page_has_the_numbers_and_warnings_of_the_text(dualtune_main, config_file, write_rows, tmp_path):
+    write_rows([{"prompt": "same", "completion": "<same>"}] * 4)
+    result = dualtune_main("preview", config_file({"data.eval": 0}), "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    lines = result.stdout[result.stdout.index("\nrows  ") :].splitlines()[1:-1]
+    told = [line[12:].replace("&", "&amp;").replace("<", "&lt;") for line in lines if "###" not in line]
+    assert any("duplicates" in text for text in told)
+    assert [text for text in told if text not in page] == []
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(dualtune_main, config_file, tmp_path):
+    result = dualtune_main("preview", config_file(), "--html", tmp_path / "none" / "page.html")
+    assert (result.returncode, result.stderr.count("\n")) == (5, 1)
+    assert "page.html: cannot be written: No such file or directory" in result.stderr
+    before = sorted(tmp_path.iterdir())
+    assert dualtune_main("preview", config_file(), "--html", tmp_path).returncode == 2
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# --- what is needed, and what goes wrong -----------------------------------------------------------------------------
+
+
+def test_neither_weights_nor_a_backend_are_loaded(python, config_file, tiny_softmax, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_softmax, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    program = (
+        "import atexit, sys\n"
+        "loaded = lambda: [name for name in sys.modules if name.startswith(('dualtune_', 'mlx'))]\n"
+        "atexit.register(lambda: print('loaded:', *loaded()))\n"
+        f"sys.argv = ['dualtune', 'preview', {str(config_file({'model.name': str(model)}))!r}]\n"
+        "from dualtune.cli.main import main\nmain()"
+    )
+    result = python("-c", program)
+    assert result.returncode == 0
+    assert "\ndocument " in result.stdout
+    assert result.stdout.splitlines()[-1] == "loaded:"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bad_rows_end_it_or_are_shown_as_left_out(dualtune_main, config_file, write_rows, qa_rows):
+    data = write_rows([*qa_rows, {"prompt": 3, "completion": "x"}])
+    result = dualtune_main("preview", config_file())
+    assert (result.returncode, result.stderr.count(f"{data}:17: ")) == (3, 1)
+    settings = {"data.on_bad_row": "skip", "data.max_bad_rows": 1}
+    result = dualtune_main("preview", config_file(settings))
+    assert result.returncode == 0
+    assert f"1 bad ones left out\n            {data}:17: " in result.stdout
+
+
+def test_data_without_anything_to_learn_are_an_error(dualtune_main, config_file, write_rows):
+    write_rows([{"prompt": "a" * 90, "completion": "b"}] * 2)
+    result = dualtune_main("preview", config_file({"data.eval": 0}))
+    assert result.returncode == 3
+    assert "nothing to train on" in result.stderr
+    assert "2 dropped: no trainable token within max_length" in result.stderr
+
+
+@pytest.mark.parametrize(("args", "code"), [([], 2), (["no.yaml"], 2), (["no.yaml", "--rows", "-1"], 2)])
+def test_wrong_usage_has_the_usual_exit_code(dualtune_main, args, code):
+    assert dualtune_main("preview", *args).returncode == code
