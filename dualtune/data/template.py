@@ -45,7 +45,7 @@ class ChatTemplate:
         self.hash = f"sha256 {hashlib.sha256(source.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
         self._special_tokens = dict(special_tokens)
         self._sandbox = Sandbox()
-        self._sandbox.globals["strftime_now"] = _strftime_now
+        cast(dict[str, Any], self._sandbox.globals)["strftime_now"] = _strftime_now
         self._template = _compile(self._sandbox, source)
         self.marks_turns = self._sandbox.marks_turns
         self._lock = threading.Lock()  # the sandbox meters one render at a time
