@@ -42,6 +42,7 @@ def reading() -> Generator[Callable[[str, float], None]]:
             bar.update(task, completed=share)
             if share == 1.0:
                 bar.remove_task(task)
+                del tasks[what]  # a directory may be read twice, for training and for evaluation
                 say(f"tokenized   {what} in {time.monotonic() - began:.1f} s")
 
         yield show

@@ -245,3 +245,13 @@ def test_data_without_anything_to_learn_are_an_error(dualtune_main, config_file,
 @pytest.mark.parametrize(("args", "code"), [([], 2), (["no.yaml"], 2), (["no.yaml", "--rows", "-1"], 2)])
 def test_wrong_usage_has_the_usual_exit_code(dualtune_main, args, code):
     assert dualtune_main("preview", *args).returncode == code
+
+
+def test_a_directory_is_read_for_training_and_for_evaluation(dualtune_main, config_file, write_rows, qa_rows, tmp_path):
+    (tmp_path / "data").mkdir()
+    write_rows(qa_rows, "data/train.jsonl")
+    write_rows(qa_rows[:3], "data/valid.jsonl")
+    for command in (("preview",), ("train", "--dry-run", "--platform", "numpy")):
+        config = config_file({"data.train": tmp_path / "data", "data.eval": 0.1, "data.max_length": 60 + len(command)})
+        result = dualtune_main(command[0], config, *command[1:])
+        assert (result.returncode, result.stdout.count("tokenized   ")) == (0, 2), result.stderr
