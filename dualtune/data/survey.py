@@ -148,6 +148,8 @@ def warnings(found: Survey, config: Config, train: Documents, tokenizer: Tokeniz
         if not any(_ends(train[int(i)], tokenizer.stop_ids) for i in mine[:PROBED_DOCUMENTS]):
             advice = "check the template and data.max_length"
             texts.append(f"{source.path}: no end token is learned, so the model would not stop; {advice}")
+    if tokenizer.warning is not None:
+        texts.append(tokenizer.warning)
     if found.cut > MOST_CUT * found.rows:
         texts.append(f"{found.cut / found.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
     if found.duplicates > MOST_DUPLICATES * found.documents:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from dualtune.data.rows import RowError
 from dualtune.data.template import ChatTemplate, Spans
 from dualtune.errors import ConfigError, DataError, EnvironmentFault
 
+_MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # what looks like a special token
 # What decides the ids of a text, as far as a model has it.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
@@ -52,8 +54,11 @@ class Tokenizer:
         self.special_ids = frozenset(self._hf.all_special_ids) | frozenset(
             id for id, token in self._hf.added_tokens_decoder.items() if token.special
         )
-        ends = {self.eos_id, *_generation_ends(model_dir), self._end_of_turn()}
+        closing = self._closing()
+        behind = self.encode(closing, special=False)[:1].tolist()  # the token that ends a turn, where it is one
+        ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*behind})}
         self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
+        self.warning = self._doubt(closing)
 
     def fingerprint(self) -> str:
         """Tells tokenizers apart that could give a text or a chat other ids."""
@@ -118,19 +123,28 @@ class Tokenizer:
             raise DataError(f"the prompt: {error}. Use another data.template, or none") from error
         return self.encode(text, special=False)
 
-    def _end_of_turn(self) -> int | None:
-        """The special token that the template puts behind an assistant's message, if it puts one."""
-        if self.template is None:
+    def _doubt(self, closing: str) -> str | None:
+        """Why this template may not belong to this tokenizer."""
+        mark = _MARK.match(closing)
+        if mark is None or len(self.encode(mark[0], special=False)) == 1:
             return None
+        return (
+            f"the chat template ends a turn with {mark[0]}, which this tokenizer splits into several tokens: the model "
+            "was made for another template. Set data.template"
+        )
+
+    def _closing(self) -> str:
+        """What the template puts behind an assistant's message."""
+        if self.template is None:
+            return ""
         question, answer = Message("user", "?"), Message("assistant", "!")
         try:
             before = self.render([question], add_generation_prompt=True)
             through = self.render([question, answer])
         except RowError:
-            return None
+            return ""
         _, found, rest = through[len(before) :].rpartition(answer.content)
-        behind = self.encode(rest if found else "", special=False)
-        return int(behind[0]) if len(behind) and int(behind[0]) in self.special_ids else None
+        return rest if found else ""
 
 
 def _generation_ends(model_dir: Path) -> list[int]:

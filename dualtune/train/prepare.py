@@ -55,8 +55,10 @@ class Prepared:
         per_step = f"{documents} documents" if documents else f"up to {tokens} tokens"
         chosen = " (auto)" if train.micro_batch_tokens == "auto" else ""
         packed = "packed rows" if self.layout.row_length else "one document a row"
+        doubt = self.tokenizer.warning
         return [
             f"model       {self.config.model.name}, {template}",
+            *([f"warning     {doubt}"] if doubt else []),
             f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
             f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
             f"train data  {self.train.summary()}",

@@ -116,3 +116,14 @@ def test_a_prompt_that_the_template_refuses_is_a_data_error(tiny_llama, tmp_path
     path.write_text("{{ raise_exception('a system message is needed') }}")
     with pytest.raises(DataError, match=r"the prompt: the chat template refuses .*: a system message is needed. Use"):
         Tokenizer(tiny_llama, str(path)).encode_prompt("Hi")
+
+
+def test_an_end_of_turn_that_the_tokenizer_splits_is_noticed(tiny_llama, tmp_path):
+    """A ChatML template on a model that was never given its tokens would teach it to spell them."""
+    path = tmp_path / "template.jinja"
+    for end, is_split in (("<|im_end|>", False), ("<|eot_id|>", True), ("[/INST]", True), ("\n", False)):
+        path.write_text("{% for m in messages %}>{{ m.content }}" + end + "{% endfor %}")
+        warning = Tokenizer(tiny_llama, str(path)).warning
+        assert (warning is not None) == is_split
+        assert not is_split or f"ends a turn with {end}, which this tokenizer splits" in warning
+    assert Tokenizer(tiny_llama, "none").warning is None
