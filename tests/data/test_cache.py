@@ -88,8 +88,9 @@ def test_other_content_another_template_and_another_tokenizer_make_another_entry
         reads.clear()
         documents(make_config(path), tokenizer)
         assert len(reads) == len(qa_rows)
+    bare = Tokenizer(tiny_llama, "none")
     reads.clear()
-    documents(make_config(path, {"data.template": "none"}), Tokenizer(tiny_llama, "none"))
+    documents(make_config(path, {"data.template": "none"}), bare)
     assert len(reads) == len(qa_rows)
 
 
