@@ -15,7 +15,7 @@ from dualtune.platform.detect import detect
 from dualtune.versions import versions_of
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("numpy", "torch", "transformers", "mlx", "mlx-lm", "safetensors")
+PACKAGES = ("numpy", "tokenizers", "torch", "transformers", "mlx", "mlx-lm", "safetensors")
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:
@@ -27,7 +27,8 @@ def write(name: str, figures: dict[str, Any]) -> Path:
 
 
 def origin() -> dict[str, Any]:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    """The commit is that of the code only if nothing has been changed since: "-dirty" says so."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": git.stdout.strip(),

@@ -1,0 +1,89 @@
+"""Real data through the whole pipeline. The oracle counts anew: its own reading, its own ChatML, plain `tokenizers`."""
+
+import json
+from itertools import groupby
+
+import numpy as np
+import pytest
+import tokenizers
+
+from dualtune.backend import IGNORE_INDEX
+from dualtune.config import parse_config
+from dualtune.data.batches import micro_batches
+from dualtune.data.documents import Data
+from dualtune.data.order import Order
+from dualtune.data.tokenizer import Tokenizer
+from dualtune.train.evaluation import layout_of
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+END = "<|im_end|>"
+
+
+def chatml(turns):
+    """Pieces of text, and whether they are learned."""
+    yield SYSTEM, False
+    for role, text in turns:
+        yield f"<|im_start|>{role}\n", False
+        yield text + END, role == "assistant"
+        yield "\n", False
+
+
+def gsm8k(path):
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        yield chatml([("user", row["question"]), ("assistant", row["answer"])])
+
+
+def wikisql(path):
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        yield [(row["text"] + END, True)]
+
+
+def sharegpt(path):
+    roles = {"human": "user", "gpt": "assistant"}
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        yield chatml((roles[turn["from"]], turn["value"]) for turn in row["conversations"])
+
+
+SETS = {
+    "data/gsm8k/train.jsonl": (gsm8k, ["data.columns={prompt: question, completion: answer}"]),
+    "data/wikisql/train.jsonl": (wikisql, []),
+    "data/misc/sharegpt_conversations.json": (sharegpt, []),
+}
+
+
+@pytest.fixture(scope="module", params=SETS)
+def real(request, shared):
+    """(config, documents, the pieces of each row) of a set."""
+    path, model = shared(request.param), shared("tokenizers/smollm2")
+    read, settings = SETS[request.param]
+    settings = [*settings, f"model.name={model}", f"data.train={path}", "data.eval=0", "train.epochs=1"]
+    config = parse_config("model: {}", overrides=settings)
+    documents, held_out = Data(config).train_and_eval(Tokenizer(model))
+    assert not len(held_out)
+    return config, documents, read(path)
+
+
+def test_rows_tokens_and_trained_tokens_are_those_of_an_independent_count(real, shared):
+    _, documents, rows = real
+    plain = tokenizers.Tokenizer.from_file(str(shared("tokenizers/smollm2/tokenizer.json")))
+    num_rows = num_tokens = num_targets = 0
+    for pieces in rows:
+        runs = [(learned, "".join(text for text, _ in run)) for learned, run in groupby(pieces, lambda piece: piece[1])]
+        trained = [learned for learned, text in runs for _ in plain.encode(text).ids]
+        num_rows += 1
+        num_tokens += len(trained)
+        num_targets += sum(trained[1:])  # nothing precedes the first token, so it is no target
+    assert (documents.num_rows, documents.num_tokens, documents.num_targets) == (num_rows, num_tokens, num_targets)
+
+
+def test_the_packed_rows_of_an_epoch_have_all_tokens_and_targets_and_are_98_percent_full(real):
+    config, documents, _ = real
+    order, layout = Order(config, documents.lengths), layout_of(config)
+    seen = np.zeros(3, np.int64)
+    for step in range(order.num_steps):
+        for batch in micro_batches(documents, order.step(step).documents.tolist(), layout, seed=0, step=step):
+            assert batch.tokens_BT.shape[1] <= config.data.max_length
+            seen += ((batch.segments_BT > 0).sum(), (batch.labels_BT != IGNORE_INDEX).sum(), batch.tokens_BT.size)
+    tokens, targets, cells = seen.tolist()
+    assert (tokens, targets) == (documents.num_tokens, documents.num_targets)
+    assert tokens / cells >= 0.98
