@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualtune.data.bad_rows import BadRows
-from dualtune.data.store import INDEX, INDEX_FILE, TOKENS, Store, Writer, mapped
+from dualtune.data.store import INDEX, INDEX_FILE, TOKENS, Store, TokenFile, Writer
 from dualtune.disk import hidden_sibling, json_bytes, remove_directory
 from dualtune.errors import DiskError
 from dualtune.versions import versions_of
@@ -105,9 +107,10 @@ def _read(place: Path) -> Store | None:
         table = json.loads((place / TABLE).read_text(encoding="utf-8"))
         if any((place / name).stat().st_size != size for name, size in table["bytes"].items()):
             return None
-        tokens, index = mapped(place / TOKENS, "<i4"), mapped(place / INDEX_FILE, INDEX)
+        file = place / INDEX_FILE
+        index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # nothing: no map
         counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
-        return Store(tokens, index, tuple(table["files"]), *counts, place)
+        return Store(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place)
     except (OSError, ValueError, KeyError):
         return None
 

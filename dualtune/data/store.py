@@ -1,4 +1,4 @@
-"""Tokenized rows in two flat files that are mapped into memory, not read: a million documents cost no memory.
+"""Tokenized rows in two flat files that are read piece by piece: a million documents take little memory.
 
 `tokens.bin` holds the documents' tokens one after the other as int32: the id of a token that is learned, and ~id of one
 that is not. `index.bin` holds an entry of INDEX for each document, and one for each dropped row.
@@ -7,6 +7,8 @@ that is not. `index.bin` holds an entry of INDEX for each document, and one for 
 from __future__ import annotations
 
 import hashlib
+import os
+import weakref
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -44,11 +46,22 @@ class Document:
         return int(np.count_nonzero(self.trained[1:]))  # nothing precedes the first token, so it cannot be predicted
 
 
+class TokenFile:
+    """The tokens of a file, int32, read when they are asked for. (Mapped, they would count as memory once used.)"""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __getitem__(self, cut: slice, /) -> np.ndarray:
+        return np.frombuffer(os.pread(self._descriptor, 4 * (cut.stop - cut.start), 4 * cut.start), "<i4")
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """The tokenized rows of one source."""
 
-    tokens: np.ndarray  # int32, all documents
+    tokens: np.ndarray | TokenFile  # int32, all documents
     index: np.ndarray  # INDEX [documents and dropped rows]
     files: tuple[str, ...]
     num_rows: int  # examples
@@ -60,7 +73,7 @@ class Store:
         """DataError if it is not what was written."""
         entry = self.index[i]
         start = int(entry["start"])
-        raw = np.asarray(self.tokens[start : start + int(entry["length"])])
+        raw = self.tokens[start : start + int(entry["length"])]
         if _digest(raw) != entry["digest"].tobytes():
             raise DataError(f"{self.path}: the cache of tokenized data is damaged. Remove this directory and run again")
         return Document(np.where(raw < 0, ~raw, raw), raw >= 0, f"{self.files[entry['file']]}:{entry['line']}")
@@ -105,11 +118,6 @@ def stored_in_memory(rows: list[TokenizedRow]) -> Store:
     files = tuple(writer.table()["files"])
     flat, entries = np.frombuffer(tokens.getvalue(), "<i4"), np.frombuffer(index.getvalue(), INDEX)
     return Store(flat, entries, files, writer.num_rows, 0, ())
-
-
-def mapped(path: Path, dtype: Any) -> np.ndarray:
-    """A file as an array that is read when it is used; an empty file cannot be mapped."""
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 def dropped(state: State) -> bool:

@@ -35,7 +35,7 @@ class TemplateLimit(DataError):
 class Meter:
     """What one render may still use. Bytes are charged when they are made and never paid back."""
 
-    __slots__ = ("_deadline_s", "_left", "_limit", "_ticks")
+    __slots__ = ("_allowed_s", "_deadline_s", "_left", "_limit", "_processor_deadline_s", "_ticks")
 
     def __init__(self) -> None:
         self.start(())
@@ -43,10 +43,11 @@ class Meter:
     def start(self, given: Any) -> None:
         """Begin a render of `given`."""
         self._deadline_s, self._left, self._limit, self._ticks = float("inf"), 2**62, 2**62, 0
+        self._processor_deadline_s: float | None = None
         given_bytes = self.size(given)
         self._left = self._limit = MEMORY_BYTES + MEMORY_PER_BYTE * given_bytes
-        # Of this thread: a busy machine is no fault of the template.
-        self._deadline_s = time.thread_time() + PROCESSOR_S + PROCESSOR_S_PER_BYTE * given_bytes
+        self._allowed_s = PROCESSOR_S + PROCESSOR_S_PER_BYTE * given_bytes
+        self._deadline_s = time.perf_counter() + self._allowed_s
 
     def spend(self, amount: int) -> None:
         self._left -= amount
@@ -60,7 +61,14 @@ class Meter:
         self.spend(0)
 
     def look(self) -> None:
-        if time.thread_time() > self._deadline_s:
+        if time.perf_counter() < self._deadline_s:
+            return
+        # A busy machine is no fault of the template, so from here on the processor time of this thread counts. It is
+        # not asked for before, because that takes as long as a short render.
+        now_s = time.thread_time()
+        if self._processor_deadline_s is None:
+            self._processor_deadline_s = now_s + self._allowed_s
+        elif now_s > self._processor_deadline_s:
             raise TemplateLimit(f"more than {PROCESSOR_S:g} s of processor time for one conversation")
 
     def room(self, amount: int) -> None:

@@ -137,7 +137,8 @@ def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, toke
     Left as it is where the tokenizer changes a text by cutting it (one that puts a space before every piece).
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
-    cuts = [at for at in sorted({at for span in row.spans for at in span}) if np.any((starts < at) & (at < ends))]
+    borders = np.array(sorted({at for span in row.spans for at in span}))[:, None]
+    cuts: list[int] = borders[((starts < borders) & (borders < ends)).any(1), 0].tolist()
     if not cuts:
         return tokens, offsets
     edges = [0, *cuts, len(row.text)]
@@ -165,9 +166,5 @@ def _fitted(tokens: np.ndarray, trained: np.ndarray, max_length: int, *, split: 
 
 def _windows(tokens: np.ndarray, trained: np.ndarray, size: int) -> list[Tokens]:
     """Windows that share one token: the last of one is the context of the next, so that each is a target once."""
-    found: list[Tokens] = []
-    for at in range(0, len(tokens) - 1, size - 1):
-        learned = trained[at : at + size].copy()
-        learned[0] &= at == 0
-        found.append((tokens[at : at + size], learned))
-    return found
+    starts = range(0, len(tokens) - 1, size - 1)
+    return [(tokens[at : at + size], trained[at : at + size]) for at in starts]

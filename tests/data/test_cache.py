@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dualtune.data import cache
+from dualtune.data.bad_rows import judge
 from dualtune.data.documents import Data
 from dualtune.data.store import TOKENS
 from dualtune.data.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ def test_whatever_decides_the_tokens_makes_another_entry(
 
 
 def test_other_content_another_template_and_another_tokenizer_make_another_entry(
-    here, reads, make_config, write_rows, qa_rows, tiny_llama, tokenizer
+    here, reads, make_config, write_rows, qa_rows, tiny_llama, tokenizer, monkeypatch
 ):
     path = write_rows(qa_rows)
     documents(make_config(path), tokenizer)
@@ -89,6 +90,10 @@ def test_other_content_another_template_and_another_tokenizer_make_another_entry
         documents(make_config(path), tokenizer)
         assert len(reads) == len(qa_rows)
     bare = Tokenizer(tiny_llama, "none")
+    reads.clear()
+    documents(make_config(path, {"data.template": "none"}), bare)
+    assert len(reads) == len(qa_rows)
+    monkeypatch.setattr(cache, "_code", lambda: "a newer dualtune")
     reads.clear()
     documents(make_config(path, {"data.template": "none"}), bare)
     assert len(reads) == len(qa_rows)
@@ -114,6 +119,16 @@ def test_bad_rows_that_are_left_out_are_counted_from_the_cache_too(here, make_co
         documents(make_config(path, {"data.on_bad_row": "skip"}), tokenizer)
     with pytest.raises(DataError, match="1 of 17 rows cannot be used"):
         documents(make_config(path), tokenizer)
+
+
+def test_a_limit_of_one_is_one_row_and_a_smaller_one_a_share():
+    judge(1, ["f:1: bad"], 99, skip=True, limit=1)
+    judge(1, ["f:1: bad"], 99, skip=True, limit=0.01)
+    for count, good, limit in ((2, 98, 1), (2, 98, 0.01), (1, 0, 1), (1, 99, 0)):
+        with pytest.raises(
+            DataError, match=rf"{count} of {count + good} rows cannot be used\. That is all of them, or"
+        ):
+            judge(count, ["f:1: bad"] * count, good, skip=True, limit=limit)
 
 
 def test_a_changed_byte_is_noticed_when_the_document_is_used(here, make_config, write_rows, qa_rows, tokenizer):

@@ -9,6 +9,7 @@ import pytest
 
 from dualtune.data.documents import Data, held_out, tokenize
 from dualtune.data.formats import Example, Message
+from dualtune.data.tokenize import State, _fitted
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError, EnvironmentFault
 
@@ -116,6 +117,20 @@ def test_a_template_without_an_end_token_gets_one(with_template):
     document = one(chat(("user", "Hi"), ("assistant", "Ho")), tokenizer)
     assert pieces(document, tokenizer) == ["Ho</s>"]
     assert text_of(document, tokenizer) == "user: Hi\nassistant: Ho</s>"
+
+
+def test_the_end_token_behind_a_marked_turn_is_learned_with_it(with_template):
+    """Markers around the content alone would otherwise teach a model that never stops."""
+    tokenizer = with_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    assert pieces(one(SUMS, tokenizer), tokenizer) == ["It is 4.<|im_end|>", "6, of course.<|im_end|>"]
+
+
+def test_a_document_whose_only_learned_token_is_its_first_has_nothing_to_predict():
+    state, kept = _fitted(np.array([7], np.int32), np.array([True]), 8, split=False)
+    assert (state, kept) == (State.UNTRAINED, [])
 
 
 # --- plain texts -----------------------------------------------------------------------------------------------------
@@ -281,6 +296,9 @@ def test_a_directory_s_valid_file_wins_over_the_default_share_alone(make_config,
         for share in (0.1, 0.25, 0)
     }
     assert sizes == {0.1: (16, 5), 0.25: (12, 4), 0: (16, 0)}
+    # Who names a split has chosen: its rows shall not be evaluated on again as if they were others.
+    chosen = make_config({"path": str(tmp_path / "data"), "split": "train"}, {"data.eval": 0.1})
+    assert tuple(map(len, Data(chosen).train_and_eval(chatml))) == (14, 2)
 
 
 def test_several_sources_are_taken_together_and_know_where_they_are_from(make_config, write_rows, qa_rows, chatml):
