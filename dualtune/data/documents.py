@@ -209,7 +209,9 @@ class Data:
         chosen = held_out(sum(sizes), share if isinstance(share, float | int) else 0.0, self._config.run.seed)
         eval_rows = np.split(chosen, np.cumsum(sizes)[:-1])
         train_rows = [~rows for rows in eval_rows]
-        return Documents(stores, train_rows, weights), Documents(stores, eval_rows)
+        eval_ = Documents(stores, eval_rows)
+        eval_.num_bad = 0  # they are neither, and are told of once
+        return Documents(stores, train_rows, weights), eval_
 
     def held_out_only(self, tokenizer: Tokenizer) -> Documents:
         """The held-out documents, without reading training data that does not matter for them."""

@@ -111,8 +111,8 @@ def test_bad_rows_that_are_left_out_are_counted_from_the_cache_too(here, make_co
     path = write_rows([*qa_rows, {"prompt": 1, "completion": ""}])
     allowed = {"data.on_bad_row": "skip", "data.max_bad_rows": 1}
     for _ in range(2):
-        found = documents(make_config(path, allowed), tokenizer)
-        assert (len(found), found.num_bad) == (16, 1)
+        found, held_out = Data(make_config(path, allowed)).train_and_eval(tokenizer)
+        assert (len(found), found.num_bad, held_out.num_bad) == (16, 1, 0)
         assert found.summary().endswith("; 1 bad rows left out")
     # A stricter config is not served from what a more lenient one left there.
     with pytest.raises(DataError, match=r"all of them, or more than data\.max_bad_rows = 0\.01"):
