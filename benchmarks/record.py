@@ -14,6 +14,7 @@ import psutil
 from dualtune.platform.detect import detect
 from dualtune.versions import versions_of
 
+CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("numpy", "tokenizers", "torch", "transformers", "mlx", "mlx-lm", "safetensors")
 
@@ -27,11 +28,10 @@ def write(name: str, figures: dict[str, Any]) -> Path:
 
 
 def origin() -> dict[str, Any]:
-    """The commit is that of the code only if nothing has been changed since: "-dirty" says so."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    """The commit is that of the code only if nothing but results has changed since: "-dirty" says so."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": git.stdout.strip(),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--short", *CODE) else ""),
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cores": psutil.cpu_count(),
@@ -40,6 +40,10 @@ def origin() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version()} | versions_of(PACKAGES),
     }
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _gpu() -> str | None:
