@@ -82,10 +82,12 @@ def _column(text: str) -> tuple[str, str]:
 
 def _of_data(path: str, format: str, columns: Mapping[str, str]) -> list[Stream]:
     """The data itself; of a directory, those of every role."""
+    from dualtune.config.schema import SourceConfig
     from dualtune.data.readers import ROLE_NAMES, has_role
 
+    source = SourceConfig.model_construct(path=path, format=format, columns=dict(columns))
     roles: list[Role] = [role for role in ROLE_NAMES if has_role(path, role)] if Path(path).is_dir() else []
-    return [Stream(path, role, _examples(path, role, format, columns)) for role in roles or ["train"]]
+    return [Stream(path, role, _examples(source, role)) for role in roles or ["train"]]
 
 
 def _of_config(path: Path) -> list[Stream]:
@@ -100,21 +102,18 @@ def _of_config(path: Path) -> list[Stream]:
     tokenizer = Tokenizer(resolve_model(settings.model.name, weights=False), data.template)
 
     def stream(role: Role, source: SourceConfig) -> Stream:
-        assert source.format is not None and source.columns is not None  # filled in by DataConfig
-        examples = _examples(source.path, role, source.format, source.columns, source.subset, source.split)
+        examples = _examples(source, role)
         return Stream(source.path, role, tokenize_rows(examples, tokenizer, data.loss_on, data.max_length))
 
     chosen: dict[Role, tuple[SourceConfig, ...]] = {"train": data.sources(), "valid": eval_sources(data)}
     return [stream(role, source) for role, sources in chosen.items() for source in sources]
 
 
-def _examples(
-    path: str, role: Role, format: str, columns: Mapping[str, str], subset: str | None = None, split: str | None = None
-) -> Iterator[Example | BadRow]:
-    from dualtune.data.formats import to_examples
-    from dualtune.data.readers import open_source
+def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
+    """Opened when the first one is asked for, so that what is wrong with one source does not hide the others."""
+    from dualtune.data.documents import open_one
 
-    yield from to_examples(open_source(path, role=role, subset=subset, split=split).rows(), format, columns)
+    yield from open_one(source, role).examples()
 
 
 def _check(stream: Stream, *, silent: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config import Config
-    from dualtune.data.documents import Documents
+    from dualtune.data.documents import Data, Documents
     from dualtune.data.survey import Bar, ShownDocument
     from dualtune.data.tokenizer import Tokenizer
 
@@ -49,11 +49,11 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
     from dualtune.train.evaluation import layout_of
 
     settings = load_config(config, overrides)
-    tokenizer, train, eval_ = _read(settings, quiet=as_json)
+    data, tokenizer, train, eval_ = _read(settings, quiet=as_json)
     order = Order(settings, train.lengths, train.sources, train.weights)
     documents = first_documents(train, order, tokenizer, rows)
     found = survey(settings, train, eval_, order, layout_of(settings))
-    alarms = warnings(found, settings, train, tokenizer)
+    alarms = warnings(found, settings, data.train, train, tokenizer)
     numbers = [*describe(found), ("template", _template(tokenizer))]
     if page:
         write_file(page, preview_page(f"{config.name}: what is trained", documents, numbers, found.histogram, alarms))
@@ -72,7 +72,7 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
     return say(f"page        {page}") if page else None
 
 
-def _read(settings: Config, *, quiet: bool) -> tuple[Tokenizer, Documents, Documents]:
+def _read(settings: Config, *, quiet: bool) -> tuple[Data, Tokenizer, Documents, Documents]:
     """DataError where there is nothing to train on."""
     from dualtune.base_model import resolve_model
     from dualtune.cli.progress import reading
@@ -91,7 +91,7 @@ def _read(settings: Config, *, quiet: bool) -> tuple[Tokenizer, Documents, Docum
         raise DataError(
             f"data.train: nothing to train on: {train.summary()}. Check data.max_length, data.loss_on and the template"
         )
-    return tokenizer, train, eval_
+    return data, tokenizer, train, eval_
 
 
 def _template(tokenizer: Tokenizer) -> str:

@@ -41,7 +41,7 @@ def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[R
     """The rows of each micro-batch. Longest first, so that an out-of-memory shows at once."""
     by_length = sorted(ids, key=lambda i: (-lengths[i], i))
     rows = [[i] for i in by_length] if layout.row_length is None else pack(lengths, by_length, layout.row_length)
-    used = [int(sum(lengths[i] for i in row)) for row in rows]
+    used = [_used(lengths, row) for row in rows]
     groups: list[list[Row]] = []
     width = longest = 0
     for r in sorted(range(len(rows)), key=lambda r: -used[r]):
@@ -81,9 +81,14 @@ def padded(length: int) -> int:
     return -(-length // granule) * granule
 
 
+def _used(lengths: np.ndarray, row: Row) -> int:
+    """The tokens of a row."""
+    return int(sum(lengths[i] for i in row))
+
+
 def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
     """The share of a plan's cells that hold a token."""
-    used = [[int(sum(lengths[i] for i in row)) for row in group] for group in groups]
+    used = [[_used(lengths, row) for row in group] for group in groups]
     return sum(map(sum, used)) / max(1, sum(len(rows) * padded(max(rows)) for rows in used))
 
 
@@ -93,7 +98,7 @@ def micro_batches(documents: HasDocuments, ids: Iterable[int], layout: Layout, *
 
 
 def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step: int) -> Batch:
-    shape = (len(rows), padded(max(int(sum(documents.lengths[i] for i in row)) for row in rows)))
+    shape = (len(rows), padded(max(_used(documents.lengths, row) for row in rows)))
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     labels = np.full(shape, IGNORE_INDEX, np.int32)
     noise = np.zeros(shape, np.uint32)

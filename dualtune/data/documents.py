@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -14,9 +14,9 @@ from dualtune.config import Config
 from dualtune.config.schema import DataConfig, SourceConfig
 from dualtune.data.bad_rows import BadRows, judge
 from dualtune.data.cache import open_store
-from dualtune.data.formats import Example, to_examples
+from dualtune.data.formats import Example, detect_format, to_examples
 from dualtune.data.readers import Role, SourceFiles, has_role, open_source
-from dualtune.data.rows import BadRow
+from dualtune.data.rows import BadRow, RawRow
 from dualtune.data.store import Document, Store, Writer, stored_in_memory
 from dualtune.data.tokenize import State, tokenize_rows
 from dualtune.data.tokenizer import Tokenizer
@@ -145,8 +145,20 @@ class Opened:
     files: SourceFiles
 
     def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
+        return to_examples(self.files.rows(tell), *self._layout)
+
+    def format(self) -> str:
+        """The format that the source names, or else the one that its first good row shows; "auto" if it has none."""
+        named, columns = self._layout
+        if named != "auto":
+            return named
+        first = next((row for row in self.files.rows() if isinstance(row, RawRow)), None)
+        return detect_format(first, columns) if first else "auto"
+
+    @property
+    def _layout(self) -> tuple[str, Mapping[str, str]]:
         assert self.source.format is not None and self.source.columns is not None  # filled in by DataConfig
-        return to_examples(self.files.rows(tell), self.source.format, self.source.columns)
+        return self.source.format, self.source.columns
 
     def trainable(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
         """ConfigError for preference pairs."""
@@ -159,10 +171,10 @@ class Opened:
 def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[Opened], list[Opened]]:
     """The sources to train on and those to evaluate on; `eval_path` is evaluated on instead."""
     data = config.data
-    train = [_open(source, "train") for source in data.sources()]
+    train = [open_one(source, "train") for source in data.sources()]
     if eval_path is not None:
-        return train, [_open(SourceConfig(path=eval_path, format=data.format, columns=data.columns), "test")]
-    return train, [_open(source, "valid") for source in eval_sources(data)]
+        return train, [open_one(SourceConfig(path=eval_path, format=data.format, columns=data.columns), "test")]
+    return train, [open_one(source, "valid") for source in eval_sources(data)]
 
 
 def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
@@ -175,7 +187,7 @@ def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
     return data.eval_sources()
 
 
-def _open(source: SourceConfig, role: Role) -> Opened:
+def open_one(source: SourceConfig, role: Role) -> Opened:
     return Opened(source, open_source(source.path, role=role, subset=source.subset, split=source.split))
 
 
@@ -187,16 +199,16 @@ class Data:
 
     def __init__(self, config: Config, eval_path: str | None = None) -> None:
         self._config = config
-        self._train, self._eval = open_sources(config, eval_path)
-        for opened in (*self._train, *self._eval):
+        self.train, self._eval = open_sources(config, eval_path)
+        for opened in (*self.train, *self._eval):
             next(opened.trainable(), None)  # the format shows in the first row
 
     def train_and_eval(
         self, tokenizer: Tokenizer, show: Show = lambda what, share: None
     ) -> tuple[Documents, Documents]:
         """`data.eval` is data of its own, a share of the training rows (by the seed), or nothing."""
-        stores = [self._store(opened, tokenizer, show) for opened in self._train]
-        weights = [opened.source.weight for opened in self._train]
+        stores = [self._store(opened, tokenizer, show) for opened in self.train]
+        weights = [opened.source.weight for opened in self.train]
         everything = [np.ones(store.num_rows, bool) for store in stores]
         if self._eval:
             evals = [self._store(opened, tokenizer, show) for opened in self._eval]
@@ -223,7 +235,7 @@ class Data:
     def held_out_examples(self, documents: Documents) -> list[Example]:
         """The examples that these held-out documents come from, in order."""
         wanted = documents.lines()
-        found = (e for opened in self._eval or self._train for e in opened.trainable() if isinstance(e, Example))
+        found = (e for opened in self._eval or self.train for e in opened.trainable() if isinstance(e, Example))
         return [example for example in found if (example.path, example.line) in wanted]
 
     def _store(self, opened: Opened, tokenizer: Tokenizer, show: Show = lambda what, share: None) -> Store:

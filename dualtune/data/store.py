@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dualtune.data.tokenize import State, TokenizedRow
+from dualtune.data.tokenize import TokenizedRow
 from dualtune.errors import DataError, DiskError
 
 TOKENS, INDEX_FILE = "tokens.bin", "index.bin"
@@ -118,10 +118,6 @@ def stored_in_memory(rows: list[TokenizedRow]) -> Store:
     files = tuple(writer.table()["files"])
     flat, entries = np.frombuffer(tokens.getvalue(), "<i4"), np.frombuffer(index.getvalue(), INDEX)
     return Store(flat, entries, files, writer.num_rows, 0, ())
-
-
-def dropped(state: State) -> bool:
-    return state in (State.UNTRAINED, State.TOO_LONG)
 
 
 def _digest(raw: np.ndarray) -> bytes:

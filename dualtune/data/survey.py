@@ -11,13 +11,9 @@ from itertools import groupby, islice
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.config.schema import SourceConfig
 from dualtune.data.batches import Layout, fill, plan
-from dualtune.data.documents import REASONS, Documents
-from dualtune.data.formats import detect_format
+from dualtune.data.documents import REASONS, Documents, Opened
 from dualtune.data.order import Order
-from dualtune.data.readers import SourceFiles, open_source
-from dualtune.data.rows import RawRow
 from dualtune.data.store import Document
 from dualtune.data.tokenize import State
 from dualtune.data.tokenizer import Tokenizer
@@ -128,20 +124,21 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
     )
 
 
-def warnings(found: Survey, config: Config, train: Documents, tokenizer: Tokenizer) -> list[str]:
-    """What would ruin a training in silence."""
+def warnings(
+    found: Survey, config: Config, sources: Sequence[Opened], train: Documents, tokenizer: Tokenizer
+) -> list[str]:
+    """What would ruin a training in silence. The documents come from these sources."""
     texts: list[str] = []
-    sources = config.data.sources()
-    formats = [format_of(s, open_source(s.path, subset=s.subset, split=s.split)) for s in sources]
     masked = train.lengths - 1 - train.targets  # the first token has nothing before it, so it cannot be learned
-    for s, (source, format) in enumerate(zip(sources, formats, strict=True)):
+    for s, opened in enumerate(sources):
+        source = opened.source
         mine = np.flatnonzero(train.sources == s)
         if not len(mine):
             texts.append(f"{source.path}: no row of it can be trained on")
             continue
         if train.targets[mine].sum() < LEAST_TRAINED * train.lengths[mine].sum():
             texts.append(f"{source.path}: 0 % of the tokens are trained; check data.loss_on and the template")
-        if format == "text":
+        if opened.format() == "text":
             continue
         if tokenizer.template is not None and config.data.loss_on != "all" and not masked[mine].any():
             texts.append(f"{source.path}: 100 % of the tokens are trained, questions too; check the template")
@@ -160,15 +157,6 @@ def warnings(found: Survey, config: Config, train: Documents, tokenizer: Tokeniz
             "so the evaluation would flatter the model; remove them from either"
         )
     return texts
-
-
-def format_of(source: SourceConfig, files: SourceFiles) -> str:
-    """The format that the source names, or else the one that its first good row shows; "auto" if it has none."""
-    assert source.format is not None and source.columns is not None  # filled in by DataConfig
-    if source.format != "auto":
-        return source.format
-    first = next((row for row in files.rows() if isinstance(row, RawRow)), None)
-    return detect_format(first, source.columns) if first else "auto"
 
 
 def describe(found: Survey) -> list[tuple[str, str]]:

@@ -63,7 +63,6 @@ def tokenize_rows(
     with ThreadPoolExecutor(1, "dualtune-tokenize") as pool:
         waiting: tuple[list[_Ready | BadRow], Future[list[Tokens]]] | None = None
         while chunk := list(islice(ready, ENCODE_ROWS)):
-            interrupt.poll()
             encoding = pool.submit(_encode, [row.rendered for row in chunk if isinstance(row, _Ready)], tokenizer)
             if waiting:
                 yield from _finish(*waiting, tokenizer, max_length)

@@ -43,16 +43,6 @@ def bare(tiny_llama) -> Tokenizer:
     return Tokenizer(tiny_llama, "none")
 
 
-@pytest.fixture
-def with_template(tiny_llama, tmp_path):
-    def make(template: str) -> Tokenizer:
-        path = tmp_path / "template.jinja"
-        path.write_text(template, encoding="utf-8")
-        return Tokenizer(tiny_llama, str(path))
-
-    return make
-
-
 def one(example, tokenizer, loss_on="assistant", max_length=1000):
     (document,) = tokenize([example], tokenizer, loss_on, max_length)
     return document

@@ -22,16 +22,6 @@ def tokenizers(tiny_llama):
     return {path.stem: Tokenizer(tiny_llama, str(path)) for path in GOLDEN.glob("*.jinja")}
 
 
-@pytest.fixture
-def with_template(tiny_llama, tmp_path):
-    def make(source: str) -> Tokenizer:
-        path = tmp_path / "template.jinja"
-        path.write_text(source, encoding="utf-8")
-        return Tokenizer(tiny_llama, str(path))
-
-    return make
-
-
 def turn(role, content, train=True, **extra):
     return Message(role=role, content=content, train=train, extra=extra)
 

@@ -54,9 +54,10 @@ def survey_of(config, train, eval_):
 
 def from_files(config):
     tokenizer = Tokenizer(Path(config.model.name), config.data.template)
-    train, eval_ = Data(config).train_and_eval(tokenizer)
+    data = Data(config)
+    train, eval_ = data.train_and_eval(tokenizer)
     found = survey_of(config, train, eval_)
-    return found, warnings_of(found, config, train, tokenizer)
+    return found, warnings_of(found, config, data.train, train, tokenizer)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
