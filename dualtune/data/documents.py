@@ -18,7 +18,7 @@ from dualtune.data.formats import Example, detect_format, to_examples
 from dualtune.data.readers import Role, SourceFiles, has_role, open_source
 from dualtune.data.rows import BadRow, RawRow
 from dualtune.data.store import Document, Store, Writer, stored_in_memory
-from dualtune.data.tokenize import State, tokenize_rows
+from dualtune.data.tokenize import State, TokenizedRow, Tokens, tokenize_rows
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
 
@@ -272,6 +272,12 @@ def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
     chosen = np.zeros(num_rows, bool)
     chosen[np.random.default_rng([seed, 0]).permutation(num_rows)[:number]] = True
     return chosen
+
+
+def in_memory(documents: Iterable[Tokens]) -> Documents:
+    """Documents of (token ids int32 [T], learned bool [T]) each."""
+    rows = [TokenizedRow("", n, n, len(d[0]), State.WHOLE, [d]) for n, d in enumerate(documents)]
+    return Documents([stored_in_memory(rows)], [np.ones(len(rows), bool)])
 
 
 def tokenize(examples: Iterable[Example], tokenizer: Tokenizer, loss_on: str, max_length: int) -> Documents:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualtune.backend import IGNORE_INDEX, Batch, Engine
+from dualtune.backend import Batch, Engine
+from dualtune.data.batches import make_batch
+from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError
 
 LENGTHS = (5, 7, 4)  # tokens of the documents; short, because what comes in from the one before fades
@@ -59,21 +61,15 @@ def _losses(
     engine: Engine, documents: Sequence[np.ndarray], rows: Sequence[Sequence[int]], *, glue: bool = False
 ) -> np.ndarray:
     """The mean loss of each document that is in these rows, by its index; glued, each row is shown as one document."""
-    shape = (len(rows), max(sum(len(documents[i]) for i in row) for row in rows))
-    tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    labels, owners = np.full(shape, IGNORE_INDEX, np.int32), np.full(shape, -1)
-    for b, row in enumerate(rows):
-        end = 0
-        for number, i in enumerate(row, start=1):
-            start, end = end, end + len(documents[i])
-            tokens[b, start:end], owners[b, start:end] = documents[i], i
-            labels[b, start : end - 1] = documents[i][1:]
-            segments[b, start:end] = 1 if glue else number
-            positions[b, start:end] = np.arange(start, end) if glue else np.arange(end - start)
-    noise = np.zeros(shape, np.uint32)
     losses: list[float] = []
     for i in sorted({i for row in rows for i in row}):
-        its_labels = np.where(owners == i, labels, IGNORE_INDEX)
-        loss = engine.evaluate(Batch(tokens, its_labels, segments, positions, noise))
+        # To be predicted is this document alone, but for its first token: a glued one before it would do that too.
+        shown = [(tokens, (np.arange(len(tokens)) > 0) & (j == i)) for j, tokens in enumerate(documents)]
+        layout = [list(row) for row in rows]
+        if glue:
+            pairs = [[shown[j] for j in row] for row in rows]
+            shown = [(np.concatenate([t for t, _ in row]), np.concatenate([m for _, m in row])) for row in pairs]
+            layout = [[b] for b in range(len(rows))]
+        loss = engine.evaluate(make_batch(in_memory(shown), layout, seed=0, step=0))
         losses.append(loss.loss_sum / loss.num_targets)
     return np.array(losses)
