@@ -112,6 +112,7 @@ class LoadRequest:
     weight_decay: float
     seed: int
     longest: int = 0  # tokens of the longest document that will be shown, where that is known
+    kernels: str = "auto"  # "auto", "fused" or "reference"
 
 
 class Engine(Protocol):
@@ -188,6 +189,7 @@ BACKEND_KEYS = (
     "model.dtype",
     "model.quantization",
     "model.init",
+    "model.kernels",
     "data.packing",
     "memory.checkpointing",
     "memory.offload",

@@ -34,6 +34,7 @@ class MlxBackend:
             "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
             "model.quantization": frozenset({"auto", "none", "affine4", "affine8"}),
             "model.init": frozenset({"pretrained", "random"}),
+            "model.kernels": frozenset({"auto", "fused", "reference"}),
             "data.packing": frozenset({False, True}),
             "memory.checkpointing": frozenset({"auto", "none"}),
         }

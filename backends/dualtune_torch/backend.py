@@ -37,6 +37,7 @@ class TorchBackend:
             "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
             "model.quantization": frozenset({"auto", "none", "nf4"}),
             "model.init": frozenset({"pretrained", "random"}),
+            "model.kernels": frozenset({"auto", "fused", "reference"}),
             "data.packing": frozenset({False, True}),
             "memory.checkpointing": frozenset({"auto", "none"}),
         }

@@ -2,7 +2,8 @@
 
 Whether the input channel `i` of an adapted module is kept for a token is decided by an integer hash of the token's
 random key (`Batch.noise_BT`, drawn by the core from (seed, step, document, position)) and the channel's key (drawn from
-the module's path). A mask therefore does not depend on the micro-batch size, the packing or the number of ranks.
+the module's path; modules that read the same activations share a mask, so that these are dropped once). A mask
+therefore does not depend on the micro-batch size, the packing or the number of ranks.
 
 The functions here are the reference; an engine repeats `keep_mask` with four integer operations on its device.
 """
@@ -18,9 +19,14 @@ MIX1, MIX2 = 0x85EBCA6B, 0xC2B2AE35
 SHIFT = 15
 
 
+# What reads the same activations in a transformer block, by the last part of the path.
+SHARED_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
 def channel_keys(module: str, in_dim: int) -> np.ndarray:
     """uint32 [in]: a random key for every input channel of a module."""
-    rng = np.random.default_rng(zlib.crc32(module.encode()))
+    parent, dot, name = module.rpartition(".")
+    rng = np.random.default_rng(zlib.crc32(f"{parent}{dot}{SHARED_INPUT.get(name, name)}".encode()))
     return rng.integers(0, 1 << 32, in_dim, dtype=np.uint32)
 
 

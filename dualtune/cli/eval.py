@@ -68,7 +68,7 @@ def command(
     sources = Data(settings, str(data) if data else None)
     model = load_model(
         backend, settings.model.name, chosen, dtype=settings.model.dtype, quantization=settings.model.quantization,
-        template=settings.data.template,
+        template=settings.data.template, kernels=settings.model.kernels,
     )  # fmt: skip
     documents = sources.held_out_only(model.tokenizer)
     if not documents.num_rows:

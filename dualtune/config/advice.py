@@ -19,6 +19,7 @@ FOREIGN_KEYS = {
         "model.name": "base_model hf_path model_id model_name model_name_or_path model_path pretrained_model",
         "model.dtype": "bf16 compute_dtype fp16 mixed_precision precision torch_dtype",
         "model.quantization": "bits load_in_4bit load_in_8bit quantize quantization_bit",
+        "model.kernels": "fused_kernels liger use_liger_kernel",
         "adapter.rank": "lora_r lora_rank r",
         "adapter.alpha": "lora_alpha scale",
         "adapter.dropout": "lora_dropout",

@@ -110,6 +110,8 @@ class ModelConfig(Section):
     """How the base weights are stored in memory; auto keeps what the model directory holds."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether to load the weights, or to draw them at random in the real shapes to measure speed and memory."""
+    kernels: Literal["auto", "fused", "reference"] = "auto"
+    """Which code computes the model: reference is the plain one, fused the fast one, auto the fast one where it can be."""
 
 
 class AdapterConfig(Section):

@@ -40,6 +40,7 @@ def load_model(
     dtype: str = "auto",
     quantization: str = "auto",
     template: str = "auto",
+    kernels: str = "auto",
 ) -> Model:
     """Load a model by directory or hub id, with the adapter of a directory in any layout, if one is given.
 
@@ -53,7 +54,7 @@ def load_model(
             template = "none"
     model_dir = resolve_model(name)
     tokenizer = Tokenizer(model_dir, template)
-    engine = backend.load(LoadRequest(model_dir, dtype, quantization, "pretrained", spec, 0.0, seed=0))
+    engine = backend.load(LoadRequest(model_dir, dtype, quantization, "pretrained", spec, 0.0, seed=0, kernels=kernels))
     if start is not None:
         load_adapter(engine, start, name)
     return Model(engine, tokenizer)

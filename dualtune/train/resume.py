@@ -23,6 +23,7 @@ RULES: dict[str, Rule] = {
     "model.dtype": "recorded",
     "model.quantization": "forbidden",
     "model.init": "forbidden",
+    "model.kernels": "free",  # the same mathematics, rounded otherwise
     "adapter.rank": "forbidden",
     "adapter.alpha": "forbidden",
     "adapter.dropout": "recorded",

@@ -66,6 +66,7 @@ def load_engine(prepared: Prepared) -> Engine:
             weight_decay=config.train.weight_decay,
             seed=config.run.seed,
             longest=max(prepared.train.longest, prepared.eval.longest),
+            kernels=config.model.kernels,
         )
     )
     if prepared.start is not None:

@@ -7,7 +7,7 @@ from dualtune.config import AdapterConfig, Config, MemoryConfig, RunConfig, Sour
 from dualtune.config.schema import sections
 
 DEFAULTS = {
-    "model": {"name": "m", "dtype": "auto", "quantization": "auto", "init": "pretrained"},
+    "model": {"name": "m", "dtype": "auto", "quantization": "auto", "init": "pretrained", "kernels": "auto"},
     "adapter": {
         "rank": 16,
         "alpha": 32,

@@ -160,7 +160,7 @@ def test_the_dropout_mask_is_the_documented_hash(dropout, backend):
 def test_the_dropout_mask_looks_like_chance(backend):
     """The right share is kept, and tokens, channels and modules do not go together."""
     noise_BT = np.random.default_rng(1).integers(0, 1 << 32, (1, 384), np.uint32)
-    masks = [observed_mask(backend, name, noise_BT, 384, 0.1)[0] for name in ("a.q_proj", "a.k_proj")]
+    masks = [observed_mask(backend, name, noise_BT, 384, 0.1)[0] for name in ("a.q_proj", "a.o_proj")]
     for mask in (masks[0], masks[0].T):
         assert abs(mask.mean() - 0.9) < 0.01
         assert np.abs(mask.mean(0) - 0.9).max() < 6 * np.sqrt(0.09 / 384)
@@ -168,6 +168,16 @@ def test_the_dropout_mask_looks_like_chance(backend):
         assert abs(correlations.std() * np.sqrt(384) - 1) < 0.1
         assert abs(correlations.mean()) < 0.01
     assert abs(np.corrcoef(masks[0].ravel(), masks[1].ravel())[0, 1]) < 5 / 384
+
+
+def test_modules_with_the_same_input_share_a_mask():
+    from dualtune.adapter.dropout import channel_keys
+
+    keys = {
+        name: channel_keys(f"a.{name}", 64).tolist() for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    }
+    assert keys["q_proj"] == keys["k_proj"] == keys["v_proj"] != keys["gate_proj"] == keys["up_proj"]
+    assert keys["q_proj"] != channel_keys("b.q_proj", 64).tolist()
 
 
 # --- model directories ------------------------------------------------------------------------------------------------
