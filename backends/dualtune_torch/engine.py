@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from dualtune.adapter.spec import Tensors, init_adapter, tensor_name
+from dualtune.adapter.spec import Tensors, init_adapter
 from dualtune.backend import (
     ADAM_BETA1,
     ADAM_BETA2,
     ADAM_EPS,
     FLOAT16_LOSS_SCALE,
+    IGNORE_INDEX,
     Batch,
     LoadRequest,
     LossSum,
@@ -29,6 +30,11 @@ from dualtune.backend import (
     check_state,
 )
 from dualtune.base_model import copy_without_weights
+from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.kernels.attention import Documents
+from dualtune_torch.kernels.choose import choose, own_attention
+from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
+from dualtune_torch.kernels.lora import add_groups
 from dualtune_torch.lora import Noise, add_lora
 from dualtune_torch.losses import loss_sum
 
@@ -41,82 +47,86 @@ class TorchEngine:
         self._request = request
         self._noise = Noise()
         self._layers = add_lora(model, request.adapter, self._noise)
-        self._params = {
-            tensor_name(path, part): getattr(layer, f"lora_{part}")
-            for path, layer in self._layers.items()
-            for part in ("A", "B")
-        }
+        self._adapter = AdapterBuffer(self._layers, model.device, model.dtype)
+        self._kernels = choose(model, request.kernels)
+        if self._kernels.groups:
+            add_groups(self._layers, self._adapter, self._kernels.fuse)
         shapes = {path: (layer.base.out_features, layer.base.in_features) for path, layer in self._layers.items()}
         self.load_adapter_state(init_adapter(shapes, request.adapter.rank, request.seed))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
         self.description = dict(description) | {
             "adapted_modules": len(self._layers),
-            "trainable_parameters": sum(p.numel() for p in self._params.values()),
+            "trainable_parameters": self._adapter.flat.numel(),
+            "kernels": str(self._kernels),
         }
 
     @cached_property
     def _optimizer(self) -> torch.optim.AdamW:
         """Made when first needed: torch has no optimizer over nothing, and a base without adapter is fine to use."""
-        return torch.optim.AdamW(
-            self._params.values(),
+        optimizer = torch.optim.AdamW(
+            [self._adapter.flat],
             betas=(ADAM_BETA1, ADAM_BETA2),
             eps=ADAM_EPS,
             weight_decay=self._request.weight_decay,
             fused=True,
         )
+        # As AdamW makes it at the first step; here it may be asked for, or restored, before.
+        optimizer.state[self._adapter.flat] = {
+            "step": torch.zeros((), device=self._adapter.flat.device),
+            "exp_avg": torch.zeros_like(self._adapter.flat),
+            "exp_avg_sq": torch.zeros_like(self._adapter.flat),
+        }
+        return optimizer
 
     def evaluate(self, batch: Batch) -> LossSum:
         with torch.no_grad():
-            loss = loss_sum(self._logits(batch), self._tensor(batch.labels_BT))
+            loss = self._loss_sum(batch)
         return LossSum(float(loss), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
         self._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32)).to(self.model.device)
-        loss = loss_sum(self._logits(batch), self._tensor(batch.labels_BT)) / num_targets
-        (loss * self._loss_scale).backward()
+        loss = self._loss_sum(batch) / num_targets
+        if loss.requires_grad:  # else the micro-batch has no target
+            (loss * self._loss_scale).backward()
         self._noise.noise_BT = None
         self._loss += loss.detach()
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
-        params = list(self._params.values())
+        flat = self._adapter.flat
+        assert flat.grad is not None
         if self._loss_scale != 1.0:
-            for p in params:
-                p.grad /= self._loss_scale
-        norm = nn.utils.clip_grad_norm_(params, math.inf if max_grad_norm is None else max_grad_norm)
+            flat.grad /= self._loss_scale
+        norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss, self._loss = self._loss, torch.zeros_like(self._loss)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        self._optimizer.param_groups[0]["lr"] = lr
         # As torch's GradScaler says it: where this is 1, the fused kernels update nothing and the count is taken back.
         self._optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.zero_grad(set_to_none=False)
+        self._adapter.refresh()
         return StepOutput(loss, norm)
 
     def adapter_state(self) -> Tensors:
-        return {name: _numpy(p) for name, p in self._params.items()}
+        return self._adapter.to_numpy(self._adapter.flat)
 
     def load_adapter_state(self, state: Tensors) -> None:
-        check_state({n: np.empty(p.shape) for n, p in self._params.items()}, state, "adapter")
-        _copy(self._params, state)
+        check_state(self._adapter.empty(), state, "adapter")
+        self._adapter.load(self._adapter.flat, state)
+        self._adapter.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        self._init_moments()
-        moments = {n: self._optimizer.state[p] for n, p in self._params.items()}
-        step = int(next(iter(moments.values()))["step"])
-        m, v = ({n: _numpy(s[key]) for n, s in moments.items()} for key in ("exp_avg", "exp_avg_sq"))
-        return OptimizerState(step, m, v)
+        state = self._optimizer.state[self._adapter.flat]
+        m, v = (self._adapter.to_numpy(state[key]) for key in ("exp_avg", "exp_avg_sq"))
+        return OptimizerState(int(state["step"]), m, v)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        shapes = {n: np.empty(p.shape) for n, p in self._params.items()}
-        check_state(shapes, state.m, "optimizer m")
-        check_state(shapes, state.v, "optimizer v")
-        self._init_moments()
-        moments = {n: self._optimizer.state[p] for n, p in self._params.items()}
-        _copy({n: s["exp_avg"] for n, s in moments.items()}, state.m)
-        _copy({n: s["exp_avg_sq"] for n, s in moments.items()}, state.v)
-        for s in moments.values():
-            s["step"].fill_(state.step)
+        check_state(self._adapter.empty(), state.m, "optimizer m")
+        check_state(self._adapter.empty(), state.v, "optimizer v")
+        into = self._optimizer.state[self._adapter.flat]
+        self._adapter.load(into["exp_avg"], state.m)
+        self._adapter.load(into["exp_avg_sq"], state.v)
+        into["step"].fill_(state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad():
@@ -126,7 +136,7 @@ class TorchEngine:
         cache = DynamicCache(config=self.model.config)
         tokens_1T = self._tensor(prompt[None])
         while True:
-            with torch.no_grad():
+            with torch.no_grad(), own_attention(self.model, self._kernels):
                 logits_V = self.model(tokens_1T, past_key_values=cache, use_cache=True).logits[0, -1]
             token = choose(_numpy(logits_V.float()))
             if token is None:
@@ -148,34 +158,35 @@ class TorchEngine:
             {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
         )
 
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        """Σ −log p(label) over the targets, float32."""
+        head = self._kernels.head
+        if head is None:
+            return loss_sum(self._logits(batch), self._tensor(batch.labels_BT))
+        where_M = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)  # on the host: to look on a device is to wait for it
+        hidden_BTD = self._run(self.model.base_model, batch).last_hidden_state
+        hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
+        labels_M = self._tensor(batch.labels_BT.flat[where_M])
+        return LinearCrossEntropy.apply(hidden_MD, head.weight, head.bias, labels_M, self._kernels.fuse)
+
     def _logits(self, batch: Batch) -> Tensor:
-        tokens_BT = self._tensor(batch.tokens_BT)
+        return self._run(self.model, batch).logits
+
+    def _run(self, model: nn.Module, batch: Batch) -> Any:
+        """transformers' output of a model for the rows of a micro-batch."""
+        options: dict[str, Any] = {"use_cache": False}
         if batch.segments_BT.max() > 1:
             # Without a mask or a cache, transformers takes position ids that do not go up by one for the start of
             # another document, and masks the others (`masking_utils.find_packed_sequence_indices`).
-            return self.model(tokens_BT, position_ids=self._tensor(batch.positions_BT), use_cache=False).logits
+            options["position_ids"] = self._tensor(batch.positions_BT)
+        if self._kernels.attention:
+            options["documents"] = Documents.of(batch.segments_BT, self.model.device, self._kernels.fuse)
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
-        return self.model(tokens_BT, use_cache=False).logits
+        return model(self._tensor(batch.tokens_BT), **options)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.model.device)
 
-    def _init_moments(self) -> None:
-        """AdamW makes its state at the first step; here it may be asked for, or restored, before."""
-        for p in self._params.values():
-            if not self._optimizer.state[p]:
-                self._optimizer.state[p] = {
-                    "step": torch.zeros((), device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-
 
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().numpy().copy()
-
-
-def _copy(into: Mapping[str, Tensor], state: Tensors) -> None:
-    with torch.no_grad():
-        for name, tensor in into.items():
-            tensor.copy_(torch.from_numpy(state[name]))

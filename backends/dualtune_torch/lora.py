@@ -5,6 +5,8 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,11 +22,20 @@ class Noise:
     noise_BT: Tensor | None = None
 
 
+class Group(Protocol):
+    """The fast path of layers that read the same: `dualtune_torch.kernels.lora`."""
+
+    def __call__(self, layer: LoRALinear, x_BTI: Tensor, /) -> Tensor: ...
+
+
 class LoRALinear(nn.Module):
     """y = W x + b + scale · B (A x), with A and B in float32 and the products in the dtype of x.
 
-    Hu et al., LoRA, arXiv 2106.09685. Dropout acts on the x that A sees, as in PEFT.
+    Hu et al., LoRA, arXiv 2106.09685. Dropout acts on the x that A sees, as in PEFT. What is written out here is the
+    reference; a `group` computes the same.
     """
+
+    group: Group | None = None
 
     def __init__(self, base: nn.Linear, module: str, spec: LoraSpec, noise: Noise) -> None:
         super().__init__()
@@ -39,18 +50,28 @@ class LoRALinear(nn.Module):
         self.register_buffer("keys_I", keys.to(device), persistent=False)
 
     def forward(self, x_BTI: Tensor) -> Tensor:
+        if self.group is not None:
+            return self.group(self, x_BTI)
         y_BTO = self.base(x_BTI)
         if self.noise.noise_BT is not None and self.dropout:
-            x_BTI = self._dropped(x_BTI, self.noise.noise_BT)
+            x_BTI = dropped(x_BTI, self.noise.noise_BT, self.keys_I, *drop_rule(self.dropout))
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
         return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
 
-    def _dropped(self, x_BTI: Tensor, noise_BT: Tensor) -> Tensor:
-        """`dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32)."""
-        h_BTI = (noise_BT[..., None] ^ self.keys_I) * _signed(MIX1)
-        h_BTI = (h_BTI ^ ((h_BTI >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * _signed(MIX2)
-        keep_BTI = h_BTI >= threshold(self.dropout)
-        return x_BTI * keep_BTI / (1.0 - self.dropout)
+
+def drop_rule(p: float) -> tuple[int, float]:
+    """The lowest hash that is kept, and what the kept are divided by."""
+    return threshold(p), 1.0 - p
+
+
+def dropped(x: Tensor, noise: Tensor, keys_I: Tensor, lowest: int, share: float) -> Tensor:
+    """x [..., I] with channels zeroed by the tokens' noise [...] and the others scaled by `drop_rule`.
+
+    `dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32).
+    """
+    h = (noise[..., None] ^ keys_I) * _signed(MIX1)
+    h = (h ^ ((h >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * _signed(MIX2)
+    return x * (h >= lowest) / share
 
 
 def _signed(value: int) -> int:

@@ -23,10 +23,15 @@ SHIFT = 15
 SHARED_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
+def input_of(module: str) -> str:
+    """A name for what a module reads: equal for modules that read the same."""
+    parent, dot, name = module.rpartition(".")
+    return f"{parent}{dot}{SHARED_INPUT.get(name, name)}"
+
+
 def channel_keys(module: str, in_dim: int) -> np.ndarray:
     """uint32 [in]: a random key for every input channel of a module."""
-    parent, dot, name = module.rpartition(".")
-    rng = np.random.default_rng(zlib.crc32(f"{parent}{dot}{SHARED_INPUT.get(name, name)}".encode()))
+    rng = np.random.default_rng(zlib.crc32(input_of(module).encode()))
     return rng.integers(0, 1 << 32, in_dim, dtype=np.uint32)
 
 

@@ -111,7 +111,7 @@ class ModelConfig(Section):
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether to load the weights, or to draw them at random in the real shapes to measure speed and memory."""
     kernels: Literal["auto", "fused", "reference"] = "auto"
-    """Which code computes the model: reference is the plain one, fused the fast one, auto the fast one where it can be."""
+    """Which code computes the model: reference is the plain one, fused the fast one, auto the fast one where it can."""
 
 
 class AdapterConfig(Section):

@@ -40,7 +40,7 @@ REFUSED = {
 def load(open_backend, tmp_path):
     backend = open_backend("torch")
 
-    def load_(model=None, *, spec=SPEC, **changes):
+    def load_(model=None, *, spec=SPEC, kernels="auto", **changes):
         """An engine of a config of transformers, with random weights; of a tiny Llama where there is none."""
         path = tmp_path / "model"
         if model is None:
@@ -48,7 +48,7 @@ def load(open_backend, tmp_path):
         else:
             torch.manual_seed(0)
             transformers.AutoModelForCausalLM.from_config(model).save_pretrained(path)
-        engine = backend.load(LoadRequest(path, "float32", "auto", "pretrained", spec, 0.01, seed=4))
+        engine = backend.load(LoadRequest(path, "float32", "auto", "pretrained", spec, 0.01, seed=4, kernels=kernels))
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         return engine
 
@@ -69,17 +69,20 @@ def assert_packed_is_separate(engine):
 
 
 def slope(engine, batch):
-    engine.model.zero_grad()
+    engine.model.zero_grad(set_to_none=False)
     engine.forward_backward(batch, num_targets=batch.num_targets)
     return {name: p.grad.numpy() for name, p in engine.model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["dualtune", "sdpa", "eager"])
 @pytest.mark.parametrize("window", [None, 8], ids=["all", "window"])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_a_packed_document_sees_only_itself(attention, window, training, load):
-    engine = load(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=window)
-    engine.model.set_attn_implementation(attention)
+    kernels = "auto" if attention == "dualtune" else "reference"
+    engine = load(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=window, kernels=kernels)
+    if kernels == "reference":
+        engine.model.set_attn_implementation(attention)
+    assert engine.model.config._attn_implementation == attention
     engine.model.train(training)
     assert_packed_is_separate(engine)
 
@@ -93,7 +96,7 @@ def test_absolute_positions_begin_anew_in_each_document(kind, load):
 
 
 def test_one_document_a_row_is_computed_without_a_mask(load, monkeypatch):
-    engine, calls = load(), []
+    engine, calls = load(kernels="reference"), []
     forward = engine.model.forward
     monkeypatch.setattr(
         engine.model, "forward", lambda *args, **kwargs: calls.append(kwargs) or forward(*args, **kwargs)

@@ -1,0 +1,61 @@
+"""The adapter's numbers: float32 masters, their gradients and a copy in the compute dtype, each in one flat buffer.
+
+One buffer makes one kernel of the optimizer's step, of the gradient norm and of the copy, instead of hundreds, and lets
+the matrices A of layers that share an input lie one behind another: all of them are multiplied as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualtune.adapter.dropout import input_of
+from dualtune.adapter.spec import Tensors, tensor_name
+from dualtune_torch.lora import LoRALinear
+
+
+class AdapterBuffer:
+    """Flat float32 tensors of one layout, and views of them by the adapter's names."""
+
+    def __init__(self, layers: Mapping[str, LoRALinear], device: torch.device, dtype: torch.dtype) -> None:
+        """Gives the layers (by module path) their weights and gradients, which become views of the buffer."""
+        together = sorted(layers, key=lambda path: (input_of(path), path))
+        self._shapes = {
+            tensor_name(path, part): tuple(getattr(layers[path], f"lora_{part}").shape)
+            for part in ("A", "B")
+            for path in together
+        }
+        total = sum(rows * columns for rows, columns in self._shapes.values())
+        self.flat = torch.zeros(total, device=device, requires_grad=True)
+        self.flat.grad = torch.zeros_like(self.flat)
+        masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
+        for path, layer in layers.items():
+            for part, weight in (("A", layer.lora_A), ("B", layer.lora_B)):
+                name = tensor_name(path, part)
+                weight.data, weight.grad = masters[name], self.grads[name]
+        self._compute = self.flat.detach() if dtype == torch.float32 else torch.empty_like(self.flat, dtype=dtype)
+        self.compute = self._views(self._compute.detach())
+
+    def refresh(self) -> None:
+        """Bring the copy in the compute dtype up to date. Whoever changes the flat tensor calls this."""
+        if self._compute.dtype != torch.float32:
+            self._compute.copy_(self.flat.detach())
+
+    def load(self, into: Tensor, state: Tensors) -> None:
+        for name, view in self._views(into.detach()).items():
+            view.copy_(torch.from_numpy(state[name]))
+
+    def to_numpy(self, flat: Tensor) -> Tensors:
+        views = self._views(flat.detach().cpu())
+        return {name: views[name].numpy().copy() for name in sorted(views)}
+
+    def empty(self) -> Tensors:
+        """Arrays of the right names and shapes, to compare others with."""
+        return {name: np.empty(shape) for name, shape in self._shapes.items()}
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([rows * columns for rows, columns in self._shapes.values()])
+        return {n: part.view(shape) for (n, shape), part in zip(self._shapes.items(), parts, strict=True)}

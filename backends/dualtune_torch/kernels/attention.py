@@ -1,0 +1,222 @@
+"""Causal attention inside documents, for rows that hold several: no work is done between documents.
+
+On a GPU this is FlashAttention over ragged sequences (`torch.nn.attention.varlen`). On a CPU, whose flash kernel is
+slow in the backward pass, each document takes two batched matrix products and a softmax, in blocks of queries that
+leave out the keys after them. The backward pass computes the probabilities again from the log-sum-exp of each row, as
+in Dao et al., FlashAttention, arXiv 2205.14135, section 3.1.
+
+Legend: B rows, T tokens of a row, H query heads, G key/value heads, d head size; within a block Q queries, K keys,
+R = H / G · Q queries of all the heads that share a key/value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+NAME = "dualtune"  # of the implementation, in transformers' registry
+BLOCK = 256  # queries
+EVERYTHING = 1 << 30  # the window of a model that has none
+# What modules hand to an attention function, and what has no bearing on this one.
+WITHOUT_BEARING = {
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict",
+    "logits_to_keep",
+}  # fmt: skip
+
+
+class NotCovered(Exception):
+    """A model asks for a kind of attention that is not implemented here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where the documents of a micro-batch lie. Everything is known on the host, so no kernel waits for the device."""
+
+    spans: tuple[tuple[int, int, int], ...]  # row, first token, end
+    cu_seqlens: Tensor | None  # on a GPU: the borders in the flattened rows, int32; padding counts as documents
+    longest: int
+    fuse: Callable[[Any], Any]  # `compiled.fuse`, or the identity
+    windows: set[int | None] = field(default_factory=set)  # filled by `attend`: what the model asked for
+
+    @classmethod
+    def of(cls, segments_BT: np.ndarray, device: torch.device, fuse: Callable[[Any], Any]) -> Documents:
+        B, T = segments_BT.shape
+        first = np.diff(segments_BT, axis=1, prepend=-1) != 0
+        rows, starts = np.nonzero(first)
+        ends = np.append(starts[1:], T)
+        ends = np.where(np.append(rows[1:], B) != rows, T, ends)
+        spans = tuple(zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True))
+        cu_seqlens = None
+        if device.type == "cuda":
+            borders = np.append(rows * T + starts, B * T).astype(np.int32)
+            cu_seqlens = torch.from_numpy(borders).pin_memory().to(device, non_blocking=True)
+        longest = max(end - start for _, start, end in spans)
+        return cls(spans, cu_seqlens, longest, fuse)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    documents: Documents | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [B, H, T, d], key and value [B, G, T, d] -> [B, T, H, d].
+
+    NotCovered if the model hands over anything that would change the result.
+    """
+    asked = {name: value is not None for name, value in options.items() if name not in WITHOUT_BEARING}
+    asked |= {"a mask": attention_mask is not None, "dropout": dropout > 0}
+    asked["no causality"] = not getattr(module, "is_causal", True)
+    if documents is None or any(asked.values()):
+        what = ", ".join(name for name, is_asked in asked.items() if is_asked) or "a cache"
+        raise NotCovered(f"{type(module).__name__} asks for more than causal attention ({what})")
+    documents.windows.add(sliding_window)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if documents.cu_seqlens is not None and query.dtype != torch.float32:
+        return _varlen(query, key, value, documents, scale, sliding_window), None
+    window = EVERYTHING if sliding_window is None else sliding_window
+    return DocumentAttention.apply(query, key, value, documents.spans, scale, window, documents.fuse), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+def _varlen(
+    q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, where: Documents, scale: float, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    B, _, T, _ = q_BHTd.shape
+    ragged = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd)]
+    out = varlen_attn(
+        *ragged, where.cu_seqlens, where.cu_seqlens, where.longest, where.longest, scale=scale,
+        window_size=(-1 if window is None else window - 1, 0), enable_gqa=q_BHTd.shape[1] != k_BGTd.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out.unflatten(0, (B, T))
+
+
+def reference(
+    q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, segments_BT: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """softmax(q·kᵀ · scale + mask) · v with the whole mask written out: [B, T, H, d]."""
+    at_T = torch.arange(q_BHTd.shape[2], device=q_BHTd.device)
+    far_TT = at_T[:, None] - at_T
+    seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None]) & (far_TT >= 0)
+    if window is not None:
+        seen_BTT &= far_TT < window
+    k_BHTd, v_BHTd = (x.repeat_interleave(q_BHTd.shape[1] // x.shape[1], 1) for x in (k_BGTd, v_BGTd))
+    scores = (q_BHTd @ k_BHTd.mT).float() * scale
+    probs = scores.masked_fill(~seen_BTT[:, None], -torch.inf).softmax(-1).to(v_BHTd.dtype)
+    return (probs @ v_BHTd).transpose(1, 2)
+
+
+def _seen(at_Q: Tensor, at_K: Tensor, window: int) -> Tensor:
+    """Which keys each query sees, by their places in the row: bool [Q, K]."""
+    far_QK = at_Q[:, None] - at_K
+    return (far_QK >= 0) & (far_QK < window)
+
+
+def probabilities(scores_HQK: Tensor, at_Q: Tensor, at_K: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """Probabilities in the dtype of the scores, and the log-sum-exp of each row, float32 [H, Q, 1]."""
+    x_HQK = torch.where(_seen(at_Q, at_K, window), scores_HQK.float() * scale, -torch.inf)
+    lse_HQ1 = x_HQK.logsumexp(-1, keepdim=True)
+    return (x_HQK - lse_HQ1).exp().to(scores_HQK.dtype), lse_HQ1
+
+
+def gradients(
+    scores_HQK: Tensor,
+    dprobs_HQK: Tensor,
+    lse_HQ1: Tensor,
+    delta_HQ1: Tensor,
+    at_Q: Tensor,
+    at_K: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """The probabilities again, and the gradient by the unscaled scores: p · (dp − delta) · scale."""
+    probs_HQK = torch.where(_seen(at_Q, at_K, window), (scores_HQK.float() * scale - lse_HQ1).exp(), 0.0)
+    dscores_HQK = probs_HQK * (dprobs_HQK.float() - delta_HQ1) * scale
+    return probs_HQK.to(scores_HQK.dtype), dscores_HQK.to(scores_HQK.dtype)
+
+
+class DocumentAttention(torch.autograd.Function):
+    """`reference` by batched matrix products, one document and one block of queries at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BHTd: Tensor,
+        k_BGTd: Tensor,
+        v_BGTd: Tensor,
+        spans: tuple[tuple[int, int, int], ...],
+        scale: float,
+        window: int,
+        fuse: Callable[[Any], Any],
+    ) -> Tensor:
+        B, H, T, d = q_BHTd.shape
+        G = k_BGTd.shape[1]
+        at_T = torch.arange(T, device=q_BHTd.device)
+        out_BTHd = q_BHTd.new_empty(B, T, H, d)
+        lse_BHT = q_BHTd.new_empty(B, H, T, dtype=torch.float32)
+        for b, queries, keys in _blocks(spans, window):
+            Q = queries.stop - queries.start
+            scores_GRK = q_BHTd[b, :, queries].reshape(G, -1, d) @ k_BGTd[b, :, keys].mT
+            probs_HQK, lse_HQ1 = fuse(probabilities)(
+                scores_GRK.view(H, Q, -1), at_T[queries], at_T[keys], scale, window
+            )
+            out_GRd = probs_HQK.view_as(scores_GRK) @ v_BGTd[b, :, keys]
+            out_BTHd[b, queries] = out_GRd.view(H, Q, d).transpose(0, 1)
+            lse_BHT[b, :, queries] = lse_HQ1.squeeze(-1)
+        ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT)
+        ctx.rest = spans, scale, window, fuse
+        return out_BTHd
+
+    @staticmethod
+    def backward(ctx: Any, dout_BTHd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT = ctx.saved_tensors
+        spans, scale, window, fuse = ctx.rest
+        (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
+        at_T = torch.arange(T, device=q_BHTd.device)
+        delta_BTH = (dout_BTHd.float() * out_BTHd).sum(-1)
+        dq_BHTd, dk_BGTd, dv_BGTd = (_zeros_by_token(x) for x in (q_BHTd, k_BGTd, v_BGTd))
+        for b, queries, keys in _blocks(spans, window):
+            Q = queries.stop - queries.start
+            q_GRd, k_GKd, v_GKd = q_BHTd[b, :, queries].reshape(G, -1, d), k_BGTd[b, :, keys], v_BGTd[b, :, keys]
+            dout_GRd = dout_BTHd[b, queries].transpose(0, 1).reshape(G, -1, d)
+            scores_GRK, dprobs_GRK = q_GRd @ k_GKd.mT, dout_GRd @ v_GKd.mT
+            probs_HQK, dscores_HQK = fuse(gradients)(
+                scores_GRK.view(H, Q, -1), dprobs_GRK.view(H, Q, -1), lse_BHT[b, :, queries, None],
+                delta_BTH[b, queries].T[..., None], at_T[queries], at_T[keys], scale, window,
+            )  # fmt: skip
+            dscores_GRK = dscores_HQK.view_as(scores_GRK)
+            dv_BGTd[b, :, keys] += probs_HQK.view_as(scores_GRK).mT @ dout_GRd
+            dk_BGTd[b, :, keys] += dscores_GRK.mT @ q_GRd
+            dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)
+        return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None
+
+
+def _blocks(spans: tuple[tuple[int, int, int], ...], window: int) -> Iterator[tuple[int, slice, slice]]:
+    """Row, queries, and the keys that any of them sees."""
+    for b, start, end in spans:
+        for first in range(start, end, BLOCK):
+            stop = min(first + BLOCK, end)
+            yield b, slice(first, stop), slice(max(start, first - window + 1), stop)
+
+
+def _zeros_by_token(x_BHTd: Tensor) -> Tensor:
+    """Zeros in the shape of x, laid out as [B, T, H, d]: the layers before read a token's heads side by side."""
+    return torch.zeros_like(x_BHTd.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

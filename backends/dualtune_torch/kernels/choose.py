@@ -1,0 +1,197 @@
+"""Which fast pieces a model gets. Each is tried on the model itself, against its own code, before it is trusted.
+
+Legend: B rows, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualtune.errors import ConfigError
+from dualtune_torch.kernels import allocator, attention, blocks, compiled
+from dualtune_torch.kernels.attention import Documents, NotCovered
+
+# By how much, of the largest logit, a fast piece may move one. Rounding moves them by a tenth of that, another kind of
+# computation by far more.
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+LENGTHS = (5, 3, 6)  # tokens of the documents that are tried, all in one row
+HIGHEST_TOKEN = 100
+TROUBLE = (
+    NotCovered,
+    TypeError,
+    AttributeError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+)  # of a model that has other code
+BLOCKS = {"norms": blocks.compile_norms, "mlp": blocks.compile_mlps, "rotary": blocks.compile_rotary}
+
+
+def plainly(function: Any) -> Any:
+    """Stands where `compiled.fuse` would, and compiles nothing."""
+    return function
+
+
+@dataclass
+class Kernels:
+    """What was chosen for a model."""
+
+    attention: bool = False
+    head: nn.Linear | None = None  # the output head, if it and the loss are one
+    groups: bool = False  # of LoRA layers
+    fuse: Callable[[Any], Any] = plainly
+    used: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)  # what stayed as it is, and why
+
+    def __str__(self) -> str:
+        """A line for logs."""
+        return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
+
+
+def choose(model: PreTrainedModel, kernels: str) -> Kernels:
+    """Give the model what works on it. ConfigError if `kernels` is "fused" and something does not."""
+    chosen = Kernels()
+    if kernels == "reference":
+        return chosen
+    if model.device.type == "cpu":
+        allocator.keep_memory()
+    if kernels == "auto" and model.num_parameters() < compiled.WORTH_COMPILING:
+        chosen.plain.append("nothing is compiled for so small a model")
+    elif reason := compiled.why_not(model.device):
+        chosen.plain.append(f"nothing is compiled ({reason})")
+    else:
+        chosen.fuse = compiled.fuse
+    expected = _alone(model)
+    chosen.groups = True
+    chosen.used.append("lora")
+    _try_attention(model, chosen, expected)
+    _try_head(model, chosen, expected)
+    if chosen.fuse is compiled.fuse:
+        for name, install in BLOCKS.items():
+            _try_block(model, chosen, expected, name, install)
+    if kernels == "fused" and chosen.plain:
+        raise ConfigError(
+            f"model.kernels: got fused, but for this model ({type(model).__name__}) not everything can be: "
+            f"{'; '.join(chosen.plain)}. Set auto to use what can"
+        )
+    return chosen
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
+    """The model as transformers runs it: with masks, caches and all."""
+    if not kernels.attention:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(attention.NAME)
+
+
+def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
+    before, where = model.config._attn_implementation, _documents(model, chosen.fuse)
+    chosen.attention = True
+    try:
+        if not model._supports_attention_backend:
+            raise NotCovered("does not go through transformers' attention interface")
+        model.set_attn_implementation(attention.NAME)
+        _compare(model, _packed(model, where), expected)
+        if not where.windows:
+            raise NotCovered("transformers' attention interface was not asked")
+        if _has_window(model) and where.windows == {None}:
+            raise NotCovered("has a sliding window that only its own masks know")
+    except TROUBLE as error:
+        model.set_attn_implementation(before)
+        chosen.attention = False
+        chosen.plain.append(f"attention plain: {_first_line(error)}")
+    else:
+        chosen.used.append("attention")
+
+
+def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
+    head = model.get_output_embeddings()
+    try:
+        if type(head) is not nn.Linear or model.base_model is model:
+            raise NotCovered("the output head is adapted, or no plain linear layer")
+        hidden_BTD = _packed(model.base_model, _documents(model, chosen.fuse) if chosen.attention else None)
+        _compare(model, head(hidden_BTD), expected)
+    except TROUBLE as error:
+        chosen.plain.append(f"loss plain: {_first_line(error)}")
+    else:
+        chosen.head = head
+        chosen.used.append("loss")
+
+
+def _try_block(
+    model: PreTrainedModel, chosen: Kernels, expected: Tensor, name: str, install: Callable[[nn.Module, Any], bool]
+) -> None:
+    before = {module: module.__dict__.get("forward") for module in model.modules()}
+    try:
+        if not install(model, chosen.fuse):
+            raise NotCovered("of no known form")
+        _compare(model, _packed(model, _documents(model, chosen.fuse) if chosen.attention else None), expected)
+    except TROUBLE as error:
+        for module, forward in before.items():
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+        chosen.plain.append(f"{name} plain: {_first_line(error)}")
+    else:
+        chosen.used.append(name)
+
+
+# --- the trial --------------------------------------------------------------------------------------------------------
+
+
+def _alone(model: PreTrainedModel) -> Tensor:
+    """The logits of each trial document in a row of its own, by the model's own code: [1, T, V]."""
+    parts = _tokens(model).split(LENGTHS, dim=1)
+    with torch.no_grad():
+        return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+
+
+def _packed(model: nn.Module, where: Documents | None) -> Tensor:
+    """Logits, or the last hidden state of a model without a head, of all trial documents in one row.
+
+    Gradients are on, so that what is compiled here is what training runs.
+    """
+    options = {} if where is None else {"documents": where}
+    positions_1T = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(_tokens(model).device)
+    output = model(_tokens(model), position_ids=positions_1T, use_cache=False, **options)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def _compare(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> None:
+    gap = float((logits.detach().float() - expected.float()).abs().max() / expected.float().abs().max())
+    if not gap <= ROUNDING[model.dtype]:  # nor is NaN
+        raise NotCovered(f"computes something else (logits differ by {gap:.1e} of the largest)")
+
+
+def _tokens(model: nn.Module) -> Tensor:
+    device = next(model.parameters()).device
+    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.vocab_size)[None]  # type: ignore[union-attr]
+
+
+def _documents(model: PreTrainedModel, fuse: Callable[[Any], Any]) -> Documents:
+    segments_1T = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS)[None]
+    return Documents.of(segments_1T, model.device, fuse)
+
+
+def _has_window(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config()
+    chunked = getattr(config, "attention_chunk_size", None)
+    return bool(chunked or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,40 @@
+"""Elementwise code, as it is written or compiled to one loop: C++ on a CPU, Triton on a GPU.
+
+The plain function is the reference and the source at once, so there is nothing to keep in step. Sizes are symbols to
+the compiler (`dynamic`): it runs once for a function, not once for a shape.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The compiler takes seconds, and a run with a model below this is over before they pay.
+WORTH_COMPILING = 5_000_000  # parameters
+
+
+@cache
+def fuse(function: Function) -> Function:
+    """The function, compiled at its first call, forward and backward."""
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # what was compiled once is read from disk
+    # A size of 1 is no symbol to the compiler, nor is a dtype: each combination is another compilation, of a second.
+    return torch.compile(function, dynamic=True, fullgraph=True, recompile_limit=64, isolate_recompiles=True)
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why nothing can be compiled for this device, or None."""
+    try:
+        fuse(_probe)(torch.ones(2, 3, device=device))
+    except (RuntimeError, OSError, ImportError) as error:  # no C++ compiler, no headers, no Triton for this GPU
+        return f"torch.compile: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x * x + 1

@@ -1,0 +1,77 @@
+"""The loss without the logits: the output head and the cross-entropy together, in chunks of target rows.
+
+Logits of a whole micro-batch are the largest tensor of a training step, mostly computed for tokens that nobody learns.
+Here the rows without a target are left out, and each chunk's gradient is made while its logits are at hand, so that
+they are computed once and kept nowhere. The head is frozen: its own gradient is never formed.
+
+The idea is that of Liger's fused linear cross-entropy (Hsu et al., arXiv 2410.10989) and of Wijmans et al., Cut Your
+Losses, arXiv 2411.09009.
+
+Legend: M rows with a target, R rows of a chunk, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Rows of a chunk: few enough for memory, enough to use the head's weights well once they are read.
+CHUNK_BYTES = 64 << 20
+FEWEST_ROWS = 64
+
+
+def reference(hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, labels_M: Tensor) -> Tensor:
+    """Σ −log softmax(hidden · headᵀ + bias)[label], softmax and sum in float32; float32 scalar."""
+    return F.cross_entropy(F.linear(hidden_MD, head_VD, bias_V).float(), labels_M, reduction="sum")
+
+
+def loss_of_logits(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
+    """The chunk's loss, without a gradient."""
+    logits_RV = logits_RV.float()
+    return (logits_RV.logsumexp(-1) - logits_RV.gather(-1, labels_R[:, None]).squeeze(-1)).sum()
+
+
+def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The chunk's loss and its gradient by the logits, softmax − one-hot, in their dtype."""
+    x_RV = logits_RV.float()
+    lse_R1 = x_RV.logsumexp(-1, keepdim=True)
+    is_label_RV = torch.arange(x_RV.shape[-1], device=x_RV.device) == labels_R[:, None]
+    loss = (lse_R1.squeeze(-1) - x_RV.gather(-1, labels_R[:, None]).squeeze(-1)).sum()
+    return loss, ((x_RV - lse_R1).exp() - is_label_RV.to(x_RV.dtype)).to(logits_RV.dtype)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`reference`, with its gradient by `hidden` made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: Tensor,
+        head_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_M: Tensor,
+        fuse: Callable[[Any], Any],
+    ) -> Tensor:
+        rows = max(FEWEST_ROWS, CHUNK_BYTES // (head_VD.shape[0] * head_VD.element_size()))
+        loss = torch.zeros((), device=hidden_MD.device)
+        grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
+        for start in range(0, len(labels_M), rows):
+            chunk = slice(start, start + rows)
+            logits_RV = F.linear(hidden_MD[chunk], head_VD, bias_V)
+            if grad_MD is None:
+                loss += fuse(loss_of_logits)(logits_RV, labels_M[chunk])
+            else:
+                chunk_loss, grad_RV = fuse(loss_and_gradient)(logits_RV, labels_M[chunk])
+                loss += chunk_loss
+                torch.mm(grad_RV, head_VD, out=grad_MD[chunk])
+        ctx.save_for_backward(grad_MD)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad_MD,) = ctx.saved_tensors
+        return (grad_MD * grad).to(grad_MD.dtype), None, None, None, None

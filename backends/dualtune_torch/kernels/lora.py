@@ -1,0 +1,135 @@
+"""LoRA layers that read the same activations, as one autograd function: the least work and the least memory.
+
+For every layer i of a group, with x the input and x' the input after dropout:
+
+    forward    u = x' Aᵀ (of all layers at once)     y_i = x W_iᵀ + s · u_i B_iᵀ
+    backward   v_i = s · g_i B_i    dB_i = s · g_iᵀ u_i    dA = vᵀ x' (at once)    dx = Σ g_i W_i + dropout(v A)
+
+That is 4Mr(I+O) operations in the backward pass, because u is kept and v is made once; autograd of the plain code needs
+as many, and two more passes over y. Kept are x' and u: W is frozen, so x itself is not needed. Gradients are added to
+the adapter's buffer in float32, and nothing is computed below the lowest adapter.
+
+Hu et al., LoRA, arXiv 2106.09685. Shapes: M tokens, I input features, O output features, r rank, S ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualtune.adapter.dropout import input_of
+from dualtune.adapter.spec import tensor_name
+from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.lora import LoRALinear, drop_rule, dropped
+
+
+class LoRAGroup:
+    """Layers that are called with the same tensor, one after another. The first call computes for all of them."""
+
+    def __init__(self, layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
+        """Takes over the layers, by module path in the order in which the buffer holds them."""
+        self.layers = list(layers.values())
+        self.A_SI = _stacked([adapter.compute[tensor_name(path, "A")] for path in layers])
+        self.dA_SI = _stacked([adapter.grads[tensor_name(path, "A")] for path in layers])
+        self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
+        self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
+        self.fuse = fuse
+        self._input: Tensor | None = None
+        self._outputs: dict[LoRALinear, Tensor] = {}
+        for layer in self.layers:
+            layer.group = self
+
+    def __call__(self, layer: LoRALinear, x_BTI: Tensor) -> Tensor:
+        if self._input is not x_BTI or layer not in self._outputs:
+            anchor = self.layers[0].lora_A  # without a leaf among its inputs, autograd would leave the function out
+            outputs = _GroupedLoRA.apply(x_BTI, anchor, self, layer.noise.noise_BT)
+            self._input, self._outputs = x_BTI, dict(zip(self.layers, outputs, strict=True))
+        y_BTO = self._outputs.pop(layer)
+        if not self._outputs:
+            self._input = None
+        return y_BTO
+
+
+def add_groups(layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
+    """Compute every layer by its group; most are alone in it."""
+    groups: dict[str, dict[str, LoRALinear]] = {}
+    for path in sorted(layers):
+        groups.setdefault(input_of(path), {})[path] = layers[path]
+    for group in groups.values():
+        LoRAGroup(group, adapter, fuse)
+
+
+def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
+    """Matrices [r, I] that lie one behind another in memory, as one [S, I]."""
+    first = neighbours[0]
+    return first.as_strided((sum(len(matrix) for matrix in neighbours), first.shape[1]), first.stride())
+
+
+def add_undropped(
+    dx_MI: Tensor, dlora_MI: Tensor, noise_M: Tensor, keys_I: Tensor, lowest: int, share: float
+) -> Tensor:
+    """dx plus what comes back through the dropout."""
+    return dx_MI + dropped(dlora_MI, noise_M, keys_I, lowest, share)
+
+
+class _GroupedLoRA(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTI: Tensor, anchor: Tensor, group: LoRAGroup, noise_BT: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        first, r = group.layers[0], group.B_Or[0].shape[1]
+        x_MI = x_BTI.reshape(-1, x_BTI.shape[-1])
+        noise_M = noise_BT.flatten() if noise_BT is not None and first.dropout else None
+        kept_MI = (
+            x_MI if noise_M is None else group.fuse(dropped)(x_MI, noise_M, first.keys_I, *drop_rule(first.dropout))
+        )
+        u_MS = kept_MI @ group.A_SI.T
+        outputs = []
+        for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
+            y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
+            outputs.append(y_MO.view(*x_BTI.shape[:-1], -1))
+        ctx.save_for_backward(kept_MI, u_MS, noise_M)
+        ctx.group = group
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        kept_MI, u_MS, noise_M = ctx.saved_tensors
+        group: LoRAGroup = ctx.group
+        first, r = group.layers[0], group.B_Or[0].shape[1]
+        v_MS = torch.empty_like(u_MS)
+        dx_MI = None
+        u, v = u_MS.split(r, dim=1), v_MS.split(r, dim=1)
+        for layer, B_Or, dB_Or, g_BTO, u_Mr, v_Mr in zip(
+            group.layers, group.B_Or, group.dB_Or, grads_BTO, u, v, strict=True
+        ):
+            g_MO = g_BTO.reshape(len(kept_MI), -1)
+            v_Mr.copy_(g_MO @ B_Or).mul_(layer.scale)
+            dB_Or.add_(g_MO.T @ u_Mr, alpha=layer.scale)
+            if ctx.needs_input_grad[0]:
+                W_OI = weight_of(layer.base, g_MO.dtype)
+                dx_MI = g_MO @ W_OI if dx_MI is None else dx_MI.addmm_(g_MO, W_OI)
+        group.dA_SI += v_MS.T @ kept_MI
+        if dx_MI is None:
+            return None, None, None, None
+        if noise_M is None:
+            dx_MI.addmm_(v_MS, group.A_SI)
+        else:
+            dx_MI = group.fuse(add_undropped)(
+                dx_MI, v_MS @ group.A_SI, noise_M, first.keys_I, *drop_rule(first.dropout)
+            )
+        return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
+
+
+def weight_of(base: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight [O, I] of a linear layer; an NF4 one is unpacked."""
+    weight = base.weight
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, state).to(dtype)

@@ -1,0 +1,180 @@
+"""Which fast pieces a model gets: families against their own code, and what is said of those that get less."""
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.spec import LoraSpec
+from dualtune.backend import LoadRequest
+from dualtune.errors import ConfigError
+from dualtune.testing import tolerances
+from dualtune.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.testing.tiny_models import pack, random_batch
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from dualtune_torch.kernels import compiled  # noqa: E402
+
+DOCUMENTS = random_batch([9, 16, 5, 12], 96)
+PACKED = pack(DOCUMENTS, [[2, 0, 3], [1]])
+SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+ALL = {"lora", "attention", "loss"}
+BLOCKS = {"norms", "mlp", "rotary"}
+# What each family gets without and with a compiler; whatever else there is stays plain, and is said to.
+FAMILIES = {
+    "Llama": (GROUPED, ALL | BLOCKS),
+    "Mistral": (GROUPED | {"sliding_window": 8}, ALL | BLOCKS),
+    "Qwen2": ({"num_key_value_heads": 2}, ALL | BLOCKS),
+    "Qwen3": (GROUPED, ALL | BLOCKS),
+    "Gemma": (GROUPED, ALL | BLOCKS),
+    "Gemma2": (GROUPED | {"sliding_window": 8}, {"lora"} | BLOCKS),  # soft caps on scores and logits
+    "Gemma3Text": (GROUPED | {"sliding_window": 8}, ALL | BLOCKS),
+    "Phi": ({}, ALL | {"rotary"}),
+    "Phi3": ({"num_key_value_heads": 2}, ALL | {"norms", "rotary"}),
+    "Granite": ({"num_key_value_heads": 2, "logits_scaling": 1.0}, ALL | BLOCKS),
+    "Cohere": ({"num_key_value_heads": 2}, {"lora", "attention", "mlp"}),  # scaled logits, interleaved rotation
+    "Mixtral": (GROUPED | {"num_local_experts": 4}, ALL | {"norms", "rotary"}),
+    "GptOss": (GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, {"lora"}),  # sinks
+}
+
+
+@pytest.fixture
+def load(open_backend, tmp_path):
+    backend = open_backend("torch")
+
+    def load_(family, kernels="auto", dtype="float32", **changes):
+        config = getattr(transformers, f"{family}Config")(**SHAPE | FAMILIES[family][0] | changes)
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        request = LoadRequest(tmp_path / "model", dtype, "auto", "pretrained", SPEC, 0.01, seed=4, kernels=kernels)
+        engine = backend.load(request)
+        engine.load_adapter_state(random_adapter(engine.adapter_state()))
+        return engine
+
+    return load_
+
+
+def used(engine):
+    fused = engine.description["kernels"].split("; ")[0]
+    return set(fused.removeprefix("fused: ").split(", "))
+
+
+def assert_same(engine, plain, batches=(DOCUMENTS, PACKED)):
+    for batch in batches:
+        found, expected = (e.evaluate(batch).loss_sum / batch.num_targets for e in (engine, plain))
+        assert abs(found - expected) <= tolerances.LOGPROBS
+        assert_close(gradient(engine, batch), gradient(plain, batch), tolerances.GRADIENT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_computed_alike(family, load):
+    engine = load(family)
+    assert used(engine) == FAMILIES[family][1] - BLOCKS
+    assert "nothing is compiled for so small a model" in engine.description["kernels"]
+    # A row of several documents is nothing that these sinks can be told of: training refuses it.
+    assert_same(engine, load(family, "reference"), (DOCUMENTS,) if family == "GptOss" else (DOCUMENTS, PACKED))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3", "Cohere"])
+def test_a_family_is_compiled_alike(family, load, monkeypatch):
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    engine = load(family)
+    assert used(engine) == FAMILIES[family][1]
+    assert all(f"{name} plain: of no known form" in engine.description["kernels"] for name in BLOCKS - used(engine))
+    assert_same(engine, load(family, "reference"))
+
+
+def test_reference_changes_nothing(load):
+    engine = load("Llama", "reference")
+    assert engine.description["kernels"] == "reference"
+    assert engine.model.config._attn_implementation == "sdpa"
+    assert not any("forward" in module.__dict__ for module in engine.model.modules())
+
+
+def test_fused_is_all_or_an_error_that_names_the_rest(load):
+    assert used(load("Llama", "fused")) == ALL | BLOCKS
+    with pytest.raises(ConfigError, match=r"^model\.kernels: got fused, but .*Gemma2ForCausalLM.*softcap.*Set auto"):
+        load("Gemma2", "fused")
+
+
+def test_without_a_compiler_the_rest_is_fast_and_it_is_said(load, monkeypatch):
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(compiled, "fuse", lambda function: broken)
+    engine = load("Llama")
+    assert used(engine) == ALL
+    assert "nothing is compiled (torch.compile: no C++ compiler)" in engine.description["kernels"]
+    with pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
+        load("Llama", "fused")
+
+
+def broken(*args):
+    raise RuntimeError("no C++ compiler")
+
+
+def test_a_piece_that_computes_something_else_is_found_out(load, monkeypatch):
+    from dualtune_torch.kernels import attention
+
+    right = attention.DocumentAttention.forward
+    monkeypatch.setattr(attention.DocumentAttention, "forward", lambda *args: 1.01 * right(*args))
+    engine = load("Llama")
+    assert used(engine) == ALL - {"attention"}
+    assert "attention plain: computes something else (logits differ by" in engine.description["kernels"]
+    assert_same(engine, load("Llama", "reference"))
+
+
+def test_a_window_that_attention_is_not_told_of_is_found_out(load, monkeypatch):
+    from transformers import AttentionInterface
+
+    from dualtune_torch.kernels import attention
+
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, attention.NAME,
+        lambda *args, **options: attention.attend(*args, **options | {"sliding_window": None}),
+    )  # fmt: skip
+    assert (
+        "attention plain: has a sliding window that only its own masks know" in load("Mistral").description["kernels"]
+    )
+
+
+def test_generation_goes_on_with_the_model_s_own_attention(load):
+    prompt = DOCUMENTS.tokens_BT[1]
+    texts = []
+    for kernels in ("auto", "reference"):
+        left = iter(range(8))
+        choose = lambda logits, left=left: int(np.argmax(logits)) if next(left, None) is not None else None  # noqa: E731
+        texts.append(list(load("Mistral", kernels).generate(prompt, choose=choose)))
+    assert len(texts[0]) == 8
+    assert texts[0] == texts[1]
+
+
+def test_what_a_layer_keeps_for_the_backward_pass(load):
+    """Bytes per token and layer: what each product and each norm needs, once, and nothing else."""
+    engine, other = load("Llama"), load("Llama", num_hidden_layers=4)
+    dim, kv, inner, rank, heads = 32, 16, 64, SPEC.rank, 4
+    inputs = 2 * dim  # of the norms; and what they make of it…
+    needed = (
+        inputs + 2 * dim + (dim + 2 * kv) + dim + 3 * inner
+    )  # …q, k, v, what attention gives, gate, up, their product
+    needed += 7 * rank + heads  # u, log-sum-exp
+    tokens = PACKED.tokens_BT.size
+    per_layer = (kept_bytes(other) - kept_bytes(engine)) / 2 / tokens / 4
+    assert per_layer <= 1.2 * needed
+
+
+def kept_bytes(engine):
+    kept = {}
+
+    def note(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        loss = engine._loss_sum(PACKED)
+    weights = {w.untyped_storage().data_ptr() for w in engine.model.state_dict().values()}
+    assert loss.requires_grad
+    return sum(size for pointer, size in kept.items() if pointer not in weights)
