@@ -101,6 +101,15 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """What the profiler of a framework saw of some work."""
+
+    trace: Path | None  # the file that it wrote; None: there is no profiler here
+    note: str  # what opens the file, or why there is none and what to do about it
+    seconds: Mapping[str, float]  # of the device (of the processor, on a CPU) by kind of operation; may be empty
+
+
+@dataclass(frozen=True, slots=True)
 class LoadRequest:
     """What `Backend.load` needs to build an engine."""
 
@@ -182,6 +191,21 @@ class Backend(Protocol):
     def reset_peak_memory(self) -> None: ...
 
     def load(self, request: LoadRequest) -> Engine: ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that it was given. For measurements; training never waits so."""
+        ...
+
+    def matmul(self, size: int, dtype: str) -> Callable[[], object]:
+        """A function that multiplies two [size, size] matrices of an engine's dtype and waits for the product."""
+        ...
+
+    def profile(self, work: Callable[[], object], directory: Path) -> Profile:
+        """Call `work` once under the framework's profiler, which writes its trace into the directory.
+
+        Where there is no profiler, `work` is not called and the profile says why.
+        """
+        ...
 
 
 # Config keys whose meaning lies in the engine's hands. Keys that the core honours itself are not listed.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import psutil
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
 from dualtune.errors import ConfigError
 from dualtune_mlx.engine import MlxEngine
-from dualtune_mlx.model import load_base
+from dualtune_mlx.model import DTYPES, load_base
+from dualtune_mlx.profile import profile
 
 DEVICES = ("auto", "cpu")
 
@@ -54,3 +56,14 @@ class MlxBackend:
     def load(self, request: LoadRequest) -> MlxEngine:
         model, description = load_base(request)
         return MlxEngine(model, request, description)
+
+    def synchronize(self) -> None:
+        mx.synchronize()
+
+    def matmul(self, size: int, dtype: str) -> Callable[[], object]:
+        a, b = (mx.random.normal((size, size)).astype(DTYPES[dtype]) for _ in range(2))
+        mx.eval(a, b)
+        return lambda: mx.eval(a @ b)
+
+    def profile(self, work: Callable[[], object], directory: Path) -> Profile:
+        return profile(work, directory / "mlx.gputrace")

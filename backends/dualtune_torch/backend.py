@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch.engine import TorchEngine
-from dualtune_torch.model import load_base
+from dualtune_torch.model import DTYPES, load_base
+from dualtune_torch.profile import profile
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -64,6 +65,22 @@ class TorchBackend:
     def load(self, request: LoadRequest) -> TorchEngine:
         model, description = load_base(request, self.device)
         return TorchEngine(model, request, description)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def matmul(self, size: int, dtype: str) -> Callable[[], object]:
+        a, b, c = (torch.randn(size, size, device=self.device).to(DTYPES[dtype]) for _ in range(3))
+
+        def product() -> None:
+            torch.mm(a, b, out=c)
+            self.synchronize()
+
+        return product
+
+    def profile(self, work: Callable[[], object], directory: Path) -> Profile:
+        return profile(work, directory / "torch-trace.json", self.device)
 
 
 def _peak_rss() -> int:

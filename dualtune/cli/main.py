@@ -21,6 +21,7 @@ COMMANDS = {
     "check-data": ("check_data", "List every row of data, or of a config's data, that cannot be used."),
     "preview": ("preview", "Show what a config would train on, with its numbers."),
     "train": ("train", "Train an adapter by a config, or show the demo."),
+    "bench": ("bench", "Measure what a step of a config costs here, and where its time goes."),
     "eval": ("eval", "Measure an adapter on held-out data."),
     "generate": ("generate", "Continue a prompt with a model and its adapter."),
     "runs": ("runs", "List run directories with state, step, loss and last checkpoint."),

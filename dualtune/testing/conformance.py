@@ -273,6 +273,23 @@ def check_merge_equals_adapter(case: Case) -> None:
     assert gap <= tolerances.MERGE, f"log-probabilities differ by {gap:.2e}"
 
 
+def check_the_backend_can_be_measured(case: Case) -> None:
+    """What `dualtune bench` asks: a product in the engine's dtype, waiting, and a profile or a reason for none."""
+    engine, batch = case.engine(), case.batch()
+    case.backend.matmul(16, engine.description["dtype"])()
+    calls: list[None] = []
+
+    def work() -> None:
+        calls.append(None)
+        engine.forward_backward(batch, num_targets=batch.num_targets)
+        case.backend.synchronize()
+
+    found = case.backend.profile(work, case.model_dir.parent)
+    assert len(calls) == (found.trace is not None), "the work is done once, or not at all without a profiler"
+    assert found.note and (found.trace is None or found.trace.exists())
+    assert not found.seconds or sum(found.seconds.values()) > 0 <= min(found.seconds.values())
+
+
 def _checks_in(part: Mapping[str, Any]) -> list[Callable[[Case], None]]:
     return [check for name, check in part.items() if name.startswith("check_")]
 

@@ -33,6 +33,7 @@ from dualtune.backend import (
     LossSum,
     MemoryStats,
     OptimizerState,
+    Profile,
     StepOutput,
     check_state,
 )
@@ -67,6 +68,16 @@ class NumpyBackend:
         if config["model_type"] != MODEL_TYPE:
             raise EnvironmentFault(f"{request.model_dir}: got model_type {config['model_type']}, allowed: {MODEL_TYPE}")
         return NumpyEngine(load_file(request.model_dir / "model.safetensors"), request)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: NumPy is done when it returns."""
+
+    def matmul(self, size: int, dtype: str) -> Callable[[], object]:
+        a, b, c = (np.ones((size, size), dtype) for _ in range(3))
+        return lambda: np.matmul(a, b, out=c)
+
+    def profile(self, work: Callable[[], object], directory: Path) -> Profile:
+        return Profile(None, "NumPy has no profiler", {})
 
 
 def backend(device: str = "auto") -> NumpyBackend:

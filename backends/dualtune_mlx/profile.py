@@ -1,0 +1,29 @@
+"""Where MLX's time goes: a capture of Metal's commands, for Xcode."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from dualtune.backend import Profile
+
+SWITCH = "MTL_CAPTURE_ENABLED"  # Apple's: without it a process may not capture
+
+
+def profile(work: Callable[[], object], trace: Path) -> Profile:
+    """Call `work` under Metal's capture, which holds every buffer that was used: it is as large as the model."""
+    if not mx.metal.is_available() or mx.default_device().type != mx.DeviceType.gpu:
+        return Profile(None, "MLX has a profiler on Metal alone", {})
+    if os.environ.get(SWITCH) != "1":
+        return Profile(None, f"to capture what Metal does, set {SWITCH}=1", {})
+    shutil.rmtree(trace, ignore_errors=True)  # a capture is a directory, and Metal replaces none
+    mx.metal.start_capture(str(trace))
+    try:
+        work()
+    finally:
+        mx.metal.stop_capture()
+    return Profile(trace, "open it in Xcode", {})

@@ -1,0 +1,60 @@
+"""Where torch's time goes: its profiler's trace, and the seconds by kind of operation."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from dualtune.backend import Profile
+
+# Kinds of operation, by the names of ATen's operators and of CUDA's kernels. The first that fits a name counts.
+KINDS = {
+    "attention kernels": r"scaled_dot_product|flash|fmha|efficient_attention|varlen",
+    "matrix products": (
+        r"::_*((int|scaled|grouped)_)?(add|b|addb|baddb)?mm_?\b|gemm|gemv|cutlass|nvjet|splitk|mkldnn\W*\w*linear"
+    ),
+    "dequantization": r"dequant",
+    "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
+    # Inductor names a kernel after all that it fuses, and a cast is seldom all: triton_poi_fused__to_copy_mul.
+    "copies and casts": r"(?<!to_)copy|memcpy|memset|fillfunctor|catarray|::(cat|clone|fill_|zero_)\b",
+    "elementwise and reductions": (
+        r"elementwise|reduce|triton|fused|compiled|foreach|multi_tensor|norm|"
+        r"::_*(add|r?sub|mul|div|neg|abs|pow|r?sqrt|exp|log|cos|sin|reciprocal|silu|gelu|sigmoid|tanh|relu|"
+        r"where|masked_fill|clamp|(bitwise_)?(and|or|xor|not)|[lr]shift|eq|ne|[gl][te]|any|all|isfinite|"
+        r"sum|mean|a?max|a?min|cumsum|random|bernoulli)(_*|_backward)\b"
+    ),
+}
+OTHER = "other"  # the dispatcher, views, memory, indexing, Python inside of autograd functions
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), OTHER)
+
+
+def profile(work: Callable[[], object], trace: Path, device: torch.device) -> Profile:
+    """Call `work` under torch.profiler: the trace in Chrome's format, and where the device's own time went.
+
+    On a GPU that is the time of its kernels; on a CPU, of each operator without the operators that it calls.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would write its start and stop to standard error
+    is_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with torch.profiler.profile(activities=activities):
+        pass  # the first one sets the profiler up, which would be counted
+    with torch.profiler.profile(activities=activities) as profiler:
+        work()
+    profiler.export_chrome_trace(str(trace))
+    seconds: dict[str, float] = defaultdict(float)
+    for row in profiler.key_averages():
+        is_span = is_cuda and row.is_user_annotation  # from a range's first kernel to its last, which count themselves
+        if (row.device_type == DeviceType.CUDA) == is_cuda and not is_span:
+            spent = row.self_device_time_total if is_cuda else row.self_cpu_time_total
+            seconds[kind_of(row.key)] += spent / 1e6
+    return Profile(trace, "open it at https://ui.perfetto.dev", dict(seconds))

@@ -1,0 +1,119 @@
+"""The floating-point operations that training a LoRA adapter asks for, by formula.
+
+PaLM's model FLOPs (Chowdhery et al., arXiv 2204.02311, appendix B), for a frozen base: 2 for each parameter of a matrix
+product and token in the forward pass, as many in the backward pass for the gradient of its input, and the gradient of
+the weight for the adapter alone. Attention is counted for what a token may see, and its backward pass as 5 matrix
+products for the forward pass's 2, as FlashAttention computes it (Dao, arXiv 2307.08691, section 4.1).
+
+What an implementation leaves out (output rows of tokens that are not learned) or does twice (checkpointing) changes
+its speed, not this count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.backend import Batch
+
+# How config.json calls what the formula needs. GPT-2's names are the older ones.
+LAYERS = ("num_hidden_layers", "n_layer")
+HEADS = ("num_attention_heads", "n_head")
+HIDDEN = ("hidden_size", "n_embd")
+INNER = ("intermediate_size", "n_inner")
+TOLERANCE = 0.02  # of the parameters: norms, biases, learned positions
+
+
+class NoFormula(Exception):
+    """The model is none that the formula is for, or its config does not say enough. The message says what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense decoder-only transformer and its adapter."""
+
+    matmul_parameters: int  # N: of all matrix products, the output head's too; the input embedding is a look-up
+    adapter_parameters: int  # P
+    attention_width: int  # heads · head size
+    windows: tuple[int | None, ...]  # for each layer, how many tokens a token sees; None: all before it and itself
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def training_flops(shape: Shape, lengths: np.ndarray) -> Flops:
+    """For documents of these lengths in tokens, int [documents], each of which sees itself alone."""
+    tokens = float(lengths.sum())
+    base, adapter = 2 * shape.matmul_parameters * tokens, 2 * shape.adapter_parameters * tokens
+    # q·k and the weighted sum of v: a multiplication and an addition each, for every pair of tokens.
+    attention = 4 * shape.attention_width * float(sum(_pairs(lengths, window) for window in shape.windows))
+    return Flops(forward=base + adapter + attention, backward=base + 2 * adapter + 2.5 * attention)
+
+
+def _pairs(lengths: np.ndarray, window: int | None) -> int:
+    """How many pairs (a token, one that it sees) the documents have."""
+    n = lengths.astype(np.int64)
+    seen = n if window is None else np.minimum(n, window)
+    return int((seen * (seen + 1) // 2 + (n - seen) * seen).sum())
+
+
+def document_lengths(batches: Iterable[Batch]) -> np.ndarray:
+    """The tokens of every document in the micro-batches, int64 [documents]."""
+    rows = [row for batch in batches for row in batch.segments_BT]
+    return np.concatenate([np.bincount(row)[1:] for row in rows]) if rows else np.zeros(0, np.int64)
+
+
+def read_shape(model_dir: Path, description: Mapping[str, Any]) -> Shape:
+    """The shape from config.json, checked against the number of parameters that the engine counts.
+
+    Whether the feed-forward block has two matrices or three, and whether the output head is the embedding, is what
+    explains that number. NoFormula if nothing does: then the model has other parts than these.
+    """
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    if any("experts" in key and isinstance(value, int) and value > 1 for key, value in config.items()):
+        raise NoFormula("it is a mixture of experts, of which a token meets a few")
+    layers, heads, hidden, vocab = (_get(config, *names) for names in (LAYERS, HEADS, HIDDEN, ("vocab_size",)))
+    head_dim = config.get("head_dim") or hidden // heads
+    width, kv_width = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    inner = next((config[name] for name in INNER if config.get(name)), 4 * hidden)
+    head = vocab * hidden
+    attention = 2 * hidden * width + 2 * hidden * kv_width  # q and o, k and v
+    tied = [config["tie_word_embeddings"]] if "tie_word_embeddings" in config else [True, False]
+    total = description["num_parameters"]
+    gap, body = min(
+        (abs(total - body - (head if is_tied else 2 * head)), body)
+        for is_tied in tied
+        for num_matrices in (2, 3)  # GPT-2's feed-forward block, SwiGLU's
+        for body in [layers * (attention + num_matrices * hidden * inner)]
+    )
+    if gap > TOLERANCE * total:
+        raise NoFormula(f"its {total:,} parameters are not those of a dense decoder with the shapes in config.json")
+    return Shape(body + head, description["trainable_parameters"], width, _windows(config, layers))
+
+
+def _get(config: Mapping[str, Any], *names: str) -> int:
+    found = next((config[name] for name in names if config.get(name)), None)
+    if not isinstance(found, int):
+        raise NoFormula(f"its config.json has no {names[0]}")
+    return found
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    types = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise NoFormula(f"it has layers of type {', '.join(sorted(unknown))}")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

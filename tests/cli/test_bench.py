@@ -1,0 +1,161 @@
+"""`dualtune bench`: real steps on every backend, a result that adds up, traces that can be read, no run directory."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+PLATFORMS = {"cpu": "torch", "mlx": "mlx", "numpy": "numpy"}
+
+
+@pytest.fixture(params=PLATFORMS)
+def bench(request, dualtune_main, config_file, tiny_llama, tiny_softmax, tmp_path):
+    """Run `dualtune bench` on a platform: the process, and its result where it went well."""
+    if find_spec(PLATFORMS[request.param]) is None:
+        pytest.skip(f"{request.param} is not installed")
+    model = tiny_softmax if request.param == "numpy" else tiny_llama
+
+    def run(*args, **changes):
+        config = config_file({"model.name": model, "run.dir": tmp_path / "runs" / "a"} | changes)
+        args = (
+            "bench",
+            config,
+            "--platform",
+            request.param,
+            "--steps",
+            2,
+            "--warmup",
+            1,
+            "--out",
+            tmp_path / "o",
+            *args,
+        )
+        process = dualtune_main(*args)
+        assert process.returncode == 0, process.stderr
+        return process, json.loads((tmp_path / "o" / "result.json").read_text())
+
+    run.platform = request.param
+    return run
+
+
+def test_the_numbers_add_up(bench, tmp_path):
+    process, result = bench("--json")
+    assert json.loads(process.stdout) == result
+    mean_s = sum(result["step_s"]) / 2
+    assert len(result["step_s"]) == 2 and min(result["step_s"]) > 0
+    assert 0 < sum(result["phases_s"].values()) <= mean_s * (1 + 1e-9)
+    assert result["phases_s"].keys() == {"data", "forward", "backward", "optimizer"}
+    assert result["tokens_per_s"] == pytest.approx(result["num_tokens"] / sum(result["step_s"]))
+    assert 0 < result["num_targets"] < result["num_tokens"]
+    assert 0 < result["fill"] <= 1
+    assert 0 < result["peak_bytes"] < result["total_bytes"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_tokens_are_those_of_the_steps_that_training_takes(bench, dualtune_main, tmp_path, config_file):
+    """After one step of warm-up, the second and the third."""
+    _, result = bench()
+    (config,) = tmp_path.glob("*.yaml")
+    assert dualtune_main("train", config, "--platform", bench.platform).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "num_tokens" in row][1:3]
+    assert result["num_tokens"] == sum(row["num_tokens"] for row in steps)
+    assert result["num_targets"] == sum(row["num_targets"] for row in steps)
+
+
+def test_the_model_flops_are_per_second_what_they_are_per_token(bench):
+    _, result = bench()
+    use, reason = result["utilisation"], result["no_utilisation"]
+    if bench.platform == "numpy":
+        assert (use, reason) == (None, "its config.json has no num_hidden_layers")
+        return
+    assert reason is None
+    assert use["flops_per_s"] == pytest.approx(use["flops_per_token"] * result["tokens_per_s"])
+    assert use["utilisation"] == pytest.approx(use["flops_per_s"] / use["peak_flops_per_s"])
+    engine = result["environment"]["engine"]
+    # 4 N for the frozen base and 6 P for the adapter; the rest is attention.
+    without_attention = 4 * (engine["num_parameters"] - 262 * 32) + 6 * engine["trainable_parameters"]
+    assert 0.98 * without_attention < use["flops_per_token"] < 1.3 * without_attention
+
+
+def test_the_traces_can_be_read(bench, tmp_path):
+    process, result = bench()
+    events = json.loads((tmp_path / "o" / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["step"] for event in events if event["name"] == "optimizer"] == [0, 1, 2]
+    assert {"load", "step", "data", "forward and backward", "making data", "forward alone"} < {
+        e["name"] for e in events
+    }
+    assert all(event["ph"] == "X" and event["dur"] >= 0 for event in events)
+    shares = result["profile"]["shares"]
+    if bench.platform != "cpu":
+        assert (result["profile"]["trace"], shares) == (None, {})
+        assert f"profile     none: {result['profile']['note']}" in process.stdout
+        return
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["matrix products"] > 0
+    names = {
+        event.get("name") for event in json.loads((tmp_path / "o" / "torch-trace.json").read_text())["traceEvents"]
+    }
+    assert "aten::mm" in names
+
+
+def test_a_person_reads_one_screen(bench):
+    process, result = bench()
+    lines = process.stdout.splitlines()
+    assert len(lines) < 40
+    heads = {line[:12].rstrip() for line in lines}
+    assert {"engine", "start", "steps", "speed", "model FLOPs", "memory", "profile", "written"} <= heads
+    assert f"{result['tokens_per_s']:,.0f} tokens/s" in process.stdout
+
+
+def test_the_measurement_goes_on_where_the_run_would_end(bench):
+    results = [bench(**{"train.steps": steps})[1] for steps in (1, 4)]
+    assert len({(result["num_tokens"], result["num_targets"]) for result in results}) == 1
+
+
+def test_no_weights_are_needed(dualtune_main, config_file, tmp_path, tiny_llama):
+    pytest.importorskip("torch")
+    model = tmp_path / "shape"
+    model.mkdir()
+    for file in tiny_llama.iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    config = config_file({"model.name": model, "model.init": "random"})
+    options = ("--platform", "cpu", "--steps", 1, "--warmup", 0, "--out", tmp_path / "o")
+    assert dualtune_main("bench", config, *options).returncode == 0
+
+
+def test_a_mixture_of_experts_gets_no_utilisation(dualtune_main, config_file, tmp_path, tiny_llama):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    model = tmp_path / "moe"
+    transformers.MixtralConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4,
+    ).save_pretrained(model)  # fmt: skip
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((tiny_llama / name).read_bytes())
+    config = config_file({"model.name": model, "model.init": "random", "adapter.targets": ["q_proj"]})
+    options = ("--platform", "cpu", "--steps", 1, "--warmup", 0, "--out", tmp_path / "o")
+    process = dualtune_main("bench", config, *options)
+    assert process.returncode == 0, process.stderr
+    assert "model FLOPs no formula for this model: it is a mixture of experts" in process.stdout
+    assert "utilisation" not in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--steps", 0), 2, "0 is not in the range x>=1"),
+        (("--set", "model.quantization=nf4"), 2, "model.quantization: got nf4"),
+        (("--out", "{file}"), 2, "is a file"),
+        (("--out", "{file}/below"), 5, "cannot be created"),
+    ],
+)
+def test_what_cannot_be_done_is_said(dualtune_main, config_file, tmp_path, options, code, message):
+    file = tmp_path / "file"
+    file.touch()
+    options = [str(option).format(file=file) for option in options]
+    result = dualtune_main("bench", config_file(), "--platform", "numpy", *options)
+    assert (result.returncode, "Error: " in result.stderr) == (code, True)
+    assert message in result.stderr
