@@ -133,7 +133,8 @@ class Engine(Protocol):
     @property
     def description(self) -> Mapping[str, Any]:
         """What was built, for logs: device, dtype, dtype_reason, quantization, quantization_reason, num_parameters,
-        trainable_parameters, and what else is worth knowing. JSON values."""
+        trainable_parameters, and what else is worth knowing, such as kernels: which fast code is used, and where not,
+        why. JSON values."""
         ...
 
     def evaluate(self, batch: Batch) -> LossSum: ...

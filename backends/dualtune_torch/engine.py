@@ -167,7 +167,9 @@ class TorchEngine:
         hidden_BTD = self._run(self.model.base_model, batch).last_hidden_state
         hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
         labels_M = self._tensor(batch.labels_BT.flat[where_M])
-        return LinearCrossEntropy.apply(hidden_MD, head.weight, head.bias, labels_M, self._kernels.fuse)
+        return LinearCrossEntropy.apply(
+            hidden_MD, head.weight, head.bias, labels_M, self._kernels.cap, self._kernels.fuse
+        )
 
     def _logits(self, batch: Batch) -> Tensor:
         return self._run(self.model, batch).logits

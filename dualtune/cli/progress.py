@@ -70,6 +70,8 @@ class Lines(Hook):
             f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
             f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
         )
+        if kernels := engine.get("kernels"):
+            self._say(f"kernels     {kernels}")
         self._say(f"checkpoints {in_bytes(info.checkpoint_bytes)} each, in {info.run_dir / 'checkpoints'}")
 
     def on_step(self, record: StepRecord) -> None:

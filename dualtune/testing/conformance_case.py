@@ -27,12 +27,14 @@ class Case:
     oracle: Oracle
     vocab: int
     spec: LoraSpec = field(default=SPEC)
+    kernels: str = "auto"
 
     def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
         """A float32 engine; `trained` gives it an adapter whose B is not zero. `changes` are fields of the spec."""
         request = LoadRequest(
-            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), DECAY, seed=7
-        )
+            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), DECAY, seed=7,
+            kernels=self.kernels,
+        )  # fmt: skip
         engine = self.backend.load(request)
         if trained:
             engine.load_adapter_state(random_adapter(engine.adapter_state()))

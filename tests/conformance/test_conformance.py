@@ -6,6 +6,7 @@ being skipped. A device other than the default is named as `torch:cuda`.
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,13 @@ def case(backend, tmp_path) -> Case:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 def test_engine(check, case):
     check(case)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_the_plain_code_of_an_engine(check, case):
+    if "reference" not in case.backend.capabilities().get("model.kernels", ()):
+        pytest.skip("has one kind of code")
+    check(replace(case, kernels="reference"))
 
 
 @pytest.mark.parametrize("check", PACKING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

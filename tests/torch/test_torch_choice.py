@@ -32,7 +32,7 @@ FAMILIES = {
     "Qwen2": ({"num_key_value_heads": 2}, ALL | BLOCKS),
     "Qwen3": (GROUPED, ALL | BLOCKS),
     "Gemma": (GROUPED, ALL | BLOCKS),
-    "Gemma2": (GROUPED | {"sliding_window": 8}, {"lora"} | BLOCKS),  # soft caps on scores and logits
+    "Gemma2": (GROUPED | {"sliding_window": 8, "attn_logit_softcapping": 2.0}, ALL | BLOCKS),
     "Gemma3Text": (GROUPED | {"sliding_window": 8}, ALL | BLOCKS),
     "Phi": ({}, ALL | {"rotary"}),
     "Phi3": ({"num_key_value_heads": 2}, ALL | {"norms", "rotary"}),
@@ -98,8 +98,8 @@ def test_reference_changes_nothing(load):
 
 def test_fused_is_all_or_an_error_that_names_the_rest(load):
     assert used(load("Llama", "fused")) == ALL | BLOCKS
-    with pytest.raises(ConfigError, match=r"^model\.kernels: got fused, but .*Gemma2ForCausalLM.*softcap.*Set auto"):
-        load("Gemma2", "fused")
+    with pytest.raises(ConfigError, match=r"^model\.kernels: got fused, but .*CohereForCausalLM.*loss plain.*Set auto"):
+        load("Cohere", "fused")
 
 
 def test_without_a_compiler_the_rest_is_fast_and_it_is_said(load, monkeypatch):

@@ -61,10 +61,13 @@ def segments_of(rows):
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(
-    ("heads", "groups", "window", "how"),
-    [(4, 4, None, "plain"), (6, 2, 4, "plain"), (3, 1, 100, "plain"), (6, 2, None, "compiled"), (6, 2, 4, "compiled")],
-)
-def test_attention_inside_documents_is_the_masked_one(rows, heads, groups, window, how, dtype):
+    ("heads", "groups", "window", "cap", "how"),
+    [
+        (4, 4, None, None, "plain"), (6, 2, 4, None, "plain"), (3, 1, 100, 2.0, "plain"),
+        (6, 2, None, None, "compiled"), (6, 2, 4, 2.0, "compiled"),
+    ],
+)  # fmt: skip
+def test_attention_inside_documents_is_the_masked_one(rows, heads, groups, window, cap, how, dtype):
     segments, fuse = segments_of(rows), FUSE[how]
     B, T, d = *segments.shape, 8
     shapes = [(B, T, heads, d), (B, T, groups, d), (B, T, groups, d)]
@@ -73,8 +76,10 @@ def test_attention_inside_documents_is_the_masked_one(rows, heads, groups, windo
     weights = randn(B, T, heads, d, seed=9) * real  # nothing is asked of the padding
     found, expected = [leaf(x) for x in inputs], [leaf(x.float()) for x in inputs]
     where = attention.Documents.of(segments, torch.device("cpu"), fuse)
-    out, _ = attention.attend(torch.nn.Module(), *found, None, scaling=0.3, sliding_window=window, documents=where)
-    plain = attention.reference(*expected, torch.from_numpy(segments), 0.3, window)
+    out, _ = attention.attend(
+        torch.nn.Module(), *found, None, scaling=0.3, sliding_window=window, softcap=cap, documents=where
+    )
+    plain = attention.reference(*expected, torch.from_numpy(segments), 0.3, window, cap)
     assert torch.isfinite(out).all()
     assert gap(out * real, plain * real) <= CLOSE[dtype]
     (out.float() * weights).sum().backward()
@@ -101,9 +106,7 @@ def test_attention_does_no_work_between_documents():
     assert long < 0.65 * square  # blocks of 256 queries leave out 3/8 of the keys
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("softcap", 50.0), ("s_aux", "sinks"), ("position_bias", "slopes"), ("dropout", 0.1)]
-)
+@pytest.mark.parametrize(("name", "value"), [("s_aux", "sinks"), ("position_bias", "slopes"), ("dropout", 0.1)])
 def test_what_attention_does_not_know_is_refused(name, value):
     where = attention.Documents.of(segments_of([[4]]), torch.device("cpu"), FUSE["plain"])
     q = randn(1, 1, 4, 8)
@@ -115,16 +118,15 @@ def test_what_attention_does_not_know_is_refused(name, value):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 131])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_the_loss_in_chunks_is_the_plain_one(rows, bias, dtype, fuse, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "FEWEST_ROWS", 13)
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+@pytest.mark.parametrize(("bias", "cap"), [(False, None), (True, None), (False, 3.0)], ids=["", "bias", "cap"])
+def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, fuse, monkeypatch):
+    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 13)
     hidden, head = randn(rows, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype)
     offsets = randn(97, seed=2, dtype=dtype) if bias else None
     labels = torch.arange(rows) * 31 % 97
     a, b = leaf(hidden), leaf(hidden.float())
-    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, fuse)
-    plain = cross_entropy.reference(b, head.float(), offsets.float() if bias else None, labels)
+    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, cap, fuse)
+    plain = cross_entropy.reference(b, head.float(), offsets.float() if bias else None, labels, cap)
     assert loss.dtype == torch.float32
     assert gap(loss, plain) <= CLOSE[dtype]
     (loss * 0.125).backward()
@@ -135,8 +137,7 @@ def test_the_loss_in_chunks_is_the_plain_one(rows, bias, dtype, fuse, monkeypatc
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(cross_entropy, "FEWEST_ROWS", 16)
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 0)
+    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 16)
     sizes = []
 
     class Sizes(TorchDispatchMode):
@@ -147,7 +148,7 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 
     hidden, head = leaf(randn(160, 8)), randn(500, 8)
     with Sizes():
-        loss = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(160), FUSE["plain"])
+        loss = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(160), None, FUSE["plain"])
         loss.backward()
     assert 16 * 500 in sizes
     assert max(sizes) == 16 * 500
@@ -156,7 +157,7 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 def test_the_loss_alone_takes_half_the_products():
     hidden, head = randn(40, 8), randn(500, 8)
     with FlopCounterMode(display=False) as counter:
-        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(40), FUSE["plain"])
+        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(40), None, FUSE["plain"])
     assert counter.get_total_flops() == 2 * 40 * 8 * 500
 
 

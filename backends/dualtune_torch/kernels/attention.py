@@ -70,6 +70,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     documents: Documents | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -85,10 +86,10 @@ def attend(
         raise NotCovered(f"{type(module).__name__} asks for more than causal attention ({what})")
     documents.windows.add(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if documents.cu_seqlens is not None and query.dtype != torch.float32:
+    if documents.cu_seqlens is not None and query.dtype != torch.float32 and softcap is None:
         return _varlen(query, key, value, documents, scale, sliding_window), None
     window = EVERYTHING if sliding_window is None else sliding_window
-    return DocumentAttention.apply(query, key, value, documents.spans, scale, window, documents.fuse), None
+    return DocumentAttention.apply(query, key, value, documents.spans, scale, window, softcap, documents.fuse), None
 
 
 AttentionInterface.register(NAME, attend)
@@ -110,18 +111,29 @@ def _varlen(
 
 
 def reference(
-    q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, segments_BT: Tensor, scale: float, window: int | None = None
+    q_BHTd: Tensor,
+    k_BGTd: Tensor,
+    v_BGTd: Tensor,
+    segments_BT: Tensor,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """softmax(q·kᵀ · scale + mask) · v with the whole mask written out: [B, T, H, d]."""
+    """softmax(capped(q·kᵀ · scale) + mask) · v with the whole mask written out: [B, T, H, d]."""
     at_T = torch.arange(q_BHTd.shape[2], device=q_BHTd.device)
     far_TT = at_T[:, None] - at_T
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None]) & (far_TT >= 0)
     if window is not None:
         seen_BTT &= far_TT < window
     k_BHTd, v_BHTd = (x.repeat_interleave(q_BHTd.shape[1] // x.shape[1], 1) for x in (k_BGTd, v_BGTd))
-    scores = (q_BHTd @ k_BHTd.mT).float() * scale
+    scores = capped((q_BHTd @ k_BHTd.mT).float() * scale, cap)
     probs = scores.masked_fill(~seen_BTT[:, None], -torch.inf).softmax(-1).to(v_BHTd.dtype)
     return (probs @ v_BHTd).transpose(1, 2)
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """cap · tanh(x / cap), as Gemma 2 (arXiv 2408.00118) keeps its scores and its logits in bounds."""
+    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _seen(at_Q: Tensor, at_K: Tensor, window: int) -> Tensor:
@@ -130,9 +142,11 @@ def _seen(at_Q: Tensor, at_K: Tensor, window: int) -> Tensor:
     return (far_QK >= 0) & (far_QK < window)
 
 
-def probabilities(scores_HQK: Tensor, at_Q: Tensor, at_K: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def probabilities(
+    scores_HQK: Tensor, at_Q: Tensor, at_K: Tensor, scale: float, window: int, cap: float | None
+) -> tuple[Tensor, Tensor]:
     """Probabilities in the dtype of the scores, and the log-sum-exp of each row, float32 [H, Q, 1]."""
-    x_HQK = torch.where(_seen(at_Q, at_K, window), scores_HQK.float() * scale, -torch.inf)
+    x_HQK = torch.where(_seen(at_Q, at_K, window), capped(scores_HQK.float() * scale, cap), -torch.inf)
     lse_HQ1 = x_HQK.logsumexp(-1, keepdim=True)
     return (x_HQK - lse_HQ1).exp().to(scores_HQK.dtype), lse_HQ1
 
@@ -146,10 +160,13 @@ def gradients(
     at_K: Tensor,
     scale: float,
     window: int,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The probabilities again, and the gradient by the unscaled scores: p · (dp − delta) · scale."""
-    probs_HQK = torch.where(_seen(at_Q, at_K, window), (scores_HQK.float() * scale - lse_HQ1).exp(), 0.0)
-    dscores_HQK = probs_HQK * (dprobs_HQK.float() - delta_HQ1) * scale
+    """The probabilities again, and the gradient by the unscaled scores: p · (dp − delta) · scale · slope of the cap."""
+    x_HQK = capped(scores_HQK.float() * scale, cap)
+    probs_HQK = torch.where(_seen(at_Q, at_K, window), (x_HQK - lse_HQ1).exp(), 0.0)
+    slope = scale if cap is None else scale * (1 - (x_HQK / cap).square())
+    dscores_HQK = probs_HQK * (dprobs_HQK.float() - delta_HQ1) * slope
     return probs_HQK.to(scores_HQK.dtype), dscores_HQK.to(scores_HQK.dtype)
 
 
@@ -165,6 +182,7 @@ class DocumentAttention(torch.autograd.Function):
         spans: tuple[tuple[int, int, int], ...],
         scale: float,
         window: int,
+        cap: float | None,
         fuse: Callable[[Any], Any],
     ) -> Tensor:
         B, H, T, d = q_BHTd.shape
@@ -176,19 +194,19 @@ class DocumentAttention(torch.autograd.Function):
             Q = queries.stop - queries.start
             scores_GRK = q_BHTd[b, :, queries].reshape(G, -1, d) @ k_BGTd[b, :, keys].mT
             probs_HQK, lse_HQ1 = fuse(probabilities)(
-                scores_GRK.view(H, Q, -1), at_T[queries], at_T[keys], scale, window
+                scores_GRK.view(H, Q, -1), at_T[queries], at_T[keys], scale, window, cap
             )
             out_GRd = probs_HQK.view_as(scores_GRK) @ v_BGTd[b, :, keys]
             out_BTHd[b, queries] = out_GRd.view(H, Q, d).transpose(0, 1)
             lse_BHT[b, :, queries] = lse_HQ1.squeeze(-1)
         ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT)
-        ctx.rest = spans, scale, window, fuse
+        ctx.rest = spans, scale, window, cap, fuse
         return out_BTHd
 
     @staticmethod
     def backward(ctx: Any, dout_BTHd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT = ctx.saved_tensors
-        spans, scale, window, fuse = ctx.rest
+        spans, scale, window, cap, fuse = ctx.rest
         (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
         at_T = torch.arange(T, device=q_BHTd.device)
         delta_BTH = (dout_BTHd.float() * out_BTHd).sum(-1)
@@ -200,13 +218,13 @@ class DocumentAttention(torch.autograd.Function):
             scores_GRK, dprobs_GRK = q_GRd @ k_GKd.mT, dout_GRd @ v_GKd.mT
             probs_HQK, dscores_HQK = fuse(gradients)(
                 scores_GRK.view(H, Q, -1), dprobs_GRK.view(H, Q, -1), lse_BHT[b, :, queries, None],
-                delta_BTH[b, queries].T[..., None], at_T[queries], at_T[keys], scale, window,
+                delta_BTH[b, queries].T[..., None], at_T[queries], at_T[keys], scale, window, cap,
             )  # fmt: skip
             dscores_GRK = dscores_HQK.view_as(scores_GRK)
             dv_BGTd[b, :, keys] += probs_HQK.view_as(scores_GRK).mT @ dout_GRd
             dk_BGTd[b, :, keys] += dscores_GRK.mT @ q_GRd
             dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)
-        return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None
+        return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None, None
 
 
 def _blocks(spans: tuple[tuple[int, int, int], ...], window: int) -> Iterator[tuple[int, slice, slice]]:

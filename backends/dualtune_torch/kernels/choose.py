@@ -45,7 +45,9 @@ class Kernels:
     """What was chosen for a model."""
 
     attention: bool = False
-    head: nn.Linear | None = None  # the output head, if it and the loss are one
+    own_attention: str | None = None  # what transformers would use
+    head: nn.Linear | None = None  # the output head, if it and the loss are one…
+    cap: float | None = None  # …and what it keeps its logits under
     groups: bool = False  # of LoRA layers
     fuse: Callable[[Any], Any] = plainly
     used: list[str] = field(default_factory=list)
@@ -91,7 +93,7 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
     if not kernels.attention:
         yield
         return
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(kernels.own_attention)
     try:
         yield
     finally:
@@ -99,7 +101,7 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
 
 
 def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
-    before, where = model.config._attn_implementation, _documents(model, chosen.fuse)
+    chosen.own_attention, where = model.config._attn_implementation, _documents(model, chosen.fuse)
     chosen.attention = True
     try:
         if not model._supports_attention_backend:
@@ -111,7 +113,7 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) ->
         if _has_window(model) and where.windows == {None}:
             raise NotCovered("has a sliding window that only its own masks know")
     except TROUBLE as error:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(chosen.own_attention)
         chosen.attention = False
         chosen.plain.append(f"attention plain: {_first_line(error)}")
     else:
@@ -124,11 +126,12 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None
         if type(head) is not nn.Linear or model.base_model is model:
             raise NotCovered("the output head is adapted, or no plain linear layer")
         hidden_BTD = _packed(model.base_model, _documents(model, chosen.fuse) if chosen.attention else None)
-        _compare(model, head(hidden_BTD), expected)
+        cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        _compare(model, attention.capped(head(hidden_BTD), cap), expected)
     except TROUBLE as error:
         chosen.plain.append(f"loss plain: {_first_line(error)}")
     else:
-        chosen.head = head
+        chosen.head, chosen.cap = head, cap
         chosen.used.append("loss")
 
 

@@ -19,29 +19,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Rows of a chunk: few enough for memory, enough to use the head's weights well once they are read.
-CHUNK_BYTES = 64 << 20
-FEWEST_ROWS = 64
+from dualtune_torch.kernels.attention import capped
+
+# Rows of a chunk, by device: few enough for memory, enough to use the head's weights well once they are read.
+ROWS = {"cpu": 256, "cuda": 1024}
 
 
-def reference(hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, labels_M: Tensor) -> Tensor:
-    """Σ −log softmax(hidden · headᵀ + bias)[label], softmax and sum in float32; float32 scalar."""
-    return F.cross_entropy(F.linear(hidden_MD, head_VD, bias_V).float(), labels_M, reduction="sum")
+def reference(
+    hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, labels_M: Tensor, cap: float | None = None
+) -> Tensor:
+    """Σ −log softmax(capped(hidden · headᵀ + bias))[label], softmax and sum in float32; float32 scalar."""
+    logits_MV = capped(F.linear(hidden_MD, head_VD, bias_V).float(), cap)
+    return F.cross_entropy(logits_MV, labels_M, reduction="sum")
 
 
-def loss_of_logits(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
+def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
     """The chunk's loss, without a gradient."""
-    logits_RV = logits_RV.float()
-    return (logits_RV.logsumexp(-1) - logits_RV.gather(-1, labels_R[:, None]).squeeze(-1)).sum()
+    x_RV = capped(logits_RV.float(), cap)
+    return (x_RV.logsumexp(-1) - x_RV.gather(-1, labels_R[:, None]).squeeze(-1)).sum()
 
 
-def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The chunk's loss and its gradient by the logits, softmax − one-hot, in their dtype."""
-    x_RV = logits_RV.float()
+def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
+    """The chunk's loss. The logits are overwritten by its gradient, softmax − one-hot, times the slope of the cap."""
+    x_RV = capped(logits_RV.float(), cap)
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
-    is_label_RV = torch.arange(x_RV.shape[-1], device=x_RV.device) == labels_R[:, None]
     loss = (lse_R1.squeeze(-1) - x_RV.gather(-1, labels_R[:, None]).squeeze(-1)).sum()
-    return loss, ((x_RV - lse_R1).exp() - is_label_RV.to(x_RV.dtype)).to(logits_RV.dtype)
+    is_label_RV = torch.arange(x_RV.shape[-1], device=x_RV.device) == labels_R[:, None]
+    grad_RV = (x_RV - lse_R1).exp() - is_label_RV.to(x_RV.dtype)
+    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
+    return loss
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -54,24 +60,24 @@ class LinearCrossEntropy(torch.autograd.Function):
         head_VD: Tensor,
         bias_V: Tensor | None,
         labels_M: Tensor,
+        cap: float | None,
         fuse: Callable[[Any], Any],
     ) -> Tensor:
-        rows = max(FEWEST_ROWS, CHUNK_BYTES // (head_VD.shape[0] * head_VD.element_size()))
+        rows = ROWS[hidden_MD.device.type]
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         for start in range(0, len(labels_M), rows):
             chunk = slice(start, start + rows)
             logits_RV = F.linear(hidden_MD[chunk], head_VD, bias_V)
             if grad_MD is None:
-                loss += fuse(loss_of_logits)(logits_RV, labels_M[chunk])
+                loss += fuse(loss_of_logits)(logits_RV, labels_M[chunk], cap)
             else:
-                chunk_loss, grad_RV = fuse(loss_and_gradient)(logits_RV, labels_M[chunk])
-                loss += chunk_loss
-                torch.mm(grad_RV, head_VD, out=grad_MD[chunk])
+                loss += fuse(loss_and_gradient)(logits_RV, labels_M[chunk], cap)
+                torch.mm(logits_RV, head_VD, out=grad_MD[chunk])
         ctx.save_for_backward(grad_MD)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (grad_MD,) = ctx.saved_tensors
-        return (grad_MD * grad).to(grad_MD.dtype), None, None, None, None
+        return (grad_MD * grad).to(grad_MD.dtype), None, None, None, None, None
