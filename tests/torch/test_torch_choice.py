@@ -127,6 +127,17 @@ def test_a_piece_that_computes_something_else_is_found_out(load, monkeypatch):
     assert_same(engine, load("Llama", "reference"))
 
 
+def test_a_block_that_computes_something_else_is_taken_out_again(load, monkeypatch):
+    from dualtune_torch.kernels import blocks
+
+    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(blocks, "gated", lambda activation, gate, up: activation(gate) * up * 1.5)
+    engine = load("Llama")
+    assert used(engine) == ALL | BLOCKS - {"mlp"}
+    assert "mlp plain: computes something else" in engine.description["kernels"]
+    assert_same(engine, load("Llama", "reference"))
+
+
 def test_a_window_that_attention_is_not_told_of_is_found_out(load, monkeypatch):
     from transformers import AttentionInterface
 
