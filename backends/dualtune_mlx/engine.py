@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,14 @@ from dualtune.backend import (
     check_state,
 )
 from dualtune.base_model import copy_without_weights
+from dualtune_mlx.kernels.attention import pieces_of
+from dualtune_mlx.kernels.choose import choose
+from dualtune_mlx.kernels.compiled import Compiled
+from dualtune_mlx.kernels.cross_entropy import target_loss, targets
 from dualtune_mlx.lora import Noise, add_lora, linear_shape
 from dualtune_mlx.losses import loss_sum
 from dualtune_mlx.model import check_names
-from dualtune_mlx.optimizer import Arrays, adamw, clip
+from dualtune_mlx.optimizer import Arrays, Layout, adamw, clip
 from dualtune_mlx.packing import packed_cache
 
 
@@ -38,73 +44,73 @@ class MlxEngine:
         self.model = model
         self._request = request
         self._noise = Noise()
-        self._layers = add_lora(model, request.adapter, self._noise)
+        self._layers = add_lora(model, request.adapter, self._noise, group=request.kernels != "reference")
         if request.init == "pretrained":
             check_names(request.model_dir, list(self._layers))
         shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
         fresh = init_adapter(shapes, request.adapter.rank, request.seed)
-        self._params: Arrays = {n: mx.array(w) for n, w in fresh.items()}
-        self._bind(self._params)
-        self._m, self._v = _zeros(self._params), _zeros(self._params)
+        self._layout = Layout({name: tensor.shape for name, tensor in fresh.items()})
+        self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
+        self._m, self._v, self._grads = (mx.zeros_like(self._params) for _ in range(3))
         self._step = mx.array(0.0)  # on the device, because the device decides whether a step counts
-        self._grads = _zeros(self._params)
         self._loss = mx.array(0.0)
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._loss_and_grad = mx.value_and_grad(self._scaled_loss)
+        self._bind(self._layout.named(self._params))
+        self._kernels = choose(model, request.kernels)
+        wrap = Compiled if self._kernels.compiles else _as_it_is
+        self._accumulate, self._update = wrap(self._add_gradient), wrap(self._updated)
         self.description = dict(description) | {
             "adapted_modules": len(self._layers),
-            "trainable_parameters": sum(p.size for p in self._params.values()),
+            "trainable_parameters": self._params.size,
+            "kernels": str(self._kernels),
         }
 
     def evaluate(self, batch: Batch) -> LossSum:
-        loss = loss_sum(self._logits(batch), mx.array(batch.labels_BT))
-        return LossSum(loss.item(), batch.num_targets)
+        with self._documents(batch):
+            return LossSum(self._loss_sum(self._inputs(batch), slopes=False).item(), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
-        self._noise.noise_BT = mx.array(batch.noise_BT)
-        loss, grads = self._loss_and_grad(self._params, batch, num_targets)
-        self._bind(self._params)  # the function above left its own arguments bound
-        self._noise.noise_BT = None
-        self._grads = {n: self._grads[n] + g for n, g in grads.items()}
-        self._loss = self._loss + loss / self._loss_scale
+        inputs = self._inputs(batch)
+        if self._request.adapter.dropout:
+            inputs["noise_BT"] = mx.array(batch.noise_BT)
+        weight = mx.array(self._loss_scale / num_targets)
+        with self._documents(batch):
+            self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, weight)
+        self._bind(self._layout.named(self._params))  # the function above left its own arguments bound
         mx.async_eval(self._grads, self._loss)
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
-        if self._loss_scale != 1.0:
-            self._grads = {n: g / self._loss_scale for n, g in self._grads.items()}
-        grads, norm = clip(self._grads, max_grad_norm)
+        max_norm = math.inf if max_grad_norm is None else max_grad_norm
+        numbers = (mx.array(number) for number in (lr, 1 - lr * self._request.weight_decay, max_norm))
+        state = (self._params, self._m, self._v, self._step)
         loss, self._loss = self._loss, mx.array(0.0)
-        old = (self._params, self._m, self._v)
-        new = adamw(*old, grads, step=self._step + 1, lr=lr, decay=self._request.weight_decay)
-        good = mx.isfinite(loss) & mx.isfinite(norm)
-        self._params, self._m, self._v = (_where(good, n, o) for n, o in zip(new, old, strict=True))
-        self._step = self._step + good
-        self._bind(self._params)
-        self._grads = _zeros(self._params)
-        mx.async_eval(self._params, self._m, self._v, self._step, self._grads, loss, norm)
+        *state, norm = self._update(*state, self._grads, loss, *numbers)
+        self._params, self._m, self._v, self._step = state
+        self._grads = mx.zeros_like(self._params)
+        self._bind(self._layout.named(self._params))
+        mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
     def adapter_state(self) -> Tensors:
-        return _to_numpy(self._params)
+        return self._to_numpy(self._params)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_state(), state, "adapter")
-        self._params = {n: mx.array(state[n]) for n in self._params}
-        self._bind(self._params)
+        self._params = self._from_numpy(state)
+        self._bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
-        return OptimizerState(int(self._step.item()), _to_numpy(self._m), _to_numpy(self._v))
+        return OptimizerState(int(self._step.item()), self._to_numpy(self._m), self._to_numpy(self._v))
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         shapes = self.adapter_state()
         check_state(shapes, state.m, "optimizer m")
         check_state(shapes, state.v, "optimizer v")
         self._step = mx.array(float(state.step))
-        self._m = {n: mx.array(state.m[n]) for n in self._params}
-        self._v = {n: mx.array(state.v[n]) for n in self._params}
+        self._m, self._v = self._from_numpy(state.m), self._from_numpy(state.v)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        logits_BTV = self._logits(batch).astype(mx.float32)
+        logits_BTV = self._apply(self.model, self._inputs(batch)).astype(mx.float32)
         return np.array(logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True))
 
     def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
@@ -129,29 +135,85 @@ class MlxEngine:
         copy_without_weights(self._request.model_dir, path)
         mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
 
-    def _scaled_loss(self, params: Arrays, batch: Batch, num_targets: int) -> mx.array:
-        self._bind(params)
-        return loss_sum(self._logits(batch), mx.array(batch.labels_BT)) * (self._loss_scale / num_targets)
+    # --- functions of arrays alone, so that MLX can compile them ----------------------------------------------------
 
-    def _logits(self, batch: Batch) -> mx.array:
-        if batch.segments_BT.max() > 1:
-            return self.model(mx.array(batch.tokens_BT), cache=packed_cache(self.model, batch))
+    def _add_gradient(
+        self, params: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, weight: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """(gradients, loss) with those of a micro-batch added, its loss sum multiplied by `weight`."""
+
+        def weighted_loss(params: Arrays) -> mx.array:
+            self._bind(params)
+            return self._loss_sum(inputs, slopes=True) * weight
+
+        self._noise.noise_BT = inputs.get("noise_BT")
+        added, slopes = mx.value_and_grad(weighted_loss)(self._layout.named(params))
+        self._noise.noise_BT = None
+        return grads + self._layout.flat(slopes), loss + added / self._loss_scale
+
+    def _updated(
+        self, params: mx.array, m: mx.array, v: mx.array, step: mx.array, grads: mx.array, loss: mx.array,
+        lr: mx.array, shrink: mx.array, max_norm: mx.array,
+    ) -> tuple[mx.array, ...]:  # fmt: skip
+        """(params, m, v, step) after an update, unless the loss or a gradient is not finite; and the gradient norm."""
+        grads, norm = clip(grads / self._loss_scale, max_norm)
+        new = adamw(params, m, v, grads, step=step + 1, lr=lr, shrink=shrink)
+        good = mx.isfinite(loss) & mx.isfinite(norm)
+        kept = [mx.where(good, n, o) for n, o in zip(new, (params, m, v), strict=True)]
+        return *kept, step + good, norm
+
+    def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
+        if self._kernels.loss is None:
+            return loss_sum(self._apply(self.model, inputs), inputs["labels_BT"])
+        body, head = self._kernels.loss
+        return target_loss(self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head, slopes=slopes)
+
+    def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
+        if "segments_BT" in inputs:
+            cache = packed_cache(self.model, inputs["segments_BT"], inputs["positions_BT"])
+            return model(inputs["tokens_BT"], cache=cache)
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
-        return self.model(mx.array(batch.tokens_BT))
+        return model(inputs["tokens_BT"])
+
+    # --- between the core's arrays and the device's -----------------------------------------------------------------
+
+    def _inputs(self, batch: Batch) -> Arrays:
+        inputs = {"tokens_BT": batch.tokens_BT}
+        if batch.segments_BT.max() > 1:
+            inputs |= {"segments_BT": batch.segments_BT, "positions_BT": batch.positions_BT}
+        if self._kernels.loss is None:
+            inputs["labels_BT"] = batch.labels_BT
+        else:
+            # Where steps are compiled, the number of targets is one of eight for each shape of batch.
+            granule = -(-batch.labels_BT.size // 8) if self._kernels.compiles else 1
+            inputs["index_N"], inputs["labels_N"] = targets(batch.labels_BT, granule)
+        return {name: mx.array(values) for name, values in inputs.items()}
+
+    @contextmanager
+    def _documents(self, batch: Batch) -> Iterator[None]:
+        """Attention by document, if the layout of the documents may shape what runs."""
+        attention = self._kernels.attention
+        if attention is None or self._kernels.compiles:
+            yield
+            return
+        attention.pieces = pieces_of(batch.segments_BT)
+        try:
+            yield
+        finally:
+            attention.pieces = None
 
     def _bind(self, params: Arrays) -> None:
         for path, layer in self._layers.items():
             layer.weights.lora_A_rI = params[tensor_name(path, "A")]
             layer.weights.lora_B_Or = params[tensor_name(path, "B")]
 
+    def _to_numpy(self, flat: mx.array) -> Tensors:
+        return {name: np.array(array) for name, array in self._layout.named(flat).items()}
 
-def _zeros(like: Arrays) -> Arrays:
-    return {n: mx.zeros(a.shape) for n, a in like.items()}
-
-
-def _where(condition: mx.array, yes: Arrays, no: Arrays) -> Arrays:
-    return {n: mx.where(condition, yes[n], no[n]) for n in yes}
+    def _from_numpy(self, tensors: Tensors) -> mx.array:
+        return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})
 
 
-def _to_numpy(arrays: Arrays) -> Tensors:
-    return {n: np.array(a) for n, a in arrays.items()}
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands where `Compiled` would."""
+    return function

@@ -13,15 +13,13 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from dualtune.backend import Batch
-
 
 class PackedRows:
     """Stands where a layer's key/value cache would, and keeps nothing but the masks."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.offset = mx.array(batch.positions_BT)
-        self._segments_BT = mx.array(batch.segments_BT)
+    def __init__(self, segments_BT: mx.array, positions_BT: mx.array) -> None:
+        self.offset = positions_BT
+        self.segments_BT = segments_BT
         self._masks: dict[int | None, mx.array] = {}
 
     def make_mask(self, N: int, *, window_size: int | None = None, return_array: bool = True) -> mx.array:
@@ -29,7 +27,7 @@ class PackedRows:
         included, and where there is a window no further back than that."""
         if window_size not in self._masks:
             distance_BTT = self.offset[:, :, None] - self.offset[:, None, :]
-            seen_BTT = (self._segments_BT[:, :, None] == self._segments_BT[:, None, :]) & (distance_BTT >= 0)
+            seen_BTT = (self.segments_BT[:, :, None] == self.segments_BT[:, None, :]) & (distance_BTT >= 0)
             if window_size is not None:
                 seen_BTT &= distance_BTT < window_size
             self._masks[window_size] = seen_BTT[:, None]
@@ -39,10 +37,10 @@ class PackedRows:
         return keys, values
 
 
-def packed_cache(model: nn.Module, batch: Batch) -> list[PackedRows]:
+def packed_cache(model: nn.Module, segments_BT: mx.array, positions_BT: mx.array) -> list[PackedRows]:
     """What to give a model as its cache. A model that keeps a state, or computes with positions itself, stumbles
     over it or computes something else: `dualtune.train.packing` finds out."""
-    return [PackedRows(batch)] * len(make_prompt_cache(model))
+    return [PackedRows(segments_BT, positions_BT)] * len(make_prompt_cache(model))
 
 
 class PerToken:

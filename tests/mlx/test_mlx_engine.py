@@ -106,7 +106,7 @@ def test_a_step_is_made_without_waiting_for_the_device(load, tmp_path, monkeypat
         output = engine.optim_step(lr=1e-2, max_grad_norm=1.0)
         return output.loss, output.grad_norm, engine._step
 
-    arguments = mx.array(1.0), {n: mx.ones(w.shape) for n, w in engine._params.items()}
+    arguments = mx.array(1.0), mx.ones_like(engine._params)
     assert mx.compile(step)(*arguments)[2].item() == 1.0
 
 

@@ -130,7 +130,7 @@ def test_taking_positions_changes_nothing_else(load, tmp_path):
 
 def test_a_mask_is_built_once_for_a_micro_batch(load, tmp_path):
     engine, batch = load(write_tiny_llama(tmp_path / "model")), pack(DOCUMENTS, ROWS)
-    layers = packing.packed_cache(engine.model, batch)
+    layers = packing.packed_cache(engine.model, mx.array(batch.segments_BT), mx.array(batch.positions_BT))
     assert len(layers) == 2 and layers[0] is layers[1]
     mask, window = layers[0].make_mask(26), layers[0].make_mask(26, window_size=8)
     assert layers[0].make_mask(26, return_array=True) is mask and layers[0].make_mask(26, window_size=8) is window

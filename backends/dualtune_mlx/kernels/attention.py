@@ -1,0 +1,157 @@
+"""Attention without the dense mask of a row: each document by itself, and long ones in chunks of queries.
+
+mlx-lm's modules call `scaled_dot_product_attention`, a name of their own file, with the mask of whole rows. The modules
+of one model are given a copy of their `__call__` in which that name means an `Attention`; mlx-lm's files, and other
+models of the process, stay as they are. The plain version is the function that was there.
+
+Legend: B rows, T tokens of a row, H heads, d head size, C queries of a chunk, K keys that they may see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from dualtune_mlx.packing import PackedRows
+
+NAME = "scaled_dot_product_attention"
+CHUNK = 512  # queries; the scores kept at a time are at most this many rows
+
+Pieces = list[tuple[int, bool]]
+
+
+def pieces_of(segments_BT: np.ndarray) -> Pieces:
+    """The runs of equal segments, all rows behind one another: (tokens, whether it is a document and not padding)."""
+    B, T = segments_BT.shape
+    starts_BT = np.diff(segments_BT, axis=1, prepend=-1) != 0
+    starts = np.append(np.flatnonzero(starts_BT), B * T)
+    return [(int(stop - start), bool(segments_BT.flat[start])) for start, stop in pairwise(starts)]
+
+
+class Attention:
+    """Stands in a model for mlx-lm's `scaled_dot_product_attention`.
+
+    `pieces` are the documents of the running micro-batch, where they may shape the computation: a compiled one would be
+    compiled for each of their layouts. Without them, rows longer than a chunk are attended to in chunks.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: Pieces | None = None
+
+    def replaces(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        """The function to call instead of `plain`, which still does what this one does not: windows, sinks, and
+        generation with a cache."""
+
+        def attend(
+            queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, **options: Any
+        ) -> mx.array:
+            packed = isinstance(cache, PackedRows)
+            whole = mask is cache.make_mask(mask.shape[-1]) if packed else isinstance(mask, str) and mask == "causal"
+            B, _, T, _ = queries.shape
+            if whole and not options and keys.shape[2] == T:
+                if self.pieces is not None and sum(length for length, _ in self.pieces) == B * T:
+                    return by_document(queries, keys, values, scale, self.pieces)
+                if T > CHUNK:
+                    return chunked(queries, keys, values, scale, cache.segments_BT if packed else None)
+            return plain(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
+
+        return attend
+
+
+def install(model: nn.Module, attention: Attention) -> int:
+    """Let a model attend by `attention`. Classes change and the modules stay; returns how many were changed."""
+    made: dict[type[nn.Module], type[nn.Module]] = {}
+    changed = 0
+    for module in model.modules():
+        kind = type(module)
+        call = kind.__call__
+        if not isinstance(call, FunctionType) or NAME not in call.__code__.co_names or NAME not in call.__globals__:
+            continue
+        if kind not in made:
+            names = call.__globals__ | {NAME: attention.replaces(call.__globals__[NAME])}
+            copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+            copy.__kwdefaults__ = call.__kwdefaults__
+            made[kind] = type(kind.__name__, (kind,), {"__call__": copy})
+        module.__class__ = made[kind]
+        changed += 1
+    return changed
+
+
+def by_document(q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array, scale: float, pieces: Pieces) -> mx.array:
+    """Causal attention inside each piece of the rows; zero where they are padding."""
+    B, H, T, _ = q_BHTd.shape
+    cuts = np.cumsum([length for length, _ in pieces])[:-1].tolist()
+    parts = zip(*(mx.split(_in_one_row(x), cuts, axis=2) for x in (q_BHTd, k_BHTd, v_BHTd)), strict=True)
+    attended = [
+        chunked(q, k, v, scale) if is_document else mx.zeros((1, H, length, v.shape[-1]), q.dtype)
+        for (length, is_document), (q, k, v) in zip(pieces, parts, strict=True)
+    ]
+    return mx.concatenate(attended, axis=2).reshape(H, B, T, -1).swapaxes(0, 1)
+
+
+def _in_one_row(x_BHTd: mx.array) -> mx.array:
+    B, H, T, d = x_BHTd.shape
+    return x_BHTd.swapaxes(0, 1).reshape(1, H, B * T, d)
+
+
+def chunked(
+    q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array, scale: float, segments_BT: mx.array | None = None,
+    *, chunk: int = CHUNK,
+) -> mx.array:  # fmt: skip
+    """Causal attention, inside segments where they are given, with scores for a chunk of queries at a time.
+
+    Keys behind the chunk are skipped, which halves the work of a long row, and the scores are made again in the
+    backward pass, so that O(T · C) of them are held and not O(T²): Rabe & Staats, Self-attention Does Not Need O(n²)
+    Memory, arXiv 2112.05682.
+    """
+    T = q_BHTd.shape[2]
+    spans = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
+
+    def attend(q_BHCd: mx.array, k_BHKd: mx.array, v_BHKd: mx.array) -> mx.array:
+        mask = "causal" if segments_BT is None else _mask(segments_BT, q_BHCd.shape[2], k_BHKd.shape[2])
+        return mx.fast.scaled_dot_product_attention(q_BHCd, k_BHKd, v_BHKd, scale=scale, mask=mask)
+
+    if len(spans) == 1:
+        return attend(q_BHTd, k_BHTd, v_BHTd)
+
+    @mx.custom_function
+    def all_chunks(q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array) -> mx.array:
+        parts: list[mx.array] = []
+        for i, j in spans:
+            inputs = [q_BHTd[:, :, i:j], k_BHTd[:, :, :j], v_BHTd[:, :, :j]]
+            parts.append(attend(*_after(parts[-1:], inputs)))
+        return mx.concatenate(parts, axis=2)
+
+    @all_chunks.vjp
+    def _(primals: tuple[mx.array, ...], slope_BHTd: mx.array, _: mx.array) -> tuple[mx.array, ...]:
+        q_BHTd, k_BHTd, v_BHTd = primals
+        dq_parts: list[mx.array] = []
+        dk_BHTd, dv_BHTd = (mx.zeros(x.shape, mx.float32) for x in (k_BHTd, v_BHTd))
+        for i, j in spans:
+            inputs = [q_BHTd[:, :, i:j], k_BHTd[:, :, :j], v_BHTd[:, :, :j]]
+            inputs = _after([*dq_parts[-1:], dk_BHTd, dv_BHTd], inputs)
+            _, (dq, dk, dv) = mx.vjp(attend, inputs, [slope_BHTd[:, :, i:j]])
+            dq_parts.append(dq)
+            behind = [(0, 0), (0, 0), (0, T - j), (0, 0)]
+            dk_BHTd, dv_BHTd = dk_BHTd + mx.pad(dk, behind), dv_BHTd + mx.pad(dv, behind)
+        return mx.concatenate(dq_parts, axis=2), dk_BHTd.astype(k_BHTd.dtype), dv_BHTd.astype(v_BHTd.dtype)
+
+    return all_chunks(q_BHTd, k_BHTd, v_BHTd)
+
+
+def _after(results: list[mx.array], inputs: list[mx.array]) -> list[mx.array]:
+    """The inputs, not to be used before the results are there: else MLX might hold the scores of all chunks at once."""
+    return mx.depends(inputs, results) if results else inputs
+
+
+def _mask(segments_BT: mx.array, num_queries: int, num_keys: int) -> mx.array:
+    """bool [B, 1, C, K]: which of the first K tokens each of the last C among them sees."""
+    first = num_keys - num_queries
+    is_same_BCK = segments_BT[:, first:num_keys, None] == segments_BT[:, None, :num_keys]
+    return (is_same_BCK & (mx.arange(first, num_keys)[:, None] >= mx.arange(num_keys)))[:, None]

@@ -1,0 +1,61 @@
+"""Which fast pieces a model gets, and the line that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+from mlx import nn
+
+from dualtune.errors import ConfigError
+from dualtune_mlx.kernels import attention, compiled, cross_entropy
+from dualtune_mlx.kernels.attention import Attention
+from dualtune_mlx.kernels.cross_entropy import Head
+
+
+@dataclass
+class Kernels:
+    """What was chosen for a model."""
+
+    attention: Attention | None = None
+    loss: tuple[Callable[..., mx.array], Head] | None = None  # the model's body, and its head
+    compiles: bool = False
+    used: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)  # what stayed as it is, and why
+
+    def __str__(self) -> str:
+        """A line for logs."""
+        return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
+
+
+def choose(model: nn.Module, kernels: str) -> Kernels:
+    """Give an adapted model what works on it. ConfigError if `kernels` is "fused" and something does not."""
+    chosen = Kernels()
+    if kernels == "reference":
+        return chosen
+    chosen.used.append("lora")
+    parts = cross_entropy.split(model)
+    if isinstance(parts, str):
+        chosen.plain.append(f"loss plain: {parts}")
+    else:
+        chosen.loss = parts
+        chosen.used.append("loss")
+    chosen.attention = Attention()
+    if attention.install(model, chosen.attention):
+        chosen.used.append("attention")
+    else:
+        chosen.attention = None
+        chosen.plain.append("attention plain: this model does not call mlx-lm's")
+    reason = compiled.why_not() if kernels == "fused" else compiled.why_not_worth_it()
+    if reason is None:
+        chosen.compiles = True
+        chosen.used.append("compiled step")
+    else:
+        chosen.plain.append(f"nothing is compiled: {reason}")
+    if kernels == "fused" and chosen.plain:
+        raise ConfigError(
+            f"model.kernels: got fused, but for this model ({type(model).__module__}) not everything can be: "
+            f"{'; '.join(chosen.plain)}. Set auto to use what can"
+        )
+    return chosen

@@ -1,0 +1,53 @@
+"""`mx.compile` for a bounded number of shapes.
+
+MLX compiles a function anew for every combination of input shapes, and forgets none: over varied batches the process
+runs out of memory or of Metal's resources (https://github.com/ml-explore/mlx/issues/4464). Here each combination has a
+compiled function of its own, and the one that was not used for longest is dropped. Whether a batch is run compiled
+never depends on the batches before it, so that a resumed run repeats the numbers of one that was not stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+MAX_SHAPES = 32
+
+
+class Compiled:
+    """A function of arrays, or of dictionaries of arrays, compiled for each combination of their shapes."""
+
+    def __init__(self, function: Callable[..., Any], max_shapes: int = MAX_SHAPES) -> None:
+        self._function = function
+        self._max_shapes = max_shapes
+        self._by_shape: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+
+    def __call__(self, *inputs: Any) -> Any:
+        key = tuple((name, a.shape, a.dtype) for name, a in tree_flatten(inputs))
+        if key in self._by_shape:
+            self._by_shape.move_to_end(key)
+        else:
+            function = self._function
+            # Another function object for each, because MLX keeps what it compiled by the function's address.
+            self._by_shape[key] = mx.compile(lambda *arrays: function(*arrays))
+            if len(self._by_shape) > self._max_shapes:
+                self._by_shape.popitem(last=False)
+        return self._by_shape[key](*inputs)
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here; None if it can. On a CPU, MLX calls the C++ compiler while it runs."""
+    if mx.default_device().type == mx.DeviceType.cpu and shutil.which("g++") is None:
+        return "MLX needs g++ for that on a CPU, and there is none"
+    return None
+
+
+def why_not_worth_it() -> str | None:
+    """On a CPU a compiled step is as fast as one that is not, after seconds in the C++ compiler for each shape, and it
+    cannot follow the layout of the documents."""
+    return "no faster on a CPU" if mx.default_device().type == mx.DeviceType.cpu else None

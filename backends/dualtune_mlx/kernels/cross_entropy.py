@@ -1,0 +1,145 @@
+"""Cross-entropy of a frozen output head over the target tokens alone, its gradient made in the forward pass.
+
+No logits are made but those that carry loss, and never more than a chunk of them; since the head is frozen, the
+gradient for a chunk's hidden states is made beside its loss, and neither logits nor probabilities are kept for the
+backward pass. Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009, and Hsu et al.,
+Liger Kernel, arXiv 2410.10989, do the same with kernels of their own. The plain version is `losses.loss_sum`.
+
+Legend: B rows, T tokens of a row, H hidden size, V vocabulary, N target tokens of the micro-batch and what pads them,
+n those of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from dualtune.backend import IGNORE_INDEX
+
+PROBE = 8  # tokens shown to a model to see whether it is a body and a linear head
+
+# Logits at a time. MLX allocates for about ten operations ahead, so ten times as many are held. A CPU wants them in its
+# cache; a GPU wants enough rows to pay for reading the head's weights.
+CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 24
+
+
+def on_gpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu
+
+
+class Head:
+    """A frozen linear layer from hidden states to logits, or the embedding that stands for one; plain or quantized."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._bias = layer.get("bias")
+        self._quantized = isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        self.vocab: int = layer.weight.shape[0]
+        # The reference BLAS of MLX's CPU build multiplies by columns 1.6 times as fast as by rows: worth a copy there.
+        self._weight_HV = layer.weight.T if self._quantized or on_gpu() else mx.contiguous(layer.weight.T)
+        mx.eval(self._weight_HV)
+
+    def logits(self, hidden_NH: mx.array) -> mx.array:
+        logits_NV = self._packed(hidden_NH, transpose=True) if self._quantized else hidden_NH @ self._weight_HV
+        return logits_NV if self._bias is None else logits_NV + self._bias
+
+    def back(self, slopes_NV: mx.array) -> mx.array:
+        """The gradient for the hidden states from the gradient for the logits."""
+        return self._packed(slopes_NV, transpose=False) if self._quantized else slopes_NV @ self._layer.weight
+
+    def _packed(self, x: mx.array, *, transpose: bool) -> mx.array:
+        q = self._layer
+        return mx.quantized_matmul(
+            x, q.weight, q.scales, q.get("biases"), transpose=transpose,
+            group_size=q.group_size, bits=q.bits, mode=q.mode,
+        )  # fmt: skip
+
+
+def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
+    """(the model up to its last hidden states, its head), or why it has no such parts.
+
+    Models cap, scale or share their logits in many ways, so the parts are believed only if together they compute the
+    model's own logits of some tokens, bit for bit.
+    """
+    body: Any = getattr(model, "model", None)
+    if not isinstance(body, nn.Module):
+        return "this model has no body apart from its head"
+    for layer in (getattr(model, "lm_head", None), getattr(body, "embed_tokens", None)):
+        if not isinstance(layer, (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)):
+            continue
+        apply = getattr(layer, "as_linear", layer)
+        tokens = mx.arange(PROBE)[None] % layer.weight.shape[0]
+        expected, hidden = model(tokens), body(tokens)
+        if isinstance(hidden, mx.array) and expected.any() and mx.array_equal(apply(hidden), expected):
+            return body, Head(layer)
+    return "the logits are not those of a frozen linear head"
+
+
+def targets(labels_BT: np.ndarray, granule: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(indices into the B · T tokens of those that carry loss, their labels), int32 [N], padded with ignored ones to a
+    positive multiple of `granule`. Made on the host, which knows the labels: nobody waits for a device to count."""
+    index = np.flatnonzero(labels_BT != IGNORE_INDEX).astype(np.int32)
+    padding = max(granule, -(-len(index) // granule) * granule) - len(index)
+    labels = np.pad(labels_BT.flat[index], (0, padding), constant_values=IGNORE_INDEX)
+    return np.pad(index, (0, padding)), labels
+
+
+def target_loss(
+    hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head,
+    *, slopes: bool = True, chunk_elements: int | None = None,
+) -> mx.array:  # fmt: skip
+    """`loss_sum(head.logits(hidden_BTH), labels_BT)` from the tokens that carry loss alone.
+
+    It can be differentiated by the hidden states, unless `slopes` is false.
+    """
+    if chunk_elements is None:
+        chunk_elements = GPU_CHUNK if on_gpu() else CPU_CHUNK
+    num_rows = max(1, chunk_elements // head.vocab)
+
+    def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:
+        """The loss, and where it is wanted its gradient [N, H]."""
+        made: list[tuple[mx.array, ...]] = []
+        for i in range(0, labels_N.size, num_rows):
+            rows_nH = hidden_NH[i : i + num_rows]
+            if made:  # MLX may evaluate in any order, and would hold the logits of all chunks
+                (rows_nH,) = mx.depends([rows_nH], list(made[-1]))
+            loss, slopes_nV = _chunk(rows_nH, labels_N[i : i + num_rows], head)
+            made.append((loss, head.back(slopes_nV)) if slopes else (loss,))
+        losses, *slopes_NH = zip(*made, strict=True)
+        return mx.stack(losses).sum(), *(mx.concatenate(parts) for parts in slopes_NH)
+
+    rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
+    if not slopes:
+        return chunks(rows_NH)[0]
+    loss_and_slopes = mx.custom_function(chunks)
+
+    @loss_and_slopes.vjp
+    def _(hidden_NH: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
+        return cotangents[0].astype(hidden_NH.dtype) * outputs[1]
+
+    return loss_and_slopes(rows_NH)[0]
+
+
+def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.array, mx.array]:
+    """(the loss of these rows, its gradient for the logits, p − onehot(label))"""
+    is_target_n1 = (labels_n != IGNORE_INDEX)[:, None]
+    labels_n1 = mx.maximum(labels_n, 0)[:, None]
+    logits_nV = head.logits(hidden_nH).astype(mx.float32)
+    shifted_nV = logits_nV - logits_nV.max(axis=-1, keepdims=True)
+    weights_nV = _exp(shifted_nV)
+    total_n1 = weights_nV.sum(axis=-1, keepdims=True)
+    losses_n1 = mx.log(total_n1) - mx.take_along_axis(shifted_nV, labels_n1, axis=-1)
+    p_nV = weights_nV * (is_target_n1 / total_n1)
+    at_label_n1 = mx.take_along_axis(p_nV, labels_n1, axis=-1) - is_target_n1
+    slopes_nV = mx.put_along_axis(p_nV, labels_n1, at_label_n1, axis=-1)
+    return mx.where(is_target_n1, losses_n1, 0.0).sum(), slopes_nV.astype(hidden_nH.dtype)
+
+
+def _exp(x: mx.array) -> mx.array:
+    """MLX's exp on an x86 CPU takes 11 ns a number, its power, which is libm's, 4 ns (mlx 0.32.4)."""
+    return mx.exp(x) if on_gpu() else mx.power(math.e, x)
