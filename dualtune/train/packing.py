@@ -51,8 +51,8 @@ def _refusal(engine: Engine, reason: str) -> ConfigError:
 
 
 def _documents(engine: Engine) -> list[np.ndarray]:
-    one = np.ones((1, 1), np.int32)
-    vocab = engine.logprobs(Batch(one, one, one, one - 1, one.astype(np.uint32))).shape[-1]
+    two = np.ones((1, 2), np.int32)
+    vocab = engine.logprobs(Batch(two, two, two, np.arange(2, dtype=np.int32)[None], two.astype(np.uint32))).shape[-1]
     rng = np.random.default_rng(0)
     return [rng.integers(0, min(vocab, HIGHEST_TOKEN), length, np.int32) for length in LENGTHS]
 

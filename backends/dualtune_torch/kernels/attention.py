@@ -38,7 +38,7 @@ class NotCovered(Exception):
 class Documents:
     """Where the documents of a micro-batch lie. Everything is known on the host, so no kernel waits for the device."""
 
-    spans: tuple[tuple[int, int, int], ...]  # row, first token, end
+    spans: tuple[tuple[int, int, int], ...]  # row, first token, end; without padding
     cu_seqlens: Tensor | None  # on a GPU: the borders in the flattened rows, int32; padding counts as documents
     longest: int
     fuse: Callable[[Any], Any]  # `compiled.fuse`, or the identity
@@ -47,16 +47,18 @@ class Documents:
     @classmethod
     def of(cls, segments_BT: np.ndarray, device: torch.device, fuse: Callable[[Any], Any]) -> Documents:
         B, T = segments_BT.shape
-        first = np.diff(segments_BT, axis=1, prepend=-1) != 0
-        rows, starts = np.nonzero(first)
-        ends = np.append(starts[1:], T)
-        ends = np.where(np.append(rows[1:], B) != rows, T, ends)
-        spans = tuple(zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True))
+        rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
+        borders = np.append(rows * T + starts, B * T)  # in the rows one behind another; a row ends where one begins
+        lengths = np.diff(borders)
+        spans = tuple(
+            (row, start, start + length)
+            for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+            if segments_BT[row, start]
+        )
         cu_seqlens = None
         if device.type == "cuda":
-            borders = np.append(rows * T + starts, B * T).astype(np.int32)
-            cu_seqlens = torch.from_numpy(borders).pin_memory().to(device, non_blocking=True)
-        longest = max(end - start for _, start, end in spans)
+            cu_seqlens = torch.from_numpy(borders.astype(np.int32)).pin_memory().to(device, non_blocking=True)
+        longest = int(lengths.max())
         return cls(spans, cu_seqlens, longest, fuse)
 
 
@@ -147,8 +149,11 @@ def probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Probabilities in the dtype of the scores, and the log-sum-exp of each row, float32 [H, Q, 1]."""
     x_HQK = torch.where(_seen(at_Q, at_K, window), capped(scores_HQK.float() * scale, cap), -torch.inf)
-    lse_HQ1 = x_HQK.logsumexp(-1, keepdim=True)
-    return (x_HQK - lse_HQ1).exp().to(scores_HQK.dtype), lse_HQ1
+    top_HQ1 = x_HQK.amax(-1, keepdim=True)
+    e_HQK = (x_HQK - top_HQ1).exp()
+    sum_HQ1 = e_HQK.sum(-1, keepdim=True)
+    # Not exp(x − lse), in which large scores would lose what their log-sum-exp cannot hold.
+    return (e_HQK / sum_HQ1).to(scores_HQK.dtype), top_HQ1 + sum_HQ1.log()
 
 
 def gradients(
@@ -188,7 +193,7 @@ class DocumentAttention(torch.autograd.Function):
         B, H, T, d = q_BHTd.shape
         G = k_BGTd.shape[1]
         at_T = torch.arange(T, device=q_BHTd.device)
-        out_BTHd = q_BHTd.new_empty(B, T, H, d)
+        out_BTHd = q_BHTd.new_zeros(B, T, H, d)  # padding stays zero
         lse_BHT = q_BHTd.new_empty(B, H, T, dtype=torch.float32)
         for b, queries, keys in _blocks(spans, window):
             Q = queries.stop - queries.start
@@ -228,10 +233,11 @@ class DocumentAttention(torch.autograd.Function):
 
 
 def _blocks(spans: tuple[tuple[int, int, int], ...], window: int) -> Iterator[tuple[int, slice, slice]]:
-    """Row, queries, and the keys that any of them sees."""
+    """Row, queries (up to BLOCK, as many in each block of a document as can be), and the keys that any of them sees."""
     for b, start, end in spans:
-        for first in range(start, end, BLOCK):
-            stop = min(first + BLOCK, end)
+        size = -(-(end - start) // -(-(end - start) // BLOCK))
+        for first in range(start, end, size):
+            stop = min(first + size, end)
             yield b, slice(first, stop), slice(max(start, first - window + 1), stop)
 
 

@@ -3,7 +3,10 @@
 Norms and activations are the model's own code, so there is no second version of it that could be wrong. A module keeps
 its class and its parameters; only its `forward` is replaced, on the instance, and the class stays as it is for others.
 
-Legend: B rows, T tokens, H heads, d head size, r of its channels that are rotated.
+What is compiled sees two or three dimensions, all tokens in one: a compiler that takes a batch of one row for another
+program than a batch of two would start again whenever the other kind comes along.
+
+Legend: B rows, T tokens, N = B · T, F width, H heads, d head size, r of its channels that are rotated.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualtune_torch.kernels.attention import NotCovered
+
 Fuse = Callable[[Any], Any]  # `compiled.fuse`, or the identity
 
 ROTARY = "apply_rotary_pos_emb"  # what transformers' attention modules call
@@ -24,9 +29,13 @@ MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 def compile_norms(model: nn.Module, fuse: Fuse) -> bool:
     """Compile every RMSNorm. Returns whether there was one, as the next two do."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return fuse(type(self).forward)(self, x.reshape(-1, x.shape[-1])).view(x.shape)
+
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     for norm in norms:
-        norm.forward = MethodType(fuse(type(norm).forward), norm)
+        norm.forward = MethodType(forward, norm)
     return bool(norms)
 
 
@@ -34,7 +43,9 @@ def compile_mlps(model: nn.Module, fuse: Fuse) -> bool:
     """Compile what lies between the matrix products of every MLP that is down(act(gate(x)) · up(x))."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return self.down_proj(fuse(gated)(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        inner_NF = fuse(gated)(self.act_fn, gate.flatten(0, -2), up.flatten(0, -2))
+        return self.down_proj(inner_NF.view(gate.shape))
 
     mlps = [module for module in model.modules() if _names_in(module) == {*MLP}]
     for mlp in mlps:
@@ -56,40 +67,48 @@ def compile_rotary(model: nn.Module, fuse: Fuse) -> bool:
     return found
 
 
-def gated(activation: nn.Module, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
+def gated(activation: nn.Module, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     """The inside of a gated MLP. Shazeer, GLU variants improve transformer, arXiv 2002.05202."""
-    return activation(gate_BTF) * up_BTF
+    return activation(gate_NF) * up_NF
 
 
-def rotated(x_BHTd: Tensor, cos_B1Tr: Tensor, sin_B1Tr: Tensor) -> Tensor:
+def rotated(x_NHd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
     """The first r channels rotated, channel i with channel i + r/2. Su et al., RoFormer, arXiv 2104.09864."""
-    r = cos_B1Tr.shape[-1]
-    a, b, rest = x_BHTd[..., : r // 2], x_BHTd[..., r // 2 : r], x_BHTd[..., r:]
-    cos, sin = cos_B1Tr[..., : r // 2], sin_B1Tr[..., : r // 2]
+    r = cos_Nr.shape[-1]
+    a, b, rest = x_NHd[..., : r // 2], x_NHd[..., r // 2 : r], x_NHd[..., r:]
+    cos, sin = cos_Nr[:, None, : r // 2], sin_Nr[:, None, : r // 2]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
 class Rotate(torch.autograd.Function):
-    """`rotated`, whose gradient is the rotation back."""
+    """`rotated` for [B, H, T, d], laid out by token. Its gradient is the rotation back."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHTd: Tensor, cos_B1Tr: Tensor, sin_B1Tr: Tensor, fuse: Fuse) -> Tensor:
-        ctx.save_for_backward(cos_B1Tr, sin_B1Tr)
+    def forward(ctx: Any, x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, fuse: Fuse) -> Tensor:
+        ctx.save_for_backward(cos_Nr, sin_Nr)
         ctx.fuse = fuse
-        return fuse(rotated)(x_BHTd, cos_B1Tr, sin_B1Tr)
+        return _rotate(x_BHTd, cos_Nr, sin_Nr, fuse)
 
     @staticmethod
     def backward(ctx: Any, grad_BHTd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        cos_B1Tr, sin_B1Tr = ctx.saved_tensors
-        return ctx.fuse(rotated)(grad_BHTd, cos_B1Tr, -sin_B1Tr), None, None, None
+        cos_Nr, sin_Nr = ctx.saved_tensors
+        return _rotate(grad_BHTd, cos_Nr, -sin_Nr, ctx.fuse), None, None, None
+
+
+def _rotate(x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, fuse: Fuse) -> Tensor:
+    x_BTHd = x_BHTd.detach().transpose(1, 2)
+    return fuse(rotated)(x_BTHd.flatten(0, 1), cos_Nr, sin_Nr).view(x_BTHd.shape).transpose(1, 2)
 
 
 def rotate_both(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, fuse: Fuse
+    q_BHTd: Tensor, k_BGTd: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, fuse: Fuse
 ) -> tuple[Tensor, Tensor]:
-    """In place of transformers' function, with its arguments."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return Rotate.apply(q, cos, sin, fuse), Rotate.apply(k, cos, sin, fuse)
+    """In place of transformers' function, with its arguments; cosines and sines [B or 1, T, r]."""
+    if unsqueeze_dim != 1:
+        raise NotCovered(f"rotates heads along dimension {unsqueeze_dim}")
+    B, _, T, _ = q_BHTd.shape
+    cos_Nr, sin_Nr = (x.expand(B, T, -1).flatten(0, 1) for x in (cos, sin))
+    return Rotate.apply(q_BHTd, cos_Nr, sin_Nr, fuse), Rotate.apply(k_BGTd, cos_Nr, sin_Nr, fuse)
 
 
 def _rotates_alike(theirs: Callable[..., Any]) -> bool:
