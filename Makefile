@@ -2,6 +2,7 @@
 # make test    everything that can be tested on this machine
 # make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes
 # make lint    style, types
+# make bench   training speed against Hugging Face + PEFT and the peers that have an environment, a few minutes
 # make bench-data PEER_PYTHON=…   what data costs, against TRL (an interpreter that has it), half an hour or more
 # make wheel   build the wheel and prove it in a clean environment
 # make reliability   inject every fault that docs/reliability.md lists, and write its table anew
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test chaos lint format bench-data wheel reliability clean
+.PHONY: demo test chaos lint format bench bench-data wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -36,6 +37,10 @@ lint: .venv/.dev
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: .venv/.dev
+	$(BIN)/python benchmarks/peers.py --shared $(SHARED) --shape llama-19m --parts best \
+		--pairs 1 --steps 5 --curve 5 --no-tune --no-record
 
 bench-data: .venv/.dev
 	$(BIN)/python benchmarks/data.py --shared $(SHARED) --peer-python $(PEER_PYTHON)
