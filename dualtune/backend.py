@@ -61,10 +61,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """The sum of −log p over the targets (natural logarithm), and how many targets there were."""
+    """The sum of −log p over the targets (natural logarithm), still on the device, and how many targets there were."""
 
-    loss_sum: float
+    on_device: SupportsFloat
     num_targets: int
+
+    @property
+    def loss_sum(self) -> float:
+        """The number. To ask for it is to wait for it."""
+        return float(self.on_device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,9 @@ class MlxEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         with self._documents(batch):
-            return LossSum(self._loss_sum(self._inputs(batch), slopes=False).item(), batch.num_targets)
+            loss = self._loss_sum(self._inputs(batch), slopes=False)
+        mx.async_eval(loss)
+        return LossSum(loss, batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
         inputs = self._inputs(batch)

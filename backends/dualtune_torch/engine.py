@@ -81,8 +81,7 @@ class TorchEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         with torch.no_grad():
-            loss = self._loss_sum(batch)
-        return LossSum(float(loss), batch.num_targets)
+            return LossSum(self._loss_sum(batch), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
         self._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32)).to(self.model.device)

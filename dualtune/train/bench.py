@@ -205,8 +205,10 @@ def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range
             if batch.tokens_BT.shape not in seen:
                 seen.add(batch.tokens_BT.shape)
                 engine.evaluate(batch)
+                prepared.backend.synchronize()
             with spans("forward alone", step):
                 engine.evaluate(batch)
+                prepared.backend.synchronize()
         made += batches
     return made
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dualtune import interrupt
-from dualtune.backend import IGNORE_INDEX, Engine
+from dualtune.backend import IGNORE_INDEX, Engine, LossSum
 from dualtune.config import Config
 from dualtune.data.batches import Layout, make_batch, micro_batches, plan
 from dualtune.data.documents import Documents, tokenize
@@ -35,12 +35,15 @@ def evaluate(
     """The mean loss over the targets of all documents; `show(done, total)` is called after each micro-batch."""
     groups = plan(documents.lengths, range(len(documents)), layout)
     loss_sum, num_targets = 0.0, 0
+    queued: list[LossSum] = []
     for done, rows in enumerate(groups, start=1):
         interrupt.poll()
-        result = engine.evaluate(make_batch(documents, rows, seed=0, step=step))
-        loss_sum += result.loss_sum
-        num_targets += result.num_targets
+        queued.append(engine.evaluate(make_batch(documents, rows, seed=0, step=step)))
+        num_targets += queued[-1].num_targets
+        if len(queued) > 1:  # one behind, so that the device has the next while this one is waited for
+            loss_sum += queued.pop(0).loss_sum
         show(done, len(groups))
+    loss_sum += sum(result.loss_sum for result in queued)
     return EvalRecord(step=step, eval_loss=loss_sum / num_targets, eval_targets=num_targets)
 
 

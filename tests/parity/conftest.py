@@ -124,7 +124,7 @@ def stories(shared, tmp_path_factory) -> Material:
     short = [row for row in rows if len(row["question"]) < 130][:300]
     directory = tmp_path_factory.mktemp("stories")
     # Hugging Face's own float32 model is 8e-6 away from float64.
-    # Its log-probabilities go down to -25. Each engine is within 2.2e-5 of the float64 oracle, so two are within twice that.
+    # Log-probabilities down to -25: each engine is within 2.2e-5 of the float64 oracle, and so two within twice that.
     return _material(model_dir, [*short, *rows[:20]], directory, max_length=96, tolerance=4.5e-5)
 
 
