@@ -44,8 +44,14 @@ def compile_mlps(model: nn.Module, fuse: Fuse) -> bool:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        inner_NF = fuse(gated)(self.act_fn, gate.flatten(0, -2), up.flatten(0, -2))
-        return self.down_proj(inner_NF.view(gate.shape))
+
+        def inner(gate: Tensor, up: Tensor) -> Tensor:
+            return fuse(gated)(self.act_fn, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+
+        group = getattr(self.down_proj, "group", None)  # of LoRA layers; gate and up are kept anyway
+        if group is not None:
+            group.remake = lambda: inner(gate.detach(), up.detach())
+        return self.down_proj(inner(gate, up))
 
     mlps = [module for module in model.modules() if _names_in(module) == {*MLP}]
     for mlp in mlps:

@@ -6,8 +6,9 @@ For every layer i of a group, with x the input and x' the input after dropout:
     backward   v_i = s · g_i B_i    dB_i = s · g_iᵀ u_i    dA = vᵀ x' (at once)    dx = Σ g_i W_i + dropout(v A)
 
 That is 4Mr(I+O) operations in the backward pass, because u is kept and v is made once; autograd of the plain code needs
-as many, and two more passes over y. Kept are x' and u: W is frozen, so x itself is not needed. Gradients are added to
-the adapter's buffer in float32, and nothing is computed below the lowest adapter.
+as many, and two more passes over y. Kept are x' and u: W is frozen, so x itself is not needed; and where x can be made
+again from what others keep (`LoRAGroup.remake`), u alone. Gradients are added to the adapter's buffer in float32, and
+nothing is computed below the lowest adapter.
 
 Hu et al., LoRA, arXiv 2106.09685. Shapes: M tokens, I input features, O output features, r rank, S ranks of the group.
 """
@@ -37,6 +38,8 @@ class LoRAGroup:
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
         self.fuse = fuse
+        # Makes the input of the next call again. Set by who can, so that the input need not be kept.
+        self.remake: Callable[[], Tensor] | None = None
         self._input: Tensor | None = None
         self._outputs: dict[LoRALinear, Tensor] = {}
         for layer in self.layers:
@@ -80,19 +83,17 @@ class _GroupedLoRA(torch.autograd.Function):
     def forward(
         ctx: Any, x_BTI: Tensor, anchor: Tensor, group: LoRAGroup, noise_BT: Tensor | None
     ) -> tuple[Tensor, ...]:
-        first, r = group.layers[0], group.B_Or[0].shape[1]
+        r = group.B_Or[0].shape[1]
         x_MI = x_BTI.reshape(-1, x_BTI.shape[-1])
-        noise_M = noise_BT.flatten() if noise_BT is not None and first.dropout else None
-        kept_MI = (
-            x_MI if noise_M is None else group.fuse(dropped)(x_MI, noise_M, first.keys_I, *drop_rule(first.dropout))
-        )
+        noise_M = noise_BT.flatten() if noise_BT is not None and group.layers[0].dropout else None
+        kept_MI = _after_dropout(x_MI, group, noise_M)
         u_MS = kept_MI @ group.A_SI.T
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
             outputs.append(y_MO.view(*x_BTI.shape[:-1], -1))
-        ctx.save_for_backward(kept_MI, u_MS, noise_M)
-        ctx.group = group
+        ctx.group, ctx.remake, group.remake = group, group.remake, None
+        ctx.save_for_backward(kept_MI if ctx.remake is None else None, u_MS, noise_M)
         return tuple(outputs)
 
     @staticmethod
@@ -100,6 +101,9 @@ class _GroupedLoRA(torch.autograd.Function):
         kept_MI, u_MS, noise_M = ctx.saved_tensors
         group: LoRAGroup = ctx.group
         first, r = group.layers[0], group.B_Or[0].shape[1]
+        if kept_MI is None:
+            x_BTI = ctx.remake()
+            kept_MI = _after_dropout(x_BTI.reshape(-1, x_BTI.shape[-1]), group, noise_M)
         v_MS = torch.empty_like(u_MS)
         dx_MI = None
         u, v = u_MS.split(r, dim=1), v_MS.split(r, dim=1)
@@ -122,6 +126,13 @@ class _GroupedLoRA(torch.autograd.Function):
                 dx_MI, v_MS @ group.A_SI, noise_M, first.keys_I, *drop_rule(first.dropout)
             )
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
+
+
+def _after_dropout(x_MI: Tensor, group: LoRAGroup, noise_M: Tensor | None) -> Tensor:
+    first = group.layers[0]
+    if noise_M is None:
+        return x_MI
+    return group.fuse(dropped)(x_MI, noise_M, first.keys_I, *drop_rule(first.dropout))
 
 
 def weight_of(base: nn.Module, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,113 @@
+"""What the fast pieces of the torch backend bring, and what their sizes cost: variants of an engine, in turns.
+
+    python benchmarks/fast_pieces.py [--shape llama-19m] [--threads 1] [--rounds 8] [VARIANT …]
+
+A variant is a list of settings, such as `kernels=reference`, `dropout=0.05`, `dtype=float32`, `block=128` (queries of
+attention) or `rows=512` (of a chunk of the loss); the first one is what the others are compared with. Every variant is
+an engine of its own on the same documents; each round takes a step of every one, there and back. Seconds are those of
+whole steps. The profile is that of the first variant. Writes results/fast_pieces.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+import torch
+from peers_inputs import SHAPES
+
+from dualtune.adapter.spec import LoraSpec
+from dualtune.backend import Backend, LoadRequest, get_backend
+from dualtune.config.schema import AdapterConfig
+from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.documents import in_memory
+from dualtune_torch.kernels import attention, cross_entropy
+
+VARIANTS = (
+    "", "kernels=reference", "dropout=0.05", "dtype=float32",
+    "block=128", "block=64", "block=512", "rows=128", "rows=512", "rows=682", "rows=1024",
+)  # fmt: skip
+LENGTHS = (100, 330)  # of the documents, in tokens, about those of GSM8K
+NUM_DOCUMENTS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-19m")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("variants", nargs="*", default=VARIANTS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    path = record.RESULTS / "fast_pieces.json"
+    parts: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        parts[f"{args.shape}, {args.threads} threads"] = record.origin() | measure(args, Path(folder))
+    print(json.dumps(parts, indent=2), record.write("fast_pieces", {"parts": parts}), sep="\n")
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES[args.shape]
+    (folder / "config.json").write_text(json.dumps(shape))
+    vocab = SHAPES[args.shape]["vocab_size"]
+    rng = np.random.default_rng(0)
+    documents = in_memory(
+        [(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in rng.integers(*LENGTHS, NUM_DOCUMENTS)]
+    )
+    batches = micro_batches(documents, range(NUM_DOCUMENTS), Layout(2048, 2048), seed=0, step=0)
+    backend = get_backend("torch", "cpu")
+    steps = {name: stepper(backend, folder, batches, name) for name in args.variants}
+    for step in steps.values():
+        step(), step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(args.rounds):
+        for name in list(steps)[:: -1 if number % 2 else 1]:
+            seconds[name].append(steps[name]())
+    first = args.variants[0]
+    profile = backend.profile(steps[first], folder)
+    total = sum(profile.seconds.values())
+    return {
+        "num_tokens": documents.num_tokens,
+        "seconds": seconds,
+        "median_tokens_per_s": {n: documents.num_tokens / statistics.median(s) for n, s in seconds.items()},
+        "median_ratio": {
+            name: statistics.median(a / b for a, b in zip(times, seconds[first], strict=True))
+            for name, times in seconds.items()
+        },
+        "profile_of_the_first": {kind: s / total for kind, s in sorted(profile.seconds.items(), key=lambda i: -i[1])},
+    }
+
+
+def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> Callable[[], float]:
+    """A function that takes one optimizer step and returns its seconds."""
+    given = dict(item.split("=") for item in variant.split(",") if item)
+    block, rows = int(given.pop("block", attention.BLOCK)), int(given.pop("rows", cross_entropy.ROWS["cpu"]))
+    dtype, kernels, dropout = given.pop("dtype", "bfloat16"), given.pop("kernels", "auto"), given.pop("dropout", "0")
+    if given:
+        raise SystemExit(f"variant {variant!r}: there is no {', '.join(given)}")
+    defaults = AdapterConfig()
+    spec = LoraSpec(defaults.rank, defaults.alpha, float(dropout), tuple(defaults.targets))
+    engine = backend.load(LoadRequest(model, dtype, "auto", "random", spec, 0.0, seed=1, kernels=kernels))
+    num_targets = sum(batch.num_targets for batch in batches)
+
+    def step() -> float:
+        attention.BLOCK, cross_entropy.ROWS["cpu"] = block, rows
+        began = time.perf_counter()
+        for batch in batches:
+            engine.forward_backward(batch, num_targets=num_targets)
+        float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
+        return time.perf_counter() - began
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
