@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,9 @@ from dualtune.data.store import Document
 
 GRANULE = 16  # rows are padded to a multiple of it…
 WIDTHS_PER_DOUBLING = 8  # …and long ones to a coarser one, so that few shapes occur
-MOST_PADDING = 256  # tokens: a row that is shorter than the longest of its micro-batch by more opens a new one
+# Tokens that are worth a micro-batch, whose dispatch costs time however little it holds: a row that is shorter than the
+# longest of its micro-batch by more opens a new one.
+MOST_PADDING = 256
 
 Row = list[int]  # the documents of a row
 
@@ -40,12 +43,22 @@ class Layout:
 def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[Row]]:
     """The rows of each micro-batch. Longest first, so that an out-of-memory shows at once."""
     by_length = sorted(ids, key=lambda i: (-lengths[i], i))
-    rows = [[i] for i in by_length] if layout.row_length is None else pack(lengths, by_length, layout.row_length)
+    if layout.row_length is None:
+        return grouped(lengths, [[i] for i in by_length], layout.max_tokens)
+    full = pack(lengths, by_length, layout.row_length)
+    even = level(lengths, by_length, len(full))
+    ways = [full, even] if _width(lengths, even) <= layout.row_length else [full]
+    plans = [grouped(lengths, rows, layout.max_tokens) for rows in ways]
+    return min(plans, key=lambda groups: _cells(lengths, groups) + MOST_PADDING * len(groups))
+
+
+def grouped(lengths: np.ndarray, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """The rows, longest first, in micro-batches that fit."""
     used = [_used(lengths, row) for row in rows]
     groups: list[list[Row]] = []
     width = longest = 0
     for r in sorted(range(len(rows)), key=lambda r: -used[r]):
-        if groups and (len(groups[-1]) + 1) * width <= layout.max_tokens and longest - used[r] <= MOST_PADDING:
+        if groups and (len(groups[-1]) + 1) * width <= max_tokens and longest - used[r] <= MOST_PADDING:
             groups[-1].append(rows[r])
         else:
             groups.append([rows[r]])
@@ -73,6 +86,18 @@ def pack(lengths: np.ndarray, by_length: Sequence[int], row_length: int) -> list
     return rows
 
 
+def level(lengths: np.ndarray, by_length: Sequence[int], num_rows: int) -> list[Row]:
+    """Rows of about the same length: each document, longest first, into the shortest row.
+
+    Graham, Bounds on multiprocessing timing anomalies, 1969. Rows may come out longer than those of `pack`.
+    """
+    rows = [(0, r, Row()) for r in range(num_rows)]
+    for i in by_length:
+        used, r, row = rows[0]
+        heapreplace(rows, (used + int(lengths[i]), r, [*row, i]))
+    return [row for _, _, row in rows]
+
+
 def padded(length: int) -> int:
     """The width of a row that holds so many tokens: one of at most eight widths for every doubling."""
     granule = GRANULE
@@ -86,10 +111,20 @@ def _used(lengths: np.ndarray, row: Row) -> int:
     return int(sum(lengths[i] for i in row))
 
 
+def _width(lengths: np.ndarray, rows: Sequence[Row]) -> int:
+    """The tokens of the longest row."""
+    return max((_used(lengths, row) for row in rows), default=0)
+
+
+def _cells(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> int:
+    """The tokens of all micro-batches, padding included."""
+    return sum(len(rows) * padded(_width(lengths, rows)) for rows in groups)
+
+
 def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
     """The share of a plan's cells that hold a token."""
-    used = [[_used(lengths, row) for row in group] for group in groups]
-    return sum(map(sum, used)) / max(1, sum(len(rows) * padded(max(rows)) for rows in used))
+    used = sum(_used(lengths, row) for rows in groups for row in rows)
+    return used / max(1, _cells(lengths, groups))
 
 
 def micro_batches(documents: HasDocuments, ids: Iterable[int], layout: Layout, *, seed: int, step: int) -> list[Batch]:
@@ -98,7 +133,7 @@ def micro_batches(documents: HasDocuments, ids: Iterable[int], layout: Layout, *
 
 
 def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step: int) -> Batch:
-    shape = (len(rows), padded(max(_used(documents.lengths, row) for row in rows)))
+    shape = (len(rows), padded(_width(documents.lengths, rows)))
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     labels = np.full(shape, IGNORE_INDEX, np.int32)
     noise = np.zeros(shape, np.uint32)

@@ -1,5 +1,7 @@
 """Each fast piece of the torch backend against the plain code beside it: value, gradient, work and memory."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -88,6 +90,14 @@ def test_attention_inside_documents_is_the_masked_one(rows, heads, groups, windo
         assert gap(x.grad, y.grad) <= CLOSE[dtype]
 
 
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def flash_flop(q, k, *_, **__):
+    """Of two products, from shapes: the counter does not know this kernel."""
+    return 4 * math.prod(q[:3]) * k[2] * q[3]
+
+
 def test_attention_does_no_work_between_documents():
     """Multiplications: of many short documents far fewer than of one long one."""
 
@@ -95,7 +105,7 @@ def test_attention_does_no_work_between_documents():
         segments = segments_of(rows)
         where = attention.Documents.of(segments, torch.device("cpu"), FUSE["plain"])
         q, k, v = (leaf(randn(1, 2, segments.shape[1], 8)) for _ in range(3))
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping={FLASH: flash_flop}) as counter:
             out, _ = attention.attend(torch.nn.Module(), q, k, v, None, documents=where)
             out.sum().backward()
         return counter.get_total_flops()
@@ -103,7 +113,9 @@ def test_attention_does_no_work_between_documents():
     long, short = work([[960]]), work([[96] * 10])
     square = 7 * 2 * 2 * 8 * 960**2  # two products forward and five backward, of 2 heads of size 8
     assert short == square // 10
-    assert long < 0.65 * square  # blocks of 256 queries leave out 3/8 of the keys
+    # Blocks of 256 queries leave out 3/8 of the keys in the backward pass. The flash kernel of the forward pass leaves
+    # out what it can; it is counted in full.
+    assert long < (2 + 5 * 0.65) / 7 * square
 
 
 @pytest.mark.parametrize(("name", "value"), [("s_aux", "sinks"), ("position_bias", "slopes"), ("dropout", 0.1)])
@@ -155,10 +167,10 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 
 
 def test_the_loss_alone_takes_half_the_products():
-    hidden, head = randn(40, 8), randn(500, 8)
+    hidden, head = randn(48, 8), randn(500, 8)
     with FlopCounterMode(display=False) as counter:
-        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(40), None, FUSE["plain"])
-    assert counter.get_total_flops() == 2 * 40 * 8 * 500
+        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(48), None, FUSE["plain"])
+    assert counter.get_total_flops() == 2 * 48 * 8 * 500
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Causal attention inside documents, for rows that hold several: no work is done between documents.
 
-On a GPU this is FlashAttention over ragged sequences (`torch.nn.attention.varlen`). On a CPU, whose flash kernel is
-slow in the backward pass, each document takes two batched matrix products and a softmax, in blocks of queries that
-leave out the keys after them. The backward pass computes the probabilities again from the log-sum-exp of each row, as
-in Dao et al., FlashAttention, arXiv 2205.14135, section 3.1.
+On a GPU this is FlashAttention over ragged sequences (`torch.nn.attention.varlen`). On a CPU the forward pass is the
+flash kernel of torch, document by document. Its backward pass is slow: there, and for windows and soft caps, a document
+takes batched matrix products and a softmax, in blocks of queries that leave out the keys after them. The backward pass
+computes the probabilities again from the log-sum-exp of each row, as in Dao et al., FlashAttention, arXiv 2205.14135,
+section 3.1.
 
 Legend: B rows, T tokens of a row, H query heads, G key/value heads, d head size; within a block Q queries, K keys,
 R = H / G · Q queries of all the heads that share a key/value head.
@@ -22,6 +23,7 @@ from transformers import AttentionInterface
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 BLOCK = 256  # queries
+GRANULE = 16  # tokens: a CPU's library compiles a product for every shape, so lengths are rounded up to come again
 EVERYTHING = 1 << 30  # the window of a model that has none
 # What modules hand to an attention function, and what has no bearing on this one.
 WITHOUT_BEARING = {
@@ -163,13 +165,17 @@ def gradients(
     delta_HQ1: Tensor,
     at_Q: Tensor,
     at_K: Tensor,
+    end: int,
     scale: float,
     window: int,
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The probabilities again, and the gradient by the unscaled scores: p · (dp − delta) · scale · slope of the cap."""
+    """The probabilities again, and the gradient by the unscaled scores: p · (dp − delta) · scale · slope of the cap.
+
+    Both are zero for queries from the document's end on.
+    """
     x_HQK = capped(scores_HQK.float() * scale, cap)
-    probs_HQK = torch.where(_seen(at_Q, at_K, window), (x_HQK - lse_HQ1).exp(), 0.0)
+    probs_HQK = torch.where(_seen(at_Q, at_K, window) & (at_Q < end)[:, None], (x_HQK - lse_HQ1).exp(), 0.0)
     slope = scale if cap is None else scale * (1 - (x_HQK / cap).square())
     dscores_HQK = probs_HQK * (dprobs_HQK.float() - delta_HQ1) * slope
     return probs_HQK.to(scores_HQK.dtype), dscores_HQK.to(scores_HQK.dtype)
@@ -191,19 +197,17 @@ class DocumentAttention(torch.autograd.Function):
         fuse: Callable[[Any], Any],
     ) -> Tensor:
         B, H, T, d = q_BHTd.shape
-        G = k_BGTd.shape[1]
-        at_T = torch.arange(T, device=q_BHTd.device)
         out_BTHd = q_BHTd.new_zeros(B, T, H, d)  # padding stays zero
         lse_BHT = q_BHTd.new_empty(B, H, T, dtype=torch.float32)
-        for b, queries, keys in _blocks(spans, window):
-            Q = queries.stop - queries.start
-            scores_GRK = q_BHTd[b, :, queries].reshape(G, -1, d) @ k_BGTd[b, :, keys].mT
-            probs_HQK, lse_HQ1 = fuse(probabilities)(
-                scores_GRK.view(H, Q, -1), at_T[queries], at_T[keys], scale, window, cap
-            )
-            out_GRd = probs_HQK.view_as(scores_GRK) @ v_BGTd[b, :, keys]
-            out_BTHd[b, queries] = out_GRd.view(H, Q, d).transpose(0, 1)
-            lse_BHT[b, :, queries] = lse_HQ1.squeeze(-1)
+        for b, start, end in spans:
+            L, beyond = end - start, _beyond(start, end, T)
+            q_HLd, k_GLd, v_GLd = (x[b, :, start:beyond] for x in (q_BHTd, k_BGTd, v_BGTd))
+            if q_BHTd.device.type == "cpu" and cap is None and window >= beyond - start:
+                out_HLd, lse_HL = _flash(q_HLd, k_GLd, v_GLd, scale)
+            else:
+                out_HLd, lse_HL = _in_blocks(q_HLd, k_GLd, v_GLd, scale, window, cap, fuse)
+            out_BTHd[b, start:end] = out_HLd[:, :L].transpose(0, 1)
+            lse_BHT[b, :, start:end] = lse_HL[:, :L]
         ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT)
         ctx.rest = spans, scale, window, cap, fuse
         return out_BTHd
@@ -216,29 +220,66 @@ class DocumentAttention(torch.autograd.Function):
         at_T = torch.arange(T, device=q_BHTd.device)
         delta_BTH = (dout_BTHd.float() * out_BTHd).sum(-1)
         dq_BHTd, dk_BGTd, dv_BGTd = (_zeros_by_token(x) for x in (q_BHTd, k_BGTd, v_BGTd))
-        for b, queries, keys in _blocks(spans, window):
+        blocks = (
+            (b, end, *block) for b, start, end in spans for block in _blocks(start, _beyond(start, end, T), window)
+        )
+        for b, end, queries, keys in blocks:
             Q = queries.stop - queries.start
             q_GRd, k_GKd, v_GKd = q_BHTd[b, :, queries].reshape(G, -1, d), k_BGTd[b, :, keys], v_BGTd[b, :, keys]
             dout_GRd = dout_BTHd[b, queries].transpose(0, 1).reshape(G, -1, d)
             scores_GRK, dprobs_GRK = q_GRd @ k_GKd.mT, dout_GRd @ v_GKd.mT
             probs_HQK, dscores_HQK = fuse(gradients)(
                 scores_GRK.view(H, Q, -1), dprobs_GRK.view(H, Q, -1), lse_BHT[b, :, queries, None],
-                delta_BTH[b, queries].T[..., None], at_T[queries], at_T[keys], scale, window, cap,
+                delta_BTH[b, queries].T[..., None], at_T[queries], at_T[keys], end, scale, window, cap,
             )  # fmt: skip
             dscores_GRK = dscores_HQK.view_as(scores_GRK)
             dv_BGTd[b, :, keys] += probs_HQK.view_as(scores_GRK).mT @ dout_GRd
             dk_BGTd[b, :, keys] += dscores_GRK.mT @ q_GRd
-            dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)
+            dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)  # beyond the end zero, until its turn comes
         return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None, None
 
 
-def _blocks(spans: tuple[tuple[int, int, int], ...], window: int) -> Iterator[tuple[int, slice, slice]]:
-    """Row, queries (up to BLOCK, as many in each block of a document as can be), and the keys that any of them sees."""
-    for b, start, end in spans:
-        size = -(-(end - start) // -(-(end - start) // BLOCK))
-        for first in range(start, end, size):
-            stop = min(first + size, end)
-            yield b, slice(first, stop), slice(max(start, first - window + 1), stop)
+def _beyond(start: int, end: int, T: int) -> int:
+    """The end of a document, rounded up. What follows it in the row is computed too, seen by nobody and thrown away."""
+    return min(T, start - (start - end) // GRANULE * GRANULE)
+
+
+def _flash(q_HLd: Tensor, k_GLd: Tensor, v_GLd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """A document of L tokens, by torch's kernel for a CPU: [H, L, d], and the log-sum-exp of each row, [H, L]."""
+    R = len(q_HLd) // len(k_GLd)
+    k_HLd, v_HLd = (x_GLd.repeat_interleave(R, 0) for x_GLd in (k_GLd, v_GLd))
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out_1HLd, lse_1HL = attention(q_HLd[None], k_HLd[None], v_HLd[None], 0.0, True, scale=scale)
+    return out_1HLd[0], lse_1HL[0]
+
+
+def _in_blocks(
+    q_HLd: Tensor,
+    k_GLd: Tensor,
+    v_GLd: Tensor,
+    scale: float,
+    window: int,
+    cap: float | None,
+    fuse: Callable[[Any], Any],
+) -> tuple[Tensor, Tensor]:
+    """What `_flash` gives, with a window and a soft cap."""
+    (H, L, d), G = q_HLd.shape, len(k_GLd)
+    at_L = torch.arange(L, device=q_HLd.device)
+    out_HLd, lse_HL1 = q_HLd.new_empty(H, L, d), q_HLd.new_empty(H, L, 1, dtype=torch.float32)
+    for queries, keys in _blocks(0, L, window):
+        scores_GRK = q_HLd[:, queries].reshape(G, -1, d) @ k_GLd[:, keys].mT
+        scores_HQK = scores_GRK.view(H, -1, scores_GRK.shape[-1])
+        probs_HQK, lse_HL1[:, queries] = fuse(probabilities)(scores_HQK, at_L[queries], at_L[keys], scale, window, cap)
+        out_HLd[:, queries] = (probs_HQK.view_as(scores_GRK) @ v_GLd[:, keys]).view(H, -1, d)
+    return out_HLd, lse_HL1.squeeze(-1)
+
+
+def _blocks(start: int, end: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """Queries of a document (up to BLOCK, as many in each block as can be), and the keys that any of them sees."""
+    size = -(-(end - start) // -(-(end - start) // BLOCK))
+    for first in range(start, end, size):
+        stop = min(first + size, end)
+        yield slice(first, stop), slice(max(start, first - window + 1), stop)
 
 
 def _zeros_by_token(x_BHTd: Tensor) -> Tensor:

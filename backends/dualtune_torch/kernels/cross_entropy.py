@@ -7,7 +7,7 @@ they are computed once and kept nowhere. The head is frozen: its own gradient is
 The idea is that of Liger's fused linear cross-entropy (Hsu et al., arXiv 2410.10989) and of Wijmans et al., Cut Your
 Losses, arXiv 2411.09009.
 
-Legend: M rows with a target, R rows of a chunk, D hidden size, V vocabulary.
+Legend: M rows with a target, R rows of a chunk, P with padding, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 from dualtune_torch.kernels.attention import capped
 
 # Rows of a chunk, by device: few enough for memory, enough to use the head's weights well once they are read.
-ROWS = {"cpu": 256, "cuda": 1024}
+ROWS = {"cpu": 128, "cuda": 1024}
+GRANULE = 16  # rows of the last one: a CPU's library compiles a product for every shape, and these are the largest
 
 
 def reference(
@@ -42,12 +43,14 @@ def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Te
 def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
     """The chunk's loss. The logits are overwritten by its gradient, softmax − one-hot, times the slope of the cap."""
     x_RV = capped(logits_RV.float(), cap)
+    x_R1 = x_RV.gather(-1, labels_R[:, None])
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
-    loss = (lse_R1.squeeze(-1) - x_RV.gather(-1, labels_R[:, None]).squeeze(-1)).sum()
-    is_label_RV = torch.arange(x_RV.shape[-1], device=x_RV.device) == labels_R[:, None]
-    grad_RV = (x_RV - lse_R1).exp() - is_label_RV.to(x_RV.dtype)
-    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
-    return loss
+    probs_RV, target_R1 = (x_RV - lse_R1).exp(), (x_R1 - lse_R1).exp() - 1
+    if cap is not None:
+        probs_RV, target_R1 = (g * (1 - (x / cap).square()) for g, x in ((probs_RV, x_RV), (target_R1, x_R1)))
+    logits_RV.copy_(probs_RV)
+    logits_RV.scatter_(-1, labels_R[:, None], target_R1.to(logits_RV.dtype))  # cheaper than to look at every element
+    return (lse_R1 - x_R1).sum()
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -67,13 +70,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         for start in range(0, len(labels_M), rows):
-            chunk = slice(start, start + rows)
-            logits_RV = F.linear(hidden_MD[chunk], head_VD, bias_V)
+            hidden_RD, labels_R = hidden_MD[start : start + rows], labels_M[start : start + rows]
+            R = len(labels_R)
+            logits_PV = F.linear(F.pad(hidden_RD, (0, 0, 0, -R % GRANULE)), head_VD, bias_V)
             if grad_MD is None:
-                loss += fuse(loss_of_logits)(logits_RV, labels_M[chunk], cap)
+                loss += fuse(loss_of_logits)(logits_PV[:R], labels_R, cap)
             else:
-                loss += fuse(loss_and_gradient)(logits_RV, labels_M[chunk], cap)
-                torch.mm(logits_RV, head_VD, out=grad_MD[chunk])
+                loss += fuse(loss_and_gradient)(logits_PV[:R], labels_R, cap)
+                grad_MD[start : start + R] = (logits_PV @ head_VD)[:R]
         ctx.save_for_backward(grad_MD)
         return loss
 
