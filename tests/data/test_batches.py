@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.backend import IGNORE_INDEX
-from dualtune.data.batches import MOST_PADDING, Layout, fill, micro_batches, pack, padded, plan
+from dualtune.data.batches import MOST_PADDING, Layout, fill, level, micro_batches, pack, padded, plan
 from dualtune.data.store import Document
 
 lengths_ = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -134,6 +134,24 @@ def test_best_fit_decreasing_leaves_no_two_rows_that_would_fit_into_one(lengths,
 def test_a_document_goes_into_the_fullest_row_that_has_room():
     lengths = np.array([70, 60, 30, 40, 25])  # decreasing: 70, 60, then 40 beside 60, 30 beside 70, 25 alone
     assert pack(lengths, [0, 1, 3, 2, 4], 100) == [[0, 2], [1, 3], [4]]
+
+
+def test_a_short_last_row_is_shared_out_if_that_saves_a_micro_batch():
+    lengths = np.array([500, 400, 90, 300, 200])  # full rows: 990 and 500, too different for one micro-batch
+    assert pack(lengths, [0, 1, 3, 4, 2], 1000) == [[0, 1, 2], [3, 4]]
+    assert plan(lengths, range(5), Layout(2000, row_length=1000)) == [[[0, 4, 2], [1, 3]]]  # 790 and 700
+    # Where even rows save nothing, or would be too long, they stay as full as can be.
+    assert plan(lengths, range(5), Layout(1000, row_length=1000)) == [[[0, 1, 2]], [[3, 4]]]
+    assert plan(np.array([55, 45, 34, 33, 33]), range(5), Layout(300, row_length=100)) == [[[0, 1], [2, 3, 4]]]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 9))
+def test_even_rows_differ_by_no_more_than_a_document(lengths, num_rows):
+    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rows = level(np.array(lengths), by_length, num_rows)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    used = [sum(lengths[i] for i in row) for row in rows]
+    assert max(used) - min(used) <= max(lengths)
 
 
 @given(st.integers(1, 200_000))

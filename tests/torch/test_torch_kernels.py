@@ -10,6 +10,7 @@ from dualtune.adapter.spec import LoraSpec
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from dualtune_torch.adapter import AdapterBuffer  # noqa: E402
@@ -118,6 +119,39 @@ def test_attention_does_no_work_between_documents():
     assert long < (2 + 5 * 0.65) / 7 * square
 
 
+def test_products_come_again_in_the_same_shapes():
+    """A CPU's library compiles a product for every shape, which takes longer than most of the products."""
+
+    def shapes(lengths, chunk):
+        segments = segments_of([[*lengths, 50]])
+        where = attention.Documents.of(segments, torch.device("cpu"), FUSE["plain"])
+        q, k, v = (leaf(randn(1, 2, segments.shape[1], 8)) for _ in range(3))
+        hidden, labels = leaf(randn(chunk, 8)), torch.arange(chunk)
+        with Products() as products:
+            out, _ = attention.attend(torch.nn.Module(), q, k, v, None, documents=where)
+            out.sum().backward()
+            cross_entropy.LinearCrossEntropy.apply(hidden, randn(300, 8), None, labels, None, FUSE["plain"])
+        return products.shapes
+
+    assert shapes([33, 40, 47], 17) == shapes([48, 34, 41], 30)
+    assert shapes([33, 40, 47], 17) != shapes([33, 40, 49], 17) != shapes([33, 40, 49], 33)
+
+
+class Products(TorchDispatchMode):
+    """Notes the shapes of matrix products and of the flash kernel."""
+
+    NAMES = ("bmm", "mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in self.NAMES:
+            self.shapes.append([tuple(x.shape) for x in args if isinstance(x, torch.Tensor)])
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(("name", "value"), [("s_aux", "sinks"), ("position_bias", "slopes"), ("dropout", 0.1)])
 def test_what_attention_does_not_know_is_refused(name, value):
     where = attention.Documents.of(segments_of([[4]]), torch.device("cpu"), FUSE["plain"])
@@ -147,8 +181,6 @@ def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, fuse, monke
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     monkeypatch.setitem(cross_entropy.ROWS, "cpu", 16)
     sizes = []
 
