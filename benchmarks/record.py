@@ -34,6 +34,7 @@ def origin() -> dict[str, Any]:
         "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--short", *CODE) else ""),
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
+            "cpu": _cpu(),
             "cores": psutil.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
             "gpu": _gpu(),
@@ -44,6 +45,17 @@ def origin() -> dict[str, Any]:
 
 def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _cpu() -> str | None:
+    """Its name, and what makes products in bfloat16 fast; None where there is no /proc."""
+    try:
+        pairs = [line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+    except OSError:
+        return None
+    facts = {name.strip(): value.strip() for name, value in pairs}
+    units = [unit for unit in ("avx512_bf16", "amx_bf16") if unit in facts.get("flags", "").split()]
+    return f"{facts.get('model name', 'unknown')} ({', '.join(units) or 'neither avx512_bf16 nor amx_bf16'})"
 
 
 def _gpu() -> str | None:
