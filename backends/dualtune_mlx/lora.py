@@ -61,7 +61,7 @@ class SharedInput:
         h_BTI = (self.noise.noise_BT[..., None] ^ self._keys_I) * mx.array(MIX1, mx.uint32)
         h_BTI = (h_BTI ^ (h_BTI >> SHIFT)) * mx.array(MIX2, mx.uint32)
         keep_BTI = h_BTI.view(mx.int32) >= threshold(self.dropout)
-        return x_BTI * keep_BTI / (1.0 - self.dropout)
+        return x_BTI * keep_BTI * (1.0 / (1.0 - self.dropout))
 
 
 class LoRALinear(nn.Module):

@@ -72,10 +72,10 @@ def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
 
 
 def add_undropped(
-    dx_MI: Tensor, dlora_MI: Tensor, noise_M: Tensor, keys_I: Tensor, lowest: int, share: float
+    dx_MI: Tensor, dlora_MI: Tensor, noise_M: Tensor, keys_I: Tensor, lowest: int, factor: float
 ) -> Tensor:
     """dx plus what comes back through the dropout."""
-    return dx_MI + dropped(dlora_MI, noise_M, keys_I, lowest, share)
+    return dx_MI + dropped(dlora_MI, noise_M, keys_I, lowest, factor)
 
 
 class _GroupedLoRA(torch.autograd.Function):
