@@ -94,7 +94,8 @@ def level(lengths: np.ndarray, by_length: Sequence[int], num_rows: int) -> list[
     rows = [(0, r, Row()) for r in range(num_rows)]
     for i in by_length:
         used, r, row = rows[0]
-        heapreplace(rows, (used + int(lengths[i]), r, [*row, i]))
+        row.append(i)
+        heapreplace(rows, (used + int(lengths[i]), r, row))
     return [row for _, _, row in rows]
 
 

@@ -182,7 +182,7 @@ def gradients(
 
 
 class DocumentAttention(torch.autograd.Function):
-    """`reference` by batched matrix products, one document and one block of queries at a time."""
+    """`reference`, one document at a time, and one block of queries in the backward pass."""
 
     @staticmethod
     def forward(
@@ -241,7 +241,7 @@ class DocumentAttention(torch.autograd.Function):
 
 def _beyond(start: int, end: int, T: int) -> int:
     """The end of a document, rounded up. What follows it in the row is computed too, seen by nobody and thrown away."""
-    return min(T, start - (start - end) // GRANULE * GRANULE)
+    return min(T, end + (start - end) % GRANULE)
 
 
 def _flash(q_HLd: Tensor, k_GLd: Tensor, v_GLd: Tensor, scale: float) -> tuple[Tensor, Tensor]:

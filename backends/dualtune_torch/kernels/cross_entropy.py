@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dualtune_torch.kernels.attention import capped
+from dualtune_torch.kernels.attention import GRANULE, capped
 
 # Rows of a chunk, by device: few enough for memory, enough to use the head's weights well once they are read.
 ROWS = {"cpu": 128, "cuda": 1024}
-GRANULE = 16  # rows of the last one: a CPU's library compiles a product for every shape, and these are the largest
 
 
 def reference(
