@@ -14,13 +14,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "redaction", "faults", "show", "versions"},
-    {"disk", "interrupt"},
+    {"disk", "interrupt", "checks"},
     {"adapter", "config"},
     {"base_model"},
     {"backend", "hooks"},
     {"memory", "hybrid", "data"},
     {"train"},
     {"platform", "transfer", "launch", "report"},
+    {"validate"},
     {"cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

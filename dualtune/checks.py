@@ -1,0 +1,37 @@
+"""What was looked at, what was found, and what mends it: a row of check-gpu, check-env, check-config and validate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dualtune.errors import EnvironmentFault
+from dualtune.show import in_columns
+
+# fail: it will not work. advice: it will, and could be better. skipped: not looked at, and `found` says why.
+Level = Literal["ok", "advice", "skipped", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    level: Level
+    found: str
+    mend: str | None = None  # the command that mends it, or the next step where no command can
+    exit_code: int = EnvironmentFault.exit_code  # of the program, where this fails
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """0, or the lowest code among those that fail: a wrong config explains what is wrong further on."""
+    return min((check.exit_code for check in checks if check.level == "fail"), default=0)
+
+
+def table(checks: Sequence[Check]) -> str:
+    """A line for each, with what mends it below."""
+    lines = in_columns([(check.level, check.name, check.found) for check in checks]).splitlines()
+    indent = " " * (2 + max((len(check.level) for check in checks), default=0))
+    rows = zip(lines, checks, strict=True)
+    return "\n".join(line + (f"\n{indent}-> {check.mend}" if check.mend else "") for line, check in rows)
