@@ -1,0 +1,202 @@
+"""The shapes of dense decoder-only transformers, from config.json alone: no weights, no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+class UnknownShape(Exception):
+    """There is no formula for the model. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Grouped-query attention and a feed-forward block in every layer, with norms before, and maybe after, both."""
+
+    hidden: int
+    inner: int  # of the feed-forward block
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool  # the output head is the embedding
+    gated: bool = True  # the feed-forward block is down(act(gate(x)) · up(x)), else down(act(up(x)))
+    qk_norm: bool = False  # queries and keys go through a norm, head by head
+    layer_norms: int = 2  # norms of a layer that are as wide as the model
+    biased: tuple[str, ...] = ()  # linear layers that have a bias
+
+    @property
+    def width(self) -> int:
+        """Of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """(out, in) of the linear layers of one layer, by the last part of their path."""
+        q, kv, d, inner = self.width, self.kv_width, self.hidden, self.inner
+        shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
+        gate = {"gate_proj": (inner, d)} if self.gated else {}
+        return shapes | gate | {"up_proj": (inner, d), "down_proj": (d, inner)}
+
+    @property
+    def linear_parameters(self) -> int:
+        """Of the weights of all layers' linear layers, without biases and the output head."""
+        return self.layers * sum(out * in_ for out, in_ in self.linears().values())
+
+    @property
+    def vector_parameters(self) -> int:
+        """Norms and biases."""
+        biases = sum(self.linears()[name][0] for name in self.biased)
+        norms = self.layer_norms * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return self.layers * (norms + biases) + self.hidden
+
+    @property
+    def table_parameters(self) -> int:
+        """The embedding, and the output head where that is a matrix of its own."""
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.linear_parameters + self.vector_parameters + self.table_parameters
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+# What the families are that a config.json does not say, by model_type; `tied` where it is silent, as transformers has
+# it. A family stands here once its parameters and activations were compared with those of the real engines.
+FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama": {"tied": False},
+        "mistral": {"tied": False},
+        "qwen2": {"tied": False, "biased": QKV},
+        "qwen3": {"tied": False, "qk_norm": True},
+    }
+)
+
+
+def decoder_of(config: Mapping[str, Any]) -> Decoder:
+    """The shape that a config.json describes. UnknownShape for a model that the formulas are not for."""
+    config = config.get("text_config", config)
+    kind = str(config.get("model_type"))
+    if num_experts(config):
+        raise UnknownShape("it is a mixture of experts, of which a token meets a few")
+    if kind not in FAMILIES:
+        raise UnknownShape(f"its model_type is {kind}; there are formulas for {', '.join(sorted(FAMILIES))}")
+    family = dict(FAMILIES[kind])
+    heads, hidden = number(config, "num_attention_heads"), number(config, "hidden_size")
+    if config.get("attention_bias"):
+        family["biased"] = (*QKV, "o_proj")
+    if config.get("mlp_bias"):
+        family["biased"] = (*family.get("biased", ()), "gate_proj", "up_proj", "down_proj")
+    if "tie_word_embeddings" in config:
+        family["tied"] = bool(config["tie_word_embeddings"])
+    return Decoder(
+        hidden=hidden,
+        inner=number(config, "intermediate_size"),
+        layers=number(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        vocab=number(config, "vocab_size"),
+        **family,
+    )
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Of a mixture of experts; 0 for a dense model."""
+    counts = [value for key, value in config.items() if "experts" in key and isinstance(value, int)]
+    return max((count for count in counts if count > 1), default=0)
+
+
+def number(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these keys that a config.json has. UnknownShape where it has none."""
+    found = next((config[name] for name in names if config.get(name)), None)
+    if not isinstance(found, int):
+        raise UnknownShape(f"its config.json has no {names[0]}")
+    return found
+
+
+# --- published models -------------------------------------------------------------------------------------------------
+
+
+def _config(
+    kind: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **rest: Any
+) -> Mapping[str, Any]:
+    """A whole config.json: enough to build the model with random weights."""
+    classes = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    return MappingProxyType(
+        {
+            "architectures": [f"{classes[kind]}ForCausalLM"],
+            "model_type": kind,
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": hidden // heads,
+            "vocab_size": vocab,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6 if kind in ("qwen2", "qwen3") else 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        | rest
+    )
+
+
+_TIED = {"tie_word_embeddings": True}
+_SMOLLM2 = _TIED | {"max_position_embeddings": 8192, "rope_theta": 100000.0}
+_ROPE3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_LLAMA3 = {
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": _ROPE3,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_LLAMA32 = _LLAMA3 | _TIED | {"rope_scaling": _ROPE3 | {"factor": 32.0}}
+_QWEN = {"max_position_embeddings": 32768, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645}
+_QWEN3 = _QWEN | {"max_position_embeddings": 40960, "head_dim": 128}
+
+# By hub id, smallest first.
+KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "HuggingFaceTB/SmolLM2-135M": _config("llama", 576, 1536, 30, 9, 3, 49152, **_SMOLLM2),
+        "HuggingFaceTB/SmolLM2-360M": _config("llama", 960, 2560, 32, 15, 5, 49152, **_SMOLLM2),
+        "Qwen/Qwen2.5-0.5B-Instruct": _config("qwen2", 896, 4864, 24, 14, 2, 151936, **_QWEN | _TIED),
+        "Qwen/Qwen3-0.6B": _config("qwen3", 1024, 3072, 28, 16, 8, 151936, **_QWEN3 | _TIED),
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0": _config(
+            "llama", 2048, 5632, 22, 32, 4, 32000, max_position_embeddings=2048
+        ),
+        "meta-llama/Llama-3.2-1B-Instruct": _config("llama", 2048, 8192, 16, 32, 8, 128256, **_LLAMA32),
+        "HuggingFaceTB/SmolLM2-1.7B": _config(
+            "llama", 2048, 8192, 24, 32, 32, 49152, **_SMOLLM2 | {"rope_theta": 130000.0}
+        ),
+        "Qwen/Qwen3-1.7B": _config("qwen3", 2048, 6144, 28, 16, 8, 151936, **_QWEN3 | _TIED),
+        "meta-llama/Llama-3.2-3B-Instruct": _config("llama", 3072, 8192, 28, 24, 8, 128256, **_LLAMA32),
+        "Qwen/Qwen3-4B": _config("qwen3", 2560, 9728, 36, 32, 8, 151936, **_QWEN3 | _TIED),
+        "meta-llama/Llama-2-7b-hf": _config("llama", 4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096),
+        "mistralai/Mistral-7B-Instruct-v0.3": _config(
+            "mistral", 4096, 14336, 32, 32, 8, 32768, max_position_embeddings=32768, rope_theta=1e6, sliding_window=None
+        ),
+        "Qwen/Qwen2.5-7B-Instruct": _config("qwen2", 3584, 18944, 28, 28, 4, 152064, **_QWEN),
+        "meta-llama/Llama-3.1-8B-Instruct": _config("llama", 4096, 14336, 32, 32, 8, 128256, **_LLAMA3),
+        "Qwen/Qwen3-8B": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, **_QWEN3),
+        "Qwen/Qwen3-14B": _config("qwen3", 5120, 17408, 40, 40, 8, 151936, **_QWEN3),
+        "Qwen/Qwen3-32B": _config("qwen3", 5120, 25600, 64, 64, 8, 151936, **_QWEN3),
+        "meta-llama/Llama-3.3-70B-Instruct": _config("llama", 8192, 28672, 80, 64, 8, 128256, **_LLAMA3),
+    }
+)
