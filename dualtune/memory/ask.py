@@ -1,0 +1,103 @@
+"""What an estimate is asked for, what it answers with, and what all backends have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Literal
+
+from dualtune.memory.shapes import Decoder
+
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+MASTER_BYTES = 4  # adapter, gradient and moments are float32 whatever the model computes in
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """How a model is to be trained. `estimate.ask_of` makes one of a config."""
+
+    backend: str  # "torch" or "mlx"
+    device: str  # "cuda", "metal" or "cpu"
+    quantization: str  # "none", "nf4", "affine4" or "affine8"
+    dtype: str  # "float32", "bfloat16" or "float16"
+    rank: int
+    targets: tuple[str, ...] | Literal["all-linear"]
+    micro_batch_tokens: int
+    max_length: int
+    packing: bool = True
+    kernels: str = "auto"
+    dropout: bool = True  # whether the adapter has any
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def cells(self) -> int:
+        """Tokens of the largest micro-batch, padding included: a row that does not fit has one for itself."""
+        return max(self.micro_batch_tokens, padded(self.max_length))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    name: str
+    bytes: int
+    formula: str  # with its inputs filled in
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The peak of a training step, by part."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def __getitem__(self, name: str) -> int:
+        """The bytes of a part."""
+        return next(part.bytes for part in self.parts if part.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The linear layers that have an adapter."""
+
+    num_weights: int  # of A and B together, for each unit of rank
+    inputs: int  # of all modules together
+    names: frozenset[str]  # the last parts of their paths
+    layers: int  # from the lowest that has one: below it nothing is kept
+
+
+@cache
+def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) -> Adapted:
+    """ConfigError for a target that selects nothing, as when the model is loaded."""
+    from dualtune.adapter.spec import OUTPUT_HEAD, select_modules
+
+    blocks = {
+        name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn" for name in decoder.linears()
+    }
+    available = {
+        f"model.layers.{i}.{blocks[name]}.{name}": shape
+        for i in range(decoder.layers)
+        for name, shape in decoder.linears().items()
+    } | ({} if decoder.tied else {OUTPUT_HEAD: (decoder.vocab, decoder.hidden)})
+    found = select_modules(available, (targets,) if isinstance(targets, str) else targets)
+    in_layers = [path for path in found if path != OUTPUT_HEAD]
+    return Adapted(
+        num_weights=sum(out + in_ for out, in_ in found.values()),
+        inputs=sum(in_ for _, in_ in found.values()),
+        names=frozenset(path.split(".")[-1] for path in found),
+        layers=decoder.layers - min((int(path.split(".")[2]) for path in in_layers), default=decoder.layers),
+    )
+
+
+def padded(length: int) -> int:
+    """The width of a row of so many tokens, as `dualtune.data.batches.padded` has it, which lies beside this part."""
+    granule = 16
+    while granule * 16 < length:
+        granule *= 2
+    return -(-length // granule) * granule
