@@ -4,71 +4,52 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-import sys
-from dataclasses import dataclass, field
-from importlib import import_module
+import re
+from dataclasses import replace
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from dualtune.platform import apple, cpu, nvidia
+from dualtune.platform.machine import Gpu, Machine, Surroundings
 from dualtune.versions import versions_of
 
+__all__ = ["Gpu", "Machine", "detect", "is_installed"]
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    name: str
-    total_bytes: int
-    free_bytes: int
-    compute_capability: str  # "9.0"
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What was found. `gpu_problem` says why no NVIDIA GPU was, in the driver's words."""
-
-    system: str
-    arch: str
-    python: str
-    cpu: str
-    cores: int
-    memory_bytes: int
-    available_bytes: int
-    gpus: list[Gpu] = field(default_factory=lambda: [])
-    driver: str | None = None
-    cuda: str | None = None  # the newest CUDA that the driver supports
-    gpu_problem: str | None = None
-    packages: dict[str, str] = field(default_factory=lambda: {})
-
-    @property
-    def is_apple_silicon(self) -> bool:
-        return self.system == "Darwin" and self.arch == "arm64"
-
-
-PACKAGES = ("torch", "bitsandbytes", "transformers", "peft", "mlx", "mlx-lm")
+# `pynvml` is here to be warned of: see problems.py.
+PACKAGES = ("torch", "bitsandbytes", "transformers", "peft", "mlx", "mlx-lm", "pynvml")
+NVIDIA_VENDOR = "0x10de"
 
 
 def detect() -> Machine:
     """Look at this machine. Never raises: what cannot be found out is reported as such."""
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    found = nvidia.look(visible_devices)
+    name, features = cpu.linux_cpu()
     memory = psutil.virtual_memory()
-    gpus, driver, cuda, problem = _nvidia()
-    return Machine(
+    machine = Machine(
         system=platform.system(),
         arch=platform.machine(),
         python=platform.python_version(),
-        cpu=_cpu_name(),
-        cores=os.cpu_count() or 1,
+        cpu=name,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory.total,
         available_bytes=memory.available,
-        gpus=gpus,
-        driver=driver,
-        cuda=cuda,
-        gpu_problem=problem,
-        packages=versions_of(PACKAGES),
+        gpus=list(found.visible),
+        driver=found.driver,
+        cuda=found.cuda,
+        gpu_problem=found.problem,
+        packages=_packages(),
+        hidden_gpus=found.hidden,
+        gpu_fault=found.fault,
+        mig_without_slice=found.mig_without_slice,
+        visible_devices=visible_devices,
+        cpu_features=features,
+        torch_cuda=torch_cuda(),
+        surroundings=surroundings(),
     )
+    return _as_mac(machine) if machine.system == "Darwin" else _within_limit(machine)
 
 
 def is_installed(framework: str) -> bool:
@@ -76,46 +57,72 @@ def is_installed(framework: str) -> bool:
     return find_spec(framework) is not None
 
 
-def _nvidia() -> tuple[list[Gpu], str | None, str | None, str | None]:
-    """(GPUs, driver version, CUDA version, problem) by NVML."""
-    pynvml: Any = import_module("pynvml")  # of the distribution nvidia-ml-py
+def _packages() -> dict[str, str]:
+    """The packages that matter, also where a framework lies on the path without its metadata."""
+    found = versions_of(PACKAGES)
+    present = {name: "?" for name in ("torch", "mlx") if name not in found and is_installed(name)}
+    return found | present
+
+
+def torch_cuda() -> str | None:
+    """The CUDA that torch is built for, from its version.py: "13.0", "none", or None where there is no torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return [], None, None, str(error)
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    line = re.search(r"^cuda\b[^=\n]*=\s*(?:None|'([0-9.]+)')", text, re.MULTILINE)
+    return (line[1] or "none") if line else None
+
+
+def surroundings(root: Path = Path("/")) -> Surroundings:
+    """Containers, WSL, and what the kernel knows of NVIDIA hardware."""
+    return Surroundings(
+        wsl="microsoft" in _read(root / "proc/version").lower(),
+        wsl_driver=(root / "usr/lib/wsl/lib/libnvidia-ml.so.1").exists(),
+        container=any((root / name).exists() for name in (".dockerenv", "run/.containerenv")),
+        nvidia_card=any(
+            _read(device / "vendor").strip() == NVIDIA_VENDOR and _read(device / "class").startswith("0x03")
+            for device in (root / "sys/bus/pci/devices").glob("*")
+        ),
+        nvidia_device=(root / "dev/nvidia0").exists(),
+    )
+
+
+def _read(path: Path) -> str:
     try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        gpus = [_gpu(pynvml, i) for i in _visible(pynvml.nvmlDeviceGetCount())]
-        return gpus, pynvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", None
-    except pynvml.NVMLError as error:
-        return [], None, None, str(error)
-    finally:
-        pynvml.nvmlShutdown()
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
-def _visible(count: int) -> list[int]:
-    """The indices that CUDA_VISIBLE_DEVICES leaves; UUIDs in it are not resolved, and all GPUs are listed."""
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None or wanted.strip().startswith(("GPU-", "MIG-")):
-        return list(range(count))
-    # CUDA stops at the first entry that is no GPU.
-    parts = takewhile(lambda part: part.strip().isdigit() and int(part) < count, wanted.split(","))
-    return [int(part) for part in parts]
+def _as_mac(machine: Machine) -> Machine:
+    values = apple.sysctl()
+    limit_bytes, source = apple.metal_limit(machine.memory_bytes, values.get("iogpu.wired_limit_mb"))
+    rosetta = apple.is_rosetta(machine.arch, values)
+    has_metal = machine.arch == "arm64" or rosetta
+    return replace(
+        machine,
+        cpu=values.get("machdep.cpu.brand_string") or "Apple",
+        cpu_features=apple.features(values),
+        macos=values.get("kern.osproductversion") or platform.mac_ver()[0],
+        metal_limit_bytes=limit_bytes if has_metal else None,
+        metal_limit_source=source if has_metal else "",
+        surroundings=replace(machine.surroundings, rosetta=rosetta),
+    )
 
 
-def _gpu(pynvml: Any, index: int) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    return Gpu(pynvml.nvmlDeviceGetName(handle), memory.total, memory.free, f"{major}.{minor}")
-
-
-def _cpu_name() -> str:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "Apple"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def _within_limit(machine: Machine) -> Machine:
+    """The memory that a control group leaves, where that is less."""
+    limit = cpu.memory_limit()
+    if limit is None or limit[0] >= machine.memory_bytes:
+        return machine
+    limit_bytes, used_bytes = limit
+    return replace(
+        machine,
+        memory_bytes=limit_bytes,
+        available_bytes=min(machine.available_bytes, max(0, limit_bytes - used_bytes)),
+        memory_limit_bytes=limit_bytes,
+    )

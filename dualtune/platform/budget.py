@@ -1,0 +1,49 @@
+"""How many bytes a run may use on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dualtune.platform.machine import GIB, Machine
+
+# What a run does not get of a GPU that nobody else uses: the driver's own share, a screen, error correction. NVML
+# reports 0.3 to 0.6 GB less free than total on an idle card.
+GPU_RESERVE_BYTES = GIB // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes, and the sentence that says where they come from."""
+
+    bytes: int
+    reason: str
+
+
+def budget(machine: Machine, platform: str = "auto") -> Budget:
+    """The memory for a run on `platform`: "cuda", "cuda:1", "mlx", "cpu", or "auto" for what the hardware is for.
+
+    0 bytes where the machine has no such device; the reason says so.
+    """
+    if platform == "auto":
+        platform = machine.platform
+    if platform.startswith("cuda"):
+        return _of_gpu(machine, int(platform.partition(":")[2] or 0))
+    if platform == "mlx" and machine.metal_limit_bytes is not None:
+        share = f"{machine.metal_limit_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.0f} GiB of unified memory"
+        return Budget(machine.metal_limit_bytes, f"Metal's working set, {share} ({machine.metal_limit_source})")
+    limit = " of the control group" if machine.memory_limit_bytes is not None else ""
+    memory = f"{machine.available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB of memory"
+    return Budget(machine.available_bytes, f"{memory}{limit} available")
+
+
+def _of_gpu(machine: Machine, index: int) -> Budget:
+    if index >= len(machine.gpus):
+        count = len(machine.gpus)
+        found = "no NVIDIA GPU is visible" if not count else f"there is no GPU {index}, only {count} visible"
+        return Budget(0, found)
+    gpu = machine.gpus[index]
+    usable = gpu.total_bytes - GPU_RESERVE_BYTES
+    total = f"{gpu.total_bytes / GIB:.1f} GiB"
+    if gpu.free_bytes < usable:
+        return Budget(gpu.free_bytes, f"{gpu.free_bytes / GIB:.1f} of {total} free on {gpu.name}")
+    return Budget(usable, f"{total} on {gpu.name}, less {GPU_RESERVE_BYTES / GIB:.1f} GiB for driver and screen")
