@@ -1,0 +1,54 @@
+"""What dualtune needs installed, read from its own metadata: least versions live in pyproject.toml and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from dualtune.checks import Check
+
+US = "dualtune"
+
+
+def least_python() -> SpecifierSet:
+    """The Python versions that dualtune runs on."""
+    return SpecifierSet(metadata.metadata(US).get("Requires-Python", ""))
+
+
+def requirements(extra: str, system: str) -> list[Requirement]:
+    """What `pip install 'dualtune[extra]'` asks for on a system ("Linux", "Darwin"), what the extra brings last."""
+    asked = [Requirement(line) for line in metadata.requires(US) or []]
+    base = [one for one in asked if one.marker is None or one.marker.evaluate(_where("", system))]
+    with_extra = [one for one in asked if one.marker is None or one.marker.evaluate(_where(extra, system))]
+    return base + [one for one in with_extra if one not in base]
+
+
+def _where(extra: str, system: str) -> dict[str, str]:
+    return {"extra": extra, "platform_system": system}
+
+
+def at_least(found: str, least: str) -> bool:
+    """Whether a version is another or newer: 0.10 is newer than 0.7, and 13.0 than 12.1."""
+    return Version(found) >= Version(least)
+
+
+def package_checks(asked: list[Requirement], extra: str, installed: Mapping[str, str]) -> list[Check]:
+    """A row for each package."""
+    return [_package_check(one, extra, installed.get(one.name)) for one in asked]
+
+
+def _package_check(asked: Requirement, extra: str, found: str | None) -> Check:
+    needed = f"{asked.name}{asked.specifier}"
+    if found is None:
+        return Check(asked.name, "fail", f"not installed, {needed} is needed", f"pip install 'dualtune[{extra}]'")
+    try:
+        fits = asked.specifier.contains(Version(found), prereleases=True)  # a nightly build is as new as its number
+    except InvalidVersion:
+        fits = False
+    if fits:
+        return Check(asked.name, "ok", found)
+    return Check(asked.name, "fail", f"got {found}, {needed} is needed", f"pip install --upgrade '{needed}'")
