@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from dualtune.errors import ConfigError
+# Part of what an adapter is, in a file of their own because they need no NumPy.
+from dualtune.adapter.targets import ALL_LINEAR as ALL_LINEAR
+from dualtune.adapter.targets import OUTPUT_HEAD as OUTPUT_HEAD
+from dualtune.adapter.targets import Shapes
+from dualtune.adapter.targets import is_target as is_target
+from dualtune.adapter.targets import select_modules as select_modules
 
 Tensors = dict[str, np.ndarray]
-Shapes = Mapping[str, tuple[int, int]]  # module path -> (out, in) of its weight
 
-ALL_LINEAR = "all-linear"
-OUTPUT_HEAD = "lm_head"
 PREFIX = "base_model.model."
 _NAME = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight$")
 
@@ -53,33 +55,6 @@ def parse_name(name: str) -> tuple[str, str] | None:
 def modules_of(tensors: Iterable[str]) -> list[str]:
     """The sorted module paths that the tensor names speak of."""
     return sorted({parsed[0] for name in tensors if (parsed := parse_name(name))})
-
-
-def is_target(module: str, targets: Iterable[str]) -> bool:
-    """PEFT's rule for a list of names: the whole path, or its last components."""
-    return any(module == target or module.endswith("." + target) for target in targets)
-
-
-def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """The linear layers of a model that the targets select, in sorted order.
-
-    "all-linear" means every linear layer but the output head, as in PEFT. ConfigError, with the names that the model
-    has, for a target that selects nothing.
-    """
-    selected: dict[str, tuple[int, int]] = {}
-    for target in targets:
-        found = [
-            module
-            for module in available
-            if (module.split(".")[-1] != OUTPUT_HEAD if target == ALL_LINEAR else is_target(module, (target,)))
-        ]
-        if not found:
-            names = sorted({module.split(".")[-1] for module in available})
-            raise ConfigError(
-                f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names)}"
-            )
-        selected |= {module: available[module] for module in found}
-    return dict(sorted(selected.items()))
 
 
 def init_adapter(shapes: Shapes, rank: int, seed: int) -> Tensors:

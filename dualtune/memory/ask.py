@@ -75,7 +75,7 @@ class Adapted:
 @cache
 def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) -> Adapted:
     """ConfigError for a target that selects nothing, as when the model is loaded."""
-    from dualtune.adapter.spec import OUTPUT_HEAD, select_modules
+    from dualtune.adapter.targets import OUTPUT_HEAD, select_modules
 
     blocks = {
         name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn" for name in decoder.linears()

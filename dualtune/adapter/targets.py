@@ -1,0 +1,39 @@
+"""Which linear layers of a model a list of targets selects. Without NumPy, so that an estimate of memory is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from dualtune.errors import ConfigError
+
+Shapes = Mapping[str, tuple[int, int]]  # module path -> (out, in) of its weight
+
+ALL_LINEAR = "all-linear"
+OUTPUT_HEAD = "lm_head"
+
+
+def is_target(module: str, targets: Iterable[str]) -> bool:
+    """PEFT's rule for a list of names: the whole path, or its last components."""
+    return any(module == target or module.endswith("." + target) for target in targets)
+
+
+def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """The linear layers of a model that the targets select, in sorted order.
+
+    "all-linear" means every linear layer but the output head, as in PEFT. ConfigError, with the names that the model
+    has, for a target that selects nothing.
+    """
+    selected: dict[str, tuple[int, int]] = {}
+    for target in targets:
+        found = [
+            module
+            for module in available
+            if (module.split(".")[-1] != OUTPUT_HEAD if target == ALL_LINEAR else is_target(module, (target,)))
+        ]
+        if not found:
+            names = sorted({module.split(".")[-1] for module in available})
+            raise ConfigError(
+                f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names)}"
+            )
+        selected |= {module: available[module] for module in found}
+    return dict(sorted(selected.items()))
