@@ -16,7 +16,7 @@ US = "dualtune"
 
 def least_python() -> SpecifierSet:
     """The Python versions that dualtune runs on."""
-    return SpecifierSet(metadata.metadata(US).get("Requires-Python", ""))
+    return SpecifierSet(metadata.metadata(US)["Requires-Python"])
 
 
 def requirements(extra: str, system: str) -> list[Requirement]:
