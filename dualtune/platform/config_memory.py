@@ -1,0 +1,77 @@
+"""Whether a config fits a machine, and what to change where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from dualtune.checks import Check
+from dualtune.memory.estimate import Ask, Estimate, estimate, longest_that_fits
+from dualtune.memory.shapes import Decoder
+from dualtune.platform.budget import Budget
+from dualtune.show import in_bytes
+
+FOUR_BIT: dict[str, Literal["nf4", "affine4"]] = {"torch": "nf4", "mlx": "affine4"}
+GRANULE = 64  # tokens; suggestions are multiples of it
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a run needs, by part, and what it may use."""
+
+    estimate: Estimate
+    budget: Budget
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.total_bytes <= self.budget.bytes
+
+
+def memory_row(memory: Memory, decoder: Decoder, ask: Ask) -> Check:
+    need, have = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
+    if not memory.budget.bytes:  # no such device, which is the business of another row
+        return Check("memory", "skipped", f"needs {need}; {memory.budget.reason}")
+    found = f"needs {need}, has {have} ({memory.budget.reason})"
+    if memory.fits:
+        return Check("memory", "ok", found)
+    return Check("memory", "fail", found, next(_mends(decoder, ask, memory.budget.bytes)))
+
+
+def _mends(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[str]:
+    """Settings that fit, the least harmful first; the last one says that there are none."""
+    if tokens := most_tokens(decoder, ask, have_bytes):
+        yield f"--set train.micro_batch_tokens={tokens} fits, and the result stays the same"
+    four_bit = replace(ask, quantization=FOUR_BIT[ask.backend])
+    if ask.quantization == "none":
+        if estimate(decoder, four_bit).total_bytes <= have_bytes:
+            yield f"--set model.quantization={four_bit.quantization} fits"
+        if tokens := most_tokens(decoder, four_bit, have_bytes):
+            yield f"--set model.quantization={four_bit.quantization} --set train.micro_batch_tokens={tokens} fits"
+    if length := _longest(decoder, ask, have_bytes):
+        yield f"--set data.max_length={length} --set train.micro_batch_tokens={length} fits; longer documents are cut"
+    if ask.quantization == "none" and (length := _longest(decoder, four_bit, have_bytes)):
+        yield (
+            f"--set model.quantization={four_bit.quantization} --set data.max_length={length} "
+            f"--set train.micro_batch_tokens={length} fits; longer documents are cut"
+        )
+    yield "Not even the shortest documents fit: take a smaller model or a larger machine"
+
+
+def _longest(decoder: Decoder, ask: Ask, have_bytes: int) -> int:
+    return longest_that_fits(decoder, ask, have_bytes) // GRANULE * GRANULE
+
+
+def most_tokens(decoder: Decoder, ask: Ask, have_bytes: int) -> int:
+    """The largest train.micro_batch_tokens below the given one that fits; 0 if one document is too much already."""
+
+    def fits(tokens: int) -> bool:
+        return estimate(decoder, replace(ask, micro_batch_tokens=tokens)).total_bytes <= have_bytes
+
+    low, high = ask.max_length, ask.micro_batch_tokens
+    if low >= high or not fits(low):
+        return 0
+    while high - low > GRANULE:  # low fits, high does not
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(low // GRANULE * GRANULE, ask.max_length)

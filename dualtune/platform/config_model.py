@@ -1,0 +1,130 @@
+"""The base model of a config, as far as it can be looked at before a download: its files, its shape, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualtune.base_model import resolve_model
+from dualtune.checks import Check
+from dualtune.config import Config
+from dualtune.data.hub import is_hub_name
+from dualtune.data.tokenizer import Tokenizer
+from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.memory.shapes import KNOWN, Decoder, UnknownShape, decoder_of
+from dualtune.platform.places import local_model, missing_files
+
+# What Hugging Face calls models that predict the next token; `architectures` in config.json says which class it is.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+WITH_MORE = "ForConditionalGeneration"  # images and the like besides, or an encoder
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What is known of a base model."""
+
+    directory: Path | None  # where its files are; None: not on this machine
+    config: Mapping[str, Any] | None  # its config.json; None: not known until it is downloaded
+
+
+def look_at_model(config: Config) -> tuple[BaseModel, list[Check]]:
+    """Find the model in a directory, in the hub's cache or among the published shapes. Nothing is downloaded."""
+    name = config.model.name
+    directory = local_model(name)
+    if directory is not None and (Path(name).expanduser().is_dir() or (directory / "config.json").is_file()):
+        return _on_this_machine(config, directory)
+    if not is_hub_name(name) or Path(name).exists():
+        found = f"there is no model directory {Path(name).expanduser()}"
+        return BaseModel(None, None), [_fails("model", found, "Set model.name to a directory or a hub id")]
+    if name in KNOWN:
+        found = f"{name}: not downloaded yet; its shape is known"
+        return BaseModel(None, KNOWN[name]), [Check("model", "ok", found), *_architecture(KNOWN[name])]
+    found = f"{name}: not downloaded yet, so its shape and the memory for it are unknown"
+    return BaseModel(None, None), [Check("model", "advice", found, f"hf download {name} --include '*.json'")]
+
+
+def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[Check]]:
+    """For a directory that the config names, what it lacks is a fault; a run completes what is in the hub's cache."""
+    name, weights = config.model.name, config.model.init == "pretrained"
+    named = Path(name).expanduser().is_dir()
+    try:
+        resolve_model(str(directory), weights=weights and named)
+        described: Mapping[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except EnvironmentFault as error:
+        return BaseModel(directory, None), [failure("model", error)]
+    except (OSError, ValueError) as error:
+        return BaseModel(directory, None), [_fails("model", f"{directory}/config.json cannot be read: {error}")]
+    row = Check("model", "ok", f"{name}, on this machine")
+    if missing := missing_files(directory, weights=weights):
+        lacks = f"{directory} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+        row = Check("model", "advice", f"{lacks}; the run downloads it", f"hf download {name}")
+        if named:
+            row = _fails("model", lacks, "Copy the whole model directory")
+    return BaseModel(directory, described), [row, *_architecture(described)]
+
+
+def _architecture(described: Mapping[str, Any]) -> list[Check]:
+    """A row where the model may be none that continues a text."""
+    names: list[str] = described.get("architectures") or []
+    if not names or any(name.endswith(CAUSAL) for name in names):
+        return []
+    found = f"{', '.join(names)}: not a model that predicts the next token ({', '.join(f'…{end}' for end in CAUSAL)})"
+    if any(name.endswith(WITH_MORE) for name in names):
+        return [Check("architecture", "advice", f"{found} alone; whether it loads shows when it is loaded")]
+    return [_fails("architecture", found, "Choose a causal language model")]
+
+
+def shape_of(model: BaseModel) -> tuple[Decoder | None, str]:
+    """The model's shape, or None and why there is none."""
+    if model.config is None:
+        return None, "the model's shape is not known before it is downloaded"
+    try:
+        return decoder_of(model.config), ""
+    except UnknownShape as error:
+        return None, f"there is no formula for this model: {error}"
+
+
+def look_at_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, Check]:
+    """Load the tokenizer and the chat template, if the model is here."""
+    if model.directory is None or not list(model.directory.glob("tokenizer*")):
+        if model.directory is None or not Path(config.model.name).expanduser().is_dir():
+            return None, Check("tokenizer", "skipped", "not downloaded yet")
+        found = f"{model.directory} has no tokenizer.json"
+        return None, _fails("tokenizer", found, "Copy the whole model directory")
+    try:
+        tokenizer = Tokenizer(model.directory, config.data.template)
+    except DualtuneError as error:
+        return None, failure("tokenizer", error)
+    if tokenizer.warning:
+        return tokenizer, Check("tokenizer", "advice", tokenizer.warning)
+    chats = "with a chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
+    return tokenizer, Check("tokenizer", "ok", chats)
+
+
+def length_row(config: Config, model: BaseModel) -> Check:
+    """data.max_length against the positions that the model was trained on."""
+    length = config.data.max_length
+    text = (model.config or {}).get("text_config", model.config or {})
+    learned = text.get("n_positions")  # a table of them, as in GPT-2; rotary positions can run on
+    longest = learned or text.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return Check("length", "skipped", "the model's config does not say how long a text it takes")
+    found = f"data.max_length is {length}, the model has positions up to {longest}"
+    if length <= longest:
+        return Check("length", "ok", found)
+    mend = f"--set data.max_length={longest}"
+    if learned:
+        return Check("length", "fail", f"{found} and no others", mend, ConfigError.exit_code)
+    return Check("length", "advice", f"{found}; it was not trained on longer texts", mend)
+
+
+def failure(name: str, error: DualtuneError) -> Check:
+    """A row that fails as the run would."""
+    return Check(name, "fail", "; ".join(str(error).splitlines()), exit_code=error.exit_code)
+
+
+def _fails(name: str, found: str, mend: str | None = None) -> Check:
+    return Check(name, "fail", found, mend, EnvironmentFault.exit_code)

@@ -1,0 +1,395 @@
+"""What check-config says of a config: one test for each kind of thing that can be wrong, and what mends it."""
+
+import json
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from dualtune.checks import exit_code
+from dualtune.config.examples import example_path
+from dualtune.platform.config_check import Report, check_config
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "dualtune" / "demo"
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """check_config of an example for a machine, with the demo's data and a run directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides: str, name: str = "training_config_h100", machine: str | None = "h100-80", **options) -> Report:
+        here = [f"data.train={DEMO / 'data' / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}", *overrides]
+        return check_config(example_path(name), here, machine_name=machine, **options)
+
+    return run
+
+
+def row(report: Report, name: str):
+    """The one row of this name."""
+    (found,) = [check for check in report.checks if check.name == name]
+    return found
+
+
+def faults(report: Report) -> dict[str, int]:
+    """name -> exit code of what fails."""
+    return {check.name: check.exit_code for check in report.checks if check.level == "fail"}
+
+
+# --- all in order ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "backend"),
+    [
+        ("training_config_h100", "h100-80", "torch"),
+        ("training_config_h100", "h200", "torch"),
+        ("training_config_m4", "m4-32", "mlx"),
+        ("rtx_24gb", "rtx-4090-24", "torch"),
+        ("rtx_16gb", "rtx-5080-16", "torch"),
+        ("gpu_llama7b_full", "rtx-3060-12", "torch"),
+        ("lora_chat", "cpu-64", "torch"),
+    ],
+)
+def test_an_example_passes_on_the_machine_that_it_is_for(check, open_backend, name, machine, backend):
+    open_backend(backend)
+    report = check(name=name, machine=machine)
+    assert (exit_code(report.checks), faults(report)) == (0, {})
+    assert row(report, "backend").found == f"{backend} honours every key"
+    assert row(report, "memory").level == "ok"
+    assert report.memory is not None
+    assert {"weights", "adapter", "optimizer", "activations"} <= {part.name for part in report.memory.estimate.parts}
+
+
+def test_nothing_is_downloaded_and_nobody_is_asked(check, monkeypatch):
+    import huggingface_hub
+
+    def refuse(*_):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    report = check("model.name=some/model", "data.train=some/dataset", "data.eval=some/other")
+    assert faults(report) == {}
+    assert [check.level for check in report.checks if "data" in check.name] == ["skipped", "skipped"]
+
+
+def test_nothing_is_written(check, tmp_path):
+    check()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the config ------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_with_several_problems_shows_all_with_their_lines_and_nothing_else(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("model:\n  name: a/b\nadapter:\n  rank: 0\ndata:\n  train: x.jsonl\n  max_lenght: 5\n")
+    report = check_config(path, ["train.epochs=no"])
+    assert [(check.name, check.level) for check in report.checks] == [("schema", "fail")] * 3
+    rank, length, epochs = (check.found for check in report.checks)
+    assert rank.startswith(f"{path}:4:") and "adapter.rank" in rank
+    assert f"{path}:7:" in length and "Did you mean 'max_length'" in length
+    assert epochs.startswith("--set train.epochs: ")
+    assert (exit_code(report.checks), report.memory) == (2, None)
+
+
+def test_an_unusual_adapter_is_advice_and_no_fault(check):
+    report = check("adapter.rank=128", "adapter.alpha=64", "adapter.dropout=0.3", "adapter.targets=[q_proj]")
+    assert [(c.level, c.found) for c in report.checks if c.name == "adapter"] == [
+        ("advice", "rank 128 is unusual"),
+        ("advice", "alpha 64 scales the adapter by 0.5"),
+        ("advice", "dropout 0.3 is high"),
+        ("advice", "only q_proj is adapted"),
+    ]
+    assert exit_code(report.checks) == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["adapter.rank=8", "adapter.alpha=16"],
+        ["adapter.rank=64", "adapter.alpha=128"],
+        ["adapter.dropout=0.2"],
+        ["adapter.targets=[q_proj,k_proj,v_proj,o_proj]"],
+        ["adapter.targets=all-linear"],
+    ],
+)
+def test_at_the_border_of_the_usual_there_is_no_advice(check, overrides):
+    assert row(check(*overrides), "adapter").level == "ok"
+
+
+def test_an_adapter_to_start_from_that_cannot_be_read_fails(check, tmp_path):
+    assert faults(check(f"adapter.init_from={tmp_path / 'none'}"))["start"] == 6
+
+
+# --- platform and backend --------------------------------------------------------------------------------------------
+
+
+def test_what_the_backend_refuses_is_a_row_for_each_key(check, open_backend):
+    open_backend("torch")
+    report = check("model.quantization=int8", "hybrid.enabled=true")
+    refused = [c for c in report.checks if c.name == "backend"]
+    assert [(c.level, c.exit_code) for c in refused] == [("fail", 2), ("fail", 2)]
+    assert refused[0].found.startswith("model.quantization: got int8")
+    assert refused[1].found.startswith("hybrid.enabled: got true")
+
+
+def test_the_platform_follows_the_machine(check, open_backend):
+    open_backend("mlx")
+    report = check(machine="m4-32")
+    assert row(report, "platform").found == "mlx: for that machine"
+    assert faults(report) == {"backend": 2}  # NF4, which MLX has not
+
+
+def test_cuda_without_a_gpu_fails_and_names_the_way_to_check_for_another_machine(check):
+    report = check(machine="cpu-64", platform="cuda")
+    assert faults(report) == {"platform": 4}
+    assert "--machine" in row(report, "platform").mend
+    assert row(report, "memory").level == "skipped"
+
+
+def test_a_backend_that_is_not_installed_is_skipped_for_another_machine_and_fails_for_this_one(check, monkeypatch):
+    from dualtune.errors import EnvironmentFault
+    from dualtune.platform import config_check
+
+    def missing(name, device):
+        raise EnvironmentFault(f"Backend '{name}' could not be imported: No module named '{name}'.")
+
+    monkeypatch.setattr(config_check, "get_backend", missing)
+    elsewhere = check()
+    assert (row(elsewhere, "backend").level, exit_code(elsewhere.checks)) == ("skipped", 0)
+    assert faults(check("model.name=" + str(DEMO / "model"), machine=None, platform="cpu"))["backend"] == 4
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A copy of the demo's model, to be damaged."""
+    return shutil.copytree(DEMO / "model", tmp_path / "model")
+
+
+def rewrite(model: Path, **keys) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+def test_a_model_in_a_directory_is_looked_at_with_its_tokenizer_and_template(check, model):
+    report = check(f"model.name={model}", "data.max_length=256")
+    assert row(report, "model").found == f"{model}, on this machine"
+    assert (row(report, "tokenizer").level, row(report, "tokenizer").found) == ("ok", "with a chat template")
+    assert row(report, "length").found == "data.max_length is 256, the model has positions up to 256"
+
+
+def test_a_directory_without_weights_fails_but_for_random_ones(check, model):
+    (model / "model.safetensors").unlink()
+    report = check(f"model.name={model}")
+    assert faults(report) == {"model": 4} and "has no weights" in row(report, "model").found
+    assert faults(check(f"model.name={model}", "model.init=random")) == {}
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere"])
+def test_a_directory_that_is_not_there_fails(check, name):
+    report = check(f"model.name={name}")
+    assert faults(report) == {"model": 4}
+    assert row(report, "model").found.startswith("there is no model directory ")
+
+
+def test_a_model_of_unknown_shape_is_advice_until_it_is_downloaded(check):
+    report = check("model.name=some/model")
+    assert (row(report, "model").level, exit_code(report.checks)) == ("advice", 0)
+    assert row(report, "model").mend == "hf download some/model --include '*.json'"
+    assert (row(report, "memory").level, report.memory) == ("skipped", None)
+
+
+def test_a_model_in_the_hubs_cache_is_found_and_its_missing_weights_are_told(check, model, monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "models--some--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(model, repo / "snapshots" / ("0" * 40))
+    report = check("model.name=some/model")
+    assert (row(report, "model").level, row(report, "model").found) == ("ok", "some/model, on this machine")
+    assert row(report, "tokenizer").level == "ok" and report.memory is not None
+    (repo / "snapshots" / ("0" * 40) / "model.safetensors").unlink()
+    report = check("model.name=some/model")
+    assert row(report, "model").level == "advice" and "the run downloads it" in row(report, "model").found
+    assert exit_code(report.checks) == 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "level"), [("BertForMaskedLM", "fail"), ("Gemma3ForConditionalGeneration", "advice")]
+)
+def test_a_model_that_does_not_continue_texts_is_told(check, model, architecture, level):
+    rewrite(model, architectures=[architecture])
+    report = check(f"model.name={model}")
+    assert (row(report, "architecture").level, exit_code(report.checks)) == (level, 4 if level == "fail" else 0)
+
+
+def test_a_model_without_a_formula_is_checked_but_for_its_memory(check, model):
+    rewrite(model, model_type="gpt_neox")
+    report = check(f"model.name={model}")
+    assert (row(report, "memory").level, report.memory) == ("skipped", None)
+    assert "there is no formula for this model" in row(report, "memory").found
+
+
+def test_a_template_that_is_not_there_fails(check, model):
+    assert faults(check(f"model.name={model}", "data.template=none.jinja")) == {"tokenizer": 2}
+
+
+def test_a_directory_without_a_tokenizer_fails(check, model):
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    assert faults(check(f"model.name={model}")) == {"tokenizer": 4}
+
+
+@pytest.mark.parametrize(
+    ("key", "level", "code"), [("max_position_embeddings", "advice", 0), ("n_positions", "fail", 2)]
+)
+def test_a_length_beyond_the_models_positions_is_advice_and_fails_where_they_are_a_table(
+    check, model, key, level, code
+):
+    described = json.loads((model / "config.json").read_text())
+    del described["max_position_embeddings"]
+    (model / "config.json").write_text(json.dumps(described | {key: 1024}))
+    report = check(f"model.name={model}", "data.max_length=1025", "train.micro_batch_tokens=2048")
+    assert (row(report, "length").level, exit_code(report.checks)) == (level, code)
+    assert row(report, "length").mend == "--set data.max_length=1024"
+    assert row(check(f"model.name={model}", "data.max_length=1024"), "length").level == "ok"
+
+
+def test_targets_that_the_model_lacks_are_told(check):
+    report = check("adapter.targets=[q_proj,k_proj,v_proj,wo]")
+    assert faults(report) == {"memory": 2} and "'wo'" in row(report, "memory").found
+
+
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+def test_data_that_are_not_there_fail(check):
+    report = check("data.train=data/train.jsonl", "data.eval=data/valid.jsonl")
+    assert faults(report) == {"data": 3, "eval data": 3}
+    assert row(report, "eval data").mend == "Put the data there, or name other data.eval"
+    assert row(report, "steps").level == "skipped"
+
+
+def test_a_bad_row_among_the_first_fails_unless_bad_rows_are_left_out(check, write_rows, qa_rows):
+    path = write_rows([*qa_rows[:2], {"prompt": "x", "completion": ""}, *qa_rows[2:], {"prompt": 1}])
+    report = check(f"data.train={path}")
+    assert faults(report) == {"data": 3}
+    assert row(report, "data").found.startswith(f"{path}:3: ")
+    assert row(report, "data").found.endswith(", and 1 more of the first 18 rows")
+    left_out = row(check(f"data.train={path}", "data.on_bad_row=skip"), "data")
+    assert (left_out.level, left_out.found) == ("advice", f"{path}: 2 of the first 18 rows left out")
+
+
+def test_unknown_keys_and_preference_pairs_fail(check, write_rows):
+    assert faults(check(f"data.train={write_rows([{'x': 1}])}")) == {"data": 3}
+    pairs = write_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "pairs.jsonl")
+    assert faults(check(f"data.train={pairs}")) == {"data": 2}
+
+
+def test_only_the_first_rows_are_converted_and_all_are_counted(check, write_rows, qa_rows):
+    path = write_rows(qa_rows[:1] * 150 + [{"prompt": 1}])
+    report = check(f"data.train={path}")
+    assert row(report, "data").found == f"{path}: the first 100 rows can be read, 151 in all"
+
+
+def test_a_large_file_is_not_read_through(check, write_rows, qa_rows, monkeypatch):
+    from dualtune.platform import config_data
+
+    path = write_rows(qa_rows)
+    monkeypatch.setattr(config_data, "CHEAP_BYTES", path.stat().st_size - 1)
+    report = check(f"data.train={path}")
+    assert row(report, "data").found == f"{path}: the first 16 rows can be read"
+    assert row(report, "steps").level == "skipped"
+
+
+def test_rows_that_are_cut_or_have_nothing_to_learn_are_told_where_the_tokenizer_is_here(check, tiny_llama, write_rows):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b" * 100}]
+    model = f"model.name={tiny_llama}"
+    report = check(model, f"data.train={write_rows(rows)}", "data.max_length=80")
+    assert row(report, "data").level == "advice"
+    assert "; 1 cut to data.max_length, 0 without a token to learn" in row(report, "data").found
+    report = check(model, f"data.train={write_rows(rows[1:])}", "data.max_length=16")
+    assert faults(report) == {"data": 3}
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "16 documents of at most 4096 tokens, in 4 micro-batches of up to 16384 tokens if all are that long"),
+        (["train.documents_per_step=1"], "1 document of at most 4096 tokens, in 1 micro-batch of up to 16384 tokens"),
+        (
+            ["train.documents_per_step=null", "train.tokens_per_step=20000", "train.micro_batch_tokens=auto"],
+            "up to 20000 tokens: 4 documents of at most 4096 tokens, in 4 micro-batches of up to 4096 tokens",
+        ),
+    ],
+)
+def test_a_step_is_told_in_words(check, overrides, words):
+    assert row(check(*overrides), "step").found.startswith(words)
+
+
+def test_the_number_of_steps_is_that_of_the_run(check, tiny_llama, open_backend, dualtune_main):
+    """320 rows, a tenth of them held out: 18 steps of 16 documents in each of 3 epochs. The run is asked too."""
+    open_backend("torch")
+    overrides = [f"model.name={tiny_llama}", "data.max_length=512", "train.documents_per_step=16"]
+    found = row(check(*overrides), "steps").found
+    assert found == "about 54: 3 epochs of 288 rows, 32 rows held out"
+    more = [f"data.train={DEMO / 'data' / 'train.jsonl'}", "model.quantization=none", "run.dir=runs/x"]
+    sets = [part for override in overrides + more for part in ("--set", override)]
+    result = dualtune_main("train", example_path("training_config_h100"), "--platform", "cpu", "--dry-run", *sets)
+    assert "steps       54 of 16 documents" in result.stdout
+
+
+def test_a_warm_up_longer_than_the_run_is_told(check, write_rows, qa_rows):
+    report = check(f"data.train={write_rows(qa_rows)}", "train.warmup=3")
+    assert (row(report, "steps").level, row(report, "steps").mend) == ("advice", "--set train.warmup=1")
+
+
+# --- exit codes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_code_of_what_fails_is_the_exit_code(check):
+    report = check("data.train=nowhere.jsonl", machine="rtx-3060-12")
+    assert (faults(report), exit_code(report.checks)) == ({"data": 3, "memory": 4}, 3)
+
+
+# --- run directory and disk ------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_that_cannot_be_used_fails(check, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert faults(check(f"run.dir={tmp_path / 'file'}")) == {"run.dir": 2}
+    assert faults(check(f"run.dir={tmp_path / 'file' / 'run'}")) == {"run.dir": 5}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    assert faults(check(f"run.dir={tmp_path / 'other'}")) == {"run.dir": 2}
+
+
+def test_a_run_that_would_go_on_is_told(check, tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert row(check(), "run.dir").found.endswith("run holds a run, which would go on")
+
+
+def test_a_disk_without_room_for_the_checkpoints_fails(check, monkeypatch):
+    """41,943,040 weights of 12 bytes in five checkpoints, and of 8 in the adapter: 2.9 GB, 2.7 GiB."""
+    usage = namedtuple("usage", "total used free")
+    needed = 41_943_040 * (5 * 12 + 8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
+    report = check()
+    assert faults(report) == {"disk": 5} and "needs 2.7 GiB more" in row(report, "disk").found
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
+    assert row(check(), "disk").found == "room for the checkpoints of 41,943,040 trainable weights"

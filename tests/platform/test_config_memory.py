@@ -1,0 +1,67 @@
+"""What check-config names where a config does not fit: settings that do, and no smaller than they have to be."""
+
+import re
+
+import pytest
+
+from dualtune.checks import Check
+from dualtune.config import load_config
+from dualtune.config.examples import example_path
+from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.shapes import KNOWN, decoder_of
+from dualtune.platform.budget import budget
+from dualtune.platform.config_memory import Memory, memory_row
+from dualtune.platform.machines import named
+
+# machine, changes of the H100 config -> the settings that are named
+CASES = {
+    ("a100-40", ""): "train.micro_batch_tokens",
+    ("rtx-4090-24", "data.max_length=2048"): "train.micro_batch_tokens",
+    ("h100-80", "model.quantization=none train.micro_batch_tokens=65536"): "train.micro_batch_tokens",
+    ("rtx-4090-24", "model.quantization=none data.max_length=3072 train.micro_batch_tokens=3072"): "model.quantization",
+    ("rtx-3060-12", "model.quantization=none data.max_length=256 train.micro_batch_tokens=8192"): (
+        "model.quantization train.micro_batch_tokens"
+    ),
+    ("rtx-3060-12", ""): "data.max_length train.micro_batch_tokens",
+    ("rtx-3060-12", "model.quantization=none"): "model.quantization data.max_length train.micro_batch_tokens",
+}  # fmt: skip
+
+
+def look(machine: str, *overrides: str) -> Check:
+    config = load_config(example_path("training_config_h100"), overrides)
+    decoder = decoder_of(KNOWN[config.model.name])
+    ask = ask_of(config, decoder, "torch", "cuda")
+    return memory_row(Memory(estimate(decoder, ask), budget(named(machine))), decoder, ask)
+
+
+def settings_of(row: Check) -> list[str]:
+    assert (row.level, row.exit_code) == ("fail", 4) and row.mend
+    return re.findall(r"--set (\S+)", row.mend)
+
+
+@pytest.mark.parametrize(("machine", "overrides"), CASES)
+def test_the_settings_that_are_named_fit(machine, overrides):
+    settings = settings_of(look(machine, *overrides.split()))
+    assert [setting.partition("=")[0] for setting in settings] == CASES[machine, overrides].split()
+    assert look(machine, *overrides.split(), *settings).level == "ok"
+
+
+@pytest.mark.parametrize(("machine", "overrides"), [case for case, named in CASES.items() if "tokens" in named])
+def test_more_tokens_than_are_named_do_not_fit(machine, overrides):
+    """By two granules of 64, because rows are padded to a granule of their own."""
+    settings = settings_of(look(machine, *overrides.split()))
+    more = [re.sub(r"=(\d+)$", lambda found: f"={int(found[1]) + 128}", setting) for setting in settings]
+    assert look(machine, *overrides.split(), *more).level == "fail"
+
+
+@pytest.mark.parametrize(("machine", "overrides"), [case for case, named in CASES.items() if "quant" in named])
+def test_the_base_is_left_as_it_is_where_that_can_fit(machine, overrides):
+    """What is named last, quantization, would not be needed if the other settings alone sufficed."""
+    (quantization, *others) = settings_of(look(machine, *overrides.split()))
+    assert quantization == "model.quantization=nf4"
+    assert look(machine, *overrides.split(), *others).level == "fail"
+
+
+def test_where_nothing_fits_that_is_said():
+    row = look("rtx-5080-16", "model.name=meta-llama/Llama-3.3-70B-Instruct")
+    assert not settings_of(row) and row.mend.startswith("Not even the shortest documents fit")
