@@ -104,6 +104,6 @@ def test_files_and_config_keys_exist(name):
 def test_messages_that_a_page_explains_are_printed_somewhere(name):
     sources = [*SCRIPTS, *(path.relative_to(ROOT) for path in (ROOT / "dualtune" / "platform").glob("*.py"))]
     printed = "".join(text_of(source) for source in sources)
-    for message in re.findall(r"(?m)^\| `([^`]+)` \| [^|]+ \|$", text_of(name)):
+    for message in re.findall(r"(?m)^\| `([^`]+)`[^|]*\| ", text_of(name)):
         fixed = max(re.split(r"\S*[\d.]\S*|\.venv", message), key=len)  # what is left without numbers and paths
         assert fixed in printed, message
