@@ -25,8 +25,8 @@ FEATURES = (  # (key, what it is called)
     ("hw.optional.avx512f", "AVX-512"),
     ("hw.optional.avx2_0", "AVX2"),
 )
-# Metal's default limit is not published; these shares are what recommendedMaxWorkingSetSize is known to be at least.
-# M5 Max with 128 GiB and macOS 26 has 0.84: github.com/antirez/ds4/pull/893. `check-gpu --probe` asks Metal itself.
+# Metal's default limit is not published; these shares of the memory are what its recommendedMaxWorkingSetSize is said
+# to be at least. An M5 Max with 128 GiB and macOS 26 has 0.84: github.com/antirez/ds4/pull/893.
 SMALL_MEMORY_BYTES, SMALL_SHARE, LARGE_SHARE = 36 * GIB, (2, 3), (3, 4)
 
 

@@ -1,32 +1,29 @@
-"""From a machine to a verdict and to a backend, always with the reason."""
+"""From a machine to a backend, always with the reason."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dualtune.backend import Backend, backend_names, get_backend
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.platform.detect import Machine, detect, is_installed
+from dualtune.platform.detect import detect, is_installed
+from dualtune.platform.machine import Machine
 
-GIB = 2**30
-PLATFORMS = ("auto", "mlx", "cuda", "cpu")
-# Device memory in GB (10^9, as GPUs are sold; NVML reports a little less than the label, hence "from"), best first.
-CUDA_CLASSES = ((70, "H100 class"), (24, "adequate"), (20, "low"), (0, "too small"))
-MAC_CLASSES = ((32, "good"), (16, "limited"), (0, "too small"))
+if TYPE_CHECKING:
+    from dualtune.backend import Backend
+
+__all__ = ["PLATFORMS", "Choice", "choose", "is_installed", "open_backend"]
+
+PLATFORMS = ("auto", "mlx", "cuda", "cpu", "cuda:N")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    platform: str  # "mlx", "cuda" or "cpu"
+    platform: str  # "mlx", "cuda", "cuda:1", "cpu" or the name of a third-party backend
     backend: str
     device: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    ok: bool  # there is an accelerator with enough memory, and what drives it is installed
-    text: str
 
 
 def choose(platform: str, machine: Machine | None = None) -> Choice:
@@ -34,55 +31,42 @@ def choose(platform: str, machine: Machine | None = None) -> Choice:
     match platform:
         case "mlx":
             return Choice("mlx", "mlx", "auto", "as asked")
-        case "cuda":
-            return Choice("cuda", "torch", "cuda", "as asked")
         case "cpu":
             return Choice("cpu", "torch", "cpu", "as asked")
         case "auto":
             return _automatic(machine or detect())
-        case name if name in backend_names():  # a third-party backend, by its entry-point name
-            return Choice(name, name, "auto", "as asked")
-        case unknown:
-            raise ConfigError(f"--platform: got '{unknown}', allowed: {', '.join(PLATFORMS)}")
+        case name if re.fullmatch(r"cuda(:\d+)?", name):
+            return Choice(name, "torch", name, "as asked")
+        case name:
+            return _third_party(name)
 
 
 def open_backend(choice: Choice) -> Backend:
+    from dualtune.backend import get_backend
+
     return get_backend(choice.backend, choice.device)
 
 
+def _third_party(name: str) -> Choice:
+    """A backend by its entry-point name."""
+    from dualtune.backend import backend_names
+
+    if name in backend_names():
+        return Choice(name, name, "auto", "as asked")
+    raise ConfigError(f"--platform: got '{name}', allowed: {', '.join(PLATFORMS)}")
+
+
 def _automatic(machine: Machine) -> Choice:
-    if machine.is_apple_silicon and is_installed("mlx"):
+    has_torch, has_mlx = "torch" in machine.packages, "mlx" in machine.packages
+    if machine.is_apple_silicon and has_mlx:
         return Choice("mlx", "mlx", "auto", f"Apple silicon ({machine.cpu}) with MLX installed")
-    if machine.gpus and is_installed("torch"):
+    if machine.gpus and has_torch:
         return Choice("cuda", "torch", "cuda", f"NVIDIA GPU ({machine.gpus[0].name}) with torch installed")
     without = "no NVIDIA GPU" if not machine.is_apple_silicon else "MLX is not installed"
-    if is_installed("torch"):
+    if has_torch:
         return Choice("cpu", "torch", "cpu", f"{without}; torch on the CPU")
-    if is_installed("mlx"):
+    if has_mlx:
         without = "an NVIDIA GPU, but torch is not installed" if machine.gpus else f"{without} and no torch"
         return Choice("mlx", "mlx", "auto", f"{without}; MLX on the CPU, which is slow")
     extra = "mlx" if machine.is_apple_silicon else "torch"
     raise EnvironmentFault(f"neither torch nor MLX is installed. Install one with: pip install 'dualtune[{extra}]'")
-
-
-def verdict(machine: Machine) -> Verdict:
-    """One sentence: can this machine fine-tune a language model, and why."""
-    if machine.gpus:
-        gpu = machine.gpus[0]
-        label = _class_of(gpu.total_bytes / 1e9, CUDA_CLASSES)
-        text = f"{gpu.name} with {gpu.total_bytes / GIB:.1f} GiB: {label}"
-        if not is_installed("torch"):
-            return Verdict(False, f"{text}, but torch is not installed: pip install 'dualtune[torch]'")
-        return Verdict(label != "too small", text)
-    if machine.is_apple_silicon:
-        label = _class_of(machine.memory_bytes / GIB, MAC_CLASSES)
-        text = f"{machine.cpu} with {machine.memory_bytes / GIB:.0f} GiB of unified memory: {label}"
-        if not is_installed("mlx"):
-            return Verdict(False, f"{text}, but MLX is not installed: pip install 'dualtune[mlx]'")
-        return Verdict(label != "too small", text)
-    reason = f"no NVIDIA GPU ({machine.gpu_problem})" if machine.gpu_problem else "no NVIDIA GPU is visible"
-    return Verdict(False, f"{reason} and no Apple silicon; tiny models can be trained with --platform cpu")
-
-
-def _class_of(memory: float, classes: tuple[tuple[int, str], ...]) -> str:
-    return next(label for least, label in classes if memory >= least)

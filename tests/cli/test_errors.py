@@ -97,7 +97,7 @@ def test_an_unknown_target_module_is_answered_with_those_of_the_model(config_fil
 
 def test_an_unknown_platform(config_file, refused):
     assert refused(2, "train", config_file(), "--platform", "tpu") == (
-        "--platform: got 'tpu', allowed: auto, mlx, cuda, cpu"
+        "--platform: got 'tpu', allowed: auto, mlx, cuda, cpu, cuda:N"
     )
 
 

@@ -1,0 +1,82 @@
+"""What suits a machine: the example config that was made for its kind, and the largest model that it can train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+from dualtune.memory.estimate import DTYPES, Ask, Estimate, estimate, longest_that_fits
+from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
+from dualtune.platform.budget import budget
+from dualtune.platform.machine import GB, Machine
+from dualtune.platform.thresholds import CPU_CONFIG, CUDA_CONFIGS, MAC_CONFIG, device_of
+
+# The platform of a machine -> (backend, device, 4-bit quantization).
+ENGINES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {"cuda": ("torch", "cuda", "nf4"), "mlx": ("mlx", "metal", "affine4"), "cpu": ("torch", "cpu", "nf4")}
+)
+RANK = 16
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LEAST_LENGTH = 1024  # tokens: a model that can only be shown shorter documents is not worth naming
+GRANULE = 64  # tokens, to which a length is rounded down
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """A model, the longest document that it can be trained on here, and the memory for that."""
+
+    name: str
+    max_length: int
+    estimate: Estimate
+
+
+def recommended_config(machine: Machine) -> str:
+    """The file in configs/ that was made for such a machine."""
+    match device_of(machine):
+        case "cuda":
+            memory = machine.gpus[0].total_bytes / GB
+            return next(name for least, name in CUDA_CONFIGS if memory >= least)
+        case "mlx":
+            return MAC_CONFIG
+        case "cpu":
+            return CPU_CONFIG
+
+
+def largest_model(machine: Machine) -> Largest | None:
+    """The largest published model that QLoRA (rank 16, all seven targets) can train here, one document at a time.
+
+    By memory alone: on a CPU it would take long. None where none of those that are known fits.
+    """
+    platform = device_of(machine)
+    have_bytes = budget(machine, platform).bytes
+    for name, decoder in _by_size():
+        ask = qlora(platform)
+        positions = KNOWN[name]["max_position_embeddings"]
+        length = min(longest_that_fits(decoder, ask, have_bytes), positions) // GRANULE * GRANULE
+        if length >= LEAST_LENGTH:
+            return Largest(name, length, estimate(decoder, qlora(platform, length)))
+    return None
+
+
+def qlora(platform: str, length: int = LEAST_LENGTH) -> Ask:
+    """4-bit training of documents of up to `length` tokens, one at a time."""
+    backend, device, quantization = ENGINES[platform]
+    return Ask(
+        backend=backend,
+        device=device,
+        quantization=quantization,
+        dtype=DTYPES[device],
+        rank=RANK,
+        targets=TARGETS,
+        micro_batch_tokens=length,
+        max_length=length,
+    )
+
+
+@cache
+def _by_size() -> tuple[tuple[str, Decoder], ...]:
+    """The published models, largest first."""
+    decoders = {name: decoder_of(config) for name, config in KNOWN.items()}
+    return tuple(sorted(decoders.items(), key=lambda item: -item[1].num_parameters))

@@ -1,0 +1,189 @@
+"""What `dualtune check-gpu` says of a machine: a row for each thing that was found, and one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dualtune.checks import Check, exit_code
+from dualtune.config.examples import example_path
+from dualtune.errors import EnvironmentFault
+from dualtune.platform.budget import Budget, budget
+from dualtune.platform.choose import choose
+from dualtune.platform.machine import GB, GIB, Gpu, Machine
+from dualtune.platform.problems import problems
+from dualtune.platform.question import Question, about_config
+from dualtune.platform.recommend import Largest, largest_model, recommended_config
+from dualtune.platform.thresholds import class_of, device_of
+from dualtune.show import in_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that is said of a machine."""
+
+    label: str  # of its class
+    sentence: str
+    checks: tuple[Check, ...]
+    platform: str  # "none" where nothing that could train is installed
+    reason: str
+    config: str
+    largest: Largest | None
+    budget: Budget
+    question: Question | None
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.checks)
+
+
+def judge(machine: Machine, question: Question | None = None, probed: Check | None = None) -> Report:
+    """The rows and the verdict. A question replaces the thresholds: it alone decides then, and a probe's failure."""
+    platform, reason = _platform(machine)
+    largest, config = largest_model(machine), recommended_config(machine)
+    rows = [*_system_rows(machine), *_accelerator_rows(machine), *problems(machine)]
+    rows.append(Check("packages", "ok", ", ".join(f"{n} {v}" for n, v in machine.packages.items()) or "none"))
+    rows.append(Check("platform", "ok" if platform != "none" else "fail", f"{platform}: {reason}"))
+    rows += [_largest_row(machine, largest), _config_row(machine, config)]
+    if question is not None:
+        rows = [replace(row, level="advice") if row.level == "fail" else row for row in rows]
+        rows.append(Check("asked", "ok" if question.fits else "fail", str(question), question.mend))
+    if probed is not None:
+        rows.append(probed)
+    return Report(
+        label=class_of(machine).label,
+        sentence=_sentence(machine, largest, config) if question is None else _answer(question),
+        checks=tuple(rows),
+        platform=platform,
+        reason=reason,
+        config=config,
+        largest=largest,
+        budget=budget(machine, device_of(machine)),
+        question=question,
+    )
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _platform(machine: Machine) -> tuple[str, str]:
+    try:
+        choice = choose("auto", machine)
+    except EnvironmentFault as error:
+        return "none", str(error)
+    return choice.platform, choice.reason
+
+
+def _system_rows(machine: Machine) -> Iterator[Check]:
+    system = f"macOS {machine.macos}" if machine.macos else machine.system
+    around = machine.surroundings
+    where = [name for name, here in (("WSL", around.wsl), ("in a container", around.container)) if here]
+    yield Check("system", "ok", ", ".join([f"{system} {machine.arch}", *where, f"Python {machine.python}"]))
+    yield Check("cpu", "ok", ", ".join([machine.cpu, f"{machine.cores} cores", *machine.cpu_features]))
+    memory = f"{machine.memory_bytes / GIB:.1f} GiB, {machine.available_bytes / GIB:.1f} GiB of it available"
+    limited = "" if machine.memory_limit_bytes is None else "; a control group limits it"
+    yield Check("memory", "ok", memory + limited)
+
+
+def _accelerator_rows(machine: Machine) -> Iterator[Check]:
+    if machine.platform == "mlx":
+        yield Check("Metal", class_of(machine).level, budget(machine, "mlx").reason)
+    elif not machine.gpus:
+        yield Check("GPU", "fail", _nothing_found(machine))
+    for index, gpu in enumerate(machine.gpus):
+        level = class_of(machine).level if index == 0 else "ok"
+        yield Check(f"GPU {index}", level, _described(gpu))
+        if gpu.processes:
+            holders = (f"{p.name} ({p.pid}{_held(p.used_bytes)})" for p in gpu.processes)
+            yield Check("programs", "advice", f"on GPU {index}: {', '.join(holders)}", "nvidia-smi; kill PID ends one")
+    if machine.gpus:
+        yield Check("driver", "ok", f"{machine.driver}, CUDA up to {machine.cuda}")
+        yield from _other_gpus(machine)
+
+
+def _other_gpus(machine: Machine) -> Iterator[Check]:
+    """A larger GPU that a run would not take, and what is hidden. A UUID is sure: CUDA may number them otherwise."""
+    first, *rest = machine.gpus
+    others = [*rest, *machine.hidden_gpus]
+    largest = max(others, key=lambda gpu: gpu.total_bytes, default=first)
+    if largest.total_bytes > first.total_bytes:
+        found = f"a run takes {first.name}, and {largest.name} with {_gb(largest.total_bytes)} is larger"
+        yield Check("larger GPU", "advice", found, f"export CUDA_VISIBLE_DEVICES={largest.uuid}")
+    if machine.hidden_gpus:
+        why = "CUDA_VISIBLE_DEVICES leaves out" if machine.visible_devices is not None else "CUDA takes one slice, not"
+        yield Check("hidden", "ok", f"{why} {', '.join(gpu.name for gpu in machine.hidden_gpus)}")
+
+
+def _described(gpu: Gpu) -> str:
+    size = f"{gpu.total_bytes / GIB:.1f} GiB ({_gb(gpu.total_bytes)}), {gpu.free_bytes / GIB:.1f} GiB of it free"
+    mig = f", MIG slice {gpu.mig}" if gpu.mig else ""
+    return f"{gpu.name}, {size}, compute capability {gpu.compute_capability}{mig}"
+
+
+def _held(used_bytes: int | None) -> str:
+    return "" if used_bytes is None else f", {used_bytes / GIB:.1f} GiB"
+
+
+def _nothing_found(machine: Machine) -> str:
+    reason = f" ({machine.gpu_problem})" if machine.gpu_problem else ""
+    return f"no NVIDIA GPU is visible{reason}, and this is no Mac with Apple silicon"
+
+
+def _largest_row(machine: Machine, largest: Largest | None) -> Check:
+    name = "largest model"
+    if largest is None:
+        return Check(name, "advice", "none of the published ones that dualtune knows fits")
+    needs = f"an estimated {in_bytes(largest.estimate.total_bytes)}"
+    slowly = ", by memory alone: a CPU is slow" if device_of(machine) == "cpu" else ""
+    return Check(name, "ok", f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}{slowly}")
+
+
+def _config_row(machine: Machine, config: str) -> Check:
+    """The config that was made for such machines, and what to set where this one is smaller."""
+    get = f"dualtune config {config.removesuffix('.yaml')} > config.yaml"
+    if device_of(machine) == "cpu":
+        return Check("config", "ok", f"configs/{config}", get)
+    question = about_config(machine, example_path(config))
+    need = f"configs/{config}, an estimated {in_bytes(question.need_bytes)}"
+    if question.fits:
+        return Check("config", "ok", need, get)
+    return Check("config", "advice", f"{need}, too much here: {question.mend}", get)
+
+
+# --- the sentence ----------------------------------------------------------------------------------------------------
+
+
+def _sentence(machine: Machine, largest: Largest | None, config: str) -> str:
+    """What the machine is, and why; what fits; where to begin; what has to be mended first."""
+    fits = (
+        f"QLoRA of {largest.name} fits, with documents up to {_tokens(largest)}" if largest else "no known model fits"
+    )
+    if device_of(machine) == "cpu":
+        fits = "small models can be trained with --platform cpu"
+    first = next((row for row in problems(machine) if row.level == "fail"), None)
+    mend = f". Before that: {first.found} -> {first.mend}" if first else ""
+    what = f"{_subject(machine)} is {class_of(machine).meaning}"
+    return f"{what}; {fits}. Begin with configs/{config}{mend}"
+
+
+def _answer(question: Question) -> str:
+    return f"{question}: it {'fits' if question.fits else 'does not fit'}"
+
+
+def _subject(machine: Machine) -> str:
+    match machine.platform:
+        case "cuda":
+            return f"{machine.gpus[0].name} with {_gb(machine.gpus[0].total_bytes)}"
+        case "mlx":
+            return f"{machine.cpu} with {machine.memory_bytes / GIB:.0f} GiB of unified memory"
+        case "cpu":
+            reason = f" ({machine.gpu_problem})" if machine.gpu_problem else ""
+            return f"A CPU with {machine.memory_bytes / GIB:.0f} GiB and no NVIDIA GPU{reason}"
+
+
+def _tokens(largest: Largest) -> str:
+    return f"{largest.max_length:,} tokens"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.1f} GB"
