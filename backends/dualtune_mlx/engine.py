@@ -30,7 +30,7 @@ from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.kernels.cross_entropy import target_loss, targets
-from dualtune_mlx.lora import Noise, add_lora, linear_shape
+from dualtune_mlx.lora import Noise, add_lora, linear_shape, storage
 from dualtune_mlx.losses import loss_sum
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import Arrays, Layout, adamw, clip
@@ -61,6 +61,7 @@ class MlxEngine:
         self._accumulate, self._update = wrap(self._add_gradient), wrap(self._updated)
         self.description = dict(description) | {
             "adapted_modules": len(self._layers),
+            "adapted_weights": storage(self._layers),
             "trainable_parameters": self._params.size,
             "kernels": str(self._kernels),
         }

@@ -107,3 +107,15 @@ def add_lora(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -> 
         shared[reads] = wrapped[path].shared
     model.update_modules(tree_unflatten(list(wrapped.items())))
     return wrapped
+
+
+def storage(layers: dict[str, LoRALinear]) -> dict[str, int]:
+    """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
+    bases = [layer.base for layer in layers.values()]
+    parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has the first alone
+    return {
+        "layers": len(bases),
+        "four_bit": sum(isinstance(base, nn.QuantizedLinear) and base.bits == 4 for base in bases),
+        "parameters": sum(out * in_ for out, in_ in map(linear_shape, bases)),
+        "bytes": sum(base[part].nbytes for base in bases for part in parts if part in base),
+    }

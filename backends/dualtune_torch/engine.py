@@ -35,7 +35,7 @@ from dualtune_torch.kernels.attention import Documents
 from dualtune_torch.kernels.choose import choose, own_attention
 from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
 from dualtune_torch.kernels.lora import add_groups
-from dualtune_torch.lora import Noise, add_lora
+from dualtune_torch.lora import Noise, add_lora, storage
 from dualtune_torch.losses import loss_sum
 
 
@@ -57,6 +57,7 @@ class TorchEngine:
         self._loss = torch.zeros((), device=model.device)
         self.description = dict(description) | {
             "adapted_modules": len(self._layers),
+            "adapted_weights": storage(self._layers),
             "trainable_parameters": self._adapter.flat.numel(),
             "kernels": str(self._kernels),
         }

@@ -91,3 +91,22 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, 
     for path, layer in wrapped.items():
         model.set_submodule(path, layer)
     return wrapped
+
+
+def storage(layers: dict[str, LoRALinear]) -> dict[str, int]:
+    """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
+    weights = [layer.base.weight for layer in layers.values()]
+    return {
+        "layers": len(weights),
+        "four_bit": sum(getattr(weight, "quant_state", None) is not None for weight in weights),
+        "parameters": sum(layer.base.in_features * layer.base.out_features for layer in layers.values()),
+        "bytes": sum(tensor.nbytes for weight in weights for tensor in (weight, *_scales(weight))),
+    }
+
+
+def _scales(weight: Tensor) -> list[Tensor]:
+    """What bitsandbytes keeps beside the packed bytes: scales, their own scales, and the table of each."""
+    states = [state for state in [getattr(weight, "quant_state", None)] if state is not None]
+    states += [state.state2 for state in states if state.state2 is not None]
+    found = [getattr(state, name) for state in states for name in ("absmax", "code", "offset")]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
