@@ -1,0 +1,228 @@
+"""What a run must meet: criteria as data, what each of them measures, and the verdict."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from types import MappingProxyType
+from typing import Literal
+
+from dualtune.checks import Check, Level
+from dualtune.errors import DualtuneError
+from dualtune.hooks import StepRecord
+from dualtune.validate.losses import decrease_of, largest_rise, window_means
+from dualtune.validate.watch import Observed
+
+Relation = Literal["==", "<=", "<", ">=", ">"]
+Unit = Literal["count", "yes", "share", "bytes", "seconds", "number"]
+
+_RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
+    "==": operator.eq, "<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt,
+}  # fmt: skip
+
+WARM_UP_STEPS = 20  # before the throughput counts: kernels are chosen and compiled in the first ones
+RATE_STEPS = 10  # a throughput is that of ten steps, as a log line shows it; a single step's is the clock's noise
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """One number of a run, and its limit."""
+
+    name: str
+    measure: str  # a key of MEASURES
+    relation: Relation
+    limit: float
+    unit: Unit = "count"
+    learns: bool = False  # only a model that knows something can meet it
+    not_judged: str | None = None  # why the number is shown here without a judgement
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A criterion, what was measured, and whether that will do."""
+
+    criterion: Criterion
+    level: Level
+    measured: float | None  # None: it could not be measured, and `note` says why
+    note: str | None = None
+
+    def check(self) -> Check:
+        """As a row of a table."""
+        criterion = self.criterion
+        relation = "" if criterion.relation == "==" else f"{criterion.relation} "
+        limit = f"must be {relation}{shown(criterion.limit, criterion.unit)}"
+        if self.measured is None:
+            found = f"not measured: {self.note}" if self.level == "fail" else str(self.note)
+        else:
+            found = f"{shown(self.measured, criterion.unit)}, {limit}"
+            found += f"; not judged: {self.note}" if self.level == "skipped" else ""
+        return Check(criterion.name, self.level, found, exit_code=DualtuneError.exit_code)
+
+
+class NotMeasured(Exception):
+    """A run ended before there was enough to measure. The message says what is missing."""
+
+
+def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> Verdict:
+    """Measure, and compare. What cannot be measured is not met."""
+    if criterion.learns and random_weights:
+        return Verdict(criterion, "skipped", None, "random weights know nothing to build upon")
+    try:
+        measured = MEASURES[criterion.measure](observed)
+    except NotMeasured as reason:
+        return Verdict(criterion, "fail", None, str(reason))
+    if criterion.not_judged is not None:
+        return Verdict(criterion, "skipped", measured, criterion.not_judged)
+    is_met = _RELATIONS[criterion.relation](measured, criterion.limit)  # never, where a NaN was measured
+    return Verdict(criterion, "ok" if is_met else "fail", measured)
+
+
+def shown(value: float, unit: Unit) -> str:
+    """A number as a reader wants it."""
+    match unit:
+        case "yes":
+            return "yes" if value else "no"
+        case "share":
+            return f"{100 * value:.1f} %"
+        case "bytes":
+            return f"{value / 1e6:,.1f} MB"
+        case "seconds":
+            return f"{value:,.1f} s"
+        case "count":
+            return f"{value:.0f}"
+        case "number":
+            return f"{value:.3g}"
+
+
+# --- measures --------------------------------------------------------------------------------------------------------
+
+
+def _device_is_ready(observed: Observed) -> float:
+    return float(observed.device_kind == observed.wanted_kind)
+
+
+def _model_is_on_device(observed: Observed) -> float:
+    if observed.engine is None:
+        return 0.0
+    device = str(observed.engine["device"]).partition(":")[0]  # cuda:0
+    return float(device == observed.wanted_kind)
+
+
+def _passes_ran(observed: Observed) -> float:
+    """A finite loss is a forward pass; a gradient that is finite and not zero, a backward pass."""
+    return float(any(math.isfinite(s.loss) and 0 < s.grad_norm < math.inf for s in observed.steps))
+
+
+def _ran_to_the_end(observed: Observed) -> float:
+    return float(observed.problem is None)
+
+
+def _missing_steps(observed: Observed) -> float:
+    return observed.num_steps - len(observed.steps)
+
+
+def _bad_losses(observed: Observed) -> float:
+    _some(observed)
+    return sum(not math.isfinite(loss) for loss in observed.losses)
+
+
+def _least_gradient(observed: Observed) -> float:
+    norms = [step.grad_norm for step in _some(observed)]
+    return min(norms) if all(map(math.isfinite, norms)) else math.nan
+
+
+def _unchanged_tensors(observed: Observed) -> float:
+    if not observed.num_tensors:
+        raise NotMeasured("no adapter was written")
+    return len(observed.unchanged)
+
+
+def _plain_layers(observed: Observed) -> float:
+    weights = _weights(observed)
+    return weights["layers"] - weights["four_bit"]
+
+
+def _bytes_per_weight(observed: Observed) -> float:
+    weights = _weights(observed)
+    return weights["bytes"] / weights["parameters"]
+
+
+def _peak_bytes(observed: Observed) -> float:
+    _some(observed)
+    return observed.peak_bytes
+
+
+def _elapsed(observed: Observed) -> float:
+    return observed.elapsed_s
+
+
+def _decrease(observed: Observed) -> float:
+    _some(observed, at_least=20)
+    return decrease_of(observed.losses).share
+
+
+def _rise(observed: Observed) -> float:
+    _some(observed, at_least=2 * observed.steps_per_window)
+    return largest_rise(window_means(observed.losses, observed.steps_per_window))
+
+
+def _growth(observed: Observed) -> float:
+    """Of the memory in use, from the end of the first window to the end of the run."""
+    _some(observed, at_least=observed.steps_per_window + 1)
+    before, after = observed.used_bytes[observed.steps_per_window - 1], observed.used_bytes[-1]
+    return (after - before) / before
+
+
+def _spread(observed: Observed) -> float:
+    """The coefficient of variation of the throughput: its standard deviation over its mean."""
+    steps = _some(observed, at_least=WARM_UP_STEPS + 2 * RATE_STEPS)[WARM_UP_STEPS:]
+    groups = [steps[i : i + RATE_STEPS] for i in range(0, len(steps) - RATE_STEPS + 1, RATE_STEPS)]
+    rates = [sum(s.num_tokens for s in group) / sum(s.step_s for s in group) for group in groups]
+    return pstdev(rates) / fmean(rates)
+
+
+def _missing_checkpoints(observed: Observed) -> float:
+    if observed.save_every is None:
+        raise NotMeasured("the config asks for no checkpoints: run.save_every is null")
+    due = range(observed.save_every, observed.num_steps + 1, observed.save_every)
+    return len(set(due) - set(observed.saved_steps))
+
+
+def _some(observed: Observed, at_least: int = 1) -> Sequence[StepRecord]:
+    if len(observed.steps) < at_least:
+        raise NotMeasured(f"the run took {len(observed.steps)} steps, this needs {at_least}")
+    return observed.steps
+
+
+def _weights(observed: Observed) -> Mapping[str, float]:
+    if observed.engine is None:
+        raise NotMeasured("the model was not loaded")
+    if "adapted_weights" not in observed.engine:
+        raise NotMeasured("the backend does not say how it stores the weights of the adapted layers")
+    return observed.engine["adapted_weights"]
+
+
+MEASURES: Mapping[str, Callable[[Observed], float]] = MappingProxyType(
+    {
+        "device_is_ready": _device_is_ready,
+        "model_is_on_device": _model_is_on_device,
+        "passes_ran": _passes_ran,
+        "ran_to_the_end": _ran_to_the_end,
+        "missing_steps": _missing_steps,
+        "bad_losses": _bad_losses,
+        "least_gradient": _least_gradient,
+        "unchanged_tensors": _unchanged_tensors,
+        "plain_layers": _plain_layers,
+        "bytes_per_weight": _bytes_per_weight,
+        "peak_bytes": _peak_bytes,
+        "elapsed": _elapsed,
+        "decrease": _decrease,
+        "rise": _rise,
+        "growth": _growth,
+        "spread": _spread,
+        "missing_checkpoints": _missing_checkpoints,
+    }
+)

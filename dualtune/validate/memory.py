@@ -1,0 +1,38 @@
+"""The check before a tier: is there as much memory as its run will take?"""
+
+from __future__ import annotations
+
+import json
+
+from dualtune.base_model import resolve_model
+from dualtune.checks import Check
+from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.shapes import UnknownShape, decoder_of
+from dualtune.platform.budget import Budget, budget
+from dualtune.platform.machine import Machine
+from dualtune.validate.plan import Place, Plan
+
+MB = 10**6
+
+
+def check_memory(plan: Plan, place: Place, machine: Machine) -> Check:
+    """A row: what there is, what is needed, and the difference. EnvironmentFault if there is no such model."""
+    model_dir = resolve_model(plan.config.model.name, weights=False)
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    try:
+        decoder = decoder_of(config)
+    except UnknownShape as reason:
+        return Check("memory", "skipped", f"not estimated: {reason}")
+    kind = place.backend.devices()[0].kind
+    needed = estimate(decoder, ask_of(plan.config, decoder, place.backend.name, kind)).total_bytes
+    return compare(budget(machine, place.platform), needed)
+
+
+def compare(there: Budget, needed_bytes: int) -> Check:
+    """In whole MB, rounded so that no buffer looks larger than it is."""
+    free, needed = there.bytes // MB, -(-needed_bytes // MB)
+    if needed > free:
+        found = f"{free} MB free, {needed} MB needed → short by {needed - free} MB ({there.reason})"
+        mend = "free memory on the device, choose a smaller tier, or take a machine with more"
+        return Check("memory", "fail", found, mend)
+    return Check("memory", "ok", f"{free} MB free, {needed} MB needed → {free - needed} MB buffer ({there.reason})")

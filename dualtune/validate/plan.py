@@ -1,0 +1,111 @@
+"""What a tier comes to on this machine: its config with everything filled in, and the criteria as they are judged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import dualtune
+from dualtune.backend import Backend
+from dualtune.base_model import copy_without_weights
+from dualtune.config import Config, load_config
+from dualtune.config.examples import example_path
+from dualtune.disk import write_file
+from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.memory.shapes import KNOWN
+from dualtune.validate import tiers
+from dualtune.validate.concepts import FILE, write_rows
+from dualtune.validate.criteria import Criterion
+from dualtune.validate.tiers import Tier, criteria_of
+
+DEMO_MODEL = Path(dualtune.__file__).parent / "demo" / "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where tiers run."""
+
+    platform: str  # "cuda", "mlx" or "cpu", as in `dualtune.platform.choose`
+    backend: Backend
+    out: Path  # a directory of its own for each tier comes into it
+    random_weights: bool = False
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.backend.devices()[0].kind == "cpu"
+
+    @property
+    def is_twin(self) -> bool:
+        """Random weights need no twin: they are there to show the real shape."""
+        return self.on_cpu and not self.random_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A tier, ready to run."""
+
+    tier: Tier
+    config: Config
+    criteria: tuple[Criterion, ...]
+    model: str  # what it is called in a report
+    notes: tuple[str, ...]  # how it differs from the tier's config, a sentence each
+    steps_per_window: int
+    is_twin: bool
+
+
+def plan(tier: Tier, place: Place) -> Plan:
+    """Fill a tier in for a place, and write what it reads: the data, and for random weights a model without any."""
+    directory = place.out / tier.name
+    source = example_path(tier.config)
+    written = load_config(source)
+    quantization = _four_bit(place.backend)
+    divisor = tiers.TWIN_DIVISORS.get(place.backend.name, {}).get(tier.name, 1) if place.is_twin else 1
+    overrides = [f"data.train={write_rows(directory / FILE)}", f"run.dir={directory / 'run'}"]
+    notes: list[str] = []
+    model = written.model.name
+    if place.is_twin:
+        model = "the small model that is part of dualtune"
+        overrides += [f"model.name={DEMO_MODEL}", *tiers.TWIN_OVERRIDES]
+        changed = " and ".join(f"{key} {value}" for key, value in (o.split("=") for o in tiers.TWIN_OVERRIDES))
+        notes.append(f"this is the tier's twin for a CPU: {model} in place of {written.model.name}, {changed}")
+    elif place.random_weights:
+        overrides += [f"model.name={random_model(model, directory / 'model')}", "model.init=random"]
+        notes.append("random weights in the real shape, with the tokenizer of dualtune's own model")
+    if quantization != written.model.quantization:
+        overrides.append(f"model.quantization={quantization}")
+        notes.append(f"{quantization} in place of {written.model.quantization}, which this backend does not have")
+    if divisor > 1:
+        assert written.train.steps is not None
+        overrides += [f"train.steps={written.train.steps // divisor}"]
+        overrides += [f"run.save_every={every // divisor}" for every in [written.run.save_every] if every]
+        notes.append(f"1/{divisor} of the steps, of each window and between two checkpoints, so that it is over soon")
+    config = load_config(source, overrides)
+    criteria = criteria_of(tier, place.backend.name, quantization, on_cpu=place.on_cpu, is_twin=place.is_twin)
+    return Plan(tier, config, criteria, model, tuple(notes), tiers.WINDOW // divisor, place.is_twin)
+
+
+def random_model(name: str, directory: Path) -> Path:
+    """A model directory without weights: the published shape, and the tokenizer of dualtune's own model."""
+    if name not in KNOWN:
+        raise ConfigError(f"--random-weights: the shape of '{name}' is not known. Known: {', '.join(KNOWN)}")
+    copy_without_weights(DEMO_MODEL, directory)
+    write_file(directory / "config.json", json.dumps(dict(KNOWN[name]), indent=2) + "\n")
+    return directory
+
+
+def _four_bit(backend: Backend) -> str:
+    honoured = backend.capabilities().get("model.quantization", frozenset())
+    found = next((name for name in tiers.FORMATS_4_BIT if name in honoured), None)
+    if found is None:
+        raise EnvironmentFault(
+            f"the backend '{backend.name}' stores no weights in 4 bits, which every tier is about; needed: "
+            f"{' or '.join(tiers.FORMATS_4_BIT)}"
+        )
+    return found
+
+
+def free_directory(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, … that does not exist yet."""
+    names = (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in range(1, 10_000))
+    return next(name for name in names if not name.exists())

@@ -1,0 +1,182 @@
+"""Running a tier and judging what was seen of it."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from dualtune.checks import Check, exit_code
+from dualtune.config import Config
+from dualtune.errors import EnvironmentFault, NonFiniteError
+from dualtune.hooks import Hook
+from dualtune.train.run import environment, run
+from dualtune.validate.criteria import Verdict, judge
+from dualtune.validate.losses import Decrease, decrease_of
+from dualtune.validate.plan import Place, Plan
+from dualtune.validate.watch import Observed, Watch, unchanged_tensors, verified_checkpoints
+
+# The kind of device that a platform asks for. MLX computes on a Mac's GPU, and on the CPU of anything else.
+KINDS = {"cuda": "cuda", "cpu": "cpu", "mlx": "metal" if sys.platform == "darwin" else "cpu"}
+
+
+@dataclass(frozen=True, slots=True)
+class TierResult:
+    """A tier that has run, or could not."""
+
+    plan: Plan
+    observed: Observed | None  # None: it did not run
+    verdicts: tuple[Verdict, ...]
+    checks: tuple[Check, ...]  # a row for each verdict, or for what kept the tier from running
+    environment: Mapping[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.checks)
+
+    @property
+    def state(self) -> str:
+        if self.observed is None:
+            return "not run"
+        return "failed" if self.exit_code else "passed"
+
+    @property
+    def decrease(self) -> Decrease | None:
+        """Of the loss, where there are enough steps to say."""
+        losses = self.observed.losses if self.observed else []
+        return decrease_of(losses) if len(losses) >= 20 else None
+
+
+def run_tier(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> TierResult:
+    """Train by the tier's config as `dualtune train` does, and judge. EnvironmentFault if there is no such model."""
+    observed = observe(plan, place, hooks)
+    verdicts = tuple(judge(each, observed, random_weights=place.random_weights) for each in plan.criteria)
+    checks = tuple(verdict.check() for verdict in verdicts)
+    if observed.problem:
+        checks += (Check("the run", "fail", observed.problem, exit_code=1),)
+    return TierResult(plan, observed, verdicts, checks, environment(place.backend, observed.engine or {}))
+
+
+def not_run(plan: Plan, place: Place, check: Check) -> TierResult:
+    """The result of a tier that something keeps from running."""
+    return TierResult(plan, None, (), (check,), environment(place.backend, {}))
+
+
+def observe(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> Observed:
+    """Train, and gather everything that criteria ask about."""
+    backend, config = place.backend, plan.config
+    assert config.train.steps is not None  # of every tier's config
+    gc.collect()  # the model of the tier before
+    kind = backend.devices()[0].kind
+    watch = Watch(backend.memory)
+    seen = Observed(
+        device_kind=kind,
+        wanted_kind=KINDS[place.platform],
+        num_steps=config.train.steps,
+        save_every=config.run.save_every,
+        steps_per_window=plan.steps_per_window,
+        before_bytes=backend.memory().used_bytes if kind == "cpu" else 0,
+    )
+    problem = _train(lambda: run(config, backend, [watch, *hooks], resume="never"))
+    seen = replace(
+        seen,
+        steps=tuple(watch.steps),
+        used_bytes=tuple(watch.used_bytes),
+        engine=watch.info.engine if watch.info else None,
+        saved_steps=verified_checkpoints(Path(config.run.dir)),
+        elapsed_s=watch.elapsed_s,
+        problem=problem,
+    )
+    adapter_dir = Path(config.run.dir) / "adapter"
+    if not adapter_dir.is_dir():
+        return seen
+    num_tensors, unchanged = unchanged_tensors(adapter_dir, config)
+    return replace(seen, num_tensors=num_tensors, unchanged=unchanged)
+
+
+def _train(run: Callable[[], object]) -> str | None:
+    """Why a run ended early, as far as that is for the criteria to judge: numbers, memory, the device."""
+    try:
+        run()
+    except (NonFiniteError, MemoryError, RuntimeError) as error:  # both frameworks raise RuntimeError, also for memory
+        reason = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {reason[0] if reason else 'without a word'}"
+    return None
+
+
+def exit_code_of(results: Sequence[TierResult]) -> int:
+    """0, or the lowest code of what failed."""
+    return exit_code([check for result in results for check in result.checks])
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def report(result: TierResult) -> dict[str, Any]:
+    """A tier as JSON values: what it ran, where, what was measured against what. No path of this machine."""
+    plan, observed = result.plan, result.observed
+    return {
+        "tier": plan.tier.name,
+        "title": plan.tier.title,
+        "state": result.state,
+        "exit_code": result.exit_code,
+        "twin": plan.is_twin,
+        "model": plan.model,
+        "notes": list(plan.notes),
+        "config_file": plan.tier.config,
+        "config": _shareable(plan.config, plan.model),
+        "environment": dict(result.environment),
+        "criteria": [_row(verdict) for verdict in result.verdicts],
+        "checks": [asdict(check) for check in result.checks],
+    } | ({} if observed is None else _measured(observed))
+
+
+def _measured(observed: Observed) -> dict[str, Any]:
+    rates = [step.tokens_per_s for step in observed.steps]
+    return {
+        "elapsed_s": round(observed.elapsed_s, 3),
+        "training_s": round(sum(step.step_s for step in observed.steps), 3),
+        "tokens_per_s": round(fmean(rates), 1) if rates else None,
+        "peak_bytes": observed.peak_bytes if observed.steps else None,
+        "used_bytes": {"first": observed.used_bytes[0], "last": observed.used_bytes[-1]} if observed.used_bytes else {},
+        "losses": [_finite(loss) for loss in observed.losses],
+        "checkpoints": list(observed.saved_steps),
+        "problem": observed.problem,
+    }
+
+
+def _row(verdict: Verdict) -> dict[str, Any]:
+    criterion = verdict.criterion
+    return {
+        "name": criterion.name,
+        "level": verdict.level,
+        "measured": None if verdict.measured is None else _finite(verdict.measured),
+        "relation": criterion.relation,
+        "limit": criterion.limit,
+        "unit": criterion.unit,
+        "note": verdict.note,
+    }
+
+
+def _finite(value: float) -> float | str:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _shareable(config: Config, model: str) -> dict[str, Any]:
+    """The config without the directories that it was run in."""
+    values = config.model_dump(mode="json")
+    values["model"]["name"] = model
+    values["data"]["train"] = Path(str(config.data.train)).name
+    values["run"]["dir"] = Path(config.run.dir).parent.name
+    return values
+
+
+def missing(error: EnvironmentFault) -> Check:
+    """Why a tier cannot run here, as a row."""
+    return Check("tier not run", "fail", str(error), exit_code=error.exit_code)

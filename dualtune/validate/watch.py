@@ -1,0 +1,89 @@
+"""What is seen of a tier's run: by a hook while it trains, and by looking at what it has left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.spec import init_adapter, modules_of, tensor_name
+from dualtune.backend import MemoryStats
+from dualtune.config import Config
+from dualtune.hooks import Hook, RunInfo, StepRecord
+from dualtune.train import checkpoint
+from dualtune.train.run_dir import CHECKPOINTS
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything that a criterion can ask about a run. A tuple has an entry for each step that was taken."""
+
+    device_kind: str  # "cuda", "metal" or "cpu"
+    wanted_kind: str  # of the device that was asked for
+    num_steps: int  # that were asked for
+    save_every: int | None
+    steps_per_window: int  # 50, or fewer where the run has fewer steps than the tier's config
+    steps: tuple[StepRecord, ...] = ()
+    used_bytes: tuple[int, ...] = ()  # of device memory, after the step
+    before_bytes: int = 0  # on a CPU, what the process took before the model was loaded; elsewhere 0
+    engine: Mapping[str, Any] | None = None  # Engine.description, once the model was loaded
+    num_tensors: int = 0  # of the adapter
+    unchanged: tuple[str, ...] = ()  # those that are bitwise as they were before the first step
+    saved_steps: tuple[int, ...] = ()  # that have a checkpoint which verifies
+    elapsed_s: float = 0.0
+    problem: str | None = None  # what ended the run early
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of device memory while training; on a CPU, what the process took for it."""
+        return max((step.peak_bytes for step in self.steps), default=0) - self.before_bytes
+
+
+class Watch(Hook):
+    """Keeps the records of a run, with the memory in use after each step. One that it misses is a step not taken."""
+
+    def __init__(self, memory: Callable[[], MemoryStats]) -> None:
+        self._memory = memory
+        self._start = time.perf_counter()
+        self.info: RunInfo | None = None
+        self.steps: list[StepRecord] = []
+        self.used_bytes: list[int] = []
+
+    def on_start(self, info: RunInfo) -> None:
+        self.info = info
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+        self.used_bytes.append(self._memory().used_bytes)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the watch was made."""
+        return time.perf_counter() - self._start
+
+
+def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str, ...]]:
+    """(how many tensors the adapter has, which of them are as they were drawn before the first step)."""
+    trained = read_adapter(adapter_dir).tensors
+    shapes = {
+        module: (trained[tensor_name(module, "B")].shape[0], trained[tensor_name(module, "A")].shape[1])
+        for module in modules_of(trained)
+    }
+    drawn = init_adapter(shapes, config.adapter.rank, config.run.seed)
+    return len(trained), tuple(name for name, tensor in drawn.items() if np.array_equal(tensor, trained[name]))
+
+
+def verified_checkpoints(run_dir: Path) -> tuple[int, ...]:
+    """The steps whose checkpoints are whole: every file there, of the size and sha256 that its manifest says."""
+    directory = run_dir / CHECKPOINTS
+    found = checkpoint.entries(directory) if directory.is_dir() else []
+    return tuple(sorted(entry.step for entry in found if entry.problem is None))
