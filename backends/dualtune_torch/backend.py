@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,24 @@ from dualtune_torch.engine import TorchEngine
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 
 
 class TorchBackend:
     name = "torch"
 
     def __init__(self, device: str = "auto") -> None:
-        if device not in DEVICES:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ConfigError(f"device: got '{device}', the backend 'torch' has: {', '.join(DEVICES)}")
-        if device == "cuda" and not torch.cuda.is_available():
+        if device.startswith("cuda") and not torch.cuda.is_available():
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
             raise EnvironmentFault(
                 f"platform cuda: torch {torch.__version__} ({built}) sees no NVIDIA GPU. "
                 "Run: dualtune check-gpu, or train with --platform cpu"
             )
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        if ":" in device:
+            self.device = _numbered(device)
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
         return {
@@ -81,6 +84,15 @@ class TorchBackend:
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
         return profile(work, directory / "torch-trace.json", self.device)
+
+
+def _numbered(name: str) -> torch.device:
+    """Take a GPU by its number: kernels, memory statistics and new tensors go to torch's current one."""
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.index >= count:
+        raise EnvironmentFault(f"platform {name}: torch sees {count} NVIDIA GPU{'s' * (count != 1)}, numbered from 0")
+    torch.cuda.set_device(device)
+    return device
 
 
 def _peak_rss() -> int:

@@ -16,8 +16,10 @@ platform_option = click.option(
     "--platform",
     default="auto",
     show_default=True,
-    metavar="auto|mlx|cuda|cpu",
-    help="The machine to use: MLX, torch on a GPU, or torch on the CPU.",
+    envvar="DUALTUNE_DEVICE",
+    show_envvar=True,
+    metavar="auto|mlx|cuda|cuda:N|cpu",
+    help="The machine to use: MLX, torch on a GPU (by number: cuda:1), or torch on the CPU.",
 )
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."

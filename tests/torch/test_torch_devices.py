@@ -1,0 +1,47 @@
+"""Which device the torch backend takes. The GPUs are made up: torch is told that it has two."""
+
+import pytest
+
+from dualtune.backend import get_backend
+from dualtune.errors import ConfigError, EnvironmentFault
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """The GPUs that were made torch's current one."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "taken"),
+    [("cuda:1", "cuda:1", ["cuda:1"]), ("cuda:0", "cuda:0", ["cuda:0"]), ("cuda", "cuda", []), ("auto", "cuda", []),
+     ("cpu", "cpu", [])],
+)  # fmt: skip
+def test_a_gpu_is_taken_by_its_number(two_gpus, asked, device, taken):
+    assert get_backend("torch", asked).device == torch.device(device)
+    assert two_gpus == [torch.device(name) for name in taken]
+
+
+def test_a_gpu_that_is_not_there_is_refused(two_gpus):
+    with pytest.raises(EnvironmentFault, match=r"platform cuda:2: torch sees 2 NVIDIA GPUs, numbered from 0"):
+        get_backend("torch", "cuda:2")
+    assert two_gpus == []
+
+
+def test_without_a_gpu_a_number_is_refused_like_the_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(EnvironmentFault, match=r"sees no NVIDIA GPU\. Run: dualtune check-gpu"):
+            get_backend("torch", name)
+
+
+@pytest.mark.parametrize("name", ["cuda:", "cuda:x", "metal", "cpu:0"])
+def test_an_unknown_device_is_refused(name):
+    with pytest.raises(ConfigError, match=f"device: got '{name}', the backend 'torch' has: auto, cpu, cuda, cuda:N"):
+        get_backend("torch", name)
