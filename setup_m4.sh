@@ -75,7 +75,7 @@ what_next() {
 
 Next:
   source $VENV/bin/activate
-  make demo                                                     fine-tunes a tiny model, in a minute
+  make demo                                                     fine-tunes a tiny model that is part of dualtune
   dualtune config training_config_m4 > config.yaml              then set data.train in it
   dualtune check-config config.yaml                             does it fit this Mac?
   dualtune train config.yaml

@@ -107,12 +107,18 @@ what_next() {
 
 Next:
   source $VENV/bin/activate
-  make demo                                                     fine-tunes a tiny model, in a minute
-  dualtune check-gpu                                            which model fits, and which config to take
-  dualtune check-config configs/rtx_24gb.yaml                   does it fit this machine?
-  dualtune validate --tier quick                                the whole pipeline, on this machine
+  make demo                                        fine-tunes a tiny model that is part of dualtune
+EOF
+  if [ "$cpu" = yes ]; then
+    say "  dualtune train configs/cpu_smoke.yaml            the same, by a config to begin from"
+  else
+    cat <<EOF
+  dualtune check-gpu                               which model fits, and which config to take
+  dualtune check-config configs/rtx_16gb.yaml      does it fit this machine?
+  dualtune validate --tier quick                   the whole pipeline, on this machine
 docs/SETUP_H100.md and docs/SETUP_RTX.md say more.
 EOF
+  fi
 }
 
 for option in "$@"; do

@@ -55,8 +55,8 @@ NEW_DRIVER = "Install NVIDIA's driver 580 or newer (CUDA 13): https://www.nvidia
 
 
 def suited_target(machine: Machine) -> str:
-    """The target for `--for auto`."""
-    if machine.is_apple_silicon:
+    """The target for `--for auto`: what the hardware is for, whatever Python runs on it."""
+    if machine.is_mac_with_apple_silicon:
         return "m4"
     if machine.gpus:
         return "h100" if machine.gpus[0].total_bytes >= TARGETS["h100"].least_memory * GB else "rtx"

@@ -41,7 +41,7 @@ def directory_checks(run_dir: Path) -> list[Check]:
 
 def _writable(name: str, path: Path, other: str) -> Check:
     place = _existing(path)
-    made = "" if place == path else f" (will be made in {place})"
+    made = "" if place == path.absolute() else f" (will be made in {place})"
     try:
         with tempfile.TemporaryFile(dir=place):  # not os.access, which knows nothing of read-only file systems
             return Check(name, "ok", f"{path}{made}")

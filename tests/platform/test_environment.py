@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +193,7 @@ def test_a_python_under_rosetta_is_called_that():
     machine = replace(M4, arch="x86_64", surroundings=Surroundings(rosetta=True))
     (check,) = metal_checks(machine, TARGETS["m4"])
     assert check.level == "fail" and "Rosetta" in check.found and "setup_m4.sh" in check.mend
+    assert suited_target(machine) == "m4"
 
 
 # --- the target -------------------------------------------------------------------------------------------------------
@@ -250,6 +252,7 @@ def test_a_directory_is_tried_by_writing_to_it_and_nothing_is_left(home):
     rows = places.directory_checks(home / "runs" / "first")
     assert set(levels(rows).values()) == {"ok"} and len(rows) == 4
     assert f"will be made in {home}" in only(rows, "run directory").found
+    assert only(places.directory_checks(Path(".")), "run directory").found == "."
     assert sorted(home.iterdir()) == before
 
 
