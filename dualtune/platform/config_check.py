@@ -56,7 +56,7 @@ def check_config(
         rows = [Check("schema", "fail", line, exit_code=error.exit_code) for line in lines]
         return Report(rows)
     report = Report([Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter)])
-    choice = _choice(platform, machine, report, is_here=machine_name is None)
+    choice = _choice(platform, machine, report)
     if choice is not None:
         # The device itself is asked too where there should be one: torch may be built without CUDA.
         device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
@@ -108,10 +108,10 @@ def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
 # --- platform and backend --------------------------------------------------------------------------------------------
 
 
-def _choice(platform: str, machine: Machine, report: Report, *, is_here: bool) -> Choice | None:
-    """The backend and device, with their row. A machine that is not here has what its hardware is for installed."""
+def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
+    """The backend and device, with their row."""
     try:
-        choice = choose(platform if is_here or platform != "auto" else machine.platform, machine)
+        choice = choose(platform, machine)
     except EnvironmentFault as error:
         report.checks.append(failure("platform", error))
         return None
@@ -120,8 +120,7 @@ def _choice(platform: str, machine: Machine, report: Report, *, is_here: bool) -
         mend = "dualtune check-gpu, or look at another machine with --machine, such as h100-80"
         report.checks.append(Check("platform", "fail", found, mend, EnvironmentFault.exit_code))
     else:
-        reason = choice.reason if is_here else "for that machine"
-        report.checks.append(Check("platform", "ok", f"{choice.platform}: {reason}"))
+        report.checks.append(Check("platform", "ok", f"{choice.platform}: {choice.reason}"))
     return choice
 
 
