@@ -35,7 +35,7 @@ class Target:
     smaller: str  # what to do with too little memory
 
 
-SMALLER = "take a smaller model: dualtune check-gpu says which one fits"
+SMALLER = "take a smaller model; dualtune check-gpu says which fits, and dualtune check-config whether a config does"
 TARGETS = {
     "h100": Target("cuda", "torch", 60, 60, 30, "Use --for rtx, and configs/rtx_24gb.yaml"),
     "m4": Target("metal", "mlx", 16, 32, 20, f"Set data.max_length and train.micro_batch_tokens to 1024, or {SMALLER}"),
