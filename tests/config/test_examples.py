@@ -124,7 +124,7 @@ def test_a_tier_has_the_values_that_were_asked_for(name):
     ("name", "machines"),
     [
         ("training_config_h100", ["h100-80", "a100-80", "h200"]),
-        ("training_config_m4", ["m4-32", "m3-pro-36", "m4-max-128"]),
+        ("training_config_m4", ["m3-pro-36", "m1-max-64", "m4-max-128"]),
         ("rtx_24gb", ["rtx-4090-24", "rtx-3090-24", "l4", "a10g", "rtx-4000-ada-20"]),
         ("rtx_16gb", ["rtx-5080-16", "rtx-4080-16", "t4", "v100-16"]),
         ("gpu_smollm2_quick", ["rtx-4060-8"]),
@@ -141,6 +141,12 @@ def test_an_example_fits_the_machines_that_it_is_for(name, machines):
         device = "metal" if machine.platform == "mlx" else "cuda"
         needed = estimate(decoder, ask_of(config, decoder, BACKEND.get(name, "torch"), device)).total_bytes
         assert needed <= budget(machine).bytes, machine
+
+
+def test_the_m4_config_fits_32_gb_with_the_length_that_it_names_for_that():
+    config = load("training_config_m4", "data.max_length=1024", "train.micro_batch_tokens=1024")
+    decoder = decoder_of(KNOWN[config.model.name])
+    assert estimate(decoder, ask_of(config, decoder, "mlx", "metal")).total_bytes <= budget(named("m4-32")).bytes
 
 
 # --- found and printed -----------------------------------------------------------------------------------------------

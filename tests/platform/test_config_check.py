@@ -48,7 +48,7 @@ def faults(report: Report) -> dict[str, int]:
     [
         ("training_config_h100", "h100-80", "torch"),
         ("training_config_h100", "h200", "torch"),
-        ("training_config_m4", "m4-32", "mlx"),
+        ("training_config_m4", "m3-pro-36", "mlx"),
         ("rtx_24gb", "rtx-4090-24", "torch"),
         ("rtx_16gb", "rtx-5080-16", "torch"),
         ("gpu_llama7b_full", "rtx-3060-12", "torch"),
