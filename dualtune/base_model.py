@@ -12,6 +12,9 @@ from dualtune.errors import EnvironmentFault
 
 # No `*.py` and no pickle: a base model is data, never code.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+# The same weights once more in their maker's own names (Mistral, Llama): twice the download, and nobody's business.
+CONSOLIDATED = "consolidated*.safetensors"
+NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 SAMPLED_TENSORS = 8
 SAMPLED_BYTES = 65_536
 
@@ -29,7 +32,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
         raise EnvironmentFault(
             f"model.name: {path} has no config.json; a model directory in Hugging Face layout is needed"
         )
-    if weights and not list(path.glob("*.safetensors")):
+    if weights and not weight_files(path):
         found = sorted(p.name for p in path.iterdir())
         unsafe = [n for n in found if n.endswith((".bin", ".pt", ".pth", ".gguf"))]
         hint = (
@@ -49,7 +52,7 @@ def _download(name: str, weights: bool) -> Path:
 
     patterns = HUB_PATTERNS if weights else [p for p in HUB_PATTERNS if p != "*.safetensors"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FROM_HUB))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentFault(
@@ -57,6 +60,11 @@ def _download(name: str, weights: bool) -> Path:
             f"{constants.HF_HUB_CACHE}, and on {constants.ENDPOINT} ({type(error).__name__}: {reason}). "
             "Give a directory, or download the model while online."
         ) from error
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that hold a model, without copies of it in other names."""
+    return sorted(file for file in path.glob("*.safetensors") if not file.match(CONSOLIDATED))
 
 
 def copy_without_weights(source: Path, target: Path) -> None:
@@ -86,7 +94,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 def sampled_tensors(path: Path) -> dict[str, str]:
     """sha256 over dtype, shape and the first 64 KiB of a few tensors, spread evenly over the sorted names."""
     located: dict[str, tuple[Path, int, dict[str, Any]]] = {}
-    for file in sorted(path.glob("*.safetensors")):
+    for file in weight_files(path):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if not 0 < size <= file.stat().st_size - 8:

@@ -1,0 +1,59 @@
+"""What belongs to a base model on disk and on the hub, and what only looks like it."""
+
+import fnmatch
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from dualtune.base_model import HUB_PATTERNS, fingerprint, resolve_model
+from dualtune.errors import EnvironmentFault
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    save_file({"model.norm.weight": np.ones(4, np.float32)}, path / "model.safetensors")
+    return path
+
+
+def test_a_second_copy_in_the_maker_s_names_does_not_change_the_fingerprint(model):
+    before = fingerprint(model)
+    save_file({"norm.weight": np.ones(4, np.float32)}, model / "consolidated.safetensors")
+    assert fingerprint(model) == before
+    assert list(before["tensors"]) == ["model.norm.weight"]
+
+
+def test_such_a_copy_alone_is_no_model(model):
+    (model / "model.safetensors").rename(model / "consolidated.safetensors")
+    with pytest.raises(EnvironmentFault, match="has no weights"):
+        resolve_model(str(model))
+
+
+def test_such_a_copy_is_not_downloaded(model, monkeypatch):
+    import huggingface_hub
+
+    on_hub = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "consolidated.safetensors",
+        "original/consolidated.00.pth",
+    ]
+    asked = []
+
+    def snapshot_download(name, *, allow_patterns, ignore_patterns):
+        asked.extend(
+            file
+            for file in on_hub
+            if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns)
+            and not any(fnmatch.fnmatch(file, pattern) for pattern in ignore_patterns)
+        )
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model("mistralai/Mistral-7B-Instruct-v0.3") == model
+    assert asked == ["config.json", "model-00001-of-00002.safetensors"]
+    assert any(fnmatch.fnmatch("consolidated.safetensors", pattern) for pattern in HUB_PATTERNS)  # the trap
