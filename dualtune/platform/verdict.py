@@ -44,7 +44,8 @@ def judge(machine: Machine, question: Question | None = None, probed: Check | No
     rows = [*_system_rows(machine), *_accelerator_rows(machine), *problems(machine)]
     rows.append(Check("packages", "ok", ", ".join(f"{n} {v}" for n, v in machine.packages.items()) or "none"))
     rows.append(Check("platform", "ok" if platform != "none" else "fail", f"{platform}: {reason}"))
-    rows += [_largest_row(machine, largest), _config_row(machine, config)]
+    start = _config_row(machine, config, largest)
+    rows += [_largest_row(machine, largest), start]
     if question is not None:
         rows = [replace(row, level="advice") if row.level == "fail" else row for row in rows]
         rows.append(Check("asked", "ok" if question.fits else "fail", str(question), question.mend))
@@ -52,7 +53,7 @@ def judge(machine: Machine, question: Question | None = None, probed: Check | No
         rows.append(probed)
     return Report(
         label=class_of(machine).label,
-        sentence=_sentence(machine, largest, config) if question is None else _answer(question),
+        sentence=_sentence(machine, largest, start) if question is None else _answer(question),
         checks=tuple(rows),
         platform=platform,
         reason=reason,
@@ -138,7 +139,7 @@ def _largest_row(machine: Machine, largest: Largest | None) -> Check:
     return Check(name, "ok", f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}{slowly}")
 
 
-def _config_row(machine: Machine, config: str) -> Check:
+def _config_row(machine: Machine, config: str, largest: Largest | None) -> Check:
     """The config that was made for such machines, and what to set where this one is smaller."""
     get = f"dualtune config {config.removesuffix('.yaml')} > config.yaml"
     if device_of(machine) == "cpu":
@@ -147,23 +148,30 @@ def _config_row(machine: Machine, config: str) -> Check:
     need = f"configs/{config}, an estimated {in_bytes(question.need_bytes)}"
     if question.fits:
         return Check("config", "ok", need, get)
-    return Check("config", "advice", f"{need}, too much here: {question.mend}", get)
+    smaller = question.mend or ""
+    if largest is not None and not smaller.startswith("--set"):  # no setting helps, with this model
+        length = largest.max_length
+        settings = f"data.max_length={length} --set train.micro_batch_tokens={length}"
+        smaller = f"--set model.name={largest.name} --set {settings} fits"
+    return Check("config", "advice", f"{need}, too much here: {smaller}", get)
 
 
 # --- the sentence ----------------------------------------------------------------------------------------------------
 
 
-def _sentence(machine: Machine, largest: Largest | None, config: str) -> str:
+def _sentence(machine: Machine, largest: Largest | None, start: Check) -> str:
     """What the machine is, and why; what fits; where to begin; what has to be mended first."""
-    fits = (
-        f"QLoRA of {largest.name} fits, with documents up to {_tokens(largest)}" if largest else "no known model fits"
-    )
+    what = f"{_subject(machine)} is {class_of(machine).meaning}"
+    fits = "no known model fits"
     if device_of(machine) == "cpu":
         fits = "small models can be trained with --platform cpu"
+    elif largest is not None:
+        fits = f"QLoRA of {largest.name} fits, with documents up to {_tokens(largest)}"
+    begin = f"Begin with configs/{recommended_config(machine)}"
+    begin += ", made smaller as said at config" if start.level == "advice" else ""
     first = next((row for row in problems(machine) if row.level == "fail"), None)
     mend = f". Before that: {first.found} -> {first.mend}" if first else ""
-    what = f"{_subject(machine)} is {class_of(machine).meaning}"
-    return f"{what}; {fits}. Begin with configs/{config}{mend}"
+    return f"{what}; {fits}. {begin}{mend}"
 
 
 def _answer(question: Question) -> str:
