@@ -19,10 +19,8 @@ from dualtune.platform.verdict import judge
 H100, RTX24, RTX16 = "training_config_h100.yaml", "rtx_24gb.yaml", "rtx_16gb.yaml"
 MAC, CPU = "training_config_m4.yaml", "cpu_smoke.yaml"
 L70, Q32, Q14, Q8 = "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-32B", "Qwen/Qwen3-14B", "Qwen/Qwen3-8B"
-L8, MISTRAL, L7 = (
-    "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3", "meta-llama/Llama-2-7b-hf",
-)  # fmt: skip
-L3, Q17 = "meta-llama/Llama-3.2-3B-Instruct", "Qwen/Qwen3-1.7B"
+L8, MISTRAL, Q4 = "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen3-4B"
+L3, L1 = "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"
 
 PLAIN = [  # name, label, exit code, config, largest model, its length
     ("b200", "H100 class", 0, H100, L70, 7680),
@@ -49,16 +47,16 @@ PLAIN = [  # name, label, exit code, config, largest model, its length
     ("h100-mig-1g.10gb", "too small", 4, RTX16, MISTRAL, 1024),
     ("rtx-4060-8", "too small", 4, RTX16, L3, 1792),
     ("p100", "too small", 4, CPU, L70, 2048),  # compute capability 6.0: its host's memory is left
-    ("m2-ultra-192", "good", 0, MAC, L70, 3840),
-    ("m4-max-128", "good", 0, MAC, L70, 2048),
-    ("m1-max-64", "good", 0, MAC, Q32, 1408),
-    ("m3-pro-36", "good", 0, MAC, Q14, 1536),
-    ("m4-32", "good", 0, MAC, Q14, 1280),
-    ("m4-24", "limited", 0, MAC, Q8, 1664),
-    ("m3-pro-18", "limited", 0, MAC, L8, 1024),
-    ("m4-16", "limited", 0, MAC, L7, 1024),
-    ("m1-16", "limited", 0, MAC, L7, 1024),
-    ("m1-8", "too small", 4, MAC, Q17, 1280),
+    ("m2-ultra-192", "good", 0, MAC, L70, 2560),
+    ("m4-max-128", "good", 0, MAC, L70, 1408),
+    ("m1-max-64", "good", 0, MAC, Q14, 3072),
+    ("m3-pro-36", "good", 0, MAC, Q14, 1024),
+    ("m4-32", "good", 0, MAC, Q8, 1792),
+    ("m4-24", "limited", 0, MAC, Q8, 1152),
+    ("m3-pro-18", "limited", 0, MAC, Q4, 1152),
+    ("m4-16", "limited", 0, MAC, Q4, 1024),
+    ("m1-16", "limited", 0, MAC, Q4, 1024),
+    ("m1-8", "too small", 4, MAC, L1, 1536),
     ("cpu-16", "no accelerator", 4, CPU, MISTRAL, 1024),
     ("cpu-64", "no accelerator", 4, CPU, Q32, 1408),
     ("cpu-256", "no accelerator", 4, CPU, L70, 5632),
@@ -133,7 +131,6 @@ def test_what_is_wrong_with_a_machine_is_a_row_with_what_mends_it(machine, label
 
 
 def test_the_largest_model_fits_and_the_next_longer_document_does_not():
-    """The figures above are the most, to a granule of 64 tokens."""
     from dualtune.memory.estimate import estimate
     from dualtune.memory.shapes import KNOWN, decoder_of
     from dualtune.platform.recommend import qlora
@@ -144,6 +141,40 @@ def test_the_largest_model_fits_and_the_next_longer_document_does_not():
         decoder = decoder_of(KNOWN[largest.name])
         longer = qlora(machine.platform, largest.max_length + 256)
         assert largest.estimate.total_bytes <= have < estimate(decoder, longer).total_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("h100-80", None),
+        ("a100-40", "--set train.micro_batch_tokens="),
+        ("rtx-4060-8", "--set data.max_length="),
+        ("m1-8", "--set model.name=meta-llama/Llama-3.2-1B-Instruct --set data.max_length=1536 "
+                 "--set train.micro_batch_tokens=1536 fits"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_too_much_is_made_smaller(name, settings):
+    report = judge(named(name))
+    row = next(row for row in report.checks if row.name == "config")
+    assert (row.level, settings is None or settings in row.found) == ("ok" if settings is None else "advice", True)
+    assert ("made smaller" in report.sentence) == (settings is not None)
+
+
+def test_no_document_is_longer_than_the_model_s_positions():
+    largest = judge(replace(named("cpu-256"), available_bytes=2**44)).largest
+    assert (largest.name, largest.max_length) == (L70, 131072)
+
+
+def test_where_nothing_fits_no_model_is_named():
+    report = judge(replace(named("cpu-16"), available_bytes=GIB // 2))
+    assert report.largest is None
+    assert next(row for row in report.checks if row.name == "largest model").level == "advice"
+
+
+def test_of_several_larger_gpus_the_largest_is_named():
+    cards = [named(name).gpus[0] for name in ("t4", "l4", "h100-80", "a100-40")]
+    rows = judge(replace(named("t4"), gpus=cards[:2], hidden_gpus=tuple(cards[2:]))).checks
+    assert next(row for row in rows if row.name == "larger GPU").mend.endswith("GPU-NVIDIA H100 80GB HBM3")
 
 
 def test_an_unknown_machine_is_answered_with_those_that_there_are():
