@@ -16,6 +16,7 @@ from dualtune.cli.main import cli
 from dualtune.config import parse_config
 from dualtune.config.schema import sections
 from dualtune.platform import problems
+from dualtune.train.lock import Lock
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -231,6 +232,20 @@ def test_a_run_that_cannot_be_continued_is_found_under_its_heading(mistake):
     assert (code, entries_for(said)) == (2, {"The run cannot be continued (exit 2)"})
     code, said = mistake({})
     assert (code, "There is nothing to do" in entries_for(said)) == (0, True)
+
+
+def test_a_directory_in_use_and_damaged_checkpoints_are_found_under_their_headings(mistake):
+    run_dir = Path("runs/a")
+    run_dir.mkdir(parents=True)
+    holder = Lock(run_dir)
+    code, said = mistake({})
+    assert (code, entries_for(said)) == (9, {"The run directory is in use (exit 9)"})
+    holder.remove()
+    assert mistake({})[0] == 0
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        (checkpoint / "state.json").unlink()
+    code, said = mistake({})
+    assert (code, entries_for(said)) == (6, {"No checkpoint is whole (exit 6)"})
 
 
 # --- codes, commands and keys -----------------------------------------------------------------------------------------
