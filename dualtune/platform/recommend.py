@@ -20,7 +20,6 @@ ENGINES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 RANK = 16
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEAST_LENGTH = 1024  # tokens: a model that can only be shown shorter documents is not worth naming
-GRANULE = 64  # tokens, to which a length is rounded down
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def largest_model(machine: Machine) -> Largest | None:
     for name, decoder in _by_size():
         ask = qlora(platform)
         positions = KNOWN[name]["max_position_embeddings"]
-        length = min(longest_that_fits(decoder, ask, have_bytes), positions) // GRANULE * GRANULE
+        length = min(longest_that_fits(decoder, ask, have_bytes), positions)
         if length >= LEAST_LENGTH:
             return Largest(name, length, estimate(decoder, qlora(platform, length)))
     return None
