@@ -136,6 +136,16 @@ def test_every_heading_that_users_look_for_is_there_and_answers():
     assert {heading: word for heading, word in WANTED.items() if word not in bodies.get(heading, "")} == {}
 
 
+def test_links_within_the_page_lead_to_its_headings():
+    page = PAGE.read_text(encoding="utf-8")
+    anchors = {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.+)$", page, re.M)
+    }
+    links = re.findall(r"\]\((?:troubleshooting\.md)?#([^)]+)\)", page + QUICKSTART.read_text(encoding="utf-8"))
+    assert len(links) > 5
+    assert set(links) - anchors == set()
+
+
 # --- what a user sees leads to its entry ------------------------------------------------------------------------------
 
 
