@@ -72,9 +72,17 @@ def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:
         alone = replace(ask, max_length=length, micro_batch_tokens=length)
         return estimate(decoder, alone).total_bytes <= budget_bytes
 
-    if not fits(SHORTEST):
-        return 0
-    low, high = SHORTEST, LONGEST + 1  # fits, and does not or is not looked at
+    # MLX holds the scores of documents up to a chunk, and makes those of longer ones again: less is kept from there on.
+    border = mlx_parts.ATTENTION_CHUNK
+    for low, high in ((border + 1, LONGEST + 1), (SHORTEST, border + 1)):
+        if fits(low):
+            return _last(fits, low, high)
+    return 0
+
+
+def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number that fits from `low` on, which does, below `high`, by halving: beyond one that does not fit,
+    none does."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -1,32 +1,49 @@
 """What the MLX engine needs of memory, by part.
 
-The formulas describe `backends/dualtune_mlx` as it is. Legend: as in `torch_parts`.
+The formulas describe `backends/dualtune_mlx` as it is: no activation is checkpointed. MLX keeps what the gradients of
+its operations ask for and evaluates several operations ahead, so that what is alive at a moment is counted here from
+measurements on its CPU build (docs/memory.md), not derived. Legend: as in `torch_parts`.
 """
 
 from __future__ import annotations
 
-from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted
+from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, padded
 from dualtune.memory.shapes import QKV, Decoder
 
 GROUP = 64  # weights that share a scale and a bias
 BITS = {"affine4": 4, "affine8": 8}
-CHUNK = 512  # queries, as `dualtune_mlx.kernels.attention` has it
-LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}  # of a chunk of the loss, as `dualtune_mlx.kernels.cross_entropy` has it
-LOGITS_HELD = 10  # times as many are held, as that module says
-RESERVE_BYTES = {"metal": 512 << 20, "cpu": 400 << 20}
+# As `dualtune_mlx.kernels` has them: queries of a chunk of attention, logits of a chunk of the loss.
+ATTENTION_CHUNK = 512
+LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}
+# Tensors that are alive at the moments of a step, measured.
+LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
+SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
+UPDATE, UPDATE_COMPILED = 12, 8  # adapters
+# What is no array: Python with its libraries, on a Mac Metal's kernels and command buffers.
+RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, MLX and Metal")}
+
+
+def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
+    """The peak is the sum: what is always there, what the forward pass keeps, and the largest moment besides."""
+    always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
+    kept = activations(decoder, ask)
+    moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask), update(decoder, ask, kept))
+    most = max(moments, key=lambda part: part.bytes)
+    return (*always, kept, most, Part("reserve", *RESERVE[ask.device]))
 
 
 def weights(decoder: Decoder, ask: Ask) -> Part:
-    c, bits = ask.item_bytes, BITS.get(ask.quantization)
-    n = decoder.num_parameters
+    c, bits, n = ask.item_bytes, BITS.get(ask.quantization), decoder.num_parameters
     if bits is None:
-        copy = decoder.vocab * decoder.hidden if ask.device == "cpu" else 0  # of the head, transposed
-        return Part("weights", c * (n + copy), f"{n + copy:,} parameters × {c} B")
+        # On a CPU the head is there once more, transposed.
+        copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not _has_plain_loss(decoder, ask) else 0
+        copy = f" + {copied:,} of the head, transposed" if copied else ""
+        return Part("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
     matrices = [*decoder.linears().values()] * decoder.layers
     matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2)
     packed = sum(affine_bytes(out, in_, bits, c) for out, in_ in matrices)
-    formula = f"{n - decoder.vector_parameters:,} parameters in {bits} bits, a scale and a bias for each {GROUP}"
-    return Part("weights", packed + c * decoder.vector_parameters, f"{formula}, of {c} B")
+    formula = f"{n - decoder.vector_parameters:,} parameters × ({bits} bits + 2 × {c} B for each {GROUP})"
+    return Part("weights", packed + c * decoder.vector_parameters, f"{formula}, norms × {c} B")
 
 
 def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
@@ -36,51 +53,94 @@ def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
 
 
 def adapter(decoder: Decoder, ask: Ask) -> Part:
-    n = ask.rank * adapted(decoder, ask.targets).num_weights
-    return Part("adapter", MASTER_BYTES * n, f"{n:,} weights × {MASTER_BYTES} B")
+    on = adapted(decoder, ask.targets)
+    n, keys = ask.rank * on.num_weights, on.layers * _read(decoder, ask)
+    return Part(
+        "adapter", MASTER_BYTES * n + 4 * keys, f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B"
+    )
 
 
 def optimizer(decoder: Decoder, ask: Ask) -> Part:
     n = ask.rank * adapted(decoder, ask.targets).num_weights
-    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments of {n:,} weights × {MASTER_BYTES} B")
+    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments × {n:,} weights × {MASTER_BYTES} B")
 
 
 def activations(decoder: Decoder, ask: Ask) -> Part:
-    on, T = adapted(decoder, ask.targets), ask.cells
-    c, d, q, kv, i = ask.item_bytes, decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    kept = decoder.layer_norms * d + (q + kv if decoder.qk_norm else 0)
-    kept += d * any(name in on.names for name in QKV) + d * any(name in on.names for name in ("gate_proj", "up_proj"))
-    kept += (q + 2 * kv) + q + q * ("o_proj" in on.names and ask.dropout)
-    kept += 2 * i + i + i * ("down_proj" in on.names)
-    kept += 2 * ask.rank * sum(name in on.names for name in decoder.linears())
-    formula = f"{T:,} tokens × {on.layers} layers × {kept:,} × {c} B"
-    return Part("activations", T * on.layers * kept * c, formula)
+    """What the forward pass keeps for the backward pass."""
+    on, T, c = adapted(decoder, ask.targets), ask.cells, ask.item_bytes
+    d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
+    inputs = [in_ for name, (_, in_) in decoder.linears().items() if name in on.names]
+    read = _read(decoder, ask)
+    kept = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm + i * (2 + 2 * decoder.gated)
+    kept += ask.rank * len(inputs) + read
+    if ask.dropout:  # a mask for each, and plainly both for every module
+        kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
+    if not _is_chunked(ask):
+        kept += decoder.heads * _row(ask)  # probabilities
+    return Part("activations", T * on.layers * kept * c, f"{T:,} tokens × {on.layers} layers × {kept:,} × {c} B")
+
+
+def _read(decoder: Decoder, ask: Ask) -> int:
+    """The widths of what a layer's adapters read, once each."""
+    names = adapted(decoder, ask.targets).names
+    read = decoder.hidden * (bool(names & {*QKV}) + bool(names & {"gate_proj", "up_proj"}))
+    return read + decoder.width * ("o_proj" in names) + decoder.inner * ("down_proj" in names)
+
+
+def _row(ask: Ask) -> int:
+    """Keys that are multiplied with every query."""
+    return min(ask.max_length, ask.cells)
+
+
+def _is_chunked(ask: Ask) -> bool:
+    return ask.kernels != "reference" and _row(ask) > ATTENTION_CHUNK
+
+
+def _is_compiled(ask: Ask) -> bool:
+    return ask.kernels == "fused" or (ask.kernels == "auto" and ask.device != "cpu")
+
+
+def _has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
+    return ask.kernels == "reference" or "lm_head" in adapted(decoder, ask.targets).names
+
+
+# --- the moments at which most is alive besides -----------------------------------------------------------------------
+
+
+def loss(decoder: Decoder, ask: Ask) -> Part:
+    c, T, V = ask.item_bytes, ask.cells, decoder.vocab
+    if _has_plain_loss(decoder, ask):
+        return Part("loss", 14 * T * V, f"{T:,} tokens × {V:,} logits × 14 B")
+    rows = min(T, max(1, LOSS_LOGITS[ask.device] // V))
+    each = 4 * min(LOGITS_OF_A_CHUNK * -(-T // rows), LOGITS_AT_MOST) + (3 * c if c < MASTER_BYTES else 0)
+    hidden = 8 * decoder.hidden * c
+    return Part(
+        "loss", each * rows * V + T * hidden, f"{rows:,} tokens × {V:,} logits × {each} B + {T:,} × {hidden:,} B"
+    )
 
 
 def attention(decoder: Decoder, ask: Ask) -> Part:
-    """Scores: kept where a document is no longer than a chunk, of one chunk otherwise."""
-    c, on = ask.item_bytes, adapted(decoder, ask.targets)
-    if ask.max_length <= CHUNK:
-        size = ask.cells * ask.max_length * decoder.heads * c * on.layers
+    """The backward pass of a layer's attention."""
+    c, H, L, T = ask.item_bytes, decoder.heads, _row(ask), ask.cells
+    if _is_chunked(ask):
+        whole = L // ATTENTION_CHUNK * ATTENTION_CHUNK  # queries in full chunks; a chunk sees what is before its end
+        scores = max(ATTENTION_CHUNK * whole, (L - whole) * L) * max(1, T // padded(L))
         return Part(
-            "attention",
-            size,
-            f"{ask.cells:,} × {ask.max_length:,} × {decoder.heads} heads × {on.layers} layers × {c} B",
+            "attention", SCORES_OF_A_CHUNK * H * scores * c, f"{SCORES_OF_A_CHUNK} × {H} heads × {scores:,} × {c} B"
         )
-    size = 3 * CHUNK * ask.max_length * decoder.heads * c
-    return Part("attention", size, f"3 × {CHUNK} × {ask.max_length:,} × {decoder.heads} heads × {c} B")
+    size = SCORES_OF_A_ROW * H * T * L * c
+    return Part("attention", size, f"{SCORES_OF_A_ROW} × {H} heads × {T:,} queries × {L:,} keys × {c} B")
 
 
-def workspace(decoder: Decoder, ask: Ask) -> Part:
-    c, d, T = ask.item_bytes, decoder.hidden, ask.cells
-    loss = 3 * T * d * c + 4 * LOGITS_HELD * max(LOGITS[ask.device], decoder.vocab)
-    block = c * T * (5 * decoder.inner + 2 * d)
-    if loss >= block:
-        return Part("workspace", loss, "loss")
-    return Part("workspace", block, "feed-forward block")
+def feed_forward(decoder: Decoder, ask: Ask) -> Part:
+    """The backward pass of a layer's feed-forward block."""
+    c, T = ask.item_bytes, ask.cells
+    each = c * (5 * decoder.inner + 8 * decoder.hidden)
+    return Part("workspace", T * each, f"{T:,} tokens × {each:,} B of the feed-forward block")
 
 
-def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
-    reserve = Part("reserve", RESERVE_BYTES[ask.device], "constant")
-    made = (make(decoder, ask) for make in (weights, adapter, optimizer, activations, attention, workspace))
-    return (*made, reserve)
+def update(decoder: Decoder, ask: Ask, kept: Part) -> Part:
+    """The optimizer's step, when the activations are gone."""
+    n, alive = ask.rank * adapted(decoder, ask.targets).num_weights, UPDATE_COMPILED if _is_compiled(ask) else UPDATE
+    formula = f"update of {n:,} weights × {alive} × {MASTER_BYTES} B, less the activations, which are gone by then"
+    return Part("workspace", alive * MASTER_BYTES * n - kept.bytes, formula)

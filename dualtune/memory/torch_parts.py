@@ -1,34 +1,45 @@
 """What the torch engine needs of memory, by part.
 
-The formulas describe `backends/dualtune_torch` as it is: fused pieces, no activation checkpointing. Legend: T tokens of
-the micro-batch, c bytes of a number in the compute dtype, d width of the model, q and kv widths of all query and of all
-key/value heads, i width of the feed-forward block, r rank, V vocabulary.
+The formulas describe `backends/dualtune_torch` as it is: no activation is checkpointed or offloaded. They take what
+`model.kernels: auto` gives where there is a compiler, or everything plain for `reference`.
+
+Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
+model, q and kv widths of all query and of all key/value heads, H query heads, i width of the feed-forward block.
 """
 
 from __future__ import annotations
 
-from dualtune.memory.ask import MASTER_BYTES, Adapted, Ask, Part, adapted
+from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted
 from dualtune.memory.shapes import QKV, Decoder
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
-WORTH_COMPILING = 5_000_000  # parameters, as `dualtune_torch.kernels.compiled` has it
-LOSS_ROWS = {"cpu": 128, "cuda": 1024}  # target rows of a chunk, as `dualtune_torch.kernels.cross_entropy` has it
-ATTENTION_BLOCK = 256  # queries, as `dualtune_torch.kernels.attention` has it
-# What is no tensor. CUDA: the context with its kernels, outside the allocator, and the workspace of cuBLAS;
+# As `dualtune_torch.kernels` has them: parameters that are worth compiling; target rows of a chunk of the loss; queries
+# of a block of attention.
+WORTH_COMPILING = 5_000_000
+LOSS_ROWS = {"cpu": 128, "cuda": 1024}
+ATTENTION_BLOCK = 256
+# What is no tensor. CUDA: the context, kernels and all, which the allocator does not count, and cuBLAS' workspace;
 # CPU: the interpreter with torch, transformers and their libraries.
-RESERVE_BYTES = {"cuda": 640 << 20, "cpu": 600 << 20}
+RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "Python, torch and transformers")}
+
+
+def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
+    """The peak is the sum: what is always there, what the forward pass keeps, and the largest moment besides."""
+    always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
+    moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask))
+    most = max(moments, key=lambda part: part.bytes)
+    return (*always, activations(decoder, ask), most, Part("reserve", *RESERVE[ask.device]))
 
 
 def weights(decoder: Decoder, ask: Ask) -> Part:
-    c = ask.item_bytes
-    plain = decoder.table_parameters + decoder.vector_parameters
+    c, n = ask.item_bytes, decoder.num_parameters
     if ask.quantization == "none":
-        n = decoder.num_parameters
         return Part("weights", c * n, f"{n:,} parameters × {c} B")
+    plain = decoder.table_parameters + decoder.vector_parameters
     packed = decoder.layers * sum(nf4_bytes(out * in_) for out, in_ in decoder.linears().values())
-    formula = f"{decoder.linear_parameters:,} parameters in NF4 + {plain:,} in embedding, head and norms × {c} B"
+    formula = f"{n - plain:,} parameters in NF4, {plain:,} in embedding, head and norms × {c} B"
     return Part("weights", packed + c * plain, formula)
 
 
@@ -39,71 +50,123 @@ def nf4_bytes(n: int) -> int:
 
 
 def adapter(decoder: Decoder, ask: Ask) -> Part:
-    on = adapted(decoder, ask.targets)
-    n, c = ask.rank * on.num_weights, ask.item_bytes
-    copy = 0 if c == MASTER_BYTES else c
-    formula = f"{n:,} weights × ({MASTER_BYTES} B" + (f" + {copy} B for the copy in {ask.dtype})" if copy else ")")
-    return Part("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, f"{formula} + {on.inputs:,} dropout keys × 4 B")
+    on, c = adapted(decoder, ask.targets), ask.item_bytes
+    n, copy = ask.rank * on.num_weights, 0 if ask.item_bytes == MASTER_BYTES else c
+    in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
+    formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
+    return Part("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
 
 
 def optimizer(decoder: Decoder, ask: Ask) -> Part:
     n = ask.rank * adapted(decoder, ask.targets).num_weights
-    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments of {n:,} weights × {MASTER_BYTES} B")
+    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments × {n:,} weights × {MASTER_BYTES} B")
+
+
+# --- what the forward pass keeps for the backward pass ----------------------------------------------------------------
 
 
 def activations(decoder: Decoder, ask: Ask) -> Part:
-    """What is kept from the forward pass for the backward pass."""
-    on = adapted(decoder, ask.targets)
-    T = ask.cells
-    per_layer = kept_by_layer(decoder, ask, on)
-    around = decoder.hidden * ask.item_bytes + 4  # the last norm
-    formula = f"{T:,} tokens × ({on.layers} layers × {per_layer:,} B + {around:,} B)"
-    return Part("activations", T * (on.layers * per_layer + around), formula)
+    on, c, T = adapted(decoder, ask.targets), ask.item_bytes, ask.cells
+    is_plain = ask.kernels == "reference"
+    layer = _plain_layer(decoder, ask) if is_plain else _fused_layer(decoder, ask)
+    # The last norm, the gradient of its output or the log-probabilities, less the first norm, below which is nothing.
+    angles = 2 * decoder.head_dim * c
+    around = c * decoder.hidden + angles + 4 * decoder.vocab * _has_plain_loss(decoder, ask)
+    copies = 0
+    if is_plain:
+        copies = ask.rank * on.num_weights * (c if c < MASTER_BYTES else 0)  # of the adapter, in the compute dtype
+    elif not ask.packing and ask.cells > ask.max_length:
+        layer += angles  # rows of a document each share positions, and every layer copies them
+    size = T * (on.layers * layer + around) + copies
+    return Part("activations", size, f"{T:,} tokens × ({on.layers} layers × {layer:,} B + {around:,} B)")
 
 
-def kept_by_layer(decoder: Decoder, ask: Ask, on: Adapted) -> int:
-    """Bytes for each token."""
-    c, d, q, kv, i = ask.item_bytes, decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    compiled = is_compiled(decoder, ask)
-    norm = c if compiled else 4  # the plain norm keeps its input in float32
-    kept = decoder.layer_norms * (norm * d + 4)  # its input, and one over its root mean square
-    if decoder.qk_norm:
-        kept += norm * (q + kv) + 4 * (decoder.heads + decoder.kv_heads)
-    kept += c * d * any(name in on.names for name in QKV) + c * d * any(n in on.names for n in ("gate_proj", "up_proj"))
-    kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; what attention gives; its log-sum-exp
-    kept += c * q * ("o_proj" in on.names and ask.dropout)
-    kept += c * i * (1 + decoder.gated)
-    if not compiled:
-        kept += c * i * (1 + ("down_proj" in on.names))  # act(gate), and its product with up
-    return kept + c * ask.rank * sum(name in on.names for name in decoder.linears())
+def _fused_layer(decoder: Decoder, ask: Ask) -> int:
+    """Bytes for each token: what every product and every norm needs, once."""
+    names, c = adapted(decoder, ask.targets).names, ask.item_bytes
+    d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
+    kept = _norms(decoder, c if _is_compiled(decoder, ask) else 4)
+    kept += c * d * (bool(names & {*QKV}) + bool(names & {"gate_proj", "up_proj"}))  # their input, dropped
+    kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; what attention gives, its log-sum-exp
+    kept += c * q * ("o_proj" in names and ask.dropout)
+    kept += c * i * (1 + decoder.gated)  # gate and up
+    if not _is_compiled(decoder, ask):
+        kept += c * i * (1 + ("down_proj" in names))  # act(gate), and the product; compiled, both are made again
+    return kept + c * ask.rank * _num_adapted(decoder, ask)
 
 
-def is_compiled(decoder: Decoder, ask: Ask) -> bool:
+def _plain_layer(decoder: Decoder, ask: Ask) -> int:
+    """The same of transformers' own code and plain LoRA: a dropped input and a mask for every module."""
+    names, c = adapted(decoder, ask.targets).names, ask.item_bytes
+    d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
+    kept = _norms(decoder, 4) + c * 2 * q + 4 * decoder.heads + c * ask.rank * _num_adapted(decoder, ask)
+    # Several documents in a row take a mask, for which keys and values are repeated for every head.
+    kept += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv
+    kept += c * i * (1 + 2 * decoder.gated)  # gate, act(gate) and up
+    inputs = {name: in_ for name, (_, in_) in decoder.linears().items() if name in names}
+    if ask.dropout:
+        return kept + (c + 1) * sum(inputs.values())
+    kept += c * d * (bool(names & {*QKV}) + bool(names & {"gate_proj", "up_proj"}))
+    return kept + c * i * ("down_proj" in names)
+
+
+def _norms(decoder: Decoder, item_bytes: int) -> int:
+    """The input of every norm, which the plain one keeps in float32, and one over its root mean square."""
+    heads = (decoder.heads + decoder.kv_heads) * decoder.qk_norm
+    wide = decoder.layer_norms * decoder.hidden + heads * decoder.head_dim
+    return item_bytes * wide + 4 * (decoder.layer_norms + heads)
+
+
+def _num_adapted(decoder: Decoder, ask: Ask) -> int:
+    """Modules of a layer."""
+    return sum(name in adapted(decoder, ask.targets).names for name in decoder.linears())
+
+
+def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
     return ask.kernels == "fused" or (ask.kernels == "auto" and decoder.num_parameters >= WORTH_COMPILING)
 
 
-def workspace(decoder: Decoder, ask: Ask) -> Part:
-    """The most that is alive besides, at one of the moments of a step, which do not coincide."""
-    c, d, T = ask.item_bytes, decoder.hidden, ask.cells
-    on = adapted(decoder, ask.targets)
-    unpacked = 0
-    if ask.quantization == "nf4":
-        unpacked = c * max(out * in_ for out, in_ in decoder.linears().values())
+def _has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
+    return ask.kernels == "reference" or "lm_head" in adapted(decoder, ask.targets).names
+
+
+# --- the moments at which most is alive besides -----------------------------------------------------------------------
+
+
+def loss(decoder: Decoder, ask: Ask) -> Part:
+    """A chunk of logits, and its gradient. Plain: the logits of all tokens, in float32, and their gradient."""
+    c, T, V = ask.item_bytes, ask.cells, decoder.vocab
+    if _has_plain_loss(decoder, ask):
+        return Part("loss", 8 * T * V, f"{T:,} tokens × {V:,} logits × 2 × 4 B")
     rows = min(LOSS_ROWS[ask.device], T)
-    temporary = 0 if is_compiled(decoder, ask) else 12
-    logits = rows * decoder.vocab * (c + temporary)
-    moments = {
-        f"loss: {T:,} × 3 × {d:,} × {c} B and {rows:,} rows of logits": 3 * T * d * c + logits,
-        f"feed-forward block: {T:,} × {decoder.inner:,} × {c} B, five times": c
-        * T
-        * ((5 if ask.dropout and "down_proj" in on.names else 3) * decoder.inner + 2 * d)
-        + unpacked,
-    }
-    most = max(moments, key=lambda name: moments[name])
-    return Part("workspace", moments[most], most)
+    # Plainly there are two temporaries in float32, and a copy to compute them from.
+    each = 2 * c if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
+    size = rows * V * each + 2 * T * decoder.hidden * c
+    return Part("loss", size, f"{rows:,} tokens × {V:,} logits × {each} B + 2 × {T:,} × {decoder.hidden:,} × {c} B")
 
 
-def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
-    reserve = Part("reserve", RESERVE_BYTES[ask.device], "constant")
-    made = (make(decoder, ask) for make in (weights, adapter, optimizer, activations, workspace))
-    return (*made, reserve)
+def attention(decoder: Decoder, ask: Ask) -> Part:
+    """The backward pass of a layer's attention."""
+    c, T, q, kv, H = ask.item_bytes, ask.cells, decoder.width, decoder.kv_width, decoder.heads
+    if ask.kernels == "reference" or (ask.device == "cuda" and c < MASTER_BYTES):
+        # FlashAttention: the gradient of q summed in float32 and then as c, those of k and v for every query head.
+        each = 4 * q + 4 * H + c * (3 * q + 2 * kv)
+        return Part("attention", T * each, f"{T:,} tokens × {each:,} B of gradients")
+    L = min(ask.max_length, T)
+    block = min(L, ATTENTION_BLOCK)
+    each = 4 * c if _is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
+    before = L - block or (L if T >= 2 * L else 0)  # of this document, or of another one
+    size = H * block * (each * L + 2 * c * before)  # two of it are still there
+    return Part("attention", size, f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before")
+
+
+def feed_forward(decoder: Decoder, ask: Ask) -> Part:
+    """The backward pass of a layer's down_proj, or of what is between it and its neighbours."""
+    c, T, i = ask.item_bytes, ask.cells, decoder.inner
+    drops = ask.dropout and "down_proj" in adapted(decoder, ask.targets).names
+    each = 3 * c
+    if drops:  # the input made again, and dropped; three gradients. Plainly: two, and three integers for a hash
+        each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12
+    unpacked = c * decoder.hidden * i if ask.quantization == "nf4" else 0
+    formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {unpacked:,} B unpacked" if unpacked else "")
+    return Part("workspace", T * i * each + unpacked, formula)

@@ -1,0 +1,127 @@
+"""The estimate against what MLX says it has, on its CPU build. Metal was at nobody's hand."""
+
+import gc
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.spec import LoraSpec
+from dualtune.backend import LoadRequest
+from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.documents import in_memory
+from dualtune.memory import mlx_parts
+from dualtune.memory.estimate import Ask, estimate
+from dualtune.memory.shapes import decoder_of
+
+mx = pytest.importorskip("mlx.core")
+pytest.importorskip("mlx_lm")
+
+from dualtune_mlx.kernels import attention, cross_entropy  # noqa: E402
+
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 192,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SHORT = [64] * 4
+ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max_length=64)
+
+
+@pytest.fixture
+def measure(open_backend, tmp_path):
+    """(estimate, bytes that are always there, peak of a step) for documents of these lengths."""
+
+    def measure_(lengths=SHORT, *, asked=ASK, **changes):
+        backend, config = open_backend("mlx"), CONFIG | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
+        before = active()
+        engine = backend.load(
+            LoadRequest(tmp_path, asked.dtype, asked.quantization, "random", spec, 0.0, seed=1, kernels=asked.kernels)
+        )
+        rng = np.random.default_rng(0)
+        documents = in_memory(
+            [(rng.integers(0, config["vocab_size"], n).astype(np.int32), np.ones(n, bool)) for n in lengths]
+        )
+        (batch,) = micro_batches(documents, range(len(lengths)), Layout(sum(lengths), sum(lengths)), seed=0, step=0)
+        take_step(engine, batch)
+        held = active() - before
+        backend.reset_peak_memory()
+        take_step(engine, batch)
+        asked = replace(asked, micro_batch_tokens=batch.tokens_BT.size, max_length=max(lengths))
+        return estimate(decoder_of(config), asked), held, backend.memory().peak_bytes - before
+
+    return measure_
+
+
+def active():
+    gc.collect()
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
+def take_step(engine, batch):
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    mx.synchronize()  # so that the step of the optimizer is not counted together with this one
+    float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
+    mx.synchronize()
+
+
+def assert_alike(estimated, held, peak, *, always_within=0.01, within=0.1):
+    always = sum(estimated[name] for name in ("weights", "adapter", "optimizer"))
+    assert always == pytest.approx(held, rel=always_within)
+    assert estimated.total_bytes - estimated["reserve"] == pytest.approx(peak, rel=within)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, [256], [64] * 8], ids=["short", "long", "many"])
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
+def test_a_step_takes_what_was_estimated(measure, lengths, dropout):
+    assert_alike(*measure(lengths, asked=replace(ASK, dropout=dropout)))
+
+
+def test_a_row_that_is_longer_than_a_chunk_takes_no_more_than_was_estimated(measure):
+    assert_alike(*measure([640]), within=0.2)
+
+
+@pytest.mark.parametrize("quantization", ["affine4", "affine8"])
+def test_a_quantized_base_takes_what_was_estimated(measure, quantization):
+    larger = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 4096}  # MLX counts whole pages
+    assert_alike(*measure(asked=replace(ASK, quantization=quantization), **larger), always_within=0.02)
+
+
+def test_half_precision_takes_what_was_estimated(measure):
+    assert_alike(*measure(asked=replace(ASK, dtype="bfloat16"), vocab_size=2048))
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 4096}, {"intermediate_size": 768}, {"tie_word_embeddings": False}])
+def test_another_shape_takes_what_was_estimated(measure, changes):
+    assert_alike(*measure(**changes))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_another_family_takes_what_was_estimated(measure, kind):
+    assert_alike(*measure(model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"]))
+
+
+def test_fewer_targets_take_what_was_estimated(measure):
+    assert_alike(*measure(asked=replace(ASK, targets=("q_proj", "v_proj"))))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "fused"])
+def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels):
+    estimated, held, peak = measure([32], asked=replace(ASK, rank=128, kernels=kernels), vocab_size=64)
+    assert "update" in estimated.parts[4].formula
+    assert_alike(estimated, held, peak)
+
+
+def test_the_plain_code_takes_what_was_estimated(measure):
+    assert_alike(*measure([256], asked=replace(ASK, kernels="reference")))
+
+
+def test_the_sizes_of_chunks_are_those_of_the_kernels():
+    assert mlx_parts.ATTENTION_CHUNK == attention.CHUNK
+    assert mlx_parts.LOSS_LOGITS == {"cpu": cross_entropy.CPU_CHUNK, "metal": cross_entropy.GPU_CHUNK}

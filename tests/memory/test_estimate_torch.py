@@ -1,0 +1,188 @@
+"""The estimate against what the torch engine takes, on the CPU: every storage, and every allocation of a step."""
+
+import gc
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.spec import LoraSpec
+from dualtune.backend import LoadRequest
+from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.documents import in_memory
+from dualtune.memory import torch_parts
+from dualtune.memory.estimate import Ask, estimate
+from dualtune.memory.shapes import decoder_of
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from dualtune_torch.kernels import attention, compiled, cross_entropy  # noqa: E402
+
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 352,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+SHORT, LONG = [60] * 8, [512]
+ASK = Ask("torch", "cpu", "none", "bfloat16", 16, SEVEN, micro_batch_tokens=512, max_length=512)
+
+
+@pytest.fixture
+def measure(open_backend, tmp_path, monkeypatch):
+    """(estimate, bytes that were found by part) of a step on documents of these lengths."""
+
+    def measure_(lengths, *, compiles=True, asked=ASK, **changes):
+        for module in (compiled, torch_parts):
+            monkeypatch.setattr(module, "WORTH_COMPILING", 0 if compiles else 10**12)
+        config = CONFIG | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
+        request = LoadRequest(
+            tmp_path, asked.dtype, asked.quantization, "random", spec, 0.0, seed=1, kernels=asked.kernels
+        )
+        engine = open_backend("torch").load(request)
+        batch = one_batch(lengths, asked, config["vocab_size"])
+        for _ in range(2):  # the first ones compile, and make the optimizer's state
+            take_step(engine, batch)
+        asked = replace(asked, micro_batch_tokens=batch.tokens_BT.size, max_length=max(lengths))
+        return estimate(decoder_of(config), asked), found_in(engine, batch)
+
+    return measure_
+
+
+def one_batch(lengths, asked, vocab):
+    rng = np.random.default_rng(0)
+    documents = in_memory([(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in lengths])
+    layout = Layout(sum(lengths), sum(lengths) if asked.packing else None)
+    (batch,) = micro_batches(documents, range(len(lengths)), layout, seed=0, step=0)
+    return batch
+
+
+def take_step(engine, batch):
+    engine.forward_backward(batch, num_targets=batch.num_targets)
+    float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
+
+
+def found_in(engine, batch):
+    weights, adapter = storages(tensors_of(engine.model)), engine._adapter
+    of_adapter = storages([adapter.flat, adapter._compute, *(layer.keys_I for layer in engine._layers.values())])
+    kept = kept_storages(engine, batch)
+    gc.collect()
+    return {
+        "weights": sum(size for pointer, size in weights.items() if pointer not in of_adapter),
+        "adapter": sum(of_adapter.values()),
+        "optimizer": sum(storages([adapter.flat.grad, *engine._optimizer.state[adapter.flat].values()]).values()),
+        "activations": sum(size for pointer, size in kept.items() if pointer not in weights),
+        "peak": peak_of(lambda: engine.forward_backward(batch, num_targets=batch.num_targets)),
+    }
+
+
+def tensors_of(model):
+    """All there is, the constants of NF4 included."""
+    for module in model.modules():
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            yield tensor
+            state = getattr(tensor, "quant_state", None)
+            while state is not None:
+                yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
+                state = state.state2
+
+
+def storages(tensors):
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def kept_storages(engine, batch):
+    """What autograd saves."""
+    kept = {}
+
+    def note(tensor):
+        kept.update(storages([tensor]))
+        return tensor
+
+    engine._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = engine._loss_sum(batch)
+    engine._noise.noise_BT = None
+    assert loss.requires_grad
+    return kept
+
+
+def peak_of(work):
+    """The most bytes that torch's allocator has handed out at a time since the work began."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(np.cumsum(changes).max())
+
+
+def assert_alike(estimated, found, *, kept=0.02, peak=0.05):
+    for name in ("weights", "adapter", "optimizer"):
+        assert estimated[name] == pytest.approx(found[name], rel=0.002), name
+    assert estimated["activations"] == pytest.approx(found["activations"], rel=kept)
+    activations, moment = estimated.parts[3:5]
+    assert activations.bytes + moment.bytes == pytest.approx(found["peak"], rel=peak)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
+def test_a_compiled_step_takes_what_was_estimated(measure, lengths, dtype, dropout):
+    assert_alike(*measure(lengths, asked=replace(ASK, dtype=dtype, dropout=dropout)))
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_step_that_is_not_compiled_takes_what_was_estimated(measure, lengths, dtype):
+    assert_alike(*measure(lengths, compiles=False, asked=replace(ASK, dtype=dtype)), peak=0.12)
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
+def test_a_quantized_base_takes_what_was_estimated(measure, lengths):
+    pytest.importorskip("bitsandbytes")
+    assert_alike(*measure(lengths, asked=replace(ASK, quantization="nf4")))
+
+
+@pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=lambda family: family["model_type"])
+def test_another_family_takes_what_was_estimated(measure, family):
+    assert_alike(*measure(SHORT, **family))
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj"), ("up_proj",)])
+def test_fewer_targets_take_what_was_estimated(measure, targets):
+    """But for the lowest layer, of which the estimate counts all: below its first adapter nothing is kept."""
+    assert_alike(*measure(SHORT, asked=replace(ASK, targets=targets), num_hidden_layers=10), kept=0.08, peak=0.08)
+
+
+def test_an_adapted_head_takes_what_was_estimated(measure):
+    asked = replace(ASK, targets=("q_proj", "lm_head"))
+    assert_alike(*measure(SHORT, asked=asked, tie_word_embeddings=False, vocab_size=8192))
+
+
+def test_a_large_vocabulary_takes_what_was_estimated(measure):
+    estimated, found = measure(SHORT, vocab_size=32768)
+    assert estimated.parts[4].name == "loss"
+    assert_alike(estimated, found)
+
+
+def test_rows_of_one_document_take_what_was_estimated(measure):
+    assert_alike(*measure([256] * 2, asked=replace(ASK, packing=False)))
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "not packed"])
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
+def test_the_plain_code_takes_what_was_estimated(measure, packing, dropout):
+    lengths = SHORT if packing else [256] * 2
+    asked = replace(ASK, kernels="reference", packing=packing, dropout=dropout)
+    assert_alike(*measure(lengths, asked=asked), kept=0.05, peak=0.1)
+
+
+def test_the_sizes_of_blocks_are_those_of_the_kernels():
+    assert (torch_parts.LOSS_ROWS, torch_parts.ATTENTION_BLOCK) == (cross_entropy.ROWS, attention.BLOCK)
+    assert torch_parts.WORTH_COMPILING == compiled.WORTH_COMPILING
