@@ -12,11 +12,12 @@ wheel=$(ls "$work"/dist/*.whl)
 "$python" -m venv "$work/venv"
 pip=("$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$root/constraints.txt")
 if [ "$BACKEND" = torch ]; then "${pip[@]}" torch; fi
-"${pip[@]}" "$wheel[$BACKEND]"
+"${pip[@]}" "${wheel}[$BACKEND]"
 
 cd "$work" # so that nothing is imported from the source tree
 export PATH="$work/venv/bin:$PATH"
 dualtune --help >/dev/null
 dualtune train --demo --set train.steps=1 --set train.warmup=0 --set run.dir=run
 dualtune adapter inspect run/adapter >/dev/null
+dualtune config training_config_h100 >config.yaml # the configs travel with the wheel
 echo "wheel ok: $(basename "$wheel"), one step trained from a clean environment"

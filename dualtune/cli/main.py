@@ -18,16 +18,22 @@ from dualtune.redaction import redact
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {
     "check-gpu": ("check_gpu", "Say what this machine is and whether it can train."),
+    "check-env": ("check_env", "Check that what a kind of machine needs is installed and in its place."),
+    "check-config": (
+        "check_config",
+        "Check a config against the machine, the model and the data, before any download.",
+    ),
     "check-data": ("check_data", "List every row of data, or of a config's data, that cannot be used."),
     "preview": ("preview", "Show what a config would train on, with its numbers."),
     "train": ("train", "Train an adapter by a config, or show the demo."),
     "bench": ("bench", "Measure what a step of a config costs here, and where its time goes."),
+    "validate": ("validate", "Prove the whole pipeline on this machine, in five tiers."),
     "eval": ("eval", "Measure an adapter on held-out data."),
     "generate": ("generate", "Continue a prompt with a model and its adapter."),
     "runs": ("runs", "List run directories with state, step, loss and last checkpoint."),
     "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
     "adapter": ("adapter", "Inspect and convert adapter directories."),
-    "config": ("config", "Print a commented config with every key, or its JSON schema."),
+    "config": ("config", "Print a commented config with every key, a ready one by name, or the JSON schema."),
 }
 
 

@@ -35,8 +35,8 @@ def test_help_lists_every_command(dualtune_main):
     result = dualtune_main("--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert {
-        "check-gpu", "check-data", "preview", "train", "bench", "eval", "generate", "runs", "checkpoints", "adapter",
-        "config",
+        "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval", "generate",
+        "runs", "checkpoints", "adapter", "config",
     } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout
@@ -164,4 +164,4 @@ def test_a_closed_pipe_is_no_error_to_talk_about(python, args):
     finally:
         os.close(write)
     assert result.stderr == ""
-    assert result.returncode in (0, 1)
+    assert result.returncode in (0, 1, 4)  # 4 is the verdict of check-gpu where there is no GPU
