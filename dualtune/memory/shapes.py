@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -69,6 +69,12 @@ class Decoder:
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
+# How config.json calls what a shape is. GPT-2's names are the older ones.
+LAYERS = ("num_hidden_layers", "n_layer")
+HEADS = ("num_attention_heads", "n_head")
+HIDDEN = ("hidden_size", "n_embd")
+INNER = ("intermediate_size", "n_inner")
+
 # What the families are that a config.json does not say, by model_type; `tied` where it is silent, as transformers has
 # it. A family stands here once its parameters and activations were compared with those of the real engines.
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -84,38 +90,38 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 def decoder_of(config: Mapping[str, Any]) -> Decoder:
     """The shape that a config.json describes. UnknownShape for a model that the formulas are not for."""
     config = config.get("text_config", config)
-    kind = str(config.get("model_type"))
-    if num_experts(config):
-        raise UnknownShape("it is a mixture of experts, of which a token meets a few")
+    decoder, kind = any_decoder(config), str(config.get("model_type"))
     if kind not in FAMILIES:
         raise UnknownShape(f"its model_type is {kind}; there are formulas for {', '.join(sorted(FAMILIES))}")
+    _number(config, "intermediate_size")  # which GPT-2 may leave out, and these may not
     family = dict(FAMILIES[kind])
-    heads, hidden = number(config, "num_attention_heads"), number(config, "hidden_size")
     if config.get("attention_bias"):
         family["biased"] = (*QKV, "o_proj")
     if config.get("mlp_bias"):
         family["biased"] = (*family.get("biased", ()), "gate_proj", "up_proj", "down_proj")
     if "tie_word_embeddings" in config:
-        family["tied"] = bool(config["tie_word_embeddings"])
+        del family["tied"]
+    return replace(decoder, **family)
+
+
+def any_decoder(config: Mapping[str, Any]) -> Decoder:
+    """The same of any family, as far as config.json says it: what the family is not known to have is left out."""
+    if any("experts" in key and isinstance(value, int) and value > 1 for key, value in config.items()):
+        raise UnknownShape("it is a mixture of experts, of which a token meets a few")
+    layers, heads, hidden, vocab = (_number(config, *names) for names in (LAYERS, HEADS, HIDDEN, ("vocab_size",)))
     return Decoder(
         hidden=hidden,
-        inner=number(config, "intermediate_size"),
-        layers=number(config, "num_hidden_layers"),
+        inner=next((config[name] for name in INNER if config.get(name)), 4 * hidden),
+        layers=layers,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or hidden // heads,
-        vocab=number(config, "vocab_size"),
-        **family,
+        vocab=vocab,
+        tied=bool(config.get("tie_word_embeddings", False)),
     )
 
 
-def num_experts(config: Mapping[str, Any]) -> int:
-    """Of a mixture of experts; 0 for a dense model."""
-    counts = [value for key, value in config.items() if "experts" in key and isinstance(value, int)]
-    return max((count for count in counts if count > 1), default=0)
-
-
-def number(config: Mapping[str, Any], *names: str) -> int:
+def _number(config: Mapping[str, Any], *names: str) -> int:
     """The first of these keys that a config.json has. UnknownShape where it has none."""
     found = next((config[name] for name in names if config.get(name)), None)
     if not isinstance(found, int):

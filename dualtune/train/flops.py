@@ -13,19 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dualtune.backend import Batch
+from dualtune.memory.shapes import UnknownShape, any_decoder
 
-# How config.json calls what the formula needs. GPT-2's names are the older ones.
-LAYERS = ("num_hidden_layers", "n_layer")
-HEADS = ("num_attention_heads", "n_head")
-HIDDEN = ("hidden_size", "n_embd")
-INNER = ("intermediate_size", "n_inner")
 TOLERANCE = 0.02  # of the parameters: norms, biases, learned positions
 
 
@@ -83,32 +79,22 @@ def read_shape(model_dir: Path, description: Mapping[str, Any]) -> Shape:
     """
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
-    if any("experts" in key and isinstance(value, int) and value > 1 for key, value in config.items()):
-        raise NoFormula("it is a mixture of experts, of which a token meets a few")
-    layers, heads, hidden, vocab = (_get(config, *names) for names in (LAYERS, HEADS, HIDDEN, ("vocab_size",)))
-    head_dim = config.get("head_dim") or hidden // heads
-    width, kv_width = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
-    inner = next((config[name] for name in INNER if config.get(name)), 4 * hidden)
-    head = vocab * hidden
-    attention = 2 * hidden * width + 2 * hidden * kv_width  # q and o, k and v
-    tied = [config["tie_word_embeddings"]] if "tie_word_embeddings" in config else [True, False]
+    try:
+        decoder = any_decoder(config)
+    except UnknownShape as error:
+        raise NoFormula(str(error)) from None
+    tied = [decoder.tied] if "tie_word_embeddings" in config else [True, False]
+    # GPT-2's feed-forward block has two matrices, SwiGLU's three.
+    shapes = [replace(decoder, tied=is_tied, gated=is_gated) for is_tied in tied for is_gated in (False, True)]
     total = description["num_parameters"]
-    gap, body = min(
-        (abs(total - body - (head if is_tied else 2 * head)), body)
-        for is_tied in tied
-        for num_matrices in (2, 3)  # GPT-2's feed-forward block, SwiGLU's
-        for body in [layers * (attention + num_matrices * hidden * inner)]
+    gap, shape = min(
+        ((abs(total - s.linear_parameters - s.table_parameters), s) for s in shapes), key=lambda pair: pair[0]
     )
     if gap > TOLERANCE * total:
         raise NoFormula(f"its {total:,} parameters are not those of a dense decoder with the shapes in config.json")
-    return Shape(body + head, description["trainable_parameters"], width, _windows(config, layers))
-
-
-def _get(config: Mapping[str, Any], *names: str) -> int:
-    found = next((config[name] for name in names if config.get(name)), None)
-    if not isinstance(found, int):
-        raise NoFormula(f"its config.json has no {names[0]}")
-    return found
+    matmul_parameters = shape.linear_parameters + shape.vocab * shape.hidden
+    windows = _windows(config, shape.layers)
+    return Shape(matmul_parameters, description["trainable_parameters"], shape.width, windows)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

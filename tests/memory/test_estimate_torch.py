@@ -1,8 +1,8 @@
 """The estimate against what the torch engine takes, on the CPU: every storage, and every allocation of a step."""
 
-import gc
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from dualtune_torch.kernels import attention, compiled, cross_entropy  # noqa: E402
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 352,
@@ -35,6 +36,9 @@ ASK = Ask("torch", "cpu", "none", "bfloat16", 16, SEVEN, micro_batch_tokens=512,
 @pytest.fixture
 def measure(open_backend, tmp_path, monkeypatch):
     """(estimate, bytes that were found by part) of a step on documents of these lengths."""
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from memory_storages import found_in
 
     def measure_(lengths, *, compiles=True, asked=ASK, **changes):
         for module in (compiled, torch_parts):
@@ -66,60 +70,6 @@ def one_batch(lengths, asked, vocab):
 def take_step(engine, batch):
     engine.forward_backward(batch, num_targets=batch.num_targets)
     float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
-
-
-def found_in(engine, batch):
-    weights, adapter = storages(tensors_of(engine.model)), engine._adapter
-    of_adapter = storages([adapter.flat, adapter._compute, *(layer.keys_I for layer in engine._layers.values())])
-    kept = kept_storages(engine, batch)
-    gc.collect()
-    return {
-        "weights": sum(size for pointer, size in weights.items() if pointer not in of_adapter),
-        "adapter": sum(of_adapter.values()),
-        "optimizer": sum(storages([adapter.flat.grad, *engine._optimizer.state[adapter.flat].values()]).values()),
-        "activations": sum(size for pointer, size in kept.items() if pointer not in weights),
-        "peak": peak_of(lambda: engine.forward_backward(batch, num_targets=batch.num_targets)),
-    }
-
-
-def tensors_of(model):
-    """All there is, the constants of NF4 included."""
-    for module in model.modules():
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            yield tensor
-            state = getattr(tensor, "quant_state", None)
-            while state is not None:
-                yield from (value for value in vars(state).values() if isinstance(value, torch.Tensor))
-                state = state.state2
-
-
-def storages(tensors):
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-
-def kept_storages(engine, batch):
-    """What autograd saves."""
-    kept = {}
-
-    def note(tensor):
-        kept.update(storages([tensor]))
-        return tensor
-
-    engine._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = engine._loss_sum(batch)
-    engine._noise.noise_BT = None
-    assert loss.requires_grad
-    return kept
-
-
-def peak_of(work):
-    """The most bytes that torch's allocator has handed out at a time since the work began."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return int(np.cumsum(changes).max())
 
 
 def assert_alike(estimated, found, *, kept=0.02, peak=0.05):

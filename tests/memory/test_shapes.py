@@ -90,6 +90,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it():
     [
         ({"model_type": "mixtral", "num_local_experts": 8}, "it is a mixture of experts"),
         ({"model_type": "falcon_h1"}, "its model_type is falcon_h1; there are formulas for llama, mistral, qwen2"),
+        ({"intermediate_size": None}, "its config.json has no intermediate_size"),
         ({"hidden_size": None}, "its config.json has no hidden_size"),
         ({"num_hidden_layers": "24"}, "its config.json has no num_hidden_layers"),
     ],

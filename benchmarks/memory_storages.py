@@ -1,0 +1,70 @@
+"""What the torch engine has in memory on a CPU: every storage by part, and the peak of a step by its allocator."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualtune.backend import Batch
+
+Storages = dict[int, int]  # address -> bytes
+
+
+def found_in(engine: Any, batch: Batch) -> dict[str, int]:
+    """Bytes by part of the estimate, and the peak of a forward and backward pass besides what is always there."""
+    weights, adapter = storages(tensors_of(engine.model)), engine._adapter
+    of_adapter = storages([adapter.flat, adapter._compute, *(layer.keys_I for layer in engine._layers.values())])
+    kept = kept_storages(engine, batch)
+    gc.collect()
+    return {
+        "weights": sum(size for pointer, size in weights.items() if pointer not in of_adapter),
+        "adapter": sum(of_adapter.values()),
+        "optimizer": sum(storages([adapter.flat.grad, *engine._optimizer.state[adapter.flat].values()]).values()),
+        "activations": sum(size for pointer, size in kept.items() if pointer not in weights),
+        "peak": peak_of(lambda: engine.forward_backward(batch, num_targets=batch.num_targets)),
+    }
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """All that a model has, the constants of NF4 included."""
+    for module in model.modules():
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            yield tensor
+            state = getattr(tensor, "quant_state", None)
+            while state is not None:
+                yield from (value for value in vars(state).values() if isinstance(value, Tensor))
+                state = state.state2
+
+
+def storages(tensors: Iterable[Tensor]) -> Storages:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def kept_storages(engine: Any, batch: Batch) -> Storages:
+    """What autograd saves in a forward pass."""
+    kept: Storages = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept.update(storages([tensor]))
+        return tensor
+
+    engine._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = engine._loss_sum(batch)
+    engine._noise.noise_BT = None
+    assert loss.requires_grad
+    return kept
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator has handed out at a time since the work began."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(np.cumsum(changes).max())
