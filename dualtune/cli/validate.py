@@ -63,9 +63,9 @@ def command(
 
     from dualtune.disk import write_file
     from dualtune.errors import Preempted
-    from dualtune.platform.choose import choose, open_backend
+    from dualtune.platform.choose import choose
     from dualtune.platform.detect import detect
-    from dualtune.validate.plan import Place, free_directory
+    from dualtune.validate.plan import open_place
     from dualtune.validate.tiers import tiers_of
 
     if write_data is not None:
@@ -78,7 +78,7 @@ def command(
     machine = detect()
     choice = choose(device, machine)
     wishes.tell(f"platform    {choice.platform}: {choice.reason}")
-    place = Place(choice.platform, open_backend(choice), free_directory(out), random_weights)
+    place = open_place(choice, out, random_weights=random_weights)
     try:
         results = _run_all(tiers, place, machine, wishes)
     except Preempted as stop:

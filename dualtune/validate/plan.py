@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import dualtune
@@ -14,6 +15,7 @@ from dualtune.config.examples import example_path
 from dualtune.disk import write_file
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.memory.shapes import KNOWN
+from dualtune.platform.choose import Choice, open_backend
 from dualtune.validate import tiers
 from dualtune.validate.concepts import FILE, write_rows
 from dualtune.validate.criteria import Criterion
@@ -30,6 +32,7 @@ class Place:
     backend: Backend
     out: Path  # a directory of its own for each tier comes into it
     random_weights: bool = False
+    before_bytes: int = 0  # on a CPU, what the process took before the first model was loaded; elsewhere 0
 
     @property
     def on_cpu(self) -> bool:
@@ -39,6 +42,15 @@ class Place:
     def is_twin(self) -> bool:
         """Random weights need no twin: they are there to show the real shape."""
         return self.on_cpu and not self.random_weights
+
+
+def open_place(choice: Choice, out: Path, *, random_weights: bool = False) -> Place:
+    """Open the backend. EnvironmentFault if there is no such device."""
+    if choice.platform == "cpu" and not random_weights:
+        # Before torch loads: on matrices as small as a twin's, threads do little but wait for each other.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    place = Place(choice.platform, open_backend(choice), free_directory(out), random_weights)
+    return replace(place, before_bytes=place.backend.memory().used_bytes) if place.on_cpu else place
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from dualtune.checks import Check, exit_code
@@ -80,7 +79,7 @@ def observe(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> Observed:
         num_steps=config.train.steps,
         save_every=config.run.save_every,
         steps_per_window=plan.steps_per_window,
-        before_bytes=backend.memory().used_bytes if kind == "cpu" else 0,
+        before_bytes=place.before_bytes,
     )
     problem = _train(lambda: run(config, backend, [watch, *hooks], resume="never"))
     seen = replace(
@@ -137,11 +136,11 @@ def report(result: TierResult) -> dict[str, Any]:
 
 
 def _measured(observed: Observed) -> dict[str, Any]:
-    rates = [step.tokens_per_s for step in observed.steps]
+    training_s = sum(step.step_s for step in observed.steps)
     return {
         "elapsed_s": round(observed.elapsed_s, 3),
-        "training_s": round(sum(step.step_s for step in observed.steps), 3),
-        "tokens_per_s": round(fmean(rates), 1) if rates else None,
+        "training_s": round(training_s, 3),
+        "tokens_per_s": round(sum(step.num_tokens for step in observed.steps) / training_s, 1) if training_s else None,
         "peak_bytes": observed.peak_bytes if observed.steps else None,
         "used_bytes": {"first": observed.used_bytes[0], "last": observed.used_bytes[-1]} if observed.used_bytes else {},
         "losses": [_finite(loss) for loss in observed.losses],

@@ -112,7 +112,7 @@ TWIN_DIVISORS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {"torch": MappingProxyType({"full": 5}), "mlx": MappingProxyType({"extended": 5, "full": 10})}
 )
 # For a model of 407 000 weights. torch on a CPU has no allocator to ask, so what is seen is what the process has grown
-# by since before the model was loaded, the libraries that it loads included.
+# by since before the first model was loaded, the libraries that come with it included.
 TWIN_PEAK_BYTES: Mapping[str, int] = MappingProxyType({"torch": 256 * MB, "mlx": 16 * MB})
 # By measure: another limit, or why there is no judgement.
 TWIN_LIMITS: Mapping[str, float | str] = MappingProxyType(

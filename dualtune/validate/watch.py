@@ -30,7 +30,7 @@ class Observed:
     steps_per_window: int  # 50, or fewer where the run has fewer steps than the tier's config
     steps: tuple[StepRecord, ...] = ()
     used_bytes: tuple[int, ...] = ()  # of device memory, after the step
-    before_bytes: int = 0  # on a CPU, what the process took before the model was loaded; elsewhere 0
+    before_bytes: int = 0  # on a CPU, what the process took before any model was loaded; elsewhere 0
     engine: Mapping[str, Any] | None = None  # Engine.description, once the model was loaded
     num_tensors: int = 0  # of the adapter
     unchanged: tuple[str, ...] = ()  # those that are bitwise as they were before the first step

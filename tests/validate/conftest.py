@@ -34,9 +34,10 @@ def place(open_backend, tmp_path):
 
     def make(name: str, *, engine=None, change=None, random_weights=False) -> Place:
         backend = open_backend(name)
+        before_bytes = backend.memory().used_bytes
         if engine or change:
             backend = FaultyBackend(backend, engine or (lambda inner: inner), change or (lambda request: request))
-        return Place(PLATFORMS[name], backend, tmp_path / "out", random_weights)
+        return Place(PLATFORMS[name], backend, tmp_path / "out", random_weights, before_bytes)
 
     return make
 
