@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.config.schema import RunConfig
-from dualtune.platform.machine import GB, GIB, Machine
+from dualtune.platform.machine import GB, GIB, Gpu, Machine
 from dualtune.platform.places import (
     data_checks,
     directory_checks,
@@ -19,6 +19,7 @@ from dualtune.platform.places import (
     local_model,
     model_checks,
 )
+from dualtune.platform.problems import problems
 from dualtune.platform.requirements import at_least, least_python, package_checks, requirements
 from dualtune.versions import versions_of
 
@@ -42,16 +43,8 @@ TARGETS = {
     "rtx": Target("cuda", "torch", 12, 16, 20, SMALLER.capitalize()),
     "cpu": Target("cpu", "torch", 4, 4, 5, SMALLER.capitalize()),
 }
-LEAST_MACOS = "14.0"  # of the wheels of MLX: https://ml-explore.github.io/mlx/build/html/install.html
-LEAST_CUDA = "12.1"
-LEAST_CAPABILITY, BFLOAT16_CAPABILITY = "7.0", "8.0"  # Volta, Ampere
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere
 RAGGED_TORCH = "2.12"  # torch.nn.attention.varlen with grouped heads, which the torch backend calls
-# CUDA 13 has no code for GPUs before Turing, and what came before 12.8 has none for Blackwell. Of torch's wheels, PyPI
-# has those for CUDA 13; the older ones are for 12.6: https://github.com/pytorch/pytorch/issues/178665
-CUDA13_CAPABILITY, BLACKWELL_CAPABILITY, BLACKWELL_CUDA = "7.5", "10.0", "12.8"
-DEFAULT_WHEELS = "pip install --force-reinstall torch"
-OLDER_WHEELS = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
-NEW_DRIVER = "Install NVIDIA's driver 580 or newer (CUDA 13): https://www.nvidia.com/drivers"
 
 
 def suited_target(machine: Machine) -> str:
@@ -96,68 +89,46 @@ def cuda_checks(machine: Machine, target: Target) -> list[Check]:
     if not machine.gpus:
         reason = machine.gpu_problem or "no NVIDIA GPU is visible"
         return [Check("GPU", "fail", reason, "dualtune check-gpu says what to do about it")]
-    gpu, cuda = machine.gpus[0], machine.cuda or "0"
-    torch = machine.packages.get("torch")
+    gpu, torch = machine.gpus[0], machine.packages.get("torch")
     return [
         Check("GPU", "ok", f"{gpu.name}, driver {machine.driver}"),
-        _driver_check(cuda),
-        _build_check(torch, machine.torch_cuda, cuda, gpu.compute_capability),
-        _capability_check(gpu.compute_capability),
+        _unless(machine, "driver", Check("CUDA of the driver", "ok", str(machine.cuda))),
+        _build_check(machine, torch),
+        _unless(machine, "compute capability", _capability_check(gpu)),
         _memory("GPU memory", gpu.total_bytes / GB, "GB", target),
-        _attention_check(gpu.compute_capability, torch),
+        _attention_check(gpu, torch),
     ]
 
 
-def _driver_check(cuda: str) -> Check:
-    if at_least(cuda, LEAST_CUDA):
-        return Check("CUDA of the driver", "ok", cuda)
-    return Check("CUDA of the driver", "fail", f"got {cuda}, {LEAST_CUDA} or newer is needed", NEW_DRIVER)
+def _unless(machine: Machine, problem: str, fine: Check) -> Check:
+    """The row, or the machine's problem of that name, in the words of check-gpu and with what mends it."""
+    found = next((row for row in problems(machine) if row.name == problem), None)
+    return replace(found, name=fine.name) if found else fine
 
 
-def _build_check(torch: str | None, built: str | None, cuda: str, capability: str) -> Check:
+def _build_check(machine: Machine, torch: str | None) -> Check:
     """Whether the driver can run what torch was built with, and whether that has code for the GPU."""
-    name = "CUDA of torch"
-    again = OLDER_WHEELS if _needs_older(cuda, capability) else DEFAULT_WHEELS
+    name, built = "CUDA of torch", machine.torch_cuda
     if torch is None or built is None:
         return Check(name, "skipped", "torch is not installed" if torch is None else f"torch {torch} does not tell")
-    if built == "none":
-        return Check(name, "fail", f"torch {torch} was built without CUDA: it sees no NVIDIA GPU", again)
-    if not at_least(cuda, built.partition(".")[0]):  # within a major version, older drivers do
-        text = f"torch was built for {built}, the driver knows {cuda} and older"
-        return Check(name, "fail", text, f"{NEW_DRIVER}. Or: {OLDER_WHEELS}")
-    too_old = at_least(built, "13") and not at_least(capability, CUDA13_CAPABILITY)
-    too_new = at_least(capability, BLACKWELL_CAPABILITY) and not at_least(built, BLACKWELL_CUDA)
-    if too_old or too_new:
-        return Check(
-            name, "fail", f"torch was built for {built}, without code for compute capability {capability}", again
-        )
-    return Check(name, "ok", f"{built}, which the driver's {cuda} runs")
+    return _unless(machine, "torch", Check(name, "ok", f"{built}, which the driver's {machine.cuda} runs"))
 
 
-def _needs_older(cuda: str, capability: str) -> bool:
-    """Whether torch's default build, for CUDA 13, would not run here."""
-    return not (at_least(cuda, "13") and at_least(capability, CUDA13_CAPABILITY))
-
-
-def _capability_check(found: str) -> Check:
-    name = "compute capability"
-    if not at_least(found, LEAST_CAPABILITY):
-        text = f"got {found}, {LEAST_CAPABILITY} or newer is needed"
-        return Check(name, "fail", text, "Train on a newer GPU, or with --platform cpu")
-    if not at_least(found, BFLOAT16_CAPABILITY):
-        text = f"{found}: no bfloat16 below {BFLOAT16_CAPABILITY}, so model.dtype auto takes float16"
-        return Check(name, "advice", text)
+def _capability_check(gpu: Gpu) -> Check:
+    name, found = "compute capability", gpu.compute_capability
+    if gpu.capability < BFLOAT16_CAPABILITY:
+        return Check(name, "advice", f"{found}: no bfloat16 below 8.0, so model.dtype auto takes float16")
     return Check(name, "ok", found)
 
 
-def _attention_check(capability: str, torch: str | None) -> Check:
+def _attention_check(gpu: Gpu, torch: str | None) -> Check:
     """FlashAttention is torch's own; the package flash-attn is never used."""
     name = "flash attention"
     without = (
         "Without it, rows get a mask that is written out: the same losses, but long rows take more time and memory"
     )
-    if not at_least(capability, BFLOAT16_CAPABILITY):
-        return Check(name, "advice", f"optional; needs compute capability {BFLOAT16_CAPABILITY}. {without}")
+    if gpu.capability < BFLOAT16_CAPABILITY:
+        return Check(name, "advice", f"optional; needs compute capability 8.0. {without}")
     if torch is None or not at_least(torch, RAGGED_TORCH):
         upgrade = f"pip install --upgrade 'torch>={RAGGED_TORCH}'"
         return Check(name, "advice", f"optional; comes with torch {RAGGED_TORCH}. {without}", upgrade)
@@ -166,18 +137,16 @@ def _attention_check(capability: str, torch: str | None) -> Check:
 
 def metal_checks(machine: Machine, target: Target) -> list[Check]:
     """Chip, system and unified memory."""
-    if machine.surroundings.rosetta:
-        text = "this Python was built for Intel and is translated by Rosetta; MLX needs one for arm64"
-        return [Check("Apple silicon", "fail", text, "rm -rf .venv && ./setup_m4.sh, from a native terminal")]
+    chip = Check("Apple silicon", "ok", machine.cpu)
     if not machine.is_apple_silicon:
         text = f"this is {machine.system} on {machine.arch}; MLX is fast on Apple silicon alone"
-        return [Check("Apple silicon", "fail", text, "dualtune check-env --for auto")]
+        chip = Check("Apple silicon", "fail", text, "dualtune check-env --for auto")
+    chip = _unless(machine, "Python", chip)  # which runs under Rosetta
+    if chip.level == "fail":
+        return [chip]
     system = Check("macOS", "ok" if machine.macos else "skipped", machine.macos or "its version was not found")
-    if machine.macos and not at_least(machine.macos, LEAST_MACOS):
-        text = f"got {machine.macos}, MLX needs {LEAST_MACOS} or newer"
-        system = Check("macOS", "fail", text, "System Settings > General > Software Update")
     memory = _memory("unified memory", machine.memory_bytes / GIB, "GiB", target)
-    return [Check("Apple silicon", "ok", machine.cpu), system, memory]
+    return [chip, _unless(machine, "macOS", system), memory]
 
 
 def _memory(name: str, found: float, unit: str, target: Target) -> Check:

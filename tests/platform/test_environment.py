@@ -116,11 +116,11 @@ def test_a_machine_with_everything_passes_for_its_target():
 @pytest.mark.parametrize(
     ("changes", "row", "level", "word"),
     [
-        ({"cuda": "12.0", "built": "12.6"}, "CUDA of the driver", "fail", "12.1 or newer"),
+        ({"cuda": "12.0", "built": "12.6"}, "CUDA of the driver", "fail", "12.1 is needed"),
         ({"cuda": "12.1", "built": "12.6"}, "CUDA of the driver", "ok", "12.1"),
         ({"cuda": "13.0"}, "CUDA of the driver", "ok", "13.0"),
         ({"cuda": "12.4", "built": "12.6"}, "CUDA of torch", "ok", "12.6"),  # within a major version
-        ({"cuda": "12.9", "built": "13.0"}, "CUDA of torch", "fail", "built for 13.0"),
+        ({"cuda": "12.9", "built": "13.0"}, "CUDA of torch", "fail", "built for CUDA 13.0"),
         ({"built": "none", "torch": "2.13.0+cpu"}, "CUDA of torch", "fail", "without CUDA"),
         ({"torch": None, "built": None}, "CUDA of torch", "skipped", "not installed"),
         ({"built": None}, "CUDA of torch", "skipped", "does not tell"),
@@ -129,7 +129,7 @@ def test_a_machine_with_everything_passes_for_its_target():
         ({"capability": "7.5", "built": "13.0"}, "CUDA of torch", "ok", "13.0"),
         ({"capability": "12.0", "built": "12.6"}, "CUDA of torch", "fail", "compute capability 12.0"),
         ({"capability": "12.0", "built": "12.8"}, "CUDA of torch", "ok", "12.8"),
-        ({"capability": "6.1"}, "compute capability", "fail", "7.0 or newer"),
+        ({"capability": "6.1"}, "compute capability", "fail", "7.0 is needed"),
         ({"capability": "7.5"}, "compute capability", "advice", "float16"),
         ({"capability": "8.0"}, "compute capability", "ok", "8.0"),
         ({"capability": "10.0"}, "compute capability", "ok", "10.0"),

@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from dualtune.cli.main import cli
 from dualtune.config import Config
-from dualtune.platform import environment
+from dualtune.platform import environment, problems, thresholds
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("setup_m4.sh", "scripts/setup_cuda.sh", "scripts/setup_common.sh")
@@ -58,11 +58,11 @@ def test_least_versions_are_the_same_everywhere():
     (python,) = re.findall(r"sys.version_info >= \((\d+), (\d+)\)", text_of("scripts/setup_common.sh"))
     assert PROJECT["requires-python"] == f">={'.'.join(python)}"
     (macos,) = re.findall(r"LEAST_MACOS=(\d+)", text_of("setup_m4.sh"))
-    assert f"{macos}.0" == environment.LEAST_MACOS
+    assert (int(macos),) == thresholds.LEAST_MACOS
     least, good = re.findall(r"LEAST_GIB=(\d+) GOOD_GIB=(\d+)", text_of("setup_m4.sh"))[0]
     target = environment.TARGETS["m4"]
     assert (target.least_memory, target.good_memory) == (int(least), int(good))
-    (wheels,) = re.findall(r"--index-url (\S+)", environment.OLDER_WHEELS)
+    (wheels,) = re.findall(r"--index-url (\S+)", problems.OLD_TORCH)
     (base,) = re.findall(r"WHEELS=(\S+)", text_of("scripts/setup_cuda.sh"))
     (tag,) = re.findall(r"wheels=(cu\d+)", text_of("scripts/setup_cuda.sh"))
     assert wheels == f"{base}/{tag}" and wheels in text_of("environment-cuda.yml")
