@@ -183,7 +183,7 @@ def test_a_leak_of_the_process_is_found(run_twin):
 
 
 def test_a_leak_of_the_allocator_is_found(run_twin):
-    assert failed(run_twin("extended", "mlx", divisor=2, engine=MlxHoard)) == {"memory growth after the first window"}
+    assert failed(run_twin("extended", "mlx", engine=MlxHoard)) == {"memory growth after the first window"}
 
 
 class Burst(Hook):
