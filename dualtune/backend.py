@@ -139,7 +139,8 @@ class Engine(Protocol):
     def description(self) -> Mapping[str, Any]:
         """What was built, for logs: device, dtype, dtype_reason, quantization, quantization_reason, num_parameters,
         trainable_parameters, and what else is worth knowing, such as kernels: which fast code is used, and where not,
-        why. JSON values."""
+        why; adapted_weights: how many layers are adapted, how many of them lie in 4 bits, their parameters and bytes.
+        JSON values."""
         ...
 
     def evaluate(self, batch: Batch) -> LossSum: ...

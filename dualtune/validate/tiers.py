@@ -83,7 +83,7 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         )
     }
 )  # fmt: skip
-ALL = ("quick", "convergence", "memory", "extended")  # what `all` means: about three quarters of an hour on a GPU
+ALL = ("quick", "convergence", "memory", "extended")  # what `all` means
 
 
 def tiers_of(name: str) -> list[Tier]:

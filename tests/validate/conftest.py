@@ -11,10 +11,6 @@ from dualtune.validate.tiers import TIERS
 PLATFORMS = {"torch": "cpu", "mlx": "mlx"}
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "tiers_cpu: the five tiers' twins on the CPU, under two minutes in all")
-
-
 class FaultyBackend:
     """A backend whose engines are wrapped, or whose load requests are changed."""
 
