@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 @click.option("--demo", is_flag=True, help="Train a tiny model that is part of dualtune on tiny data; no download.")
 @platform_option
 @set_option
-@click.option("--dry-run", is_flag=True, help="Check everything and say what would be done; load and write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check everything (a model from the hub is downloaded) and say what would be done; load and write nothing.",
+)
 @click.option(
     "--resume", default="auto", show_default=True, metavar="auto|never|PATH",
     help="Continue from the newest checkpoint of the run directory, from none, or from a checkpoint or run elsewhere.",
