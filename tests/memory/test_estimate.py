@@ -10,6 +10,7 @@ import pytest
 from dualtune.config import parse_config
 from dualtune.data.batches import padded as padded_row
 from dualtune.errors import ConfigError
+from dualtune.memory import estimate as module
 from dualtune.memory.ask import adapted, padded
 from dualtune.memory.estimate import Ask, ask_of, estimate, longest_that_fits
 from dualtune.memory.shapes import KNOWN, decoder_of
@@ -168,12 +169,16 @@ def test_among_lengths_that_are_attended_to_alike_a_longer_one_never_needs_less(
     assert short == sorted(short) and long == sorted(long)
 
 
-def test_the_longest_document_is_found_where_longer_ones_need_less():
+def test_the_longest_document_is_found_where_longer_ones_need_less(monkeypatch):
+    """A single search by halves finds it or not, depending on where it begins."""
     deep, asked = replace(SMALL, layers=60), replace(MAC, device="cpu", rank=1)
-    needs = [estimate(deep, replace(asked, max_length=n, micro_batch_tokens=n)).total_bytes for n in range(64, 2000)]
-    assert needs != sorted(needs)
-    for budget in [need for need in needs[::97] if need < needs[-1]]:
-        assert longest_that_fits(deep, asked, budget) == 64 + max(i for i, need in enumerate(needs) if need <= budget)
+    needs = {n: estimate(deep, replace(asked, max_length=n, micro_batch_tokens=n)).total_bytes for n in range(64, 1001)}
+    assert needs[513] < needs[512]
+    for longest in (700, 800, 1000):
+        monkeypatch.setattr(module, "LONGEST", longest)
+        for budget in (needs[300], needs[513], needs[longest - 90]):
+            fitting = [n for n, need in needs.items() if n <= longest and need <= budget]
+            assert longest_that_fits(deep, asked, budget) == max(fitting)
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def take_step(engine, batch):
     float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
 
 
-def assert_alike(estimated, found, *, kept=0.02, peak=0.05):
+def assert_alike(estimated, found, *, kept=0.005, peak=0.05):
     for name in ("weights", "adapter", "optimizer"):
         assert estimated[name] == pytest.approx(found[name], rel=0.002), name
     assert estimated["activations"] == pytest.approx(found["activations"], rel=kept)
@@ -122,7 +122,7 @@ def test_a_large_vocabulary_takes_what_was_estimated(measure):
 
 
 def test_rows_of_one_document_take_what_was_estimated(measure):
-    assert_alike(*measure([256] * 2, asked=replace(ASK, packing=False)))
+    assert_alike(*measure([256] * 2, asked=replace(ASK, packing=False)), kept=0.02)
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "not packed"])
