@@ -170,9 +170,13 @@ def _rise(observed: Observed) -> float:
 
 
 def _growth(observed: Observed) -> float:
-    """Of the memory in use, from the end of the first window to the end of the run."""
-    _some(observed, at_least=observed.steps_per_window + 1)
-    before, after = observed.used_bytes[observed.steps_per_window - 1], observed.used_bytes[-1]
+    """Of the memory in use, from the second window to the last; in the first one all is allocated for the first time.
+
+    The least of each, because a step may be seen before its batch is let go; a leak raises that too.
+    """
+    window = observed.steps_per_window
+    _some(observed, at_least=3 * window)
+    before, after = min(observed.used_bytes[window : 2 * window]), min(observed.used_bytes[-window:])
     return (after - before) / before
 
 

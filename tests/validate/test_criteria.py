@@ -47,8 +47,11 @@ def level(measure: str, seen: Observed, *, tier="extended", random_weights=False
 
 
 def growing(share: float) -> tuple[int, ...]:
-    """Bytes in use that grow by a share after step 50; before, while the first steps allocate, by half."""
-    return (60_000_000,) * 49 + (90_000_000,) + (round(90_000_000 * (1 + share)),) * 450
+    """Bytes in use that grow by a share after step 100; in the first fifty steps, while all is allocated, by half. One
+    step in three is seen before its batch is let go.
+    """
+    used = [60_000_000] * 50 + [90_000_000] * 50 + [round(90_000_000 * (1 + share))] * 400
+    return tuple(bytes + 50_000_000 * (step % 3 == 0) for step, bytes in enumerate(used, start=1))
 
 
 TABLE = [
@@ -81,7 +84,7 @@ TABLE = [
     ("bytes_per_weight", "memory", {"engine": {"device": "cuda", "adapted_weights": WEIGHTS | {"bytes": 550}}}, [
         {"engine": {"device": "cuda", "adapted_weights": WEIGHTS | {"bytes": 551}}}, {"engine": None},
     ]),
-    ("growth", "extended", {"used_bytes": growing(0.01)}, [{"used_bytes": growing(0.011)}, {"count": 50}]),
+    ("growth", "extended", {"used_bytes": growing(0.01)}, [{"used_bytes": growing(0.011)}, {"count": 149}]),
     ("rise", "extended", {"loss": lambda step: 1.019 if step > 450 else 1.0}, [
         {"loss": lambda step: 1.021 if step > 450 else 1.0}, {"count": 99},
     ]),
