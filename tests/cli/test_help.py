@@ -35,8 +35,8 @@ def test_help_lists_every_command(dualtune_main):
     result = dualtune_main("--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert {
-        "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval", "generate",
-        "runs", "checkpoints", "adapter", "config",
+        "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval",
+        "generate", "runs", "checkpoints", "adapter", "config",
     } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout
