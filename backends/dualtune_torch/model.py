@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from dualtune.adapter.spec import OUTPUT_HEAD
@@ -105,27 +106,42 @@ def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device) 
 def _random(request: LoadRequest, dtype: torch.dtype, device: torch.device, quantization: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(request.model_dir, local_files_only=True, trust_remote_code=False)
     torch.manual_seed(request.seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if quantization == "nf4":
-        quantize_nf4(model, dtype)
-    return model.to(device)
+        return _random_nf4(config, dtype, device)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def quantize_nf4(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Replace every linear layer but the output head by a bitsandbytes NF4 layer with double quantization."""
+def _random_nf4(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Drawn and quantized one module after the other, because the plain model need not fit where this one does."""
+    with torch.device(device), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for path in [path for path, _ in model.named_modules()]:  # not the modules: a list of them would keep them all
+        module = model.get_submodule(path)
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            drawn = torch.empty_like(parameter, device=device).normal_(std=0.02)
+            setattr(module, name, nn.Parameter(drawn, requires_grad=False))
+        if own:
+            model._init_weights(module)  # as the model would have drawn it: a norm's weights are ones
+        if isinstance(module, nn.Linear) and path.split(".")[-1] != OUTPUT_HEAD:
+            model.set_submodule(path, _nf4(module, dtype))
+    model.tie_weights()
+    return model
+
+
+def _nf4(layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
+    """A bitsandbytes NF4 layer with double quantization, of the same weights."""
     import bitsandbytes as bnb
 
-    for path, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and path.split(".")[-1] != OUTPUT_HEAD:
-            quantized = bnb.nn.Linear4bit(
-                layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=compute_dtype,
-                compress_statistics=True, quant_type="nf4", device="meta",
-            )  # fmt: skip
-            weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
-            quantized.weight = weight.to(layer.weight.device)  # quantizes
-            quantized.bias = layer.bias
-            model.set_submodule(path, quantized)
+    quantized = bnb.nn.Linear4bit(
+        layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=compute_dtype,
+        compress_statistics=True, quant_type="nf4", device="meta",
+    )  # fmt: skip
+    weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+    quantized.weight = weight.to(layer.weight.device)  # quantizes
+    quantized.bias = layer.bias
+    return quantized
 
 
 def _is_4bit(module: nn.Module) -> bool:

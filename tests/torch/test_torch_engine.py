@@ -1,5 +1,6 @@
 """The torch engine inside: what of the model is frozen, and what the base computes, held against raw transformers."""
 
+import gc
 import json
 
 import numpy as np
@@ -134,3 +135,27 @@ def test_another_quantization_is_refused_by_name(changes, init, load, tmp_path):
     model_dir = write_tiny_llama(tmp_path / "model", **changes)
     with pytest.raises(ConfigError, match="quantized"):
         load(model_dir, init=init)
+
+
+def test_random_weights_are_quantized_one_by_one(load, tmp_path, monkeypatch):
+    """A plain 7B model may not fit where the quantized one does."""
+    pytest.importorskip("bitsandbytes")
+    from dualtune_torch import model
+
+    def plain_layers():
+        return sum(type(x) is torch.nn.Linear and x.weight.device.type != "meta" for x in gc.get_objects())
+
+    alive, quantize = [], model._nf4
+
+    def counted(layer, dtype):
+        alive.append(plain_layers() - before)
+        return quantize(layer, dtype)
+
+    gc.collect()
+    before = plain_layers()  # of other tests
+    monkeypatch.setattr(model, "_nf4", counted)
+    engine = load(write_tiny_llama(tmp_path / "model"), quantization="nf4", init="random")
+    assert len(alive) > 7 and max(alive) <= 2  # the one at hand, and the one before it
+    assert np.isfinite(engine.logprobs(BATCH)).all()
+    norms = [p for name, p in engine.model.named_parameters() if "norm" in name]
+    assert norms and all((p == 1).all() for p in norms)
