@@ -1,0 +1,106 @@
+"""`dualtune bundle`: one file that carries an adapter, or a run to be continued, to another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.cli.options import json_option
+from dualtune.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.transfer.bundle import Report
+    from dualtune.transfer.signature import Trust
+
+
+def _signature_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    signers = click.option(
+        "--verify-signature", "signers", type=click.Path(path_type=Path), metavar="ALLOWED_SIGNERS",
+        help="Demand a signature in FILE.sig by a key of this file (its format: ssh-keygen(1), ALLOWED SIGNERS).",
+    )  # fmt: skip
+    identity = click.option("--identity", metavar="NAME", help="Whose signature: the name in ALLOWED_SIGNERS.")
+    return signers(identity(function))
+
+
+@click.group("bundle")
+def command() -> None:
+    """Pack an adapter, or a checkpoint to be continued, into one file; inspect it; unpack it elsewhere."""
+
+
+@command.command("pack")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--checkpoint", "step", type=int, metavar="STEP", help="The checkpoint of this step, not the newest.")
+@click.option("--adapter", is_flag=True, help="The adapter that the run ended with, not a checkpoint.")
+@click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
+@click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key: FILE.sig.")
+def pack_(source: Path, file: Path, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None) -> None:
+    """Write FILE from SOURCE, a run directory (its newest checkpoint that verifies) or an adapter directory.
+
+    Directories of this machine are left out, and a file with a secret in it is refused.
+    """
+    from dualtune.transfer.bundle import inspect
+    from dualtune.transfer.pack import pack
+
+    for note in pack(source, file, step=step, adapter=adapter, tokenizer=tokenizer, key=key):
+        say(f"note        {note}")
+    say(inspect(file).to_text())
+
+
+@command.command("inspect")
+@click.argument("file", type=click.Path(path_type=Path))
+@json_option
+@_signature_options
+@click.pass_context
+def inspect_(ctx: click.Context, file: Path, as_json: bool, signers: Path | None, identity: str | None) -> None:
+    """Say what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
+    import json
+
+    from dualtune.errors import FormatError
+    from dualtune.redaction import redact
+    from dualtune.transfer.bundle import inspect
+
+    try:
+        report = inspect(file, _trust(signers, identity))
+    except FormatError as error:
+        if not as_json:
+            raise
+        say(json.dumps({"path": str(file), "ok": False, "problem": redact(str(error))}, indent=2))
+        ctx.exit(error.exit_code)
+    say(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
+
+
+@command.command("unpack")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("dest", type=click.Path(path_type=Path))
+@_signature_options
+def unpack_(file: Path, dest: Path, signers: Path | None, identity: str | None) -> None:
+    """Write what FILE holds to the new directory DEST, whole or not at all; every file is verified."""
+    from dualtune.transfer.bundle import unpack
+
+    report = unpack(file, dest, _trust(signers, identity))
+    say(f"unpacked    {dest}: {len(report.bundle.files)} files, each with the sha256 of the list")
+    say(_next_step(report, dest))
+
+
+def _trust(signers: Path | None, identity: str | None) -> Trust | None:
+    from dualtune.transfer.signature import Trust
+
+    if (signers is None) != (identity is None):
+        raise click.UsageError("Give --verify-signature and --identity together.")
+    return Trust(signers, identity) if signers is not None and identity is not None else None
+
+
+def _next_step(report: Report, dest: Path) -> str:
+    import shlex
+
+    if report.bundle.step is None:
+        base = report.bundle.base.get("name") or "MODEL"
+        words = ["dualtune", "generate", str(base), "--adapter", str(dest / "adapter"), "--prompt", "…"]
+        return f"use         {shlex.join(words)}"
+    words = ["dualtune", "train", str(dest / "config.yaml"), "--set", f"run.dir={dest}"]
+    places = "".join(f" --set {key}=…" for key in report.bundle.relocate)
+    return f"continue    {shlex.join(words)}{places}"

@@ -1,0 +1,284 @@
+"""Packing: the files of a run or an adapter directory, freed of what belongs to one machine, into one file.
+
+The same content gives the same bytes: names are sorted, and a header holds neither times nor owners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, BinaryIO, cast
+
+import dualtune
+from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.manifest import MANIFEST_FILE
+from dualtune.base_model import resolve_model
+from dualtune.config import Config, load_config, to_yaml
+from dualtune.disk import json_bytes, listing, write_file
+from dualtune.errors import ConfigError, FormatError
+from dualtune.redaction import environment_secrets, secret_in
+from dualtune.train import checkpoint
+from dualtune.train.checkpoint import MANIFEST, Checkpoint
+from dualtune.train.run_dir import ADAPTER, CHECKPOINTS, is_run_dir
+from dualtune.transfer import archive, manifest, names, signature
+from dualtune.transfer.content import Content
+from dualtune.transfer.manifest import Bundle, File
+from dualtune.transfer.staging import new_file
+
+# Where tools write the author's own directories into a tokenizer's config. Elsewhere in it, "/" may be a token.
+_TOKENIZER_PATHS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
+_LOCAL = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:")  # how a path begins that means something on one machine alone
+
+
+@dataclass(slots=True)
+class Load:
+    """What goes into a bundle. A Path is read when it is written."""
+
+    kind: str
+    files: dict[str, bytes | Path] = field(default_factory=lambda: {})
+    step: int | None = None
+    base: dict[str, Any] = field(default_factory=lambda: {})
+    data: dict[str, Any] = field(default_factory=lambda: {})
+    relocate: list[str] = field(default_factory=lambda: [])  # keys of the config
+    notes: list[str] = field(default_factory=lambda: [])
+
+
+def pack(
+    source: Path, target: Path, *, step: int | None = None, adapter: bool = False, tokenizer: str | None = None,
+    key: Path | None = None,
+) -> list[str]:  # fmt: skip
+    """Write a bundle of a run directory (its newest valid checkpoint, or the one of a step, or its adapter) or of an
+    adapter directory. Returns notes for the user. Nothing is written unless all is well.
+
+    Raises ConfigError, FormatError (damaged, or a secret in a file), DiskError.
+    """
+    for path in (target, signature.path_of(target)) if key else (target,):
+        if os.path.lexists(path):
+            raise ConfigError(f"{path}: already exists. Choose another name or remove it")
+    load = _gather(source, step, adapter)
+    if tokenizer is not None:
+        _add_tokenizer(load, resolve_model(tokenizer, weights=False))
+    files = {name: _measure(name, content) for name, content in sorted(load.files.items())}
+    bundle = Bundle(
+        load.kind, dualtune.__version__, load.step, load.base, load.data, tuple(sorted(load.relocate)), files, ""
+    )
+    raw = manifest.to_bytes(bundle)
+    _refuse_secrets(names.BUNDLE_FILE, raw.decode())
+    manifest.parse(raw, target)  # what a reader would refuse is not written
+    with new_file(target) as file:
+        _write(file, load, files, raw)
+        text = None
+        if key is not None:
+            file.flush()
+            with Path(file.name).open("rb") as written:
+                text = signature.sign(written, key)
+    if text is not None:
+        write_file(signature.path_of(target), text)
+    return load.notes
+
+
+def _gather(source: Path, step: int | None, adapter: bool) -> Load:
+    if (source / "adapter_config.json").is_file():
+        if step is not None or adapter:
+            raise ConfigError(f"{source}: is an adapter directory; --checkpoint and --adapter are for a run directory")
+        return _adapter(source, None)
+    if not (source.is_dir() and is_run_dir(source)):
+        raise ConfigError(f"{source}: got neither a run directory (see `dualtune runs`) nor an adapter directory")
+    if adapter and step is not None:
+        raise ConfigError("--adapter and --checkpoint: give one of them; the adapter is the result of the run")
+    if not adapter:
+        return _checkpoint(source, step)
+    if not (source / ADAPTER).is_dir():
+        raise ConfigError(
+            f"{source}: has no adapter yet: the run has not ended. Without --adapter its checkpoint is packed"
+        )
+    return _adapter(source / ADAPTER, source)
+
+
+def _adapter(directory: Path, run: Path | None) -> Load:
+    read_adapter(directory)  # FormatError for what is damaged
+    load = Load(manifest.ADAPTER)
+    for name in names.ADAPTER_FILES:
+        if (directory / name).is_file():
+            load.files[f"adapter/{name}"] = directory / name
+    config = _localized(load, f"adapter/{names.ADAPTER_FILES[0]}")
+    load.base = {"name": config.get("base_model_name_or_path") or config.get("model")}
+    if (directory / MANIFEST_FILE).is_file():
+        table = _localized(load, f"adapter/{MANIFEST_FILE}")
+        load.base |= cast("dict[str, Any]", table.get("base") or {})
+        table["files"] = _listed(load, "adapter", {*table["files"]})
+        load.files[f"adapter/{MANIFEST_FILE}"] = json_bytes(table)
+    if run is not None:
+        _add_config(load, run)
+        if (saved := checkpoint.newest(run / CHECKPOINTS)[0]) is not None:
+            load.data = _fingerprints(saved, of_data=True)
+    return load
+
+
+def _checkpoint(run: Path, step: int | None) -> Load:
+    directory = run / CHECKPOINTS
+    load = Load(manifest.CHECKPOINT)
+    if step is None:
+        saved, problems = checkpoint.newest(directory)
+        load.notes += [f"passed over {problem}" for problem in problems]
+        if saved is None:
+            raise FormatError("\n".join([f"{run}: has no checkpoint that verifies", *problems[:5]]))
+    elif step not in (steps := checkpoint.steps(directory)):
+        raise ConfigError(f"--checkpoint: got {step}, {run} has {', '.join(map(str, steps)) or 'none'}")
+    else:
+        saved = checkpoint.read(checkpoint.path_of(directory, step))
+    load.step = saved.step
+    load.base = {"name": _portable(saved.state["config"])["model"]["name"], **_fingerprints(saved, of_data=False)}
+    load.data = _fingerprints(saved, of_data=True)
+    config = _add_config(load, run)
+    _add_checkpoint(load, saved)
+    best = cast("dict[str, Any]", saved.state.get("guards") or {}).get("best_step")
+    if config.guards.restore_best and best is not None and best != saved.step:
+        _add_checkpoint(load, checkpoint.read(checkpoint.path_of(directory, best)))
+        load.notes.append(f"the checkpoint of step {best} comes along: guards.restore_best may return to it")
+    return load
+
+
+def _add_checkpoint(load: Load, saved: Checkpoint) -> None:
+    folder = f"{CHECKPOINTS}/{saved.path.name}"
+    table = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
+    if {*table["files"]} != {*names.CHECKPOINT_FILES} - {MANIFEST}:
+        raise FormatError(f"{saved.path}: holds {', '.join(sorted(table['files']))}, which this dualtune cannot pack")
+    for name in names.CHECKPOINT_FILES:
+        load.files[f"{folder}/{name}"] = saved.path / name
+    _localized(load, f"{folder}/state.json")
+    table["files"] = _listed(load, folder, {*table["files"]})
+    load.files[f"{folder}/{MANIFEST}"] = json_bytes(table)
+
+
+def _add_config(load: Load, run: Path) -> Config:
+    config = load_config(run / names.CONFIG)
+    before = config.model_dump()
+    after = _portable(before)
+    load.files[names.CONFIG] = to_yaml(Config.model_validate(after)).encode()
+    changed = (f"{s}.{k}" for s, keys in before.items() for k in keys if _portable(keys[k]) != keys[k])
+    load.relocate += [key for key in changed if key != "run.dir"]
+    return config
+
+
+def _add_tokenizer(load: Load, directory: Path) -> None:
+    found = [name for name in names.TOKENIZER_FILES if (directory / name).is_file()]
+    if not {"tokenizer.json", "tokenizer.model"} & {*found}:
+        raise ConfigError(f"--tokenizer: {directory} has neither tokenizer.json nor tokenizer.model")
+    for name in found:
+        load.files[f"tokenizer/{name}"] = directory / name
+    if "tokenizer_config.json" in found:
+        _localized(load, "tokenizer/tokenizer_config.json", _TOKENIZER_PATHS)
+
+
+def _localized(load: Load, name: str, keys: set[str] | None = None) -> dict[str, Any]:
+    """The JSON of a file; where a path of this machine was in it, the file is packed without."""
+    before: dict[str, Any] = json.loads(cast(Path, load.files[name]).read_text(encoding="utf-8"))
+    after = _portable(before) if keys is None else before | {k: _portable(before[k]) for k in keys if k in before}
+    if after != before:
+        load.files[name] = json_bytes(after)
+    return after
+
+
+def _portable(value: Any) -> Any:
+    """The value with the last part alone of every text that is a path on one machine: a table, list or scalar."""
+    if isinstance(value, str):
+        return (PureWindowsPath(value).name or PurePosixPath(value).name or ".") if _LOCAL.match(value) else value
+    if isinstance(value, Mapping):
+        return {key: _portable(inner) for key, inner in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_portable(inner) for inner in cast("list[Any]", value)]
+    if isinstance(value, tuple):
+        return tuple(_portable(inner) for inner in cast("tuple[Any, ...]", value))
+    return value
+
+
+def _listed(load: Load, folder: str, files: set[str]) -> dict[str, dict[str, Any]]:
+    """What a manifest says of files, as they are packed."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in sorted(files):
+        content = load.files[f"{folder}/{name}"]
+        if isinstance(content, bytes):
+            found |= listing({name: content})
+        else:
+            num_bytes, sha256 = _sum(content)
+            found[name] = {"bytes": num_bytes, "sha256": sha256}
+    return found
+
+
+def _fingerprints(saved: Checkpoint, *, of_data: bool) -> dict[str, Any]:
+    found: dict[str, Any] = saved.state.get("fingerprints", {})
+    return {key: value for key, value in found.items() if key.endswith("documents") == of_data}
+
+
+def _measure(name: str, content: bytes | Path) -> File:
+    """Size and sha256 of a file that is fit for a bundle; no secret is in it, and nothing that a reader refuses."""
+    num_bytes, sha256 = _sum(content)
+    if num_bytes > names.max_bytes(name):
+        raise FormatError(f"{name}: has {num_bytes} bytes, a bundle takes at most {names.max_bytes(name)}")
+    check = Content(name, num_bytes, "pack")
+    for chunk in _pieces(content):
+        check.feed(chunk)
+    check.finish()
+    if not name.endswith((".safetensors", ".model")):
+        _refuse_secrets(name, b"".join(_pieces(content)).decode())
+    elif name.endswith(".safetensors"):
+        head = next(_pieces(content), b"")
+        _refuse_secrets(name, head[8 : 8 + int.from_bytes(head[:8], "little")].decode("utf-8", "replace"))
+    return File(num_bytes, sha256)
+
+
+def _refuse_secrets(name: str, text: str) -> None:
+    kind = secret_in(text) or ("the value of a secret environment variable" if _has_environment(text) else None)
+    if kind:
+        raise FormatError(f"{name}: holds {kind} (not shown). Take it out, and revoke it if the file was shared")
+
+
+def _has_environment(text: str) -> bool:
+    return any(spelling in text for secret in environment_secrets() for spelling in (secret, json.dumps(secret)[1:-1]))
+
+
+def _write(file: BinaryIO, load: Load, files: Mapping[str, File], raw: bytes) -> None:
+    _write_member(file, names.BUNDLE_FILE, raw, File(len(raw), hashlib.sha256(raw).hexdigest()))
+    for name, entry in files.items():
+        _write_member(file, name, load.files[name], entry)
+    file.write(archive.END)
+
+
+def _write_member(file: BinaryIO, name: str, content: bytes | Path, entry: File) -> None:
+    file.write(archive.header(name, entry.num_bytes))
+    digest, num_bytes = hashlib.sha256(), 0
+    for chunk in _pieces(content):
+        digest.update(chunk)
+        num_bytes += len(chunk)
+        file.write(chunk)
+    if (num_bytes, digest.hexdigest()) != (entry.num_bytes, entry.sha256):
+        raise FormatError(f"{content}: changed while it was packed. Pack again when nothing writes there")
+    file.write(bytes(archive.padding(entry.num_bytes)))
+
+
+def _sum(content: bytes | Path) -> tuple[int, str]:
+    digest, num_bytes = hashlib.sha256(), 0
+    for chunk in _pieces(content):
+        digest.update(chunk)
+        num_bytes += len(chunk)
+    return num_bytes, digest.hexdigest()
+
+
+def _pieces(content: bytes | Path) -> Iterator[bytes]:
+    if isinstance(content, bytes):
+        yield content
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(content.open("rb"))
+        except OSError as error:
+            raise FormatError(f"{content}: cannot be read: {error.strerror}") from None
+        while chunk := file.read(archive.CHUNK):
+            yield chunk
