@@ -12,6 +12,7 @@ from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config import Config
+    from dualtune.train.prepare import Prepared
 
 
 @click.command("train")
@@ -58,10 +59,22 @@ def _train(settings: Config, platform: str, resume: str) -> None:
         with reading() as show:
             prepared = prepare(settings, backend, place.saved, show)
         say("\n".join(prepared.summary()))
+        _say_memory(prepared, platform)
         result = execute(prepared, place, [progress_hook(settings.run.log_every)])
     if result.was_finished:
         say(f"finished    this run came to its end before, after {result.num_steps} steps: nothing to do")
     say(f"adapter     {result.adapter_dir}")
+
+
+def _say_memory(prepared: Prepared, platform: str) -> None:
+    """The estimate, and a warning where it is too much. It stops nobody: an estimate can be wrong."""
+    from dualtune.platform.config_check import memory_of_run
+
+    longest = max(prepared.train.longest, prepared.eval.longest)
+    row = memory_of_run(prepared.config, prepared.model_dir, longest, platform)
+    say(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
+    if row.level == "fail":
+        say(f"warning     it may run out of memory. {row.mend}")
 
 
 def _describe(settings: Config, platform: str, resume: str) -> None:
@@ -76,6 +89,7 @@ def _describe(settings: Config, platform: str, resume: str) -> None:
     with reading() as show:
         prepared = prepare(settings, backend, saved, show)
     say("\n".join([*prepared.summary(), *notes]))
+    _say_memory(prepared, platform)
     if saved is not None:
         say(f"resume      after step {saved.step}, from {saved.path}")
     say("dry run     nothing was loaded or written")

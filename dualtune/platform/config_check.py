@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from dualtune.platform.budget import budget
 from dualtune.platform.choose import Choice, choose
 from dualtune.platform.config_data import look_at_data, step_rows
 from dualtune.platform.config_memory import Memory, memory_row
-from dualtune.platform.config_model import failure, length_row, look_at_model, look_at_tokenizer, shape_of
+from dualtune.platform.config_model import BaseModel, failure, length_row, look_at_model, look_at_tokenizer, shape_of
 from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
 from dualtune.platform.machines import named
@@ -160,6 +161,15 @@ def _memory(
     platform = "mlx" if device == "metal" else choice.platform if device == "cuda" else "cpu"
     memory = Memory(needed, budget(machine, platform))
     return memory_row(memory, decoder, ask), memory
+
+
+def memory_of_run(config: Config, model_dir: Path, longest: int, platform: str) -> Check:
+    """Whether a run whose longest document has so many tokens fits into what this machine has free now."""
+    model = BaseModel(model_dir, json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
+    shorter = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
+    machine = detect()
+    choice = choose(platform, machine)
+    return _memory(config.model_copy(update={"data": shorter}), *shape_of(model), choice, machine)[0]
 
 
 def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:

@@ -1,0 +1,39 @@
+"""What `dualtune train` says of memory before it loads a model."""
+
+from dataclasses import replace
+
+import pytest
+
+from dualtune.platform import config_check
+from dualtune.platform.detect import detect
+
+PLATFORM = {"torch": "cpu", "mlx": "mlx"}
+
+
+@pytest.fixture
+def train(dualtune_main, config_file, tiny_llama):
+    return lambda *args: dualtune_main("train", config_file({"model.name": tiny_llama}), *args)
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_the_estimate_is_said_before_the_model_is_loaded(backend, train, open_backend):
+    open_backend(backend)
+    result = train("--platform", PLATFORM[backend], "--dry-run")
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("memory "))
+    assert line.startswith("memory      estimated: needs ") and " MiB, has " in line
+    assert "warning" not in result.stdout
+
+
+@pytest.mark.parametrize("args", [("--dry-run",), ()])
+def test_a_run_that_may_not_fit_is_warned_of_and_not_stopped(args, train, open_backend, monkeypatch):
+    open_backend("torch")
+    small = replace(detect(), available_bytes=300 * 2**20)
+    monkeypatch.setattr(config_check, "detect", lambda: small)
+    result = train("--platform", "cpu", *args)
+    assert result.returncode == 0, result.stderr
+    assert "\nwarning     it may run out of memory. Not even the shortest documents fit" in result.stdout
+
+
+def test_without_a_formula_that_is_said(dualtune_main, config_file):
+    result = dualtune_main("train", config_file(), "--platform", "numpy", "--dry-run")
+    assert "\nmemory      there is no estimate for the backend numpy\n" in result.stdout
