@@ -1,0 +1,153 @@
+"""Every broken or foreign directory is read exactly, mended exactly, or refused by name. The oracle is PEFT."""
+
+import contextlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.repair import import_adapter
+from dualtune.errors import FormatError
+from dualtune.testing.oracles import llama_oracle
+from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+_spec = importlib.util.spec_from_file_location("damage_cases", Path(__file__).with_name("damage_cases.py"))
+damage = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(damage)
+
+TOLERANCE = 1e-5  # of log-probabilities
+SEEN = 1e-2  # what the adapter changes in them
+ROUNDED = {  # what these directories hold is the adapter in 16 bits
+    "bfloat16_as_integers": lambda x: (damage.as_bfloat16_bits(x).astype(np.uint32) << 16).view(np.float32),
+    "float16_as_integers": lambda x: x.astype(np.float16).astype(np.float32),
+}
+BATCH = random_batch([12, 12], 48)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_tiny_llama(
+        tmp_path_factory.mktemp("base") / "llama", vocab_size=48, hidden_size=32, intermediate_size=64, head_dim=8,
+        num_hidden_layers=damage.NUM_LAYERS,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def by_peft(base, tmp_path_factory):
+    """(the directory that PEFT saved, the log-probabilities that PEFT computes with it)."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=damage.RANK, lora_alpha=damage.ALPHA, target_modules=list(damage.TARGETS), task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(model, config).eval()
+    for name, x in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(x, std=0.2)
+    path = tmp_path_factory.mktemp("peft") / "a"
+    model.save_pretrained(path)
+    with torch.no_grad():
+        logits = model(torch.tensor(BATCH.tokens_BT, dtype=torch.long)).logits
+    return path, logits.log_softmax(-1).numpy()
+
+
+@pytest.fixture(scope="module")
+def reference(by_peft):
+    path, _ = by_peft
+    config = json.loads((path / "adapter_config.json").read_text())
+    return damage.Reference(config, safetensors.numpy.load_file(path / "adapter_model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def logprobs(base):
+    return lambda tensors, scale=damage.SCALE: llama_oracle(base)(BATCH, tensors, scale)
+
+
+def test_the_oracle_is_peft_and_the_adapter_matters(by_peft, reference, logprobs):
+    _, expected = by_peft
+    assert np.abs(logprobs(reference.tensors) - expected).max() <= TOLERANCE
+    assert np.abs(logprobs({}) - expected).max() > SEEN
+
+
+def test_there_are_at_least_forty_of_them_each_with_its_own_name():
+    names = [case.name for case in damage.CASES]
+    assert len(names) == len(set(names)) and len(names) >= 40
+    kinds = [case.expected for case in damage.CASES]
+    assert min(kinds.count(kind) for kind in ("exact", "mended", "refused")) >= 10
+    assert all(case.words for case in damage.CASES if case.expected != "exact")
+
+
+@pytest.mark.parametrize("case", damage.CASES, ids=lambda case: case.name)
+def test_a_directory_is_read_mended_or_refused(case, tmp_path, base, reference, logprobs, dualtune_main):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    case.make(source, reference)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    command = ["adapter", "import", source, out, *(["--base", base] if case.base else [])]
+
+    plain = dualtune_main(*command)
+    if case.expected != "exact":
+        assert plain.returncode == 6 and not out.exists(), plain.stdout
+        assert re.search(case.words, plain.stderr.replace("\n", " ")), plain.stderr
+        plain = dualtune_main(*command, "--repair")
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+    if case.expected == "refused":
+        assert plain.returncode == 6 and [path.name for path in tmp_path.iterdir()] == ["source"], plain.stdout
+        return
+    assert plain.returncode == 0, plain.stderr
+    mended = [line for line in plain.stdout.splitlines() if line.startswith("mended")]
+    assert bool(mended) == (case.expected == "mended"), plain.stdout
+    assert case.expected == "exact" or re.search(case.words, " ".join(mended))
+
+    adapter = read_adapter(out)
+    assert len(adapter.metadata["import"]["mended"]) == len(mended)
+    expected = damage.REMAINING.get(case.name, dict)(reference.tensors)
+    expected = {name: ROUNDED.get(case.name, np.asarray)(x) for name, x in expected.items()}
+    gap = np.abs(logprobs(adapter.tensors, adapter.spec.scale) - logprobs(expected)).max()
+    assert adapter.tensors.keys() == expected.keys() and gap <= TOLERANCE
+
+
+json_values = st.recursive(
+    st.one_of(
+        *(st.none(), st.booleans(), st.integers(-3, 40), st.floats(allow_nan=False), st.just(10**400), st.just([])),
+        st.sampled_from(["4", "1e999", "q_proj", "(", "all-linear", "model.layers.0.self_attn.q_proj"]),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from(["rank", "x"]), inner)),
+    max_leaves=3,
+)
+KEYS = (
+    *("peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"),
+    *("layers_to_transform", "layers_pattern", "use_rslora", "num_layers", "fine_tune_type", "lora_parameters"),
+    *("rank", "scale", "alpha", "dropout", "keys"),
+)
+
+
+@settings(max_examples=150)
+@given(
+    key=st.sampled_from(KEYS), value=json_values, kind=st.sampled_from(["peft", "mlx", "both"]), inside=st.booleans()
+)
+def test_any_value_in_a_config_is_imported_or_a_format_error(
+    tmp_path_factory, reference, base, key, value, kind, inside
+):
+    path = tmp_path_factory.mktemp("fuzz")
+    config = {"peft": reference.config, "mlx": damage.mlx_config(), "both": reference.config | damage.mlx_config()}[
+        kind
+    ]
+    config = json.loads(json.dumps(config))
+    (config["lora_parameters"] if inside and kind != "peft" else config)[key] = value
+    mlx = damage.as_mlx(reference.tensors)
+    damage.write(path, config, peft=None if kind == "mlx" else reference.tensors, mlx=None if kind == "peft" else mlx)
+    with contextlib.suppress(FormatError):
+        found = import_adapter(path, base=base if inside else None, repair=True)
+        assert found.adapter.spec.rank == damage.RANK
