@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune import interrupt
+from dualtune.cli.options import json_option, platform_option
 
 LAYOUTS = click.Choice(["dual", "peft", "mlx"])
 
@@ -78,3 +80,94 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
         for text in texts:
             click.echo(f"{title}: {text}")
     click.echo(f"{out}: written in layout {layout}, read as an adapter of {found.source}")
+
+
+@command.command("diff")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
+    """Compare the adapters of directories A and B. Exit code 0: the same function (to 1e-5); 1: not the same."""
+    import json
+
+    from dualtune.adapter.diff import diff_adapters, render_difference
+
+    found = diff_adapters(a, b)
+    click.echo(json.dumps(found.to_json(), indent=2) if as_json else render_difference(found))
+    ctx.exit(0 if found.is_same_function else 1)
+
+
+@command.command("merge")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
+@platform_option
+@interrupt.handled(interrupt.TERMINATION)
+def merge(directory: Path, out: Path, base: str, platform: str) -> None:
+    """Write MODEL with the adapter of DIRECTORY added to its weights to the new directory OUT.
+
+    OUT is a Hugging Face model in the precision in which MODEL is stored. A quantized MODEL is refused: to round its
+    weights again would erase what the adapter adds. Merge into the plain model instead, and quantize the result.
+    """
+    from dualtune.adapter.directory import read_adapter
+    from dualtune.adapter.spec import LoraSpec, modules_of
+    from dualtune.backend import LoadRequest
+    from dualtune.base_model import resolve_model
+    from dualtune.cli.options import backend_for
+    from dualtune.train.inference import load_adapter
+
+    _check_free(out)
+    adapter, model_dir = read_adapter(directory), resolve_model(base)
+    dtype = _plain_dtype(model_dir)
+    backend = backend_for(platform)
+    spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha, 0.0, tuple(modules_of(adapter.tensors)))
+    request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, 0.0, seed=0)
+    engine = backend.load(request)
+    load_adapter(engine, adapter, base)
+    _write_whole(out, engine.save_merged)
+    recorded: dict[str, object] = adapter.metadata.get("base") or {}
+    if (trained_on := recorded.get("loaded_as", "none")) != "none":
+        click.echo(f"note: it was trained on a base in {trained_on}, and is merged into the plain weights")
+    click.echo(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description['dtype']}")
+
+
+def _check_free(out: Path) -> None:
+    from dualtune.errors import ConfigError
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: already exists and is not an empty directory. Choose another path or remove it.")
+
+
+def _plain_dtype(model_dir: Path) -> str:
+    """The precision in which the model is stored: added in float32, the weights are rounded to it once."""
+    from dualtune.adapter.files import read_json
+    from dualtune.errors import ConfigError
+
+    config = read_json(model_dir / "config.json", max_bytes=16 << 20)
+    if "quantization" in config or "quantization_config" in config:
+        raise ConfigError(
+            f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "
+            "Give the plain model that it was made from as --base, and quantize the result"
+        )
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return stored if stored in ("float32", "bfloat16", "float16") else "auto"
+
+
+def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
+    """The directory under its name once it is complete, or not at all."""
+    import shutil
+
+    from dualtune.disk import hidden_sibling
+    from dualtune.errors import DiskError
+
+    out = out.resolve()
+    temporary = hidden_sibling(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        temporary.rename(out)  # replaces an empty directory and nothing else
+    except OSError as error:
+        raise DiskError(f"{out}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
