@@ -132,6 +132,10 @@ def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
         return _mend_missing_alpha(config, said, findings)
     if has_mlx_keys(config):
         config = _mend_dropout(config, findings)
+        if layout == "mlx" and said.peft_scale and config["lora_parameters"].get("scale") is None:
+            fault = "lora_parameters.scale: missing"
+            findings.append(Finding(fault, f"writes {said.peft_scale:g}, from lora_alpha and r"))
+            return config | {"lora_parameters": {**config["lora_parameters"], "scale": said.peft_scale}}
     patterned = config.get("rank_pattern") or config.get("alpha_pattern")
     if said.peft_scale is None or said.scale is None or patterned:
         return _check_alpha_inside(config, findings)
@@ -223,6 +227,8 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
     else:
         analogous = _by_analogy(pairs, names, first=None if layers else 0)
         known = analogous & base.keys() if base else analogous
+    # Transformers 5 fuses the experts that a file holds one by one, so that PEFT does not find them.
+    known = {m for m in known if ".experts." not in m}
     expected = {m for m in known if m in names or layers is None or (p := place_of(m)) is None or p.layer in layers}
     found: list[Finding] = []
     if lost := sorted(expected - pairs.keys()):

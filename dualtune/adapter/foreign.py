@@ -22,7 +22,7 @@ from dualtune.adapter import mlx_lm, peft
 from dualtune.adapter.directory import CONFIG_FILE, FILES, MAX_CONFIG_BYTES, open_directory
 from dualtune.adapter.files import MAX_HEADER_BYTES, read_json, read_safetensors
 from dualtune.adapter.manifest import integrity_problems
-from dualtune.adapter.spec import PREFIX, Tensors
+from dualtune.adapter.spec import OUTPUT_HEAD, PREFIX, Tensors
 from dualtune.errors import FormatError
 
 Halves = dict[tuple[str, str], np.ndarray]  # (module, "A" or "B") -> matrix, in PEFT's orientation if its name is right
@@ -91,7 +91,11 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
     found: dict[str, tuple[int, int] | None] = {}
     for name, shape in shapes.items():
         module, _, last = name.rpartition(".")
-        if last != "weight" or len(shape) != 2 or _EMBEDDING.fullmatch(module):
+        if last != "weight" or len(shape) != 2:
+            continue
+        if _EMBEDDING.fullmatch(module):
+            if f"{OUTPUT_HEAD}.weight" not in shapes:  # tied: the embedding is the output head as well
+                found[OUTPUT_HEAD] = None
             continue
         scales = shapes.get(f"{module}.scales")
         if scales is not None:  # MLX packs several numbers into one word

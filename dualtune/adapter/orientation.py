@@ -48,7 +48,8 @@ def readings(pairs: Pairs, ranks: Mapping[str, int | None], base: Shapes) -> lis
     """
 
     def fitting(module: str, expected: Shapes) -> list[str]:
-        return [t for t in TURNS if _fits(Pair(*TURNS[t](*pairs[module])), ranks[module], expected.get(module))]
+        turned = {name: Pair(*turn(*pairs[module])) for name, turn in TURNS.items()}
+        return [name for name, pair in turned.items() if _fits(pair, ranks[module], expected.get(module), name)]
 
     found = {module: fitting(module, base) for module in pairs}
     common = [turn for turn in TURNS if all(turn in turns for turns in found.values())]
@@ -77,19 +78,21 @@ def unscrambled(pairs: Pairs) -> Reading:
 
 def common_rank(pairs: Pairs) -> int | None:
     """The one rank that all pairs have when read in some way as a product of low rank; None if there is no such."""
-    possible = [
-        {a.shape[0] for a, b in (turn(*pair) for turn in TURNS.values()) if _fits(Pair(a, b), None, None)}
-        for pair in pairs.values()
-    ]
+    turned = [[Pair(*turn(*pair)) for turn in TURNS.values()] for pair in pairs.values()]
+    possible = [{pair.A_rI.shape[0] for pair in ways if _fits(pair, None, None)} for ways in turned]
     ranks = set[int].intersection(*possible) if possible else set[int]()
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def _fits(pair: Pair, rank: int | None, shape: tuple[int, int] | None) -> bool:
-    inner, (out_dim, in_dim) = pair.A_rI.shape[0], pair.delta_shape
-    if inner != pair.B_Or.shape[1] or shape not in (None, pair.delta_shape):
+def _fits(pair: Pair, rank: int | None, shape: tuple[int, int] | None, turn: str = "") -> bool:
+    """Whether B A exists, with this rank and shape. Only under its own name is a rank above the layer's size believed.
+
+    Else a wrong rank would turn the matrices of a small layer.
+    """
+    inner = pair.A_rI.shape[0]
+    if inner != pair.B_Or.shape[1] or shape not in (None, pair.delta_shape) or rank not in (None, inner):
         return False
-    return inner == rank if rank is not None else inner <= min(out_dim, in_dim)
+    return inner <= min(pair.delta_shape) or (turn == AS_NAMED and rank is not None)
 
 
 def _turned(pairs: Pairs, turns: Mapping[str, str]) -> Reading:

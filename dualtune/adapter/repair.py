@@ -225,7 +225,7 @@ def _refuse(directory: Path, findings: list[Finding], *, repair: bool) -> None:
     for fault, mend in findings:
         lines += [
             f"  {fault}",
-            f"    --repair {mend}" if mend else "    --repair cannot: there is no single right answer",
+            f"    --repair {mend}" if mend else "    --repair cannot: the directory holds no single right answer",
         ]
     lines += ["Run it again with --repair."] if all(finding.mend for finding in findings) else []
     raise FormatError("\n".join(lines))

@@ -283,6 +283,8 @@ CASES = [
              config=lambda: mlx_config(parameters={"dropout": None})),
     mlx_case("alpha_taken_for_scale", "mended", "alpha was taken for scale",
              config=lambda: mlx_config(parameters={"scale": 6.0}, **PEFT_KEYS)),
+    mlx_case("mlx_scale_missing_beside_alpha", "mended", "lora_parameters.scale: missing",
+             config=lambda: mlx_config(parameters={"scale": None}, **PEFT_KEYS)),
     mlx_case("alpha_perhaps_taken_for_scale", "refused", "scale and alpha are both 6",
              config=lambda: mlx_config(parameters={"scale": 6.0, "alpha": 6.0})),
     peft_case("scale_taken_for_alpha", "mended", "scale was taken for alpha", lora_alpha=1.5,

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.foreign import base_shapes
 from dualtune.adapter.repair import import_adapter
 from dualtune.errors import FormatError
 from dualtune.testing.oracles import llama_oracle
@@ -116,6 +117,31 @@ def test_a_directory_is_read_mended_or_refused(case, tmp_path, base, reference, 
     expected = {name: ROUNDED.get(case.name, np.asarray)(x) for name, x in expected.items()}
     gap = np.abs(logprobs(adapter.tensors, adapter.spec.scale) - logprobs(expected)).max()
     assert adapter.tensors.keys() == expected.keys() and gap <= TOLERANCE
+
+
+def test_a_small_layer_is_not_turned_to_fit_a_wrong_rank(tmp_path):
+    """A [4, 8] and B [8, 4] under r 8 are rank 4, not the transposes of rank 8 on a layer of 4×4."""
+    noise = np.random.default_rng(0)
+    names = [f"{damage.PREFIX}model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"]
+    tensors = {n: noise.normal(size=shape).astype(np.float32) for n, shape in zip(names, [(4, 8), (8, 4)], strict=True)}
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    damage.write(tmp_path, config | {"lora_parameters": {"rank": 8, "scale": 2.0}}, peft=tensors)
+    found = import_adapter(tmp_path, repair=True)
+    assert (found.adapter.spec.rank, found.adapter.spec.scale) == (4, 2.0)
+    np.testing.assert_array_equal(found.adapter.tensors[names[0]], tensors[names[0]])
+
+
+def test_the_shapes_of_a_base_are_known_packed_and_tied(tmp_path):
+    packed = {
+        "model.embed_tokens.weight": np.zeros((96, 8), np.uint32),
+        "a.q_proj.weight": np.zeros((32, 16), np.uint32), "a.q_proj.scales": np.zeros((32, 2), np.float16),
+        "b.q_proj.weight": np.zeros((24, 64), np.float32), "b.norm.weight": np.zeros(64, np.float32),
+        "c.q_proj.weight": np.zeros((512, 1), np.uint8), "c.q_proj.weight.absmax": np.zeros(4, np.uint8),
+    }  # fmt: skip
+    safetensors.numpy.save_file(packed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"quantization": {"bits": 4, "group_size": 64}}')
+    shapes = {"a.q_proj": (32, 128), "b.q_proj": (24, 64), "c.q_proj": None, "lm_head": None}
+    assert base_shapes(tmp_path) == shapes
 
 
 json_values = st.recursive(
