@@ -217,7 +217,7 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
     layout = "mlx" if has_mlx_keys(config) and not has_peft_keys(config) else "peft"
     targets = config["lora_parameters"].get("keys") if layout == "mlx" else config.get("target_modules")
     if config.get("exclude_modules") or (isinstance(targets, str) and targets != ALL_LINEAR):
-        targets = None  # the strict reader checks what is there against the expression
+        return []  # a choice by hand: the strict reader checks what is there against it
     names = [t for t in cast("list[object]", targets if isinstance(targets, list) else []) if isinstance(t, str)]
     layers = _selected_layers(config, layout, pairs)
     if base and targets == ALL_LINEAR:
@@ -243,12 +243,14 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
 
 
 def _by_analogy(pairs: Pairs, names: list[str], first: int | None) -> set[str]:
-    """What is adapted in some layer (but not named by its full path), in each layer from the first to the last."""
-    places = {module: place for module in pairs if (place := place_of(module)) and module not in names}
+    """What is adapted in some layer by a name without a layer's number, in each layer from the first to the last."""
+    general = [name for name in names if not any(part.isdecimal() for part in name.split("."))]
+    selected = [module for module in pairs if not names or is_target(module, general)]
+    places = [place for module in selected if (place := place_of(module))]
     if not places:
         return set()
-    layers = [place.layer for place in places.values()]
-    kinds = {(place.stack, place.name) for place in places.values()}
+    layers = [place.layer for place in places]
+    kinds = {(place.stack, place.name) for place in places}
     start = min(layers) if first is None else first
     return {f"{stack}.{n}.{name}" for stack, name in kinds for n in range(start, max(layers) + 1)}
 

@@ -200,6 +200,8 @@ CASES = [
     peft_case("peft", "exact"),
     peft_case("peft_float_alpha", "exact", lora_alpha=6.0),
     peft_case("peft_with_base", "exact", base=True),
+    peft_case("peft_rank_stabilized", "exact", use_rslora=True, lora_alpha=3),
+    peft_case("peft_alpha_pattern", "exact", lora_alpha=12, alpha_pattern={"q_proj": 6, ".*v_proj": 6, "mlp.*": 6}),
     peft_case("peft_of_soup", "exact", soup_converted_from="mlx", lora_alpha=6.0),
     peft_case("peft_names_in_mlx_spelling_are_transposes", "mended", "mlx-lm's lora_a and lora_b",
               tensors=lambda t: {PREFIX + n: x for n, x in as_mlx(t).items()}),
@@ -247,6 +249,8 @@ CASES = [
               base=True),
     # --- orientation ---
     peft_case("transposed", "mended", "lora_A and lora_B are transposed in all modules", tensors=each(transposed)),
+    peft_case("transposed_with_rank_pattern", "mended", "are transposed in all modules", tensors=each(transposed), r=8,
+              rank_pattern={".*_proj": 4}),
     mlx_case("mlx_transposed", "mended", "lora_A and lora_B are transposed in all modules", tensors=each(transposed)),
     peft_case("only_A_transposed", "mended", "lora_A is transposed in all", tensors=each(transposed, "lora_A")),
     peft_case("only_B_transposed", "mended", "lora_B is transposed in all", tensors=each(transposed, "lora_B")),
@@ -322,6 +326,8 @@ CASES = [
     dual_case("twin_not_transposed", "mended", "adapters.safetensors: .* transposed in all", mlx=each(transposed)),
     dual_case("square_twin_not_transposed", "mended", "adapters.safetensors: .* transposed in all",
               peft=only("q_proj"), mlx=lambda t: each(transposed)(only("q_proj")(t)), target_modules=["q_proj"]),
+    dual_case("square_twins_both_not_transposed", "refused", "the shapes allow both", target_modules=["q_proj"],
+              peft=lambda t: each(transposed)(only("q_proj")(t)), mlx=lambda t: each(transposed)(only("q_proj")(t))),
     dual_case("twin_transposed_in_name_only", "mended", "not in memory", mlx=each(scrambled)),
     dual_case("twin_lost_a_layer", "mended", "adapters.safetensors lacks 6 tensors", mlx=without("layers.3.")),
     dual_case("twin_of_another_training", "refused", "hold different adapters", mlx=each(lambda x: x + 1)),
@@ -342,6 +348,10 @@ PARTIAL = [
     mlx_case("first_layers_misread_as_last", "mended", "means the last 2 layers, but .* of layers 0 to 1",
              tensors=FIRST, config=lambda: mlx_config(num_layers=2), base=True),
     peft_case("layers_to_transform", "exact", tensors=LAST, layers_to_transform=[2, 3]),
+    peft_case("layers_by_expression", "exact", tensors=LAST, target_modules=r".*\.[23]\..*_proj"),
+    peft_case("layers_by_numbered_names", "exact", tensors=LAST,
+              target_modules=[f"{n}.{name}" for n in (2, 3)
+                              for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")]),
 ]  # fmt: skip
 REMAINING |= {case.name: LAST for case in PARTIAL} | {"first_layers_misread_as_last": FIRST}
 CASES += PARTIAL

@@ -85,3 +85,13 @@ def test_a_zero_update_has_no_cosine(write, make_adapter):
     theirs = changed(ours, np.zeros_like, only="layers.0.self_attn.q_proj.lora_B")
     found = diff_adapters(write("a", ours), write("b", theirs))
     assert [(m.module, m.norm_b, m.cosine, m.relative_difference) for m in found.modules[:1]] == [(Q0, 0.0, None, 1.0)]
+
+
+def test_a_module_more_or_of_another_shape_is_another_function(write, make_adapter):
+    one, two = make_adapter({Q0: (24, 40)}), make_adapter({Q0: (24, 40), Q1: (24, 40)})
+    a, b = write("a", one), write("b", two)
+    for found, apart in ((diff_adapters(a, b), ((), (Q1,))), (diff_adapters(b, a), ((Q1,), ()))):
+        assert (found.only_in_a, found.only_in_b) == apart and not found.is_same_function
+        assert found.modules[0].relative_difference == 0.0
+    reshaped = diff_adapters(b, write("c", make_adapter({Q0: (24, 40), Q1: (40, 24)})))
+    assert reshaped.of_other_shape == (Q1,) and not reshaped.is_same_function

@@ -12,6 +12,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualtune.adapter.canonical import Pair
+from dualtune.adapter.diagnose import missing_modules
 from dualtune.adapter.directory import read_adapter
 from dualtune.adapter.foreign import base_shapes
 from dualtune.adapter.repair import import_adapter
@@ -119,6 +121,31 @@ def test_a_directory_is_read_mended_or_refused(case, tmp_path, base, reference, 
     assert adapter.tensors.keys() == expected.keys() and gap <= TOLERANCE
 
 
+def test_what_mlx_lm_itself_saves_is_imported_exactly(tmp_path, base, logprobs, dualtune_main):
+    """Its own layers, file and config; no keys, so that every linear layer of the last two is adapted."""
+    mx, mlx_lm, tuner = (pytest.importorskip(name) for name in ("mlx.core", "mlx_lm.utils", "mlx_lm.tuner.utils"))
+    mlx = pytest.importorskip("mlx.utils")
+    model, _ = mlx_lm.load_model(base)
+    model.freeze()
+    parameters = {"rank": 4, "scale": 1.5, "dropout": 0.0}
+    tuner.linear_to_lora_layers(model, 2, parameters)
+    mx.random.seed(0)
+    found = dict(mlx.tree_flatten(model.trainable_parameters()))
+    model.update(mlx.tree_unflatten([(n, mx.random.normal(x.shape) * 0.2) for n, x in found.items() if "lora_b" in n]))
+    (tmp_path / "a").mkdir()
+    mx.save_safetensors(str(tmp_path / "a" / damage.MLX_FILE), dict(mlx.tree_flatten(model.trainable_parameters())))
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters, "iters": 3, "model": "org/base"}
+    mlx_lm.save_config(config, tmp_path / "a" / damage.CONFIG)
+    logits_BTV = model(mx.array(BATCH.tokens_BT))
+    expected = np.array(logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True))
+    result = dualtune_main("adapter", "import", tmp_path / "a", tmp_path / "out", "--base", base)
+    assert result.returncode == 0 and "read as an adapter of mlx-lm" in result.stdout, result.stderr
+    adapter = read_adapter(tmp_path / "out")
+    assert len(adapter.tensors) == 2 * 2 * 7 and adapter.base_model == "org/base"
+    assert np.abs(logprobs(adapter.tensors, adapter.spec.scale) - expected).max() <= TOLERANCE
+    assert np.abs(logprobs({}) - expected).max() > SEEN
+
+
 def test_a_small_layer_is_not_turned_to_fit_a_wrong_rank(tmp_path):
     """A [4, 8] and B [8, 4] under r 8 are rank 4, not the transposes of rank 8 on a layer of 4×4."""
     noise = np.random.default_rng(0)
@@ -142,6 +169,19 @@ def test_the_shapes_of_a_base_are_known_packed_and_tied(tmp_path):
     (tmp_path / "config.json").write_text('{"quantization": {"bits": 4, "group_size": 64}}')
     shapes = {"a.q_proj": (32, 128), "b.q_proj": (24, 64), "c.q_proj": None, "lm_head": None}
     assert base_shapes(tmp_path) == shapes
+
+
+def test_the_base_decides_what_is_missing():
+    """In hybrid models some layers have no q_proj; experts that the file holds singly are no modules of PEFT's."""
+    name = "model.layers.{}.self_attn.q_proj".format
+    pair = Pair(np.ones((2, 8), np.float32), np.ones((8, 2), np.float32))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "up_proj"]}
+    base = dict.fromkeys([name(1), name(3), "model.layers.3.mlp.experts.0.up_proj"], (8, 8))
+    pairs = {name(1): pair, name(3): pair}
+    assert missing_modules(config, pairs, base) == []
+    assert [finding.mend for finding in missing_modules(config, pairs, {})] == [None, None]
+    [lost] = missing_modules(config, {name(1): pair}, base)
+    assert lost.fault.startswith(f"the weights of {name(3)} are missing") and lost.mend is None
 
 
 json_values = st.recursive(
