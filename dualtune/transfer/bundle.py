@@ -109,16 +109,19 @@ def _opened(path: Path, trust: Trust | None) -> Generator[tuple[BinaryIO, int, B
         file = path.open("rb")
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
-    with file:
-        if trust is not None:
-            signature.verify(file, path, trust)
-        raw = archive.read_first(file, path)
-        bundle = manifest.parse(raw, path)
-        num_bytes = os.fstat(file.fileno()).st_size
-        sizes = {BUNDLE_FILE: len(raw)} | {name: entry.num_bytes for name, entry in bundle.files.items()}
-        archive.check_structure(file, num_bytes, sizes, path)
-        file.seek(0)
-        yield file, num_bytes, bundle
+    try:
+        with file:
+            if trust is not None:
+                signature.verify(file, path, trust)
+            raw = archive.read_first(file, path)
+            bundle = manifest.parse(raw, path)
+            num_bytes = os.fstat(file.fileno()).st_size
+            sizes = {BUNDLE_FILE: len(raw)} | {name: entry.num_bytes for name, entry in bundle.files.items()}
+            archive.check_structure(file, num_bytes, sizes, path)
+            file.seek(0)
+            yield file, num_bytes, bundle
+    except OSError as error:  # of reading: what is written has its own
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _read(
@@ -164,8 +167,11 @@ def _check_listing(raw: bytes, name: str, bundle: Bundle, path: Path) -> None:
 
 
 def _check_space(target: Path, num_bytes: int) -> None:
-    place = next(path for path in target.parents if path.exists())
-    if (free := shutil.disk_usage(place).free) < num_bytes:
+    try:
+        free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
+    except OSError as error:
+        raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
+    if free < num_bytes:
         raise DiskError(f"{target}: needs {in_bytes(num_bytes)}, and the disk has {in_bytes(free)} free. Free some")
 
 

@@ -28,7 +28,7 @@ from dualtune.transfer import names
 SCHEMA_VERSION = 1
 ADAPTER, CHECKPOINT = "adapter", "checkpoint"
 KINDS = (ADAPTER, CHECKPOINT)
-_KEYS = ("schema_version", "kind", "dualtune", "step", "base", "data", "relocate", "files", "digest")
+KEYS = ("schema_version", "kind", "dualtune", "step", "base", "data", "relocate", "files", "digest")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _CONFIG_KEY = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+", re.ASCII)
 
@@ -77,9 +77,9 @@ def parse(raw: bytes, where: object) -> Bundle:
     table = parse_object(raw, where)
     if (version := fields.rank(table, "schema_version", where)) > SCHEMA_VERSION:
         raise FormatError(f"{where}: schema_version {version}, this dualtune reads up to {SCHEMA_VERSION}: upgrade it")
-    if wrong := sorted(table.keys() ^ set(_KEYS)):
-        state = "missing" if wrong[0] in _KEYS else "unknown"
-        raise FormatError(f"{where}: {names.shown(wrong[0])}: {state}; the keys are {', '.join(_KEYS)}")
+    if wrong := sorted(table.keys() ^ set(KEYS)):
+        state = "missing" if wrong[0] in KEYS else "unknown"
+        raise FormatError(f"{where}: {names.shown(wrong[0])}: {state}; the keys are {', '.join(KEYS)}")
     if table["kind"] not in KINDS:
         raise fields.wrong(where, "kind", table["kind"], " or ".join(KINDS))
     step = table["step"]

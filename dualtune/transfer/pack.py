@@ -31,8 +31,12 @@ from dualtune.transfer.content import Content
 from dualtune.transfer.manifest import Bundle, File
 from dualtune.transfer.staging import new_file
 
-# Where tools write the author's own directories into a tokenizer's config. Elsewhere in it, "/" may be a token.
-_TOKENIZER_PATHS = {"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"}
+# The keys of a JSON file whose value may be, or hold, a path of this machine. Elsewhere "/" may be a token or a text.
+_PATHS = {
+    "dualtune.json": {"base"},
+    "state.json": {"config"},
+    "tokenizer_config.json": {"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"},
+}
 _LOCAL = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:")  # how a path begins that means something on one machine alone
 
 
@@ -140,8 +144,11 @@ def _checkpoint(run: Path, step: int | None) -> Load:
     _add_checkpoint(load, saved)
     best = cast("dict[str, Any]", saved.state.get("guards") or {}).get("best_step")
     if config.guards.restore_best and best is not None and best != saved.step:
-        _add_checkpoint(load, checkpoint.read(checkpoint.path_of(directory, best)))
-        load.notes.append(f"the checkpoint of step {best} comes along: guards.restore_best may return to it")
+        try:
+            _add_checkpoint(load, checkpoint.read(checkpoint.path_of(directory, best)))
+            load.notes.append(f"the checkpoint of step {best} comes along: guards.restore_best may return to it")
+        except FormatError as problem:  # the run itself would go on without
+            load.notes.append(f"guards.restore_best will not find its checkpoint: {problem}")
     return load
 
 
@@ -174,13 +181,14 @@ def _add_tokenizer(load: Load, directory: Path) -> None:
     for name in found:
         load.files[f"tokenizer/{name}"] = directory / name
     if "tokenizer_config.json" in found:
-        _localized(load, "tokenizer/tokenizer_config.json", _TOKENIZER_PATHS)
+        _localized(load, "tokenizer/tokenizer_config.json")
 
 
-def _localized(load: Load, name: str, keys: set[str] | None = None) -> dict[str, Any]:
+def _localized(load: Load, name: str) -> dict[str, Any]:
     """The JSON of a file; where a path of this machine was in it, the file is packed without."""
     before: dict[str, Any] = json.loads(cast(Path, load.files[name]).read_text(encoding="utf-8"))
-    after = _portable(before) if keys is None else before | {k: _portable(before[k]) for k in keys if k in before}
+    keys = _PATHS.get(name.rpartition("/")[2], {*before})
+    after = before | {key: _portable(before[key]) for key in keys & {*before}}
     if after != before:
         load.files[name] = json_bytes(after)
     return after
@@ -222,7 +230,7 @@ def _measure(name: str, content: bytes | Path) -> File:
     num_bytes, sha256 = _sum(content)
     if num_bytes > names.max_bytes(name):
         raise FormatError(f"{name}: has {num_bytes} bytes, a bundle takes at most {names.max_bytes(name)}")
-    check = Content(name, num_bytes, "pack")
+    check = Content(name, num_bytes, "cannot be packed")
     for chunk in _pieces(content):
         check.feed(chunk)
     check.finish()

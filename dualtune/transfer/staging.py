@@ -17,9 +17,10 @@ from dualtune.errors import DiskError
 def new_directory(target: Path) -> Generator[Path]:
     """A directory to write into, which becomes `target` at the end of the block; after an error nothing remains."""
     temporary = hidden_sibling(target)
-    made = [path for path in target.parents if not path.exists()]
+    made: list[Path] = []
     is_done = False
     try:
+        made += [path for path in target.parents if not path.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         yield temporary

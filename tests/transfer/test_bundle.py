@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -19,7 +20,7 @@ from dualtune.data.tokenizer import TOKENIZER_FILES
 from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.train import checkpoint
 from dualtune.train.run import run
-from dualtune.transfer import names
+from dualtune.transfer import manifest, names
 from dualtune.transfer.bundle import inspect, unpack
 from dualtune.transfer.pack import pack
 
@@ -98,6 +99,8 @@ def test_the_step_the_best_and_the_adapter_can_be_chosen(trained, tmp_path):
     assert "the checkpoint of step 2 comes along" in pack(run_dir, tmp_path / "both.tar")[0]
     unpack(tmp_path / "both.tar", tmp_path / "there")
     assert checkpoint.steps(tmp_path / "there" / "checkpoints") == [4, 2]
+    (run_dir / "checkpoints" / "step-00000002" / "state.json").unlink()
+    assert "guards.restore_best will not find" in pack(run_dir, tmp_path / "one.tar")[0]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(trained, tmp_path):
@@ -275,6 +278,26 @@ def test_a_secret_of_the_environment_is_refused_whatever_its_form(adapter, tmp_p
     monkeypatch.setenv("WANDB_API_KEY", "0f" * 12)
     with pytest.raises(FormatError, match=r"adapter_config\.json: holds the value of a secret environment variable"):
         pack(adapter, tmp_path / "x.tar")
+
+
+# --- the specification ----------------------------------------------------------------------------------------------
+
+
+def test_the_specification_names_what_the_reader_allows():
+    text = (Path(__file__).parents[2] / "docs" / "adapter_format.md").read_text(encoding="utf-8")
+    files = [*names.ADAPTER_FILES, *names.CHECKPOINT_FILES, *names.TOKENIZER_FILES, names.CONFIG, names.BUNDLE_FILE]
+    (table,) = re.findall(r"### Names\n(.*?)\n### ", text, re.S)
+    assert {*re.findall(r"`([\w.]+\.\w+)`", table)} == {*files}
+    units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB - 1": 1 << 30}
+    for line in table.splitlines()[3:]:
+        if found := re.fullmatch(r"\| (.*) \| (\d+) (KiB|MiB|GiB - 1) \|", line):
+            folder = re.match(r"`([\w/-]+/)`", found[1].replace("NNNNNNNN", "00000004"))
+            limit = int(found[2]) * units[found[3]] - found[3].endswith("- 1")
+            for file in re.findall(r"`([\w.]+\.\w+)`", found[1]):
+                name = (folder[1] if folder else "") + file
+                assert names.is_allowed(name), name
+                assert limit == (names.MAX_BUNDLE_FILE_BYTES if file == "BUNDLE.json" else names.max_bytes(name)), name
+    assert all(f"`{key}`" in text for key in manifest.KEYS)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

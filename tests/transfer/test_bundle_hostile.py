@@ -365,6 +365,7 @@ DISGUISES = {
     "../tokenizer/vocab.json": (b"[1]", "is no JSON object"),
     "../tokenizer/merges.txt": (b"a b\n\xff\xfe", "is not UTF-8 text"),
     "../tokenizer/chat_template.jinja": (b"a\0b", "is not UTF-8 text"),
+    "../tokenizer/special_tokens_map.json": (b'{"a": "\xf0\x9f', "is not UTF-8 text"),
     "../tokenizer/tokenizer_config.json": ("{}".encode("utf-16"), "is not UTF-8 text"),
     "../tokenizer/added_tokens.json": (b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer"),
 }  # fmt: skip
