@@ -1,0 +1,55 @@
+"""`dualtune verify`: whether an adapter computes here what it computed where it was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dualtune.cli.options import backend_for, json_option, platform_option
+
+
+@click.command("verify")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--base", required=True, metavar="MODEL", help="The base model: a directory or a hub id.")
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
+)
+@click.option(
+    "--quantization",
+    type=click.Choice(["auto", "none", "nf4", "affine4", "affine8"]),
+    default="auto",
+    show_default=True,
+)
+@platform_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, directory: Path, base: str, dtype: str, quantization: str, platform: str, as_json: bool
+) -> None:
+    """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
+
+    Ends with 0 if it is the same function, up to what the precisions explain, and with 6 if it is not, or if there is
+    nothing to compare with.
+    """
+    import json
+
+    from dualtune.backend import Backend, check_value
+    from dualtune.checks import table
+    from dualtune.cli.terminal import say
+    from dualtune.errors import FormatError
+    from dualtune.transfer.verify import verify
+
+    def open_backend() -> Backend:
+        backend = backend_for(platform, err=as_json)
+        check_value(backend, "model.dtype", dtype)
+        check_value(backend, "model.quantization", quantization)
+        return backend
+
+    result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization)
+    if as_json:
+        say(json.dumps(result.to_json(), indent=2))
+    else:
+        say(table(result.checks))
+        say(f"\nverdict: {result.verdict}: {result.sentence}")
+    ctx.exit(0 if result.ok else FormatError.exit_code)

@@ -1,0 +1,105 @@
+"""`dualtune verify`: an adapter is the same function on the other backend, and a gap of precision is explained."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.directory import read_adapter
+from dualtune.testing.oracles import llama_oracle
+from dualtune.testing.tiny_models import random_batch
+
+
+@pytest.mark.parametrize("here", ["torch", "mlx"])
+@pytest.mark.parametrize("there", ["torch", "mlx"])
+def test_an_adapter_is_the_same_on_the_other_backend(trained, check, there, here):
+    result = check(trained(there), here, dtype="float32")
+    assert (result.verdict, result.ok, result.function.pair) == ("same", True, "float32")
+    assert all(row.level == "ok" for row in result.checks)
+    for gap in (result.function.base, result.function.adapter):
+        assert gap.num_positions == 40
+        assert gap.top1 == 1.0
+        assert gap.logprob < 2e-5
+    assert result.function.effect.error < 1e-4
+    assert not result.function.idle
+
+
+@pytest.mark.parametrize("there", ["torch", "mlx"])
+def test_what_is_recorded_is_what_a_float64_oracle_computes(trained, model, there):
+    """At every position, with and without the adapter."""
+    record = json.loads((trained(there) / "dualtune.json").read_text())["fingerprints"]
+    adapter, oracle = read_adapter(trained(there)), llama_oracle(model)
+    for which, tensors in (("base", {}), ("adapter", adapter.tensors)):
+        assert len(record[which]) == 5
+        for entry in record[which]:
+            batch = random_batch([len(entry["tokens"])], 262)
+            batch.tokens_BT[0] = entry["tokens"]
+            expected_TV = oracle(batch, tensors, adapter.spec.scale)[0]
+            tops = [*entry["earlier"], entry["top"]]
+            assert len(tops) == 8
+            for top, expected_V in zip(tops, expected_TV[-8:], strict=True):
+                assert [p for _, p in top] == pytest.approx(np.sort(expected_V)[:-6:-1], abs=2e-5)
+                assert [p for _, p in top] == pytest.approx(expected_V[[i for i, _ in top]], abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "pair"),
+    [
+        ("torch", {"dtype": "bfloat16"}, "bfloat16"),
+        ("torch", {"dtype": "float16"}, "float16"),
+        ("torch", {"quantization": "nf4"}, "nf4 / none"),
+        ("torch", {"quantization": "nf4", "dtype": "bfloat16"}, "nf4 / none"),
+        ("mlx", {"dtype": "bfloat16"}, "bfloat16"),
+        ("mlx", {"quantization": "affine4"}, "affine4 / none"),
+        ("mlx", {"quantization": "affine8"}, "affine8 / none"),
+    ],
+)
+def test_a_gap_of_precision_is_explained(trained, check, backend, options, pair):
+    result = check(trained("torch"), backend, **options)
+    assert (result.verdict, result.ok, result.function.pair) == ("precision-gap", True, pair), result.sentence
+    assert "the same function up to precision: recorded as plain, float32" in result.sentence
+    assert result.function.base.kl > 1e-7, "as in float32, so nothing is shown"
+    assert ("A gap this wide can hide damage to single modules" in result.sentence) == ("quantization" in options)
+    assert ("Verify with --quantization none --dtype float32" in result.sentence) == ("quantization" in options)
+
+
+def test_what_cannot_be_seen_is_not_claimed(train, check):
+    """An adapter that hardly does anything, through 16-bit rounding and on a base in other bits."""
+    faint = train(
+        "torch", name="faint", train={"steps": 1, "documents_per_step": 4, "learning_rate": 1e-3, "warmup": 0}
+    )
+    result = check(faint, quantization="nf4", dtype="bfloat16")
+    assert (result.ok, result.function.idle) == (True, True)
+    assert "nothing is shown about the adapter. Verify with --quantization none --dtype float32" in result.sentence
+    assert not check(faint, dtype="float32").function.idle
+
+
+@pytest.mark.parametrize(("backend", "quantization"), [("torch", "nf4"), ("mlx", "affine4")])
+def test_an_adapter_of_a_quantized_base_is_the_same_there(train, check, backend, quantization):
+    directory = train(backend, name=quantization, model={"quantization": quantization})
+    assert check(directory, backend, quantization=quantization, dtype="float32").verdict == "same"
+    plain = check(directory, backend, dtype="float32")
+    assert (plain.verdict, plain.ok, plain.function.pair) == ("precision-gap", True, f"{quantization} / none")
+
+
+def test_a_base_stored_in_four_bits_is_judged_by_what_it_computes(trained, check, model, tmp_path):
+    mlx_lm = pytest.importorskip("mlx_lm")
+    mlx_lm.convert(str(model), mlx_path=str(tmp_path / "4bit"), quantize=True)
+    result = check(trained("torch"), "mlx", tmp_path / "4bit", dtype="float32")
+    assert (result.verdict, result.ok, result.function.pair) == ("precision-gap", True, "affine4 / none")
+    rows = {row.name: row for row in result.checks}
+    assert rows["weights"].level == rows["config"].level == "skipped"
+    assert rows["quantization"].found == "recorded stored plain, here stored in 4 bits, groups of 64"
+
+
+def test_a_record_of_an_older_dualtune_is_verified(trained, with_record, check):
+    """Four prompts, one position each, no dtype: which is then taken for the coarsest."""
+
+    def age(record):
+        for which in ("base", "adapter"):
+            entries = record["fingerprints"][which]
+            record["fingerprints"][which] = [{"tokens": e["tokens"], "top": e["top"]} for e in entries[:4]]
+
+    result = check(with_record(trained("torch"), age))
+    assert (result.ok, result.function.pair, result.function.base.num_positions) == (True, "bfloat16", 4)
+    assert result.function.adapter.logprob < 1e-5
