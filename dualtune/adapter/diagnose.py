@@ -46,7 +46,7 @@ def stated(config: Mapping[str, Any]) -> Stated:
 
 
 def _rank(value: object) -> int | None:
-    return value if type(value) is int and value > 0 else None
+    return value if type(value) is int and 0 < value < 1 << 31 else None
 
 
 def _number(value: object) -> float | None:
@@ -97,7 +97,7 @@ def mend_rank(config: Config, rank: int | None, findings: list[Finding]) -> Conf
 
 def _is_absent_or_number(value: object) -> bool:
     """Anything else is for the strict reader to refuse."""
-    return value is None or (type(value) is int and value > 0)
+    return value is None or _rank(value) is not None
 
 
 def _mend_wrong_r(config: Config, said: Stated, rank: int, findings: list[Finding]) -> Config:
@@ -136,22 +136,29 @@ def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
             fault = "lora_parameters.scale: missing"
             findings.append(Finding(fault, f"writes {said.peft_scale:g}, from lora_alpha and r"))
             return config | {"lora_parameters": {**config["lora_parameters"], "scale": said.peft_scale}}
-    patterned = config.get("rank_pattern") or config.get("alpha_pattern")
-    if said.peft_scale is None or said.scale is None or patterned:
+    if said.peft_scale is None or said.scale is None or config.get("rank_pattern") or config.get("alpha_pattern"):
         return _check_alpha_inside(config, findings)
     if math.isclose(said.peft_scale, said.scale, rel_tol=1e-6):
         return config
-    what = f"lora_alpha {said.lora_alpha:g} at r {said.r} is a factor of {said.peft_scale:g}"
-    if layout == "mlx" and math.isclose(said.scale, said.lora_alpha or 0.0, rel_tol=1e-6):
-        fault = f"alpha was taken for scale: {what}, but lora_parameters.scale is {said.scale:g}"
-        findings.append(Finding(fault, f"writes scale {said.peft_scale:g}, as PEFT trained it"))
-        return config | {"lora_parameters": {**config["lora_parameters"], "scale": said.peft_scale}}
-    if layout == "peft" and math.isclose(said.scale, said.lora_alpha or 0.0, rel_tol=1e-6):
-        alpha = said.scale * said.scale / said.peft_scale  # scale · r, or scale · sqrt(r)
+    return _mend_contradiction(config, layout, said, said.peft_scale, said.scale, findings)
+
+
+def _mend_contradiction(
+    config: Config, layout: str, said: Stated, peft_scale: float, scale: float, findings: list[Finding]
+) -> Config:
+    """Two factors of the update, where one number was taken for another or not."""
+    what = f"lora_alpha {said.lora_alpha:g} at r {said.r} is a factor of {peft_scale:g}"
+    confused = math.isclose(scale, said.lora_alpha or 0.0, rel_tol=1e-6)
+    if confused and layout == "mlx":
+        fault = f"alpha was taken for scale: {what}, but lora_parameters.scale is {scale:g}"
+        findings.append(Finding(fault, f"writes scale {peft_scale:g}, as PEFT trained it"))
+        return config | {"lora_parameters": {**config["lora_parameters"], "scale": peft_scale}}
+    if confused and layout == "peft":
+        alpha = scale * scale / peft_scale  # scale · r, or scale · sqrt(r)
         fault = f"scale was taken for alpha: {what}, but lora_parameters.scale, which multiplies directly, is as large"
         findings.append(Finding(fault, f"writes lora_alpha {alpha:g}, as mlx-lm trained it"))
         return config | {"lora_alpha": alpha}
-    fault = f"{what}, lora_parameters.scale is {said.scale:g}: nothing here says which of them it was trained with"
+    fault = f"{what}, lora_parameters.scale is {scale:g}: nothing here says which of them it was trained with"
     findings.append(Finding(f"{fault}. Correct the one that is wrong"))
     return config
 

@@ -72,14 +72,14 @@ def _mend(
     config: dict[str, Any], weights: dict[str, Weights], shapes: Shapes, findings: list[Finding]
 ) -> tuple[dict[str, Any], dict[str, Pairs]]:
     """The config after repair, and the pairs of each file, as they are named."""
-    original, layout = config, "dual" if len(weights) > 1 else next(iter(weights))
+    layout = "dual" if len(weights) > 1 else next(iter(weights))
     modules = dict.fromkeys(module for w in weights.values() for module, _ in w.halves)
     renamed = diagnose.rename_by_base(modules, shapes, findings)
     config = diagnose.mend_types(diagnose.rename_in_config(config, renamed), findings)
     found, lone = dict[str, Pairs](), dict[str, list[str]]()
     for name, w in weights.items():
         found[name], lone[name] = _pair_up(w, renamed)
-    main = max(found, key=lambda name: (len(found[name]), name == "peft"))
+    main = _main(found)
     findings += [Finding(f"{text}. Copy the adapter again") for text in lone[main]]
     if not found[main]:
         return config, found  # the strict reader says what there is instead
@@ -91,9 +91,7 @@ def _mend(
         config = diagnose.mend_rank(config, stated.r, findings)
     config = diagnose.mend_scale(config, layout, findings)
     depth = len({p.layer for m in shapes if (p := diagnose.place_of(m))}) or None
-    findings += diagnose.missing_modules(
-        original | {"lora_parameters": config.get("lora_parameters")}, found[main], shapes
-    )
+    findings += diagnose.missing_modules(config, found[main], shapes)
     return diagnose.mend_num_layers(config, found[main], depth, findings), found
 
 
@@ -116,6 +114,11 @@ def _options(config: Mapping[str, Any], pairs: Pairs, shapes: Shapes) -> list[Re
     return readings(pairs, dict.fromkeys(pairs, rank), shapes)
 
 
+def _main(found: Mapping[str, Pairs]) -> str:
+    """The file that counts: PEFT's, unless mlx-lm's holds more modules."""
+    return max(found, key=lambda name: (len(found[name]), name == "peft"))
+
+
 def _agreeing(
     config: dict[str, Any],
     weights: dict[str, Weights],
@@ -124,57 +127,51 @@ def _agreeing(
     findings: list[Finding],
 ) -> tuple[str, Parts]:
     """(layout, the adapter): of the ways to read the matrices, the one that fits; with two files, that they share."""
-    main = max(found, key=lambda name: (len(found[name]), name == "peft"))
-    options = {name: _options(config, pairs, shapes) for name, pairs in found.items()}
-    parsed = {name: _parse(config, weights[name], options[name] or [Reading({}, found[name])]) for name in found}
+    main = _main(found)
+    options = {name: _options(config, pairs, shapes) or [Reading({}, pairs)] for name, pairs in found.items()}
     if len(found) == 1:
         if len(options[main]) > 1:
             findings.append(_ambiguous(weights[main], options[main]))
-        reading, parts = parsed[main][0]
-        _say_turns(weights[main], reading, findings)
-        return main, parts
-    twin = next(name for name in found if name != main)
-    if not any(parts.tensors.keys() & other.tensors.keys() for _, parts in parsed[main] for _, other in parsed[twin]):
-        raise FormatError(f"{weights[main].file.parent}: the two weight files adapt different modules. Remove one")
-    straight = [unscrambled(found[twin])] if any(not reading.turns for reading in options[twin]) else []
-    parsed[twin] += _parse(config, weights[twin], straight)
-    same = [
-        (ours, theirs)
-        for ours, theirs in product(parsed[main], parsed[twin])
-        if _distance(ours[1], theirs[1]) <= SAME_FUNCTION
-    ]
+        _say_turns(weights[main], options[main][0], findings)
+        return main, _parse(config, weights[main], options[main][0])
+    [twin] = found.keys() - {main}
+    if any(not reading.turns for reading in _options(config, found[twin], shapes)):
+        options[twin].append(unscrambled(found[twin]))
+    ours, theirs = ([(way, _parse(config, weights[name], way)) for way in options[name]] for name in (main, twin))
+    same = [pair for pair in product(ours, theirs) if _distance(pair[0][1], pair[1][1]) <= SAME_FUNCTION]
     if not same:
-        gap = _distance(parsed[main][0][1], parsed[twin][0][1])
+        gap = _distance(ours[0][1], theirs[0][1])
         fault = f"{weights[main].file.name} and {weights[twin].file.name} hold different adapters: their updates differ"
         findings.append(Finding(f"{fault} by {gap:.1e} of their norm. Remove the file that is wrong"))
-        return "dual", parsed[main][0][1]
-    if any(_distance(same[0][0][1], ours[1]) > SAME_FUNCTION for ours, _ in same[1:]):
+        return "dual", ours[0][1]
+    (way, parts), (other_way, other) = same[0]
+    if any(_distance(parts, also) > SAME_FUNCTION for (_, also), _ in same[1:]):
         findings.append(_ambiguous(weights[main], options[main]))
-    (ours, parts), (theirs, other) = same[0]
-    _say_turns(weights[main], ours, findings)
-    _say_turns(weights[twin], theirs, findings)
-    if lost := sorted(parts.tensors.keys() - other.tensors.keys()):
+    _say_turns(weights[main], way, findings)
+    _say_turns(weights[twin], other_way, findings)
+    if foreign := sorted(other.tensors.keys() - parts.tensors.keys()):
+        fault = (
+            f"{weights[twin].file.name} and {weights[main].file.name} each lack modules of the other ({foreign[0]}, …)"
+        )
+        findings.append(Finding(f"{fault}. Remove the file that is wrong"))
+    elif lost := sorted(parts.tensors.keys() - other.tensors.keys()):
         fault = f"{weights[twin].file.name} lacks {len(lost)} tensors of {weights[main].file.name} ({lost[0]}, …)"
         findings.append(Finding(fault, "writes both from the whole one: what they share is the same"))
     return "dual", parts
 
 
-def _parse(config: dict[str, Any], weights: Weights, options: list[Reading]) -> list[tuple[Reading, Parts]]:
-    """What the strict reader makes of each way to read the matrices. The config decides which reader that is."""
-    is_mlx = weights.file.name != peft.WEIGHTS_FILE
-    as_mlx = diagnose.has_mlx_keys(config) if is_mlx else not diagnose.has_peft_keys(config)
-    as_mlx = as_mlx or not diagnose.has_peft_keys(config)
-    parsed: list[tuple[Reading, Parts]] = []
-    for reading in options:
-        tensors: Tensors = dict(weights.foreign)
-        for module, (A, B) in reading.pairs.items():
-            if as_mlx:
-                tensors |= {f"{module}.lora_a": A.T, f"{module}.lora_b": B.T}
-            else:
-                tensors |= {tensor_name(module, "A"): A, tensor_name(module, "B"): B}
-        read = mlx_lm.read_mlx if as_mlx else peft.read_peft
-        parsed.append((reading, read(config, tensors, weights.file.parent)))
-    return parsed
+def _parse(config: dict[str, Any], weights: Weights, way: Reading) -> Parts:
+    """What the strict reader makes of the matrices. Which reader that is, the file says, or a config of one tool."""
+    is_peft, is_mlx = diagnose.has_peft_keys(config), diagnose.has_mlx_keys(config)
+    as_peft = is_peft and (weights.file.name == peft.WEIGHTS_FILE or not is_mlx)
+    tensors: Tensors = dict(weights.foreign)
+    for module, (A, B) in way.pairs.items():
+        if as_peft:
+            tensors |= {tensor_name(module, "A"): A, tensor_name(module, "B"): B}
+        else:
+            tensors |= {f"{module}.lora_a": A.T, f"{module}.lora_b": B.T}
+    read = peft.read_peft if as_peft else mlx_lm.read_mlx
+    return read(config, tensors, weights.file.parent)
 
 
 def _distance(ours: Parts, theirs: Parts) -> float:

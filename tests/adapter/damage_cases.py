@@ -240,6 +240,11 @@ CASES = [
               tensors=renamed((f"{PREFIX}model.", f"{PREFIX}model.model.")), base=True),
     mlx_case("names_of_a_vision_model", "mended", "other names than in the base model: language_model.model",
              tensors=renamed(("model.layers", "language_model.model.layers")), base=True),
+    mlx_case("full_paths_of_a_vision_model", "mended", "other names than in the base model: language_model.model",
+             tensors=renamed(("model.layers", "language_model.model.layers")), base=True,
+             config=lambda: mlx_config(num_layers=-1, parameters={"keys": [
+                 f"language_model.model.layers.{i}.{name}" for i in range(NUM_LAYERS)
+                 for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")]})),
     mlx_case("mlx_names_with_peft_prefix", "mended", r"base_model\.model\. before 24",
              tensors=renamed(("model.layers", PREFIX + "model.layers"))),
     mlx_case("mlx_names_with_weight", "mended", ".weight after 24",
@@ -330,6 +335,8 @@ CASES = [
               peft=lambda t: each(transposed)(only("q_proj")(t)), mlx=lambda t: each(transposed)(only("q_proj")(t))),
     dual_case("twin_transposed_in_name_only", "mended", "not in memory", mlx=each(scrambled)),
     dual_case("twin_lost_a_layer", "mended", "adapters.safetensors lacks 6 tensors", mlx=without("layers.3.")),
+    dual_case("twins_that_each_lost_a_layer", "refused", "each lack modules of the other", num_layers=-1,
+              peft=without("layers.3."), mlx=without("layers.1.", "layers.2.mlp")),
     dual_case("twin_of_another_training", "refused", "hold different adapters", mlx=each(lambda x: x + 1)),
     Case("truncated", "refused", "is truncated", truncate),
     Case("ours_changed", "refused", "was changed", with_manifest_of(flip_last_bit)),

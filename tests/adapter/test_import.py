@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dualtune.adapter.canonical import Pair
@@ -199,7 +199,9 @@ KEYS = (
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=100, report_multiple_bugs=False)
+@example(key="r", value=10**400, kind="peft", inside=False)
+@example(key="scale", value=10**400, kind="mlx", inside=True)
 @given(
     key=st.sampled_from(KEYS), value=json_values, kind=st.sampled_from(["peft", "mlx", "both"]), inside=st.booleans()
 )
