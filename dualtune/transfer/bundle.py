@@ -23,11 +23,10 @@ from dualtune.show import in_bytes, in_columns
 from dualtune.transfer import archive, manifest, signature
 from dualtune.transfer.content import Content
 from dualtune.transfer.manifest import Bundle
-from dualtune.transfer.names import BUNDLE_FILE
+from dualtune.transfer.names import BUNDLE_FILE, LISTINGS
 from dualtune.transfer.signature import Trust
 from dualtune.transfer.staging import fsync, new_directory
 
-_LISTINGS = ("MANIFEST.json", "dualtune.json")  # of checkpoint and adapter: they hash the files beside them once more
 Write = Callable[[bytes], object]
 
 
@@ -133,7 +132,7 @@ def _read(
         pass
     for name, entry in bundle.files.items():
         digest, content = hashlib.sha256(), Content(name, entry.num_bytes, path)
-        kept = bytearray() if name.endswith(_LISTINGS) else None  # at most 1 MiB, by the cap of these names
+        kept = bytearray() if name.endswith(LISTINGS) else None  # small, by the cap of these names
         with create(name) as write:
             for chunk in archive.chunks(file, name, entry.num_bytes, path):
                 digest.update(chunk)

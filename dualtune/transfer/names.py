@@ -11,7 +11,8 @@ BUNDLE_FILE = "BUNDLE.json"
 CONFIG = "config.yaml"
 MIB = 1 << 20
 MAX_BUNDLE_FILE_BYTES = MIB // 8
-MAX_LISTING_BYTES = MIB  # of the manifests that are parsed here
+MAX_LISTING_BYTES = MIB // 2  # of the manifests that are parsed here: JSON takes up to sixty times its size in memory
+MAX_CONFIG_BYTES = MIB
 MAX_TEXT_BYTES = 64 * MIB  # the tokenizer.json of a vocabulary of 262,144 tokens has 33 MiB
 MAX_WEIGHTS_BYTES = (1 << 33) - 1  # what eleven octal digits can say
 MAX_TOTAL_BYTES = 32 << 30
@@ -28,6 +29,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 _STEP = re.compile(r"checkpoints/step-(\d{8,12})/(.+)", re.ASCII)
+LISTINGS = ("MANIFEST.json", "dualtune.json")  # of checkpoint and adapter: they hash the files beside them once more
 _LARGE_TEXT = {"state.json", *TOKENIZER_FILES}
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1", ".js", ".pth")
 _PICKLES = (".pkl", ".pickle", ".bin", ".pt", ".ckpt", ".joblib", ".npy", ".npz")
@@ -53,7 +55,9 @@ def max_bytes(name: str) -> int:
     file = name.rpartition("/")[2]
     if file.endswith(".safetensors"):
         return MAX_WEIGHTS_BYTES
-    return MAX_TEXT_BYTES if file in _LARGE_TEXT else MAX_LISTING_BYTES
+    if file in _LARGE_TEXT:
+        return MAX_TEXT_BYTES
+    return MAX_LISTING_BYTES if file in LISTINGS else MAX_CONFIG_BYTES
 
 
 def problem_of(name: str) -> str | None:

@@ -41,7 +41,7 @@ _LOCAL = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:")  # how a path begins that 
 
 
 @dataclass(slots=True)
-class Load:
+class Payload:
     """What goes into a bundle. A Path is read when it is written."""
 
     kind: str
@@ -65,18 +65,25 @@ def pack(
     for path in (target, signature.path_of(target)) if key else (target,):
         if os.path.lexists(path):
             raise ConfigError(f"{path}: already exists. Choose another name or remove it")
-    load = _gather(source, step, adapter)
+    payload = _gather(source, step, adapter)
     if tokenizer is not None:
-        _add_tokenizer(load, resolve_model(tokenizer, weights=False))
-    files = {name: _measure(name, content) for name, content in sorted(load.files.items())}
+        _add_tokenizer(payload, resolve_model(tokenizer, weights=False))
+    files = {name: _measure(name, content) for name, content in sorted(payload.files.items())}
     bundle = Bundle(
-        load.kind, dualtune.__version__, load.step, load.base, load.data, tuple(sorted(load.relocate)), files, ""
+        payload.kind,
+        dualtune.__version__,
+        payload.step,
+        payload.base,
+        payload.data,
+        tuple(sorted(payload.relocate)),
+        files,
+        "",
     )
     raw = manifest.to_bytes(bundle)
     _refuse_secrets(names.BUNDLE_FILE, raw.decode())
     manifest.parse(raw, target)  # what a reader would refuse is not written
     with new_file(target) as file:
-        _write(file, load, files, raw)
+        _write(file, payload, files, raw)
         text = None
         if key is not None:
             file.flush()
@@ -84,10 +91,10 @@ def pack(
                 text = signature.sign(written, key)
     if text is not None:
         write_file(signature.path_of(target), text)
-    return load.notes
+    return payload.notes
 
 
-def _gather(source: Path, step: int | None, adapter: bool) -> Load:
+def _gather(source: Path, step: int | None, adapter: bool) -> Payload:
     if (source / "adapter_config.json").is_file():
         if step is not None or adapter:
             raise ConfigError(f"{source}: is an adapter directory; --checkpoint and --adapter are for a run directory")
@@ -105,92 +112,92 @@ def _gather(source: Path, step: int | None, adapter: bool) -> Load:
     return _adapter(source / ADAPTER, source)
 
 
-def _adapter(directory: Path, run: Path | None) -> Load:
+def _adapter(directory: Path, run: Path | None) -> Payload:
     read_adapter(directory)  # FormatError for what is damaged
-    load = Load(manifest.ADAPTER)
+    payload = Payload(manifest.ADAPTER)
     for name in names.ADAPTER_FILES:
         if (directory / name).is_file():
-            load.files[f"adapter/{name}"] = directory / name
-    config = _localized(load, f"adapter/{names.ADAPTER_FILES[0]}")
-    load.base = {"name": config.get("base_model_name_or_path") or config.get("model")}
+            payload.files[f"adapter/{name}"] = directory / name
+    config = _localized(payload, f"adapter/{names.ADAPTER_FILES[0]}")
+    payload.base = {"name": config.get("base_model_name_or_path") or config.get("model")}
     if (directory / MANIFEST_FILE).is_file():
-        table = _localized(load, f"adapter/{MANIFEST_FILE}")
-        load.base |= cast("dict[str, Any]", table.get("base") or {})
-        table["files"] = _listed(load, "adapter", {*table["files"]})
-        load.files[f"adapter/{MANIFEST_FILE}"] = json_bytes(table)
+        table = _localized(payload, f"adapter/{MANIFEST_FILE}")
+        payload.base |= cast("dict[str, Any]", table.get("base") or {})
+        table["files"] = _listed(payload, "adapter", {*table["files"]})
+        payload.files[f"adapter/{MANIFEST_FILE}"] = json_bytes(table)
     if run is not None:
-        _add_config(load, run)
+        _add_config(payload, run)
         if (saved := checkpoint.newest(run / CHECKPOINTS)[0]) is not None:
-            load.data = _fingerprints(saved, of_data=True)
-    return load
+            payload.data = _fingerprints(saved, of_data=True)
+    return payload
 
 
-def _checkpoint(run: Path, step: int | None) -> Load:
+def _checkpoint(run: Path, step: int | None) -> Payload:
     directory = run / CHECKPOINTS
-    load = Load(manifest.CHECKPOINT)
+    payload = Payload(manifest.CHECKPOINT)
     if step is None:
         saved, problems = checkpoint.newest(directory)
-        load.notes += [f"passed over {problem}" for problem in problems]
+        payload.notes += [f"passed over {problem}" for problem in problems]
         if saved is None:
             raise FormatError("\n".join([f"{run}: has no checkpoint that verifies", *problems[:5]]))
     elif step not in (steps := checkpoint.steps(directory)):
         raise ConfigError(f"--checkpoint: got {step}, {run} has {', '.join(map(str, steps)) or 'none'}")
     else:
         saved = checkpoint.read(checkpoint.path_of(directory, step))
-    load.step = saved.step
-    load.base = {"name": _portable(saved.state["config"])["model"]["name"], **_fingerprints(saved, of_data=False)}
-    load.data = _fingerprints(saved, of_data=True)
-    config = _add_config(load, run)
-    _add_checkpoint(load, saved)
+    payload.step = saved.step
+    payload.base = {"name": _portable(saved.state["config"])["model"]["name"], **_fingerprints(saved, of_data=False)}
+    payload.data = _fingerprints(saved, of_data=True)
+    config = _add_config(payload, run)
+    _add_checkpoint(payload, saved)
     best = cast("dict[str, Any]", saved.state.get("guards") or {}).get("best_step")
     if config.guards.restore_best and best is not None and best != saved.step:
         try:
-            _add_checkpoint(load, checkpoint.read(checkpoint.path_of(directory, best)))
-            load.notes.append(f"the checkpoint of step {best} comes along: guards.restore_best may return to it")
+            _add_checkpoint(payload, checkpoint.read(checkpoint.path_of(directory, best)))
+            payload.notes.append(f"the checkpoint of step {best} comes along: guards.restore_best may return to it")
         except FormatError as problem:  # the run itself would go on without
-            load.notes.append(f"guards.restore_best will not find its checkpoint: {problem}")
-    return load
+            payload.notes.append(f"guards.restore_best will not find its checkpoint: {problem}")
+    return payload
 
 
-def _add_checkpoint(load: Load, saved: Checkpoint) -> None:
+def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
     folder = f"{CHECKPOINTS}/{saved.path.name}"
     table = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
     if {*table["files"]} != {*names.CHECKPOINT_FILES} - {MANIFEST}:
         raise FormatError(f"{saved.path}: holds {', '.join(sorted(table['files']))}, which this dualtune cannot pack")
     for name in names.CHECKPOINT_FILES:
-        load.files[f"{folder}/{name}"] = saved.path / name
-    _localized(load, f"{folder}/state.json")
-    table["files"] = _listed(load, folder, {*table["files"]})
-    load.files[f"{folder}/{MANIFEST}"] = json_bytes(table)
+        payload.files[f"{folder}/{name}"] = saved.path / name
+    _localized(payload, f"{folder}/state.json")
+    table["files"] = _listed(payload, folder, {*table["files"]})
+    payload.files[f"{folder}/{MANIFEST}"] = json_bytes(table)
 
 
-def _add_config(load: Load, run: Path) -> Config:
+def _add_config(payload: Payload, run: Path) -> Config:
     config = load_config(run / names.CONFIG)
     before = config.model_dump()
     after = _portable(before)
-    load.files[names.CONFIG] = to_yaml(Config.model_validate(after)).encode()
+    payload.files[names.CONFIG] = to_yaml(Config.model_validate(after)).encode()
     changed = (f"{s}.{k}" for s, keys in before.items() for k in keys if _portable(keys[k]) != keys[k])
-    load.relocate += [key for key in changed if key != "run.dir"]
+    payload.relocate += [key for key in changed if key != "run.dir"]
     return config
 
 
-def _add_tokenizer(load: Load, directory: Path) -> None:
+def _add_tokenizer(payload: Payload, directory: Path) -> None:
     found = [name for name in names.TOKENIZER_FILES if (directory / name).is_file()]
     if not {"tokenizer.json", "tokenizer.model"} & {*found}:
         raise ConfigError(f"--tokenizer: {directory} has neither tokenizer.json nor tokenizer.model")
     for name in found:
-        load.files[f"tokenizer/{name}"] = directory / name
+        payload.files[f"tokenizer/{name}"] = directory / name
     if "tokenizer_config.json" in found:
-        _localized(load, "tokenizer/tokenizer_config.json")
+        _localized(payload, "tokenizer/tokenizer_config.json")
 
 
-def _localized(load: Load, name: str) -> dict[str, Any]:
+def _localized(payload: Payload, name: str) -> dict[str, Any]:
     """The JSON of a file; where a path of this machine was in it, the file is packed without."""
-    before: dict[str, Any] = json.loads(cast(Path, load.files[name]).read_text(encoding="utf-8"))
+    before: dict[str, Any] = json.loads(cast(Path, payload.files[name]).read_text(encoding="utf-8"))
     keys = _PATHS.get(name.rpartition("/")[2], {*before})
     after = before | {key: _portable(before[key]) for key in keys & {*before}}
     if after != before:
-        load.files[name] = json_bytes(after)
+        payload.files[name] = json_bytes(after)
     return after
 
 
@@ -207,11 +214,11 @@ def _portable(value: Any) -> Any:
     return value
 
 
-def _listed(load: Load, folder: str, files: set[str]) -> dict[str, dict[str, Any]]:
+def _listed(payload: Payload, folder: str, files: set[str]) -> dict[str, dict[str, Any]]:
     """What a manifest says of files, as they are packed."""
     found: dict[str, dict[str, Any]] = {}
     for name in sorted(files):
-        content = load.files[f"{folder}/{name}"]
+        content = payload.files[f"{folder}/{name}"]
         if isinstance(content, bytes):
             found |= listing({name: content})
         else:
@@ -252,10 +259,10 @@ def _has_environment(text: str) -> bool:
     return any(spelling in text for secret in environment_secrets() for spelling in (secret, json.dumps(secret)[1:-1]))
 
 
-def _write(file: BinaryIO, load: Load, files: Mapping[str, File], raw: bytes) -> None:
+def _write(file: BinaryIO, payload: Payload, files: Mapping[str, File], raw: bytes) -> None:
     _write_member(file, names.BUNDLE_FILE, raw, File(len(raw), hashlib.sha256(raw).hexdigest()))
     for name, entry in files.items():
-        _write_member(file, name, load.files[name], entry)
+        _write_member(file, name, payload.files[name], entry)
     file.write(archive.END)
 
 

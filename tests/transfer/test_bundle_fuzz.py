@@ -124,10 +124,10 @@ def padded(text, size, fill=b" "):
 CONTENTS = {
     "JSON of 64 MiB": {"tokenizer/tokenizer.json": padded(b'{"a": "', 64 << 20, b"x")},
     "four bytes to a character": {"tokenizer/merges.txt": "\U0001f999".encode() * (16 << 20)},
-    "a listing of empty lists": {"adapter/dualtune.json": b'{"files":[' + b"[]," * 349_000 + b"0]}"},
-    "a listing of deep lists": {"adapter/dualtune.json": b'{"files":' + b"[" * 500_000},
+    "a listing of empty lists": {"adapter/dualtune.json": b'{"files":[' + b"[]," * 174_000 + b"0]}"},
+    "a listing of deep lists": {"adapter/dualtune.json": b'{"files":' + b"[" * 250_000},
     "a listing of many keys": {
-        "adapter/dualtune.json": b'{"files":{%s}}' % b",".join(b'"%x":0' % i for i in range(95_000))
+        "adapter/dualtune.json": b'{"files":{%s}}' % b",".join(b'"%x":0' % i for i in range(47_000))
     },
 }
 
