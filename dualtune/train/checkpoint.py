@@ -137,6 +137,9 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, state["step"], read_safetensors(path / "adapter.safetensors"), optimizer, state)
 
 
+FILES = frozenset({"adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json"})
+
+
 def problem_of(path: Path) -> str | None:
     """What is wrong with a checkpoint: every file of the manifest must be there with its size and hash."""
     try:
@@ -144,9 +147,10 @@ def problem_of(path: Path) -> str | None:
         version, files = manifest["schema_version"], manifest["files"]
         if version > SCHEMA_VERSION:
             return f"has schema version {version}, this dualtune reads up to {SCHEMA_VERSION}: upgrade it"
-        missing = {"adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json"} - {*files}
-        if missing:
+        if missing := FILES - {*files}:
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
+        if foreign := {*files} - FILES:  # it may come from elsewhere, and name any file of this machine
+            return f"{MANIFEST} lists {', '.join(map(repr, sorted(foreign)))}, which a checkpoint does not have"
         return next(filter(None, (_problem_of_file(path / name, entry) for name, entry in files.items())), None)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"

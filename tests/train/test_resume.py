@@ -185,18 +185,28 @@ def damage_no_manifest(path):
     (path / "MANIFEST.json").unlink()
 
 
+def damage_by_a_foreign_file(path):
+    """A manifest that comes from elsewhere may name any file; some never end."""
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    manifest["files"]["/dev/zero"] = {"bytes": 0, "sha256": ""}
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
 DAMAGES = [
     (damage_flip, "optimizer_v.safetensors is damaged: its sha256"),
     (damage_cut, "adapter.safetensors has "),
     (damage_lose, "state.json cannot be read: No such file"),
     (damage_manifest, "MANIFEST.json is not a manifest"),
     (damage_no_manifest, "MANIFEST.json is missing"),
+    (damage_by_a_foreign_file, "MANIFEST.json lists '/dev/zero', which a checkpoint does not have"),
 ]
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
 @pytest.mark.parametrize(
-    ("damage", "said"), DAMAGES, ids=["flipped bit", "cut", "lost file", "foreign manifest", "no manifest"]
+    ("damage", "said"),
+    DAMAGES,
+    ids=["flipped bit", "cut", "lost file", "foreign manifest", "no manifest", "foreign file"],
 )
 def test_a_damaged_newest_checkpoint_is_skipped_and_said(lab, stopped, weights_of, damage, said):
     straight = lab.run("straight", **RUN)
