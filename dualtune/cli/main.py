@@ -32,7 +32,9 @@ COMMANDS = {
     "generate": ("generate", "Continue a prompt with a model and its adapter."),
     "runs": ("runs", "List run directories with state, step, loss and last checkpoint."),
     "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
-    "adapter": ("adapter", "Inspect and convert adapter directories."),
+    "verify": ("verify", "Compare what an adapter computes here with what was recorded where it was trained."),
+    "bundle": ("bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
+    "adapter": ("adapter", "Inspect, convert, import, compare and merge adapter directories."),
     "config": ("config", "Print a commented config with every key, a ready one by name, or the JSON schema."),
 }
 

@@ -13,7 +13,11 @@ from dualtune.config import load_config, parse_config
 
 HEAVY = {"torch", "mlx", "transformers", "numpy", "pydantic", "rich", "huggingface_hub"}
 FRAMEWORKS = {"torch", "mlx", "transformers"}
-SUBCOMMANDS = [*([name] for name in COMMANDS), ["adapter", "inspect"], ["adapter", "convert"]]
+SUBCOMMANDS = [
+    *([name] for name in COMMANDS),
+    *(["adapter", name] for name in ("inspect", "convert", "import", "diff", "merge")),
+    *(["bundle", name] for name in ("pack", "inspect", "unpack")),
+]
 
 
 def imported_by(python, code: str) -> set[str]:
@@ -36,7 +40,7 @@ def test_help_lists_every_command(dualtune_main):
     assert (result.returncode, result.stderr) == (0, "")
     assert {
         "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval",
-        "generate", "runs", "checkpoints", "adapter", "config",
+        "generate", "runs", "checkpoints", "verify", "bundle", "adapter", "config",
     } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout
