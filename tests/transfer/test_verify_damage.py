@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from dualtune.adapter.spec import modules_of, tensor_name
 from dualtune.errors import FormatError
+from dualtune.transfer.verdict import within
 from dualtune.transfer.verify import verify
 
 MODULE = "model.layers.1.self_attn.v_proj"
@@ -57,12 +58,27 @@ def test_a_broken_adapter_is_told(trained, rewritten, check, damage, backend, op
 @pytest.mark.parametrize("damage", ["alpha taken for scale", "B is zero"])
 @pytest.mark.parametrize(("backend", "quantization"), [("torch", "nf4"), ("mlx", "affine4")])
 def test_gross_damage_is_told_on_a_quantized_base(trained, rewritten, check, damage, backend, quantization):
-    """By the adapter's effect, since four bits move the log-probabilities further than the damage does."""
+    """Held to what four bits do to the base alone."""
     change, spec, _ = DAMAGES[damage]
     result = check(
         rewritten(trained("torch"), *([change] if change else []), **spec), backend, quantization=quantization
     )
     assert (result.verdict, result.ok) == ("broken-adapter", False), result.sentence
+
+
+@pytest.mark.parametrize(("backend", "quantization"), [("torch", "nf4"), ("mlx", "affine4")])
+def test_an_idle_adapter_is_told_by_its_effect_where_four_bits_hide_the_rest(
+    train, rewritten, check, shared, backend, quantization
+):
+    """On a pretrained model: its log-probabilities are as near as the precision asks, and its effect is zero."""
+    name = str(shared("models/stories260k"))
+    train_it = {"steps": 6, "documents_per_step": 4, "learning_rate": 1e-3, "warmup": 0}
+    model = {"name": name, "dtype": "float32"}
+    directory = train("torch", name=f"stories-{quantization}-idle", model=model, train=train_it)
+    assert check(directory, backend, name, quantization=quantization, dtype="float32").ok
+    result = check(rewritten(directory, zeroed), backend, name, quantization=quantization, dtype="float32")
+    assert (result.verdict, result.ok) == ("broken-adapter", False), result.sentence
+    assert within(result.function.adapter, result.function.adapter_limit), "told by its log-probabilities already"
 
 
 def test_a_converter_that_changes_nothing_does_no_harm(trained, rewritten, check):
@@ -221,26 +237,29 @@ def test_shapes_of_another_tools_adapter_are_compared(trained, write_model, tmp_
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "words"),
     [
-        lambda f: f.update(base=[]),
-        lambda f: f.update(adapter="x"),
-        lambda f: f["base"].pop(),
-        lambda f: f["base"][0].update(tokens=[-1]),
-        lambda f: f["base"][0].update(tokens=[True]),
-        lambda f: f["base"][0].update(top=[[1]]),
-        lambda f: f["base"][0].update(top=[[1, 0.5]]),
-        lambda f: f["base"][0].update(top=[[1, None]]),
-        lambda f: f["base"][0].update(earlier=[[]]),
-        lambda f: f["base"][0].update(earlier=[[[1, -1.0]]] * 500),
-        lambda f: f["base"][0].update(dtype="float16"),
-        lambda f: f["base"][0].update(dtype=["float32"]),
-        lambda f: f["adapter"][0].update(tokens=[5]),
+        (lambda f: f.update(base=[]), "malformed"),
+        (lambda f: f.update(adapter="x"), "malformed"),
+        (lambda f: f["base"][0]["tokens"].insert(0, -1), "malformed"),
+        (lambda f: f["base"][0]["tokens"].insert(0, True), "malformed"),
+        (lambda f: f["base"][0]["tokens"].insert(0, 1 << 31), "malformed"),
+        (lambda f: f["base"][0].update(top=[[1]]), "malformed"),
+        (lambda f: f["base"][0].update(top=[[1.0, -1.0]]), "malformed"),
+        (lambda f: f["base"][0].update(top=[[1, 0.5]]), "malformed"),
+        (lambda f: f["base"][0].update(top=[[1, None]]), "malformed"),
+        (lambda f: f["base"][0].update(earlier=[[]]), "malformed"),
+        (lambda f: f["base"][0].update(earlier=[[[1, -1.0]]] * 500), "malformed"),
+        (lambda f: f["base"][0].update(dtype=["float32"]), "malformed"),
+        (lambda f: f["base"][0].update(prompt=7), "malformed"),
+        (lambda f: f["base"][0].update(dtype="float16"), "got float16, float32, must be one for all"),
+        (lambda f: f["adapter"][0]["tokens"].insert(0, 5), "not recorded for the same tokens"),
+        (lambda f: f["base"].pop(), "not recorded for the same tokens"),
     ],
 )
-def test_a_malformed_record_is_refused(trained, with_record, model, change):
+def test_a_malformed_record_is_refused(trained, with_record, model, change, words):
     directory = with_record(trained("torch"), lambda record: change(record["fingerprints"]))
-    with pytest.raises(FormatError, match="fingerprints"):
+    with pytest.raises(FormatError, match=f"dualtune.json: fingerprints.*{words}"):
         verify(directory, str(model), never_opened)
 
 
