@@ -103,7 +103,6 @@ class _GroupedLoRA(torch.autograd.Function):
         first, r = group.layers[0], group.B_Or[0].shape[1]
         if kept_MI is None:
             x_BTI = ctx.remake()
-            ctx.remake = None  # what it holds may go before the whole backward pass is over
             kept_MI = _after_dropout(x_BTI.reshape(-1, x_BTI.shape[-1]), group, noise_M)
         v_MS = torch.empty_like(u_MS)
         dx_MI = None
