@@ -42,7 +42,10 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dumps`; a number that is not finite becomes null."""
-        return json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        for row in plain["checks"]:
+            del row["exit_code"]  # the verdict has one for all
+        return plain
 
 
 def verify(
@@ -167,7 +170,7 @@ def _gap_check(name: str, found: Gap, limit: Limit | None) -> Check:
 
     text = (
         f"top-1 {found.top1:.0%} of {found.num_positions}{allowed(f'{limit.top1:.0%}' if limit else '')}, "
-        f"KL >= {found.kl:.1e}{allowed(f'{limit.kl:.0e}' if limit else '')}, "
-        f"largest gap of log p {found.logprob:.1e}{allowed(f'{limit.logprob:.0e}' if limit else '')}"
+        f"KL >= {found.kl:.1e}{allowed(f'{limit.kl:.2g}' if limit else '')}, "
+        f"largest gap of log p {found.logprob:.1e}{allowed(f'{limit.logprob:.2g}' if limit else '')}"
     )
     return Check(name, "ok" if limit is None or within(found, limit) else "fail", text)

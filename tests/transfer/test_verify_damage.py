@@ -275,6 +275,7 @@ def test_the_command_ends_with_0_or_6(trained, rewritten, write_model, dualtune_
     assert result.returncode == 6
     report = json.loads(result.stdout)
     assert (report["verdict"], report["function"]["pair"]) == ("broken-adapter", "float32")
+    assert [row["name"] for row in report["checks"] if row["level"] == "fail"] == ["adapter"]
     assert dualtune_main("verify", good, *options, write_model(tmp_path / "other", seed=1)).returncode == 6
     assert dualtune_main("verify", good, *options, tmp_path / "nowhere").returncode == 4
     assert dualtune_main("verify", good, *options, model, "--quantization", "affine8").returncode == 2
