@@ -17,7 +17,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 # quantized base). An adapter that does less than four times as much is not judged by its effect.
 LEAST_EFFECT_IN_16_BITS = 0.7
 # The base alone is the control: it shows what precision does to this very model. The adapter's KL may be four times the
-# base's (measured: at most 1.9 times), or a fiftieth of the row where the base's is smaller than that.
+# base's (1.9 times, comparing the largest of each row measured), or a fiftieth of the row if that is more.
 CONTROL, LEAST_SHARE = 4.0, 0.02
 
 
