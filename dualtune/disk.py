@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,28 +19,61 @@ _MARK = ".tmp-"  # in the name of everything that is not finished, or no longer 
 
 
 def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
-    """Create the directory with these files. DiskError if that fails; then nothing is left there.
-
-    They are written and fsynced in a sibling (same file system), which is then renamed into place.
-    """
-    temporary = hidden_sibling(target)
-    try:
-        if not target.parent.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _fsync_directory(target.parent.parent)
-        temporary.mkdir()
+    """Create the directory with these files. DiskError if that fails; then nothing is left there."""
+    with new_directory(target) as temporary:
         for name, data in files.items():
             with (temporary / name).open("xb") as file:
                 _write(file, data)
-        _fsync_directory(temporary)
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Generator[Path]:
+    """A directory to write files into, which becomes `target` at the end of the block; after an error nothing remains.
+
+    It is a sibling (same file system), and is renamed into place. Who writes a file there makes it durable.
+    """
+    temporary = hidden_sibling(target)
+    made: list[Path] = []
+    is_done = False
+    try:
+        if not target.parent.exists():
+            made = [path for path in target.parents if not path.exists()]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fsync(target.parent.parent)
+        temporary.mkdir()
+        yield temporary
+        for path in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
+            fsync(path)
         faults.reach("synced")
         temporary.rename(target)  # atomic; replaces an empty directory and nothing else
+        is_done = True
         faults.reach("renamed")
-        _fsync_directory(target.parent)
+        fsync(target.parent)
     except OSError as error:
         raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another program may use them by now
+            for path in made if not is_done else []:
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Generator[BinaryIO]:
+    """A file to write, which becomes `target` at the end of the block; after an error nothing remains."""
+    temporary = hidden_sibling(target)
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            fsync(temporary)
+        temporary.rename(target)
+        fsync(target.parent)
+    except OSError as error:
+        raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def json_bytes(table: Mapping[str, Any]) -> bytes:
@@ -90,6 +123,11 @@ def remove_leftovers(directory: Path) -> list[Path]:
     return [path for path in found if not path.exists()]
 
 
+def existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that is there: whose disk it will be on."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
 def hidden_sibling(path: Path) -> Path:
     """A name beside the path that nobody else uses and that `remove_leftovers` knows."""
     return path.with_name(f".{path.name}{_MARK}{os.getpid()}-{secrets.token_hex(4)}")
@@ -104,8 +142,8 @@ def _write(file: BinaryIO, data: bytes) -> None:
     os.fsync(file.fileno())
 
 
-def _fsync_directory(path: Path) -> None:
-    """Make the names in it durable."""
+def fsync(path: Path) -> None:
+    """Make a file, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

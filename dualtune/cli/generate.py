@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import platform_option
+from dualtune.cli.options import dtype_option, platform_option, quantization_option
 
 
 @click.command("generate")
@@ -19,15 +19,8 @@ from dualtune.cli.options import platform_option
 @click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
-@click.option(
-    "--quantization",
-    type=click.Choice(["auto", "none", "nf4", "affine4", "affine8"]),
-    default="auto",
-    show_default=True,
-)
+@dtype_option
+@quantization_option
 @platform_option
 @interrupt.handled(interrupt.TERMINATION)  # not Ctrl-C, which here means: enough
 def command(

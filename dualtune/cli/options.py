@@ -21,6 +21,15 @@ platform_option = click.option(
     metavar="auto|mlx|cuda|cuda:N|cpu",
     help="The machine to use: MLX, torch on a GPU (by number: cuda:1), or torch on the CPU.",
 )
+dtype_option = click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
+)
+quantization_option = click.option(
+    "--quantization",
+    type=click.Choice(["auto", "none", "nf4", "affine4", "affine8"]),
+    default="auto",
+    show_default=True,
+)
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."
 )

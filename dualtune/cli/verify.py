@@ -6,21 +6,14 @@ from pathlib import Path
 
 import click
 
-from dualtune.cli.options import backend_for, json_option, platform_option
+from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
 
 
 @click.command("verify")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--base", required=True, metavar="MODEL", help="The base model: a directory or a hub id.")
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True
-)
-@click.option(
-    "--quantization",
-    type=click.Choice(["auto", "none", "nf4", "affine4", "affine8"]),
-    default="auto",
-    show_default=True,
-)
+@dtype_option
+@quantization_option
 @platform_option
 @json_option
 @click.pass_context

@@ -11,6 +11,7 @@ from typing import Literal
 from dualtune.memory.shapes import Decoder
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+AUTO_MICRO_BATCH_TOKENS = 2048
 MASTER_BYTES = 4  # adapter, gradient and moments are float32 whatever the model computes in
 
 
@@ -93,6 +94,22 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
         names=frozenset(path.split(".")[-1] for path in found),
         layers=decoder.layers - min((int(path.split(".")[2]) for path in in_layers), default=decoder.layers),
     )
+
+
+def optimizer(decoder: Decoder, ask: Ask) -> Part:
+    """The same on every backend."""
+    n = ask.rank * adapted(decoder, ask.targets).num_weights
+    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments × {n:,} weights × {MASTER_BYTES} B")
+
+
+def has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
+    """Whether the output head and the loss are computed apart: by asking for it, or because the head is adapted."""
+    return ask.kernels == "reference" or "lm_head" in adapted(decoder, ask.targets).names
+
+
+def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
+    """What train.micro_batch_tokens comes to."""
+    return max(AUTO_MICRO_BATCH_TOKENS, max_length) if given == "auto" else given
 
 
 def padded(length: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dualtune.errors import ConfigError
 from dualtune.memory import mlx_parts, torch_parts
-from dualtune.memory.ask import Adapted, Ask, Estimate, Part, adapted, padded
+from dualtune.memory.ask import Adapted, Ask, Estimate, Part, adapted, padded, tokens_at_once
 from dualtune.memory.shapes import Decoder
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapted", "Ask", "Estimate", "Part", "adapted", "ask_of", "estimate", "longest_that_fits", "padded"]
 
-AUTO_MICRO_BATCH_TOKENS = 2048
 SHORTEST, LONGEST = 64, 1 << 20  # tokens, of what `longest_that_fits` looks at
 
 PARTS: Mapping[str, Callable[[Decoder, Ask], tuple[Part, ...]]] = {
@@ -46,7 +45,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         allowed = ", ".join(("auto", *QUANTIZATIONS[backend]))
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
     adapted(decoder, config.adapter.targets)
-    given, longest = config.train.micro_batch_tokens, config.data.max_length
+    longest = config.data.max_length
     return Ask(
         backend=backend,
         device=device,
@@ -54,7 +53,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         dtype=DTYPES[device] if config.model.dtype == "auto" else config.model.dtype,
         rank=config.adapter.rank,
         targets=config.adapter.targets,
-        micro_batch_tokens=max(AUTO_MICRO_BATCH_TOKENS, longest) if given == "auto" else given,
+        micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
         packing=config.data.packing,
         kernels=config.model.kernels,

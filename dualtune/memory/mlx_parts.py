@@ -7,7 +7,7 @@ measurements on its CPU build (docs/memory.md), not derived. Legend: as in `torc
 
 from __future__ import annotations
 
-from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, padded
+from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, has_plain_loss, optimizer, padded
 from dualtune.memory.shapes import QKV, Decoder
 
 GROUP = 64  # weights that share a scale and a bias
@@ -36,7 +36,7 @@ def weights(decoder: Decoder, ask: Ask) -> Part:
     c, bits, n = ask.item_bytes, BITS.get(ask.quantization), decoder.num_parameters
     if bits is None:
         # On a CPU the head is there once more, transposed.
-        copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not _has_plain_loss(decoder, ask) else 0
+        copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not has_plain_loss(decoder, ask) else 0
         copy = f" + {copied:,} of the head, transposed" if copied else ""
         return Part("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
     matrices = [*decoder.linears().values()] * decoder.layers
@@ -58,11 +58,6 @@ def adapter(decoder: Decoder, ask: Ask) -> Part:
     return Part(
         "adapter", MASTER_BYTES * n + 4 * keys, f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B"
     )
-
-
-def optimizer(decoder: Decoder, ask: Ask) -> Part:
-    n = ask.rank * adapted(decoder, ask.targets).num_weights
-    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments × {n:,} weights × {MASTER_BYTES} B")
 
 
 def activations(decoder: Decoder, ask: Ask) -> Part:
@@ -100,16 +95,12 @@ def _is_compiled(ask: Ask) -> bool:
     return ask.kernels == "fused" or (ask.kernels == "auto" and ask.device != "cpu")
 
 
-def _has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
-    return ask.kernels == "reference" or "lm_head" in adapted(decoder, ask.targets).names
-
-
 # --- the moments at which most is alive besides -----------------------------------------------------------------------
 
 
 def loss(decoder: Decoder, ask: Ask) -> Part:
     c, T, V = ask.item_bytes, ask.cells, decoder.vocab
-    if _has_plain_loss(decoder, ask):
+    if has_plain_loss(decoder, ask):
         return Part("loss", 14 * T * V, f"{T:,} tokens × {V:,} logits × 14 B")
     rows = min(T, max(1, LOSS_LOGITS[ask.device] // V))
     each = 4 * min(LOGITS_OF_A_CHUNK * -(-T // rows), LOGITS_AT_MOST) + (3 * c if c < MASTER_BYTES else 0)

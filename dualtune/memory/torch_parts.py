@@ -9,7 +9,7 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 
 from __future__ import annotations
 
-from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted
+from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, has_plain_loss, optimizer
 from dualtune.memory.shapes import QKV, Decoder
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
@@ -57,11 +57,6 @@ def adapter(decoder: Decoder, ask: Ask) -> Part:
     return Part("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
 
 
-def optimizer(decoder: Decoder, ask: Ask) -> Part:
-    n = ask.rank * adapted(decoder, ask.targets).num_weights
-    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments × {n:,} weights × {MASTER_BYTES} B")
-
-
 # --- what the forward pass keeps for the backward pass ----------------------------------------------------------------
 
 
@@ -71,7 +66,7 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
     layer = _plain_layer(decoder, ask) if is_plain else _fused_layer(decoder, ask)
     # The last norm, the gradient of its output or the log-probabilities, less the first norm, below which is nothing.
     angles = 2 * decoder.head_dim * c
-    around = c * decoder.hidden + angles + 4 * decoder.vocab * _has_plain_loss(decoder, ask)
+    around = c * decoder.hidden + angles + 4 * decoder.vocab * has_plain_loss(decoder, ask)
     copies = 0
     if is_plain:
         copies = ask.rank * on.num_weights * (c if c < MASTER_BYTES else 0)  # of the adapter, in the compute dtype
@@ -126,17 +121,13 @@ def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
     return ask.kernels == "fused" or (ask.kernels == "auto" and decoder.num_parameters >= WORTH_COMPILING)
 
 
-def _has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
-    return ask.kernels == "reference" or "lm_head" in adapted(decoder, ask.targets).names
-
-
 # --- the moments at which most is alive besides -----------------------------------------------------------------------
 
 
 def loss(decoder: Decoder, ask: Ask) -> Part:
     """A chunk of logits, and its gradient. Plain: the logits of all tokens, in float32, and their gradient."""
     c, T, V = ask.item_bytes, ask.cells, decoder.vocab
-    if _has_plain_loss(decoder, ask):
+    if has_plain_loss(decoder, ask):
         return Part("loss", 8 * T * V, f"{T:,} tokens × {V:,} logits × 2 × 4 B")
     rows = min(LOSS_ROWS[ask.device], T)
     # Plainly there are two temporaries in float32, and a copy to compute them from.

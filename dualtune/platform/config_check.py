@@ -13,6 +13,7 @@ from dualtune.backend import check_capabilities, get_backend
 from dualtune.checks import Check
 from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
+from dualtune.disk import existing
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
 from dualtune.memory.ask import adapted
 from dualtune.memory.estimate import ask_of, estimate
@@ -175,7 +176,7 @@ def memory_of_run(config: Config, model_dir: Path, longest: int, platform: str) 
 def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
     """Whether the run directory can be used, and whether the disk holds the checkpoints."""
     path = path_of(config)
-    place = next(there for there in (path.absolute(), *path.absolute().parents) if there.exists())
+    place = existing(path)
     try:
         check_usable(path, "auto")
         with tempfile.TemporaryFile(dir=place):  # not os.access, which knows nothing of read-only file systems

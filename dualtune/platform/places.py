@@ -14,8 +14,9 @@ from dualtune.config import Config
 from dualtune.data.cache import cache_dir
 from dualtune.data.hub import is_hub_name
 from dualtune.data.kinds import kind_of
+from dualtune.disk import existing
+from dualtune.platform.machine import GB
 
-GB = 10**9
 RUN_GB = 5  # checkpoints: an adapter and its two moments in float32, a few times over
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TRACKER_KEYS = ("WANDB_API_KEY", "COMET_API_KEY", "NEPTUNE_API_TOKEN", "MLFLOW_TRACKING_URI")
@@ -40,7 +41,8 @@ def directory_checks(run_dir: Path) -> list[Check]:
 
 
 def _writable(name: str, path: Path, other: str) -> Check:
-    place = _existing(path)
+    """Whether a file can be written there, or in the nearest directory above it."""
+    place = existing(path)
     made = "" if place == path.absolute() else f" (will be made in {place})"
     try:
         with tempfile.TemporaryFile(dir=place):  # not os.access, which knows nothing of read-only file systems
@@ -58,7 +60,7 @@ def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
         asked = {"disk": (models, max(download_gb, RUN_GB))}
     rows: list[Check] = []
     for name, (path, need_gb) in asked.items():
-        free = shutil.disk_usage(_existing(path)).free
+        free = shutil.disk_usage(existing(path)).free
         text = f"{free / GB:.0f} GB free at {path}, {need_gb} GB needed"
         enough = free >= need_gb * GB
         mend = None if enough else "Make room, or set HF_HOME and run.dir to directories on a larger disk"
@@ -66,13 +68,8 @@ def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
     return rows
 
 
-def _existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that is there."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-
-
 def _disk(path: Path) -> int:
-    return _existing(path).stat().st_dev
+    return existing(path).stat().st_dev
 
 
 def data_checks(config: Config) -> list[Check]:

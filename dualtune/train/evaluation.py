@@ -13,16 +13,14 @@ from dualtune.data.batches import Layout, make_batch, micro_batches, plan
 from dualtune.data.documents import Documents, tokenize
 from dualtune.data.formats import Example
 from dualtune.hooks import EvalRecord
+from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, tokens_at_once
 from dualtune.train.inference import Model
-
-AUTO_MICRO_BATCH_TOKENS = 2048
 
 
 def layout_of(config: Config) -> Layout:
     """How a config lays documents out in micro-batches."""
-    given, longest = config.train.micro_batch_tokens, config.data.max_length
-    tokens = max(AUTO_MICRO_BATCH_TOKENS, longest) if given == "auto" else given
-    return Layout(tokens, longest if config.data.packing else None)
+    longest = config.data.max_length
+    return Layout(tokens_at_once(config.train.micro_batch_tokens, longest), longest if config.data.packing else None)
 
 
 def evaluate(

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from dualtune.adapter import fields
 from dualtune.adapter.files import parse_object
+from dualtune.disk import existing, fsync, new_directory
 from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.show import in_bytes, in_columns
 from dualtune.transfer import archive, manifest, signature
@@ -25,7 +26,6 @@ from dualtune.transfer.content import Content
 from dualtune.transfer.manifest import Bundle
 from dualtune.transfer.names import BUNDLE_FILE, LISTINGS
 from dualtune.transfer.signature import Trust
-from dualtune.transfer.staging import fsync, new_directory
 
 Write = Callable[[bytes], object]
 
@@ -167,7 +167,7 @@ def _check_listing(raw: bytes, name: str, bundle: Bundle, path: Path) -> None:
 
 def _check_space(target: Path, num_bytes: int) -> None:
     try:
-        free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
+        free = shutil.disk_usage(existing(target)).free
     except OSError as error:
         raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
     if free < num_bytes:

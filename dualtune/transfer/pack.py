@@ -20,7 +20,7 @@ from dualtune.adapter.directory import read_adapter
 from dualtune.adapter.manifest import MANIFEST_FILE
 from dualtune.base_model import resolve_model
 from dualtune.config import Config, load_config, to_yaml
-from dualtune.disk import json_bytes, listing, write_file
+from dualtune.disk import json_bytes, listing, new_file, write_file
 from dualtune.errors import ConfigError, FormatError
 from dualtune.redaction import environment_secrets, secret_in
 from dualtune.train import checkpoint
@@ -29,7 +29,6 @@ from dualtune.train.run_dir import ADAPTER, CHECKPOINTS, is_run_dir
 from dualtune.transfer import archive, manifest, names, signature
 from dualtune.transfer.content import Content
 from dualtune.transfer.manifest import Bundle, File
-from dualtune.transfer.staging import new_file
 
 # The keys of a JSON file whose value may be, or hold, a path of this machine. Elsewhere "/" may be a token or a text.
 _PATHS = {
@@ -162,8 +161,6 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
 def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
     folder = f"{CHECKPOINTS}/{saved.path.name}"
     table = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
-    if {*table["files"]} != {*names.CHECKPOINT_FILES} - {MANIFEST}:
-        raise FormatError(f"{saved.path}: holds {', '.join(sorted(table['files']))}, which this dualtune cannot pack")
     for name in names.CHECKPOINT_FILES:
         payload.files[f"{folder}/{name}"] = saved.path / name
     _localized(payload, f"{folder}/state.json")

@@ -11,8 +11,7 @@ from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.platform.budget import Budget, budget
 from dualtune.platform.machine import Machine
 from dualtune.validate.plan import Place, Plan
-
-MB = 10**6
+from dualtune.validate.tiers import MB
 
 
 def check_memory(plan: Plan, place: Place, machine: Machine) -> Check:
