@@ -127,6 +127,45 @@ class LoadRequest:
     seed: int
     longest: int = 0  # tokens of the longest document that will be shown, where that is known
     kernels: str = "auto"  # "auto", "fused" or "reference"
+    sharding: str = "auto"  # "auto", "none" or "full": whether each process of the world holds a part of the base only
+
+
+class World(Protocol):
+    """The processes that train one run together. All of them call the same methods in the same order.
+
+    An engine of such a world sums loss and gradient over its processes in `optim_step`, so adapter, optimizer and
+    `StepOutput` are the same in each; everything else here is for the loop. Where a process is gone, EnvironmentFault.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each process has given, by rank; equally many bytes each. Does not wait for the device."""
+        ...
+
+    def broadcast(self, data: bytes) -> bytes:
+        """What the process of rank 0 has given; the others give as many bytes of anything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The world of a run in one process."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def broadcast(self, data: bytes) -> bytes:
+        return data
 
 
 class Engine(Protocol):
@@ -151,6 +190,8 @@ class Engine(Protocol):
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         """Clip by the global norm, apply AdamW (decoupled decay: w ← w·(1 − lr·decay)), zero the gradients.
+
+        In a world of several processes the gradient is the sum of theirs.
 
         Where the step's loss or norm is not finite, nothing is updated: weights, moments and count stay bitwise as
         they were, and the output reports the loss and norm as they are. The device decides this; nobody waits for it.
@@ -199,6 +240,10 @@ class Backend(Protocol):
 
     def load(self, request: LoadRequest) -> Engine: ...
 
+    def world(self) -> World:
+        """The processes that a launcher has started this one with; `Alone` without a launcher. Joined at first call."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until the device has done everything that it was given. For measurements; training never waits so."""
         ...
@@ -225,6 +270,7 @@ BACKEND_KEYS = (
     "memory.checkpointing",
     "memory.offload",
     "memory.limit",
+    "memory.sharding",
     "hybrid.enabled",
 )
 

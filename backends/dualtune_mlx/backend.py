@@ -10,8 +10,9 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
 from dualtune.errors import ConfigError
+from dualtune_mlx.distributed import world
 from dualtune_mlx.engine import MlxEngine
 from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.profile import profile
@@ -39,6 +40,7 @@ class MlxBackend:
             "model.kernels": frozenset({"auto", "fused", "reference"}),
             "data.packing": frozenset({False, True}),
             "memory.checkpointing": frozenset({"auto", "none"}),
+            "memory.sharding": frozenset({"auto", "none"}),
         }
 
     def devices(self) -> list[DeviceInfo]:
@@ -56,6 +58,9 @@ class MlxBackend:
     def load(self, request: LoadRequest) -> MlxEngine:
         model, description = load_base(request)
         return MlxEngine(model, request, description)
+
+    def world(self) -> World:
+        return world()
 
     def synchronize(self) -> None:
         mx.synchronize()

@@ -26,6 +26,7 @@ from dualtune.backend import (
     check_state,
 )
 from dualtune.base_model import copy_without_weights
+from dualtune_mlx.distributed import added_up
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
@@ -86,8 +87,8 @@ class MlxEngine:
         max_norm = math.inf if max_grad_norm is None else max_grad_norm
         numbers = (mx.array(number) for number in (lr, 1 - lr * self._request.weight_decay, max_norm))
         state = (self._params, self._m, self._v, self._step)
-        loss, self._loss = self._loss, mx.array(0.0)
-        *state, norm = self._update(*state, self._grads, loss, *numbers)
+        loss, self._loss = added_up(self._loss), mx.array(0.0)
+        *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
         self._params, self._m, self._v, self._step = state
         self._grads = mx.zeros_like(self._params)
         self._bind(self._layout.named(self._params))

@@ -11,8 +11,9 @@ from typing import Any
 import psutil
 import torch
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch.distributed import launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
@@ -32,6 +33,8 @@ class TorchBackend:
                 f"platform cuda: torch {torch.__version__} ({built}) sees no NVIDIA GPU. "
                 "Run: dualtune check-gpu, or train with --platform cpu"
             )
+        if device in ("auto", "cuda") and launched() and torch.cuda.is_available():
+            device = f"cuda:{local_rank()}"
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         if ":" in device:
             self.device = _numbered(device)
@@ -44,6 +47,7 @@ class TorchBackend:
             "model.kernels": frozenset({"auto", "fused", "reference"}),
             "data.packing": frozenset({False, True}),
             "memory.checkpointing": frozenset({"auto", "none"}),
+            "memory.sharding": frozenset({"auto", "none"}),
         }
 
     def devices(self) -> list[DeviceInfo]:
@@ -68,6 +72,9 @@ class TorchBackend:
     def load(self, request: LoadRequest) -> TorchEngine:
         model, description = load_base(request, self.device)
         return TorchEngine(model, request, description)
+
+    def world(self) -> World:
+        return world(self.device.type)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -31,6 +31,7 @@ from dualtune.backend import (
 )
 from dualtune.base_model import copy_without_weights
 from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.distributed import add_up
 from dualtune_torch.kernels.attention import Documents
 from dualtune_torch.kernels.choose import choose, own_attention
 from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
@@ -97,6 +98,7 @@ class TorchEngine:
         assert flat.grad is not None
         if self._loss_scale != 1.0:
             flat.grad /= self._loss_scale
+        add_up([flat.grad, self._loss])
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss, self._loss = self._loss, torch.zeros_like(self._loss)
         self._optimizer.param_groups[0]["lr"] = lr

@@ -43,5 +43,6 @@ def backend_for(platform: str, *, err: bool = False) -> Backend:
 
     choice = choose(platform)
     backend = open_backend(choice)
-    say(f"platform    {choice.platform}: {choice.reason}", err=err)
+    if backend.world().rank == 0:
+        say(f"platform    {choice.platform}: {choice.reason}", err=err)
     return backend

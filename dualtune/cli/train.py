@@ -52,12 +52,17 @@ def _train(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.progress import progress_hook, reading
     from dualtune.train.prepare import prepare
     from dualtune.train.run import execute
-    from dualtune.train.run_dir import open_run
+    from dualtune.train.team import Team
+    from dualtune.train.together import open_together
 
-    with open_run(settings, resume) as place:
-        backend = backend_for(platform)
+    backend = backend_for(platform)
+    team = Team(backend.world())
+    with open_together(settings, resume, team) as place:
+        if not team.is_first:  # the first one speaks for all
+            execute(prepare(settings, backend, place.saved, team=team), place)
+            return
         with reading() as show:
-            prepared = prepare(settings, backend, place.saved, show)
+            prepared = prepare(settings, backend, place.saved, show, team)
         say("\n".join(prepared.summary()))
         _say_memory(prepared, platform)
         result = execute(prepared, place, [progress_hook(settings.run.log_every)])

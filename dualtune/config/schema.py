@@ -263,6 +263,8 @@ class MemoryConfig(Section):
     """Whether activations are recomputed in the backward pass; auto only where they would not fit."""
     offload: Literal["auto", "none"] = "auto"
     """Whether tensors may move to host memory where the device's does not suffice."""
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """Whether each process of a run holds a part of the base model only; auto where it would not fit whole."""
     limit: Literal["auto"] | Size = "auto"
     """The device memory that the run may use; auto is what the device has free."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapreplace
 from typing import Protocol
 
@@ -50,6 +50,22 @@ def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[R
     ways = [full, even] if _width(lengths, even) <= layout.row_length else [full]
     plans = [grouped(lengths, rows, layout.max_tokens) for rows in ways]
     return min(plans, key=lambda groups: _cells(lengths, groups) + MOST_PADDING * len(groups))
+
+
+def share(lengths: np.ndarray, ids: Iterable[int], layout: Layout, rank: int, size: int) -> list[list[Row]]:
+    """The part of a plan that process `rank` of `size` computes; all have equally many micro-batches.
+
+    The longest rows first, each to the process that has the fewest tokens. One that has a micro-batch less than others
+    has empty ones at the end.
+    """
+    if size == 1:
+        return plan(lengths, ids, layout)
+    rows = [row for group in plan(lengths, ids, layout) for row in group]
+    used = [_used(lengths, row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda r: -used[r])
+    parts = [[order[r] for r in part] for part in level(np.array(used)[order], range(len(rows)), size)]
+    groups = [grouped(lengths, [rows[r] for r in part], layout.max_tokens) for part in parts]
+    return groups[rank] + [[] for _ in range(max(map(len, groups)) - len(groups[rank]))]
 
 
 def grouped(lengths: np.ndarray, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
@@ -128,12 +144,19 @@ def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
     return used / max(1, _cells(lengths, groups))
 
 
-def micro_batches(documents: HasDocuments, ids: Iterable[int], layout: Layout, *, seed: int, step: int) -> list[Batch]:
-    """The micro-batches of a step over the documents with these indices."""
-    return [make_batch(documents, rows, seed=seed, step=step) for rows in plan(documents.lengths, ids, layout)]
+def micro_batches(
+    documents: HasDocuments, ids: Iterable[int], layout: Layout, *, seed: int, step: int, rank: int = 0, size: int = 1
+) -> list[Batch]:
+    """The micro-batches of a step over the documents with these indices; of a process of several, its share."""
+    groups = share(documents.lengths, ids, layout, rank, size)
+    return [make_batch(documents, rows, seed=seed, step=step) for rows in groups]
 
 
 def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step: int) -> Batch:
+    """The micro-batch of these rows. Of none, one without targets: real tokens, so that nothing in it is NaN."""
+    if not rows:
+        shortest = make_batch(documents, [[int(np.argmin(documents.lengths))]], seed=seed, step=step)
+        return replace(shortest, labels_BT=np.full_like(shortest.labels_BT, IGNORE_INDEX))
     shape = (len(rows), padded(_width(documents.lengths, rows)))
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     labels = np.full(shape, IGNORE_INDEX, np.int32)

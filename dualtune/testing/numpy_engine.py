@@ -27,6 +27,7 @@ from dualtune.backend import (
     ADAM_EPS,
     CLIP_EPS,
     IGNORE_INDEX,
+    Alone,
     Batch,
     DeviceInfo,
     LoadRequest,
@@ -68,6 +69,9 @@ class NumpyBackend:
         if config["model_type"] != MODEL_TYPE:
             raise EnvironmentFault(f"{request.model_dir}: got model_type {config['model_type']}, allowed: {MODEL_TYPE}")
         return NumpyEngine(load_file(request.model_dir / "model.safetensors"), request)
+
+    def world(self) -> Alone:
+        return Alone()
 
     def synchronize(self) -> None:
         """Nothing to wait for: NumPy is done when it returns."""

@@ -9,12 +9,13 @@ import numpy as np
 from dualtune import interrupt
 from dualtune.backend import IGNORE_INDEX, Engine, LossSum
 from dualtune.config import Config
-from dualtune.data.batches import Layout, make_batch, micro_batches, plan
+from dualtune.data.batches import Layout, make_batch, micro_batches, share
 from dualtune.data.documents import Documents, tokenize
 from dualtune.data.formats import Example
 from dualtune.hooks import EvalRecord
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, tokens_at_once
 from dualtune.train.inference import Model
+from dualtune.train.team import Team
 
 
 def layout_of(config: Config) -> Layout:
@@ -29,20 +30,26 @@ def evaluate(
     layout: Layout,
     step: int = 0,
     show: Callable[[int, int], None] = lambda done, total: None,
+    team: Team | None = None,
 ) -> EvalRecord:
-    """The mean loss over the targets of all documents; `show(done, total)` is called after each micro-batch."""
-    groups = plan(documents.lengths, range(len(documents)), layout)
+    """The mean loss over the targets of all documents; `show(done, total)` is called after each micro-batch.
+
+    In a team each process computes its share. Preempted if a signal asks.
+    """
+    team = team or Team()
+    ids = range(len(documents))
+    groups = share(documents.lengths, ids, layout, team.rank, team.size)
     loss_sum, num_targets = 0.0, 0
     queued: list[LossSum] = []
     for done, rows in enumerate(groups, start=1):
-        interrupt.poll()
+        team.stop_if(interrupt.requested())
         queued.append(engine.evaluate(make_batch(documents, rows, seed=0, step=step)))
         num_targets += queued[-1].num_targets
         if len(queued) > 1:  # one behind, so that the device has the next while this one is waited for
             loss_sum += queued.pop(0).loss_sum
         show(done, len(groups))
-    loss_sum += sum(result.loss_sum for result in queued)
-    return EvalRecord(step=step, eval_loss=loss_sum / num_targets, eval_targets=num_targets)
+    loss_sum, total_targets = team.total(loss_sum + sum(result.loss_sum for result in queued), num_targets)
+    return EvalRecord(step=step, eval_loss=loss_sum / total_targets, eval_targets=int(total_targets))
 
 
 def exact_match(model: Model, examples: Sequence[Example], max_length: int) -> float:

@@ -21,6 +21,7 @@ from dualtune.errors import ConfigError, DataError
 from dualtune.train.checkpoint import Checkpoint
 from dualtune.train.evaluation import layout_of
 from dualtune.train.resume import Change, check_config, check_fingerprints, check_place
+from dualtune.train.team import Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,13 @@ class Prepared:
     fingerprints: dict[str, str]  # …and, in short, base model, tokenizer and data
     saved: Checkpoint | None  # the checkpoint that the run continues from…
     changes: list[Change]  # …and what has changed since, as far as that is allowed
+    team: Team  # the processes that share the work
 
     def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of a step, counted from 0: a pure function."""
+        """The micro-batches of a step, counted from 0, that this process computes: a pure function."""
         ids = self.order.step(step).documents.tolist()
-        return micro_batches(self.train, ids, self.layout, seed=self.config.run.seed, step=step)
+        rank, size = self.team.rank, self.team.size
+        return micro_batches(self.train, ids, self.layout, seed=self.config.run.seed, step=step, rank=rank, size=size)
 
     def summary(self) -> list[str]:
         """What will be done, a line each."""
@@ -69,14 +72,26 @@ class Prepared:
 
 
 def prepare(
-    config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None
-) -> Prepared:
+    config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None,
+    team: Team | None = None,
+) -> Prepared:  # fmt: skip
     """Check a config, cheap things first: what it asks of the backend, the data files, the tokenizer, then the weights.
 
-    With a checkpoint, also whether the run may continue from it. `show` is told how far the data are tokenized. Raises
-    ConfigError, DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
+    With a checkpoint, also whether the run may continue from it. `show` is told how far the data are tokenized. In a
+    team the first process goes first, and leaves the others its tokenized data. Raises ConfigError, DataError,
+    FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
     """
+    team = team or Team()
+    return team.first_alone(lambda: _prepare(config, backend, saved, show, team))
+
+
+def _prepare(config: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team) -> Prepared:
     check_capabilities(backend, config)
+    if config.memory.sharding == "full" and team.size == 1:
+        raise ConfigError(
+            "memory.sharding: got full, and this run has one process; allowed: auto or none, or several processes: "
+            "dualtune launch --on local --procs N"
+        )
     start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
     config = _with_adapter_of(config, start)
     changes = check_config(saved, config) if saved else []
@@ -105,7 +120,7 @@ def prepare(
     spec = _spec(config, start)
     return Prepared(
         config, backend, model_dir, tokenizer, train, eval_, order, layout_of(config), spec, start, base, found, saved,
-        changes,
+        changes, team,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ RULES: dict[str, Rule] = {
     "train.max_grad_norm": "recorded",
     "memory.checkpointing": "free",
     "memory.offload": "free",
+    "memory.sharding": "free",
     "memory.limit": "free",
     "hybrid.enabled": "forbidden",
     "guards.nonfinite_limit": "recorded",

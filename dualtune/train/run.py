@@ -28,8 +28,10 @@ from dualtune.train.metrics import History, Metrics, read_rows
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.resume import table
-from dualtune.train.run_dir import METRICS, RunDir, open_run
+from dualtune.train.run_dir import METRICS, RunDir
 from dualtune.train.saver import Saver, check_space
+from dualtune.train.team import Team
+from dualtune.train.together import open_together
 from dualtune.train.trainer import Job, fit
 from dualtune.train.watchers import Watchers
 from dualtune.versions import versions_of
@@ -67,6 +69,7 @@ def load_engine(prepared: Prepared) -> Engine:
             seed=config.run.seed,
             longest=max(prepared.train.longest, prepared.eval.longest),
             kernels=config.model.kernels,
+            sharding=config.memory.sharding,
         )
     )
     if prepared.start is not None:
@@ -78,15 +81,16 @@ def load_engine(prepared: Prepared) -> Engine:
 
 def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto") -> TrainResult:
     """Train by a config on a backend. `resume`: see `open_run`. Preempted, with the state saved, if a signal asks."""
-    with open_run(config, resume) as place:
-        return execute(prepare(config, backend, place.saved), place, hooks)
+    team = Team(backend.world())
+    with open_together(config, resume, team) as place:
+        return execute(prepare(config, backend, place.saved, team=team), place, hooks)
 
 
 def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train what `prepare` prepared, in a run directory that is open."""
-    config, saved = prepared.config, prepared.saved
-    if saved is not None and (done := _finished(prepared, place)):
-        return done
+    config, saved, team = prepared.config, prepared.saved, prepared.team
+    if saved is not None and team.agree(_is_finished(prepared, place)):
+        return _result(place, saved.step, History(read_rows(place.path / METRICS)), was_finished=True)
     engine = load_engine(prepared)
     first_step = 0
     if saved is not None:
@@ -94,7 +98,8 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
         engine.load_optimizer_state(saved.optimizer)
         first_step = saved.step
     num_weights = engine.description["trainable_parameters"]
-    check_space(place, config, num_weights)
+    if team.is_first:
+        check_space(place, config, num_weights)
     place.has_begun = True
     _write_run_dir(place.path, prepared, engine)
 
@@ -115,7 +120,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
             _restore_best(engine, saver, log, num_steps)
         _write_adapter(place.adapter, prepared, engine, log, guards, num_steps)
     except Preempted as stop:
-        raise _stopped(stop, saver) from None
+        raise (_stopped(stop, saver) if team.is_first else stop) from None
     finally:
         log.write_rest()
         watchers.end()
@@ -125,15 +130,13 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     return _result(place, num_steps, log.history)
 
 
-def _finished(prepared: Prepared, place: RunDir) -> TrainResult | None:
-    """The result of a run that came to its end before: to run its command again does nothing."""
+def _is_finished(prepared: Prepared, place: RunDir) -> bool:
+    """Whether the run came to its end before: to run its command again does nothing."""
     saved = prepared.saved
     assert saved is not None
     guards = Guards(prepared.config, lambda step: [], saved.state.get("guards"))
     is_last = saved.step >= prepared.order.num_steps or guards.stops_early
-    if not is_last or _steps_of_adapter(place.adapter) != saved.step:
-        return None
-    return _result(place, saved.step, History(read_rows(place.path / METRICS)), was_finished=True)
+    return is_last and _steps_of_adapter(place.adapter) == saved.step
 
 
 def _result(place: RunDir, num_steps: int, history: History, *, was_finished: bool = False) -> TrainResult:
@@ -191,7 +194,8 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
 
 
 def _write_run_dir(run_dir: Path, prepared: Prepared, engine: Engine) -> None:
-    text = json.dumps(environment(prepared.backend, engine.description), indent=2)
+    found = environment(prepared.backend, engine.description) | {"processes": prepared.team.size}
+    text = json.dumps(found, indent=2)
     write_file(run_dir / "config.yaml", to_yaml(prepared.config))
     write_file(run_dir / "environment.json", text + "\n")
 
@@ -236,6 +240,8 @@ def _write_adapter(
             "adapter": fingerprints(engine, prepared.tokenizer),
         },
     }  # fmt: skip
+    if not prepared.team.is_first:
+        return  # but for the fingerprints, which all of them have to compute together where the base is sharded
     tensors = engine.adapter_state()
     adapter = Adapter(_written_spec(prepared, tensors), tensors, config.model.name)
     if path.exists():  # of the finished run that is continued here; its checkpoints remain

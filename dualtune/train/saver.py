@@ -18,6 +18,7 @@ from dualtune.train.metrics import Metrics
 from dualtune.train.prepare import Prepared, place_of
 from dualtune.train.run_dir import CHECKPOINT_NOW, RunDir
 from dualtune.train.schedule import is_due, learning_rate
+from dualtune.train.together import shared
 
 ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
 
@@ -33,13 +34,14 @@ class Saver:
         self._engine = engine
         self._guards = guards
         self._log = log
+        self._team = prepared.team
         self._saved_step = prepared.saved.step if prepared.saved else None
         self.newest = prepared.saved.path if prepared.saved else None
         self.failure: DiskError | None = None  # of the last attempt
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, unless this step has one."""
-        if step == self._saved_step:
+        """Write a checkpoint, unless this step has one. Of several processes the first does it for all."""
+        if step == self._saved_step or not self._team.is_first:
             return
         state = {"place": place_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
         state["guards"] = self._guards.saved_state()
@@ -71,12 +73,13 @@ class Saver:
         The second time in a row an older one, and so on: the first may have been made when the damage was done already.
         """
         before = (s for s in checkpoint.steps(self._place.checkpoints) if s < step and self._is_scheduled(s))
-        return next(filter(None, map(self._read, filter(self._guards.may_return_to, before))), None)
+        found = next(filter(None, map(self._read, filter(self._guards.may_return_to, before))), None)
+        return shared(self._team, found)
 
     def best(self) -> Checkpoint | None:
         """The checkpoint with the best evaluation, if there was one and it verifies."""
         step = self._guards.state.best_step
-        return None if step is None else self._read(step)
+        return shared(self._team, None if step is None else self._read(step))
 
     def _read(self, step: int) -> Checkpoint | None:
         with contextlib.suppress(FormatError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dualtune import faults, interrupt
@@ -15,6 +15,7 @@ from dualtune.train.metrics import Metrics
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver
 from dualtune.train.schedule import is_due, learning_rate
+from dualtune.train.team import Team
 from dualtune.train.watchers import Watchers
 
 
@@ -35,6 +36,7 @@ def fit(job: Job, first_step: int = 0) -> int:
     """Train from step `first_step` to the end, and return the number of steps done. Preempted if a signal asks."""
     config, engine, log, guards, saver = job.prepared.config, job.engine, job.log, job.guards, job.saver
     num_steps = job.prepared.order.num_steps
+    team = job.prepared.team
     step = first_step
     job.prepared.backend.reset_peak_memory()
     if config.guards.on_spike == "rollback" and step == 0:
@@ -45,30 +47,32 @@ def fit(job: Job, first_step: int = 0) -> int:
 
     while step < num_steps and not guards.stops_early:
         batches = job.batches(step)
-        num_targets = sum(batch.num_targets for batch in batches)
+        num_targets, num_tokens = _count(team, batches)
         lr = learning_rate(config, step, num_steps)
 
         for batch in batches:
-            if interrupt.requested():
+            if team.agree(interrupt.requested()):
                 _stop(job, step)
             engine.forward_backward(batch, num_targets=num_targets)
+        team.check()
         output = engine.optim_step(lr=lr, max_grad_norm=config.train.max_grad_norm)
         faults.reach("step")
 
-        record = log.step(
-            output,
-            step=step + 1,
-            epoch=job.prepared.order.step(step).epoch,
-            lr=lr,
-            num_targets=num_targets,
-            num_tokens=sum(batch.num_tokens for batch in batches),
-        )
+        with team.waiting("the gradients of the other processes"):
+            record = log.step(
+                output,
+                step=step + 1,
+                epoch=job.prepared.order.step(step).epoch,
+                lr=lr,
+                num_targets=num_targets,
+                num_tokens=num_tokens,
+            )
         step += 1
         _judge(job, record)
         if guards.spike_step is not None:  # it was the step before, so the one just made is taken again
             step = _roll_back(job, step)
 
-        save_due = saver.asked() or step == num_steps or is_due(step, config.run.save_every)
+        save_due = team.agree(saver.asked()) or step == num_steps or is_due(step, config.run.save_every)
         if save_due or _eval_due(job, step):
             step = _settle(job, step)
             if save_due:
@@ -81,6 +85,14 @@ def fit(job: Job, first_step: int = 0) -> int:
     return step
 
 
+def _count(team: Team, batches: Sequence[Batch]) -> tuple[int, int]:
+    """The target tokens and the tokens of the whole step, the shares of all processes together."""
+    with_targets = [batch for batch in batches if batch.num_targets]  # one without fills a gap
+    targets, tokens = (sum(getattr(batch, n) for batch in with_targets) for n in ("num_targets", "num_tokens"))
+    targets, tokens = team.total(targets, tokens)
+    return int(targets), int(tokens)
+
+
 def _settle(job: Job, step: int) -> int:
     """Read what the device still holds and judge it, so that the state can be saved. Returns where the run stands."""
     _judge(job, job.log.flush())
@@ -90,7 +102,7 @@ def _settle(job: Job, step: int) -> int:
 def _stop(job: Job, step: int) -> None:
     """Save and raise Preempted. Gradients of the step that was begun are left behind: it is taken again."""
     job.saver.save(_settle(job, step))
-    interrupt.poll()
+    job.prepared.team.stop_if(True)
 
 
 def _judge(job: Job, record: StepRecord | None) -> None:
@@ -124,7 +136,7 @@ def _roll_back(job: Job, step: int) -> int:
 def _evaluate_if_due(job: Job, step: int) -> None:
     if not _eval_due(job, step):
         return
-    record, log = job.log.history.evals.get(step), job.log
+    record, log = job.log.history.evals.get(step), job.log  # the rows are the same in all processes
     if record is not None:
         job.guards.on_eval(record)  # it was made before the run was stopped
         return
@@ -132,7 +144,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         made = job.prepared
         record = evaluate(
             job.engine, made.eval, made.layout, step,
-            lambda done, total: job.watchers.tell("on_eval_batch", done, total),
+            lambda done, total: job.watchers.tell("on_eval_batch", done, total), made.team,
         )  # fmt: skip
     except Exception:  # whatever happened, also a request to stop: the steps so far shall not be lost with it
         job.saver.save(step)

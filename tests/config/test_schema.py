@@ -39,7 +39,7 @@ DEFAULTS = {
         "weight_decay": 0.01,
         "max_grad_norm": 0.3,
     },
-    "memory": {"checkpointing": "auto", "offload": "auto", "limit": "auto"},
+    "memory": {"checkpointing": "auto", "offload": "auto", "sharding": "auto", "limit": "auto"},
     "hybrid": {"enabled": False},
     "guards": {
         "nonfinite_limit": 5,

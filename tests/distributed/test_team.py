@@ -1,0 +1,141 @@
+"""What the loop says to the other processes, in a world of threads; real processes are in the files beside this one."""
+
+import threading
+
+import pytest
+
+from dualtune import interrupt
+from dualtune.errors import DataError, EnvironmentFault, Preempted
+from dualtune.train.team import PeerFailed, Team
+from dualtune.train.watchdog import Watchdog
+
+
+class ThreadWorld:
+    """Processes that are threads. A gather that is not everybody's is an error, as a real one would hang."""
+
+    def __init__(self, rank, barrier, slots):
+        self.rank, self.size = rank, len(slots)
+        self._barrier, self._slots = barrier, slots
+
+    def gather(self, data):
+        self._slots[self.rank] = data
+        self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()
+        assert len({len(part) for part in found}) == 1
+        return found
+
+    def broadcast(self, data):
+        return self.gather(data)[0]
+
+
+def in_world(size, work):
+    """[what work(team) returned or raised in each of `size` processes]."""
+    barrier, slots, results = threading.Barrier(size, timeout=10), [None] * size, [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = work(Team(ThreadWorld(rank, barrier, slots)))
+        except Exception as error:  # noqa: BLE001  it is the result
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_wish_of_one_is_the_decision_of_all():
+    assert in_world(3, lambda team: team.agree(team.rank == 2)) == [True] * 3
+    assert in_world(3, lambda team: team.agree(False)) == [False] * 3
+
+
+def test_totals_are_the_same_bits_everywhere():
+    numbers = [0.1, 1e17, -1e17]
+    totals = in_world(3, lambda team: team.total(numbers[team.rank], team.rank))
+    assert totals == [(0.1 + 1e17 - 1e17, 3.0)] * 3
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_all_have_the_bytes_of_the_first(size):
+    sent = bytes(range(256)) * 20
+    assert in_world(3, lambda team: team.of_first(sent[:size] if team.is_first else b"other")) == [sent[:size]] * 3
+
+
+def test_the_first_works_before_the_others():
+    order = []
+    in_world(3, lambda team: team.first_alone(lambda: order.append(team.rank)))
+    assert order[0] == 0
+    assert sorted(order) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_failure_of_one_ends_all_with_its_reason_and_exit_code(failing):
+    def work(team):
+        with team.together():
+            if team.rank == failing:
+                raise DataError("row 7 is broken")
+            team.total(1.0)  # whatever the others wait for next
+
+    results = in_world(3, work)
+    assert isinstance(results.pop(failing), DataError)
+    for error in results:
+        assert isinstance(error, PeerFailed)
+        assert str(error) == f"process {failing} of 3 has failed: DataError: row 7 is broken"
+        assert error.exit_code == DataError.exit_code
+
+
+def test_the_reason_of_a_failure_is_without_secrets():
+    def work(team):
+        with team.together():
+            if team.rank:
+                raise EnvironmentFault("the hub refused hf_abcdefghijklmnopqrstuvwxyzABCDEF12")
+            team.check()
+
+    assert "hf_abc" not in str(in_world(2, work)[0])
+
+
+def test_two_that_fail_at_once_each_say_their_own():
+    def work(team):
+        with team.together():
+            raise DataError(f"mine is {team.rank}")
+
+    assert [str(error) for error in in_world(2, work)] == ["mine is 0", "mine is 1"]
+
+
+def test_a_request_to_stop_reaches_those_that_got_no_signal():
+    results = in_world(2, lambda team: team.stop_if(team.rank == 1))
+    assert not interrupt.requested()
+    assert [type(error) for error in results] == [Preempted, Preempted]
+    assert "another process of the run was asked to" in str(results[0])
+
+
+def test_alone_nothing_is_exchanged_and_nothing_watched():
+    team = Team(watchdog=Watchdog(0.0, expire=lambda message: pytest.fail(message)))
+    with team.together(), team.waiting("anything"):
+        assert team.agree(True)
+        assert not team.agree(False)
+        assert team.total(2.5, 1.0) == (2.5, 1.0)
+        assert team.of_first(b"mine") == b"mine"
+
+
+def test_a_wait_that_is_too_long_is_ended_and_a_short_one_is_not():
+    ended = threading.Event()
+    said = []
+
+    def expire(message):
+        said.append(message)
+        ended.set()
+
+    watchdog = Watchdog(0.2, expire)
+    with watchdog.waiting("a short one"):
+        pass
+    assert not ended.wait(0.5)
+    with watchdog.waiting("process 1"):
+        assert ended.wait(10)
+    assert said == [
+        "waited 0.2 s for process 1: it hangs, or is slower than that. Look at its output. "
+        "To wait longer: DUALTUNE_WAIT_S=<seconds>"
+    ]
