@@ -53,19 +53,28 @@ def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[R
 
 
 def share(lengths: np.ndarray, ids: Iterable[int], layout: Layout, rank: int, size: int) -> list[list[Row]]:
-    """The part of a plan that process `rank` of `size` computes; all have equally many micro-batches.
+    """The micro-batches that process `rank` of `size` computes; all have equally many.
 
-    The longest rows first, each to the process that has the fewest tokens. One that has a micro-batch less than others
-    has empty ones at the end.
+    Longest rows first, each to the process that has the fewest tokens. One that has a micro-batch less than others has
+    empty ones at the end.
     """
     if size == 1:
         return plan(lengths, ids, layout)
-    rows = [row for group in plan(lengths, ids, layout) for row in group]
+    rows = _rows_for(lengths, sorted(ids, key=lambda i: (-lengths[i], i)), layout.row_length, size)
     used = [_used(lengths, row) for row in rows]
     order = sorted(range(len(rows)), key=lambda r: -used[r])
     parts = [[order[r] for r in part] for part in level(np.array(used)[order], range(len(rows)), size)]
     groups = [grouped(lengths, [rows[r] for r in part], layout.max_tokens) for part in parts]
     return groups[rank] + [[] for _ in range(max(map(len, groups)) - len(groups[rank]))]
+
+
+def _rows_for(lengths: np.ndarray, by_length: list[int], row_length: int | None, size: int) -> list[Row]:
+    """Rows for several processes: even ones, as many for each, where packing leaves the choice."""
+    if row_length is None:
+        return [[i] for i in by_length]
+    full = pack(lengths, by_length, row_length)
+    even = level(lengths, by_length, min(-(-len(full) // size) * size, len(by_length)))
+    return even if _width(lengths, even) <= row_length else full
 
 
 def grouped(lengths: np.ndarray, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:

@@ -171,6 +171,43 @@ def test_the_fill_is_tokens_over_cells():
     assert fill(lengths, [[[2], [1]], [[0]]]) == pytest.approx(60 / (2 * 32 + 16))
 
 
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def shares_of(lengths, size, *, max_tokens=64, row_length=None):
+    """The micro-batches of each process."""
+    documents, layout = documents_of(lengths), Layout(max_tokens, row_length)
+    ids = range(len(lengths))
+    return [micro_batches(documents, ids, layout, seed=1, step=3, rank=rank, size=size) for rank in range(size)]
+
+
+@given(lengths_, st.integers(2, 5), row_lengths)
+def test_processes_share_every_document_and_no_number_changes(lengths, size, row_length):
+    shares = shares_of(lengths, size, row_length=row_length)
+    assert len({len(batches) for batches in shares}) == 1, "all make the same number of exchanges"
+    targets = sum(batch.num_targets for batches in shares for batch in batches)
+    assert targets == sum(batch.num_targets for batch in batches_of(lengths))
+    # Those with a target token: a filling micro-batch has none, and is a copy of a document that counts elsewhere.
+    shown = [batch for batches in shares for batch in batches if batch.num_targets]
+    alone = contents(batches_of(lengths))
+    with_targets = {i: part for i, part in alone.items() if any(y != IGNORE_INDEX for y in part["labels"])}
+    found = contents(shown)
+    assert {i: part for i, part in found.items() if i in with_targets} == with_targets
+
+
+@given(st.lists(st.integers(1, 60), min_size=12, max_size=40), st.integers(2, 4))
+def test_processes_have_about_the_same_work(lengths, size):
+    tokens = [sum(b.num_tokens for b in batches) for batches in shares_of(lengths, size, row_length=60)]
+    assert max(tokens) - min(tokens) <= 60
+
+
+def test_a_process_without_rows_computes_real_tokens_that_count_nothing():
+    shares = shares_of([5, 9], 3)
+    by_targets = sorted(shares, key=lambda batches: sum(batch.num_targets for batch in batches))
+    assert [[batch.num_targets for batch in batches] for batches in by_targets] == [[0], [3], [6]]
+    assert by_targets[0][0].num_tokens == 5
+
+
 # --- dropout keys ----------------------------------------------------------------------------------------------------
 
 
