@@ -1,0 +1,62 @@
+"""MLX processes in a ring on this machine compute together what one computes alone."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx")
+from dualtune.testing.tiny_models import write_tiny_llama
+
+WORKER = Path(__file__).with_name("mlx_worker.py")
+
+
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{number of processes: [what each has]}."""
+    home = tmp_path_factory.mktemp("ring")
+    model = write_tiny_llama(home / "model", num_hidden_layers=1, hidden_size=32, head_dim=8, intermediate_size=64)
+    started = []
+    for size in (1, 2):
+        hosts = home / f"hosts-{size}.json"
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]), encoding="utf-8")
+        for rank in range(size):
+            ring = {"MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} if size > 1 else {}
+            command = [sys.executable, str(WORKER), str(model), str(home)]
+            started.append(subprocess.Popen(command, env=os.environ | ring, stderr=subprocess.PIPE, text=True))
+    for process in started:
+        _, complaint = process.communicate(timeout=120)
+        assert process.returncode == 0, complaint
+    return {size: [dict(np.load(home / f"{size}-{rank}.npz")) for rank in range(size)] for size in (1, 2)}
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_the_gradient_of_two_is_that_of_one(results, layout):
+    (alone,), together = results[1], results[2]
+    assert all(part[f"{layout} share"] > 0 for part in together)
+    assert sum(part[f"{layout} share"] for part in together) >= alone[f"{layout} share"]
+    names = [name for name in alone if name.startswith(layout) and "lora_" in name]
+    assert len(names) == 14
+    for name in [*names, f"{layout} loss", f"{layout} norm"]:
+        assert np.abs(alone[name]).max() > 1e-3
+        np.testing.assert_allclose(together[0][name], alone[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_both_have_the_same_bits(results):
+    first, second = results[2]
+    for name in first:
+        if not name.endswith("share"):
+            assert np.array_equal(first[name], second[name]), name
