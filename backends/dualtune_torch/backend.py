@@ -42,7 +42,7 @@ class TorchBackend:
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
         return {
             "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
-            "model.quantization": frozenset({"auto", "none", "nf4"}),
+            "model.quantization": frozenset({"auto", "none", "nf4", "affine4", "affine8"}),
             "model.init": frozenset({"pretrained", "random"}),
             "model.kernels": frozenset({"auto", "fused", "reference"}),
             "data.packing": frozenset({False, True}),

@@ -32,6 +32,7 @@ from dualtune.backend import (
 from dualtune.base_model import copy_without_weights
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.distributed import add_up
+from dualtune_torch.frozen import compute_dtype, weight_of
 from dualtune_torch.kernels.attention import Documents
 from dualtune_torch.kernels.choose import choose, own_attention
 from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
@@ -48,7 +49,7 @@ class TorchEngine:
         self._request = request
         self._noise = Noise()
         self._layers = add_lora(model, request.adapter, self._noise)
-        self._adapter = AdapterBuffer(self._layers, model.device, model.dtype)
+        self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model))
         self._kernels = choose(model, request.kernels)
         if self._kernels.groups:
             add_groups(self._layers, self._adapter, self._kernels.fuse)
@@ -170,7 +171,7 @@ class TorchEngine:
         hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
         labels_M = self._tensor(batch.labels_BT.flat[where_M])
         return LinearCrossEntropy.apply(
-            hidden_MD, head.weight, head.bias, labels_M, self._kernels.cap, self._kernels.fuse
+            hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap, self._kernels.fuse
         )
 
     def _logits(self, batch: Batch) -> Tensor:

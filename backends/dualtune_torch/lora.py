@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
 from dualtune.adapter.spec import LoraSpec, select_modules
+from dualtune_torch.frozen import FrozenLinear, is_four_bit, stored_bytes
 
 
 class Noise:
@@ -37,7 +38,7 @@ class LoRALinear(nn.Module):
 
     group: Group | None = None
 
-    def __init__(self, base: nn.Linear, module: str, spec: LoraSpec, noise: Noise) -> None:
+    def __init__(self, base: FrozenLinear, module: str, spec: LoraSpec, noise: Noise) -> None:
         super().__init__()
         device = base.weight.device
         self.base = base
@@ -85,7 +86,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, 
     one side of the pair could not be merged.
     """
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
-    linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, nn.Linear) and p not in tied}
+    linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
     shapes = {path: (layer.out_features, layer.in_features) for path, layer in linear.items()}
     wrapped = {path: LoRALinear(linear[path], path, spec, noise) for path in select_modules(shapes, spec.targets)}
     for path, layer in wrapped.items():
@@ -95,18 +96,10 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, 
 
 def storage(layers: dict[str, LoRALinear]) -> dict[str, int]:
     """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
-    weights = [layer.base.weight for layer in layers.values()]
+    bases = [layer.base for layer in layers.values()]
     return {
-        "layers": len(weights),
-        "four_bit": sum(getattr(weight, "quant_state", None) is not None for weight in weights),
-        "parameters": sum(layer.base.in_features * layer.base.out_features for layer in layers.values()),
-        "bytes": sum(tensor.nbytes for weight in weights for tensor in (weight, *_scales(weight))),
+        "layers": len(bases),
+        "four_bit": sum(map(is_four_bit, bases)),
+        "parameters": sum(base.in_features * base.out_features for base in bases),
+        "bytes": sum(map(stored_bytes, bases)),
     }
-
-
-def _scales(weight: Tensor) -> list[Tensor]:
-    """What bitsandbytes keeps beside the packed bytes: scales, their own scales, and the table of each."""
-    states = [state for state in [getattr(weight, "quant_state", None)] if state is not None]
-    states += [state.state2 for state in states if state.state2 is not None]
-    found = [getattr(state, name) for state in states for name in ("absmax", "code", "offset")]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]

@@ -1,4 +1,4 @@
-"""Base models on torch: transformers classes, frozen, plain or NF4-quantized by bitsandbytes."""
+"""Base models on torch: transformers classes, frozen; plain, in bitsandbytes' NF4, or in MLX's affine quantization."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from transformers.utils import logging
 from dualtune.adapter.spec import OUTPUT_HEAD
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch import affine_model
+from dualtune_torch.affine import BITS, GROUP_SIZE
+from dualtune_torch.frozen import num_parameters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -22,11 +25,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The frozen base model on its device, and what was chosen for it."""
     dtype, why = _dtype(request.dtype, device)
-    quantization = _quantization(request)
+    stored = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
+    quantization = _quantization(request, stored)
     logging.disable_progress_bar()  # the command line has its own
     try:
-        if request.init == "random":
-            model = _random(request, dtype, device, quantization)
+        if quantization in BITS or (quantization == "nf4" and request.init == "random"):
+            model = _module_by_module(request, dtype, device, quantization, is_packed="quantization" in stored)
+        elif request.init == "random":
+            model = _random(request, dtype, device)
         else:
             model = _pretrained(request, dtype, device)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -41,15 +47,14 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             module.train()
             # And the config of a stored model names a compute dtype of its own, which would win over ours.
             module.compute_dtype, module.compute_type_is_set = dtype, True
-    stored = "as stored" if request.quantization == "auto" else "as configured"
     return model, {
         "model_class": type(model).__name__,
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "dtype_reason": why,
         "quantization": quantization,
-        "quantization_reason": stored,
-        "num_parameters": model.num_parameters(),
+        "quantization_reason": "as stored" if request.quantization == "auto" else "as configured",
+        "num_parameters": num_parameters(model),
     }
 
 
@@ -63,24 +68,29 @@ def _dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float16, "this GPU has no bfloat16"
 
 
-def _quantization(request: LoadRequest) -> str:
-    """What the loaded base will be: "none" or "nf4". Refuses a directory that is stored in another way."""
-    config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
-    if "quantization" in config:
+def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
+    """What the loaded base will be: "none", "nf4" or a key of BITS. Refuses a directory stored in another way."""
+    mlx, other = config.get("quantization"), config.get("quantization_config")
+    if mlx is not None:
+        kind = _mlx_kind(mlx)
+    elif other is not None:
+        is_nf4 = other.get("load_in_4bit") and other.get("bnb_4bit_quant_type") == "nf4"
+        kind = "nf4" if is_nf4 else str(other.get("quant_method", "unknown"))
+    else:
+        return "none" if request.quantization == "auto" else request.quantization
+    if kind not in ("nf4", *BITS) or request.quantization not in ("auto", kind):
         raise ConfigError(
-            f"model.name: {request.model_dir} holds MLX-quantized weights, which the backend 'torch' does not load. "
-            "Use the unquantized model (with model.quantization: nf4 if memory is short), or --platform mlx"
-        )
-    stored = config.get("quantization_config")
-    if stored is None:
-        return "nf4" if request.quantization == "nf4" else "none"
-    kind = "nf4" if stored.get("load_in_4bit") and stored.get("bnb_4bit_quant_type") == "nf4" else "unknown"
-    if kind == "unknown" or request.quantization == "none":
-        raise ConfigError(
-            f"model.quantization: got '{request.quantization}', but {request.model_dir} is stored quantized as "
-            f"{stored.get('quant_method', 'unknown')}. Allowed: plain weights, or bitsandbytes NF4 with auto or nf4"
+            f"model.quantization: got '{request.quantization}', but {request.model_dir} is stored quantized as {kind}. "
+            "Allowed: plain weights, bitsandbytes' NF4 with auto or nf4, and MLX's 4 or 8 bits in groups of "
+            f"{GROUP_SIZE} with auto, affine4 or affine8"
         )
     return kind
+
+
+def _mlx_kind(stored: dict[str, Any]) -> str:
+    mode, bits, size = stored.get("mode", "affine"), stored.get("bits"), stored.get("group_size")
+    names = {("affine", number, GROUP_SIZE): name for name, number in BITS.items()}
+    return names.get((mode, bits, size), f"{mode} {bits}-bit, groups of {size}")
 
 
 def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -103,30 +113,40 @@ def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device) 
     )
 
 
-def _random(request: LoadRequest, dtype: torch.dtype, device: torch.device, quantization: str) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(request.model_dir, local_files_only=True, trust_remote_code=False)
+def _config(request: LoadRequest) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(request.model_dir, local_files_only=True, trust_remote_code=False)
+
+
+def _random(request: LoadRequest, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(request.seed)
-    if quantization == "nf4":
-        return _random_nf4(config, dtype, device)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(_config(request), dtype=dtype)
 
 
-def _random_nf4(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Drawn and quantized one module after the other, because the plain model need not fit where this one does."""
+def _module_by_module(
+    request: LoadRequest, dtype: torch.dtype, device: torch.device, quantization: str, *, is_packed: bool
+) -> PreTrainedModel:
+    """Drawn or read, and quantized, one module after the other: the plain model need not fit where this one does."""
+    config = _config(request)
+    if quantization in BITS and (request.init == "random" or not is_packed):
+        affine_model.check_family(request.model_dir, config.model_type)
     with torch.device(device), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for path in [path for path, _ in model.named_modules()]:  # not the modules: a list of them would keep them all
-        module = model.get_submodule(path)
-        own = dict(module.named_parameters(recurse=False))
-        for name, parameter in own.items():
+    if request.init == "pretrained":
+        affine_model.load(model, request.model_dir, None if is_packed else quantization, dtype, device)
+        return model
+    torch.manual_seed(request.seed)
+
+    def made(path: str, module: nn.Module) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
             drawn = torch.empty_like(parameter, device=device).normal_(std=0.02)
             setattr(module, name, nn.Parameter(drawn, requires_grad=False))
-        if own:
-            model._init_weights(module)  # as the model would have drawn it: a norm's weights are ones
-        if isinstance(module, nn.Linear) and path.split(".")[-1] != OUTPUT_HEAD:
-            model.set_submodule(path, _nf4(module, dtype))
-    model.tie_weights()
+        model._init_weights(module)  # as the model would have drawn it: a norm's weights are ones
+        if quantization in BITS:
+            return affine_model.finished(module, quantization, dtype)
+        return _nf4(module, dtype) if isinstance(module, nn.Linear) and path.split(".")[-1] != OUTPUT_HEAD else module
+
+    affine_model.replace_modules(model, made)
     return model
 
 

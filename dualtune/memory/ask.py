@@ -12,6 +12,8 @@ from dualtune.memory.shapes import Decoder
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 AUTO_MICRO_BATCH_TOKENS = 2048
+AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
+AFFINE_GROUP = 64  # weights that share a scale and a bias
 MASTER_BYTES = 4  # adapter, gradient and moments are float32 whatever the model computes in
 
 
@@ -100,6 +102,22 @@ def optimizer(decoder: Decoder, ask: Ask) -> Part:
     """The same on every backend."""
     n = ask.rank * adapted(decoder, ask.targets).num_weights
     return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments × {n:,} weights × {MASTER_BYTES} B")
+
+
+def affine_weights(decoder: Decoder, ask: Ask) -> Part:
+    """A base in MLX's quantization, embedding and output head included. The same on every backend."""
+    c, bits, n = ask.item_bytes, AFFINE_BITS[ask.quantization], decoder.num_parameters
+    matrices = [*decoder.linears().values()] * decoder.layers
+    matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2)
+    packed = sum(affine_bytes(out, in_, bits, c) for out, in_ in matrices)
+    formula = f"{n - decoder.vector_parameters:,} parameters × ({bits} bits + 2 × {c} B for each {AFFINE_GROUP})"
+    return Part("weights", packed + c * decoder.vector_parameters, f"{formula}, norms × {c} B")
+
+
+def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
+    """Of a matrix; those stay plain whose rows are no multiple of a group, as mlx-lm leaves them."""
+    n = out * in_
+    return c * n if in_ % AFFINE_GROUP else n * bits // 8 + 2 * c * n // AFFINE_GROUP
 
 
 def has_plain_loss(decoder: Decoder, ask: Ask) -> bool:

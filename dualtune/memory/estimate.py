@@ -27,7 +27,7 @@ PARTS: Mapping[str, Callable[[Decoder, Ask], tuple[Part, ...]]] = {
     "mlx": mlx_parts.parts,
 }
 DTYPES = {"cuda": "bfloat16", "metal": "bfloat16", "cpu": "float32"}  # what the engines take for "auto"
-QUANTIZATIONS = {"torch": ("none", "nf4"), "mlx": ("none", "affine4", "affine8")}
+QUANTIZATIONS = {"torch": ("none", "nf4", "affine4", "affine8"), "mlx": ("none", "affine4", "affine8")}
 
 
 def estimate(decoder: Decoder, ask: Ask) -> Estimate:

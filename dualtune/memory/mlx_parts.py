@@ -7,11 +7,9 @@ measurements on its CPU build (docs/memory.md), not derived. Legend: as in `torc
 
 from __future__ import annotations
 
-from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, has_plain_loss, optimizer, padded
+from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, affine_weights, has_plain_loss, optimizer, padded
 from dualtune.memory.shapes import QKV, Decoder
 
-GROUP = 64  # weights that share a scale and a bias
-BITS = {"affine4": 4, "affine8": 8}
 # As `dualtune_mlx.kernels` has them: queries of a chunk of attention, logits of a chunk of the loss.
 ATTENTION_CHUNK = 512
 LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}
@@ -33,23 +31,13 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
 
 
 def weights(decoder: Decoder, ask: Ask) -> Part:
-    c, bits, n = ask.item_bytes, BITS.get(ask.quantization), decoder.num_parameters
-    if bits is None:
-        # On a CPU the head is there once more, transposed.
-        copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not has_plain_loss(decoder, ask) else 0
-        copy = f" + {copied:,} of the head, transposed" if copied else ""
-        return Part("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
-    matrices = [*decoder.linears().values()] * decoder.layers
-    matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2)
-    packed = sum(affine_bytes(out, in_, bits, c) for out, in_ in matrices)
-    formula = f"{n - decoder.vector_parameters:,} parameters × ({bits} bits + 2 × {c} B for each {GROUP})"
-    return Part("weights", packed + c * decoder.vector_parameters, f"{formula}, norms × {c} B")
-
-
-def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
-    """Of a matrix; mlx-lm leaves those plain whose rows are no multiple of a group."""
-    n = out * in_
-    return c * n if in_ % GROUP else n * bits // 8 + 2 * c * n // GROUP
+    if ask.quantization != "none":
+        return affine_weights(decoder, ask)
+    c, n = ask.item_bytes, decoder.num_parameters
+    # On a CPU the head is there once more, transposed.
+    copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not has_plain_loss(decoder, ask) else 0
+    copy = f" + {copied:,} of the head, transposed" if copied else ""
+    return Part("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
 
 
 def adapter(decoder: Decoder, ask: Ask) -> Part:

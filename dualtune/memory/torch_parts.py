@@ -9,7 +9,16 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 
 from __future__ import annotations
 
-from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, has_plain_loss, optimizer
+from dualtune.memory.ask import (
+    AFFINE_BITS,
+    MASTER_BYTES,
+    Ask,
+    Part,
+    adapted,
+    affine_weights,
+    has_plain_loss,
+    optimizer,
+)
 from dualtune.memory.shapes import QKV, Decoder
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
@@ -37,6 +46,8 @@ def weights(decoder: Decoder, ask: Ask) -> Part:
     c, n = ask.item_bytes, decoder.num_parameters
     if ask.quantization == "none":
         return Part("weights", c * n, f"{n:,} parameters × {c} B")
+    if ask.quantization in AFFINE_BITS:
+        return affine_weights(decoder, ask)
     plain = decoder.table_parameters + decoder.vector_parameters
     packed = decoder.layers * sum(nf4_bytes(out * in_) for out, in_ in decoder.linears().values())
     formula = f"{n - plain:,} parameters in NF4, {plain:,} in embedding, head and norms × {c} B"
@@ -132,8 +143,10 @@ def loss(decoder: Decoder, ask: Ask) -> Part:
     rows = min(LOSS_ROWS[ask.device], T)
     # Plainly there are two temporaries in float32, and a copy to compute them from.
     each = 2 * c if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
-    size = rows * V * each + 2 * T * decoder.hidden * c
-    return Part("loss", size, f"{rows:,} tokens × {V:,} logits × {each} B + 2 × {T:,} × {decoder.hidden:,} × {c} B")
+    unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
+    size = rows * V * each + 2 * T * decoder.hidden * c + unpacked
+    formula = f"{rows:,} tokens × {V:,} logits × {each} B + 2 × {T:,} × {decoder.hidden:,} × {c} B"
+    return Part("loss", size, formula + (f" + a head of {unpacked:,} B unpacked" if unpacked else ""))
 
 
 def attention(decoder: Decoder, ask: Ask) -> Part:
@@ -158,6 +171,6 @@ def feed_forward(decoder: Decoder, ask: Ask) -> Part:
     each = 3 * c
     if drops:  # the input made again, and dropped; three gradients. Plainly: two, and three integers for a hash
         each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12
-    unpacked = c * decoder.hidden * i if ask.quantization == "nf4" else 0
+    unpacked = c * decoder.hidden * i if ask.quantization != "none" else 0
     formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {unpacked:,} B unpacked" if unpacked else "")
     return Part("workspace", T * i * each + unpacked, formula)

@@ -94,9 +94,10 @@ def test_a_step_that_is_not_compiled_takes_what_was_estimated(measure, lengths, 
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
-def test_a_quantized_base_takes_what_was_estimated(measure, lengths):
+@pytest.mark.parametrize("quantization", ["nf4", "affine4", "affine8"])
+def test_a_quantized_base_takes_what_was_estimated(measure, lengths, quantization):
     pytest.importorskip("bitsandbytes")
-    assert_alike(*measure(lengths, asked=replace(ASK, quantization="nf4")))
+    assert_alike(*measure(lengths, asked=replace(ASK, quantization=quantization)))
 
 
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=lambda family: family["model_type"])
@@ -115,8 +116,10 @@ def test_an_adapted_head_takes_what_was_estimated(measure):
     assert_alike(*measure(SHORT, asked=asked, tie_word_embeddings=False, vocab_size=8192))
 
 
-def test_a_large_vocabulary_takes_what_was_estimated(measure):
-    estimated, found = measure(SHORT, vocab_size=32768)
+@pytest.mark.parametrize("quantization", ["none", "affine4"])
+def test_a_large_vocabulary_takes_what_was_estimated(measure, quantization):
+    """A quantized head is unpacked for it, while NF4 leaves it plain."""
+    estimated, found = measure(SHORT, asked=replace(ASK, quantization=quantization), vocab_size=32768)
     assert estimated.parts[4].name == "loss"
     assert_alike(estimated, found)
 

@@ -97,7 +97,7 @@ def config_for(tmp_path, tiny_llama):
         (["--machine", "h100-8"], 2, "Did you mean 'h100-80'?"),
         (["--machine", "t4", "--probe"], 2, "--probe needs a machine that is here"),
         (["--machine", "t4", "--for", "absent.yaml"], 2, "absent.yaml"),
-        (["--machine", "t4", "--for", CONFIGS / "training_config_m4.yaml"], 2, "model.quantization: got 'affine4'"),
+        (["--machine", "m4-32", "--for", CONFIGS / "training_config_h100.yaml"], 2, "model.quantization: got 'nf4'"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(dualtune_main, args, code, words):

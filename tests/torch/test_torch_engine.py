@@ -126,7 +126,7 @@ def test_a_stored_nf4_model_keeps_its_bytes(load, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    {"quantization": {"group_size": 64, "bits": 4}},
+    {"quantization": {"group_size": 32, "bits": 4}},
     {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}},
 ], ids=["mlx", "gptq", "fp4"])  # fmt: skip

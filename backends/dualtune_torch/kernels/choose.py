@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.errors import ConfigError
+from dualtune_torch.affine import AffineLinear
+from dualtune_torch.frozen import FrozenLinear, compute_dtype, num_parameters
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import Documents, NotCovered
 
@@ -46,7 +48,7 @@ class Kernels:
 
     attention: bool = False
     own_attention: str | None = None  # what transformers would use
-    head: nn.Linear | None = None  # the output head, if it and the loss are one…
+    head: FrozenLinear | None = None  # the output head, if it and the loss are one…
     cap: float | None = None  # …and what it keeps its logits under
     groups: bool = False  # of LoRA layers
     fuse: Callable[[Any], Any] = plainly
@@ -65,7 +67,7 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
         return chosen
     if model.device.type == "cpu":
         allocator.keep_memory()
-    if kernels == "auto" and model.num_parameters() < compiled.WORTH_COMPILING:
+    if kernels == "auto" and num_parameters(model) < compiled.WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
     elif reason := compiled.why_not(model.device):
         chosen.plain.append(f"nothing is compiled ({reason})")
@@ -123,7 +125,7 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) ->
 def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
     head = model.get_output_embeddings()
     try:
-        if type(head) is not nn.Linear or model.base_model is model:
+        if type(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
             raise NotCovered("the output head is adapted, or no plain linear layer")
         hidden_BTD = _packed(model.base_model, _documents(model, chosen.fuse) if chosen.attention else None)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
@@ -176,7 +178,7 @@ def _packed(model: nn.Module, where: Documents | None) -> Tensor:
 
 def _compare(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> None:
     gap = float((logits.detach().float() - expected.float()).abs().max() / expected.float().abs().max())
-    if not gap <= ROUNDING[model.dtype]:  # nor is NaN
+    if not gap <= ROUNDING[compute_dtype(model)]:  # nor is NaN
         raise NotCovered(f"computes something else (logits differ by {gap:.1e} of the largest)")
 
 

@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.spec import tensor_name
 from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.frozen import weight_of
 from dualtune_torch.lora import LoRALinear, drop_rule, dropped
 
 
@@ -133,14 +134,3 @@ def _after_dropout(x_MI: Tensor, group: LoRAGroup, noise_M: Tensor | None) -> Te
     if noise_M is None:
         return x_MI
     return group.fuse(dropped)(x_MI, noise_M, first.keys_I, *drop_rule(first.dropout))
-
-
-def weight_of(base: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The weight [O, I] of a linear layer; an NF4 one is unpacked."""
-    weight = base.weight
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return weight
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(weight.data, state).to(dtype)

@@ -1,0 +1,147 @@
+"""MLX's affine quantization on torch: the same bytes, the same numbers, and frozen layers that compute with them.
+
+64 neighbours in a row of a weight share a scale and a bias, and each is scale · q + bias with q of 4 or 8 bits. They
+are chosen by the rule of MLX's `mlx/backend/cpu/quantized.cpp`, every operation in float32 and in its order, so that
+what is made here is bit for bit what `mx.quantize` makes there. Metal's kernel (`quantized.h`) differs in two places:
+it rounds halves away from zero, and takes 0 for the largest weight of a group that has none above it. A model
+quantized on a Mac's GPU may therefore differ in rare weights; to have its very bytes, carry its directory.
+
+Legend: O output and I input features of a weight, G groups of a row, K = 64 weights of a group, V vocabulary,
+W = I · bits / 8 packed bytes of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BITS = {"affine4": 4, "affine8": 8}
+GROUP_SIZE = 64
+EPS = 1e-7  # the least scale
+WEIGHTS_AT_ONCE = 1 << 24  # while quantizing, which takes a few float32 of each
+
+
+class Packed(NamedTuple):
+    """A weight as MLX stores it. MLX's words of 32 bits, lowest weight first, are these bytes on a little-endian
+    machine."""
+
+    weight_OW: Tensor  # uint8
+    scales_OG: Tensor
+    biases_OG: Tensor  # of the same dtype, in which the weight is shown
+
+    @property
+    def bits(self) -> int:
+        return self.weight_OW.shape[-1] * 8 // (self.scales_OG.shape[-1] * GROUP_SIZE)
+
+    def cast(self, dtype: torch.dtype) -> Packed:
+        """With scales and biases rounded to another dtype, as MLX does for its compute dtype."""
+        return Packed(self.weight_OW, self.scales_OG.to(dtype), self.biases_OG.to(dtype))
+
+
+def quantize(weight_OI: Tensor, bits: int) -> Packed:
+    """The bytes of `mx.quantize(weight, 64, bits)`; scales and biases have the weight's dtype."""
+    rows = max(1, WEIGHTS_AT_ONCE // weight_OI.shape[1])
+    parts = [_quantized(part.float(), bits) for part in weight_OI.split(rows)]
+    return Packed(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))).cast(weight_OI.dtype)
+
+
+def _quantized(weight_OI: Tensor, bits: int) -> Packed:
+    weight_OGK = weight_OI.unflatten(1, (-1, GROUP_SIZE))
+    low_OG, high_OG = weight_OGK.aminmax(dim=-1)
+    # The end that is further from zero is met exactly, and so is zero, wherever the group spans it.
+    low_is_further = low_OG.abs() > high_OG.abs()
+    # A tensor, because CUDA would multiply by the reciprocal of a number, which rounds otherwise.
+    steps = torch.tensor(2.0**bits - 1, device=weight_OI.device)
+    scale_OG = ((high_OG - low_OG) / steps).clamp(min=EPS)
+    scale_OG = torch.where(low_is_further, scale_OG, -scale_OG)
+    edge_OG = torch.where(low_is_further, low_OG, high_OG)
+    q_OG = (edge_OG / scale_OG).round()
+    scale_OG = torch.where(q_OG == 0, scale_OG, edge_OG / q_OG)
+    bias_OG = torch.where(q_OG == 0, 0.0, edge_OG)
+    q_OGK = ((weight_OGK - bias_OG[..., None]) / scale_OG[..., None]).round().clamp(0, steps)
+    q_OI = q_OGK.to(torch.uint8).flatten(1)
+    return Packed(q_OI if bits == 8 else q_OI[:, 0::2] | (q_OI[:, 1::2] << 4), scale_OG, bias_OG)
+
+
+def dequantize(packed: Packed) -> Tensor:
+    """The numbers of `mx.dequantize`, in the dtype of the scales: q · scale is rounded to it, and so is the sum.
+
+    Any dimensions may stand in place of O. MLX's matrix products need not round between the two in 16 bits.
+    """
+    weight, scales, biases = packed
+    if packed.bits == 4:
+        weight = weight.to(torch.int16)
+        weight |= weight << 4
+        weight &= 0x0F0F  # the lower four bits in the lower byte, which is the first one
+        weight = weight.view(torch.uint8)
+    numbers = weight.to(scales.dtype)
+    numbers.unflatten(-1, (-1, GROUP_SIZE)).mul_(scales[..., None]).add_(biases[..., None])
+    return numbers
+
+
+class AffineLayer(nn.Module):
+    """A frozen matrix in MLX's tensors and names."""
+
+    weight: Tensor
+    scales: Tensor
+    biases: Tensor
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__()
+        for name, tensor in zip(("weight", "scales", "biases"), packed, strict=True):
+            self.register_buffer(name, tensor)
+
+    @property
+    def packed(self) -> Packed:
+        return Packed(self.weight, self.scales, self.biases)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix that is packed."""
+        return self.scales.shape[0], self.scales.shape[1] * GROUP_SIZE
+
+    def extra_repr(self) -> str:
+        return f"{self.shape[0]}, {self.shape[1]}, bits={self.packed.bits}"
+
+
+class AffineLinear(AffineLayer):
+    """In place of an nn.Linear."""
+
+    def __init__(self, packed: Packed, bias: nn.Parameter | None) -> None:
+        super().__init__(packed)
+        self.out_features, self.in_features = self.shape
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self)
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b of a frozen layer. Both passes unpack W for themselves: kept between them is nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: AffineLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, dequantize(layer.packed), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad @ dequantize(ctx.layer.packed), None
+
+
+class AffineEmbedding(AffineLayer):
+    """In place of an nn.Embedding: only the rows of the tokens are unpacked."""
+
+    factor: Tensor | None
+
+    def __init__(self, packed: Packed, factor: Tensor | None = None) -> None:
+        """`factor`: what all rows are multiplied by, in the models that do so in their embedding."""
+        super().__init__(packed)
+        self.register_buffer("factor", factor, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = dequantize(Packed(self.weight[tokens], self.scales[tokens], self.biases[tokens]))
+        return rows if self.factor is None else rows * self.factor.to(rows.dtype)

@@ -1,0 +1,187 @@
+"""Models in MLX's affine quantization: read from a directory that mlx-lm wrote, or made of a plain one.
+
+The tensors are read one after the other and each is quantized before the next, so that the plain model is never in
+memory. Made are the bytes that `mlx_lm.convert` makes of the stored precision; those of a directory stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualtune.base_model import weight_files
+from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
+
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+# Families whose models are quantized here layer by layer as mlx-lm quantizes them. It has rules of its own for others,
+# such as 8 bits for some layers of Granite. A family stands here once all its bytes were compared with mlx-lm's:
+# `pytest tests/parity/test_affine4_families.py`.
+FAMILIES = ("gemma", "gemma2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+# What older files hold and no model reads.
+IGNORED = (".rotary_emb.inv_freq",)
+
+
+class Weights:
+    """The tensors of a model directory by name, read when asked for."""
+
+    def __init__(self, model_dir: Path, files: Mapping[str, Any]) -> None:
+        self.model_dir = model_dir
+        self._files = files
+        self._unread = set(files)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
+        """EnvironmentFault if there is no such tensor, or another shape or dtype."""
+        if name not in self._files:
+            raise EnvironmentFault(
+                f"model.name: the weights in {self.model_dir} have no tensor '{name}', which transformers' model "
+                "needs: the directory is incomplete, or mlx-lm calls its tensors otherwise. Load it with --platform "
+                "mlx, or use the plain model"
+            )
+        tensor = self._files[name].get_tensor(name)
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise EnvironmentFault(
+                f"model.name: {self.model_dir}: '{name}' is {str(tensor.dtype).removeprefix('torch.')} "
+                f"{list(tensor.shape)}, needed is {allowed} {list(shape)} (packed: 4 or 8 bits in groups of "
+                f"{GROUP_SIZE}). Load it with --platform mlx, or use the plain model"
+            )
+        self._unread.discard(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None
+
+    def check_all_read(self, needless: set[str]) -> None:
+        """EnvironmentFault for a tensor that nobody asked for: the model would not be the stored one."""
+        left = sorted(name for name in self._unread - needless if not name.endswith(IGNORED))
+        if left:
+            raise EnvironmentFault(
+                f"model.name: the weights in {self.model_dir} have {len(left)} tensors that transformers' model does "
+                f"not have, such as '{left[0]}'. Load it with --platform mlx, or use the plain model"
+            )
+
+
+@contextmanager
+def open_weights(model_dir: Path) -> Iterator[Weights]:
+    files: dict[str, Any] = {}
+    with ExitStack() as opened:
+        for path in weight_files(model_dir):
+            try:
+                file = opened.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise EnvironmentFault(f"{path}: not a safetensors file: {error}. Download the model again") from error
+            files |= dict.fromkeys(file.keys(), file)
+        yield Weights(model_dir, files)
+
+
+def load(
+    model: PreTrainedModel, model_dir: Path, quantization: str | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Put the weights of a directory into a model without any. `quantization`: plain ones are packed on the way."""
+
+    def made(path: str, module: nn.Module) -> nn.Module:
+        if f"{path}.scales" in weights:
+            return _packed(weights, path, module, dtype, device)
+        for name, parameter in _own(module).items():  # in the stored precision
+            setattr(module, name, _frozen(weights.read(f"{path}.{name}", tuple(parameter.shape)).to(device)))
+        return finished(module, quantization, dtype)
+
+    with open_weights(model_dir) as weights:
+        replace_modules(model, made)
+        weights.check_all_read(needless={*model.all_tied_weights_keys})
+    if quantization is None and not any(isinstance(module, AffineLayer) for module in model.modules()):
+        raise ConfigError(
+            f"model.name: the config.json in {model_dir} says that it is quantized, but its weights are plain. Remove "
+            "the key 'quantization' there, or download the model again"
+        )
+
+
+def replace_modules(model: PreTrainedModel, made: Callable[[str, nn.Module], nn.Module]) -> None:
+    """Let `made` make each module that has weights of its own, one after the other; then tie what is tied."""
+    tied = model.all_tied_weights_keys
+    for path in [path for path, _ in model.named_modules()]:  # not the modules: a list of them would keep them all
+        module = model.get_submodule(path)
+        if any(f"{path}.{name}" not in tied for name in _own(module)):
+            stands_there = made(path, module)
+            if stands_there is not module:
+                model.set_submodule(path, stands_there)
+    for target, source in tied.items():
+        path, layer = target.removesuffix(".weight"), model.get_submodule(source.removesuffix(".weight"))
+        if isinstance(layer, AffineLayer):
+            model.set_submodule(path, AffineLinear(layer.packed, model.get_submodule(path).bias))
+        else:
+            model.tie_weights()
+
+
+def _packed(weights: Weights, path: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> AffineLayer:
+    """A layer with the packed bytes of a directory in MLX format."""
+    rows, columns = module.weight.shape
+    words = [(rows, columns * bits // 32) for bits in BITS.values()]
+    shape = next((shape for shape in words if weights.shape(f"{path}.weight") == shape), words[0])
+    packed = Packed(
+        weights.read(f"{path}.weight", shape, (torch.uint32,)).view(torch.uint8).to(device),
+        *(weights.read(f"{path}.{part}", (rows, columns // GROUP_SIZE)).to(device) for part in ("scales", "biases")),
+    )
+    if "bias" in _own(module):
+        module.bias = _frozen(weights.read(f"{path}.bias", (rows,)).to(device, dtype))
+    return in_place_of(module, packed.cast(dtype))
+
+
+def finished(module: nn.Module, quantization: str | None, dtype: torch.dtype) -> nn.Module:
+    """A module that holds its stored weights, as it is to compute: quantized where mlx-lm does so, else cast.
+
+    mlx-lm quantizes the weight of every linear layer and embedding whose rows are whole groups.
+    """
+    own, packed = _own(module), None
+    if quantization is not None and isinstance(module, nn.Linear | nn.Embedding):
+        weight_OI = own["weight"].data
+        if weight_OI.shape[1] % GROUP_SIZE == 0:
+            packed = quantize(weight_OI, BITS[quantization]).cast(dtype)
+            del own["weight"]
+    for name, parameter in own.items():
+        setattr(module, name, _frozen(parameter.to(dtype)))
+    return module if packed is None else in_place_of(module, packed)
+
+
+def in_place_of(module: nn.Module, packed: Packed) -> AffineLayer:
+    """The layer that computes what the module does. ConfigError for one that is more than its matrix."""
+    kind, factor = type(module), getattr(module, "embed_scale", None)
+    if kind is nn.Linear:
+        return AffineLinear(packed, module.bias)
+    if kind is nn.Embedding:
+        return AffineEmbedding(packed)
+    if kind.__name__.endswith("ScaledWordEmbedding") and isinstance(factor, Tensor):  # of Gemma: rows times a number
+        return AffineEmbedding(packed, factor)
+    raise ConfigError(
+        f"model.quantization: transformers' {kind.__name__} is no plain matrix, and the backend 'torch' has no "
+        "quantized form of it. Use model.quantization: none or nf4, or --platform mlx"
+    )
+
+
+def check_family(model_dir: Path, family: str) -> None:
+    """ConfigError for a model whose layers mlx-lm may choose otherwise than we do."""
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"model.quantization: which layers of a {family} model mlx-lm quantizes, and how, the backend 'torch' does "
+            f"not know; it knows {', '.join(FAMILIES)}. Make the bytes with mlx-lm, which runs on Linux too: "
+            f"mlx_lm.convert --hf-path {model_dir} -q, and train on that directory; or use model.quantization: nf4"
+        )
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False))
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
