@@ -23,7 +23,7 @@ from dualtune_torch.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 # Families whose models are quantized here layer by layer as mlx-lm quantizes them. It has rules of its own for others,
 # such as 8 bits for some layers of Granite. A family stands here once all its bytes were compared with mlx-lm's:
-# `pytest tests/parity/test_affine4_families.py`.
+# `pytest tests/parity/test_affine4.py`.
 FAMILIES = ("gemma", "gemma2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 # What older files hold and no model reads.
 IGNORED = (".rotary_emb.inv_freq",)
