@@ -1,0 +1,75 @@
+"""torchrun, except for two things: it tells how each worker ended, and it passes on signals instead of giving up.
+
+torchrun ends with 1 whatever the codes of its workers were, so nobody could tell a run that has saved itself (75) from
+one that crashed. Usage: `python -m dualtune_torch.torchrun <options of torchrun> <worker>`. The exit codes by rank are
+written as JSON to the file that DUALTUNE_EXIT_CODES names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+VARIABLE = "DUALTUNE_EXIT_CODES"
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+PREEMPTED = 75
+
+
+def main(arguments: list[str]) -> int:
+    """Run the workers to their end. Returns 0, or 1 where one of them failed."""
+    for number in PASSED_ON:
+        signal.signal(number, _pass_on)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    options = parse_args(arguments)
+    try:
+        run(options)
+    except ChildFailedError as error:
+        _write({rank: failure.exitcode for rank, failure in error.failures.items()})
+        return 1
+    first = options.node_rank * int(options.nproc_per_node)
+    _write(dict.fromkeys(range(first, first + int(options.nproc_per_node)), 0))
+    return 0
+
+
+def _write(codes: dict[int, int]) -> None:
+    if path := os.environ.get(VARIABLE):
+        Path(path).write_text(json.dumps(codes), encoding="utf-8")
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Give the first signal to the workers; where there are none yet, there is nothing to save.
+
+    The same wish may come again: Slurm tells every process of a step, or the first one alone, by its configuration. A
+    worker that is told again when it has saved, and listens no more, would die of it.
+    """
+    for other in PASSED_ON:
+        signal.signal(other, lambda number, frame: None)
+    workers = psutil.Process().children()
+    if not workers:
+        sys.exit(PREEMPTED)
+    for worker in workers:
+        try:
+            worker.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _end_with(parent: int) -> None:
+    """When the process that has started this one is gone, nobody waits for the run any more: let it save and end."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""A Slurm job: a batch script that can be read, kept and submitted by hand, and its submission."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import dualtune
+from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.launch.slurm_script import BODY
+from dualtune.launch.worker import OWN_REASONS, Work
+
+TASK = "%a"  # in --set, with --array: the number of the task
+# What the script says itself, and the option that changes it.
+_OURS = {
+    "nodes": "--nodes", "N": "--nodes", "ntasks-per-node": "--procs", "ntasks": "--procs", "n": "--procs",
+    "gpus-per-node": "--gpus-per-node", "time": "--time", "t": "--time", "partition": "--partition", "p": "--partition",
+    "account": "--account", "A": "--account", "array": "--array", "a": "--array", "signal": "--grace",
+    "requeue": "nothing: it is always on", "no-requeue": "nothing: preemption needs it",
+    "open-mode": "nothing: it is append", "chdir": "nothing: it is the directory you submit in",
+    "D": "nothing: it is the directory you submit in", "output": "run.dir: the log lies beside it",
+    "o": "run.dir: the log lies beside it", "job-name": "run.dir: the job has its name",
+    "J": "run.dir: the job has its name",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Slurm:
+    """What is asked of the cluster."""
+
+    nodes: int
+    procs_per_node: int
+    gpus_per_node: int | None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    array: str | None = None
+    grace_s: int = 120  # between the warning and the end of the time
+    max_restarts: int = 3
+    options: tuple[str, ...] = ()  # KEY=VALUE, or KEY, of sbatch
+
+    def check(self) -> None:
+        """ConfigError for what cannot stand in a script, or what the script says itself."""
+        for option in self.options:
+            key, _, value = option.partition("=")
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", key):
+                raise ConfigError(
+                    f"--sbatch-option: got {option!r}, allowed: KEY=VALUE or KEY, as qos=long or exclusive"
+                )
+            if key in _OURS:
+                raise ConfigError(f"--sbatch-option: got {option!r}. Instead of {key}, use {_OURS[key]}")
+            _quoted(value, f"--sbatch-option {key}")
+        for name in ("time", "partition", "account", "array"):
+            _quoted(getattr(self, name) or "", f"--{name}")
+
+    def adapt(self, work: Work) -> Work:
+        """The work as the job does it: on the platform of the nodes, and `--resume never` decided here and now."""
+        platform = "cuda" if work.platform == "auto" and self.gpus_per_node else work.platform
+        if platform not in ("auto", "cuda", "cpu"):
+            raise ConfigError(f"--platform: got {platform!r}, --on slurm takes cuda or cpu: torchrun runs torch")
+        if platform == "cpu" and self.gpus_per_node:
+            raise ConfigError("--gpus-per-node is for --platform cuda, and --platform cpu was asked for")
+        if self.gpus_per_node and self.procs_per_node > self.gpus_per_node:
+            allowed = f"1 to {self.gpus_per_node}, the GPUs of a node"
+            raise ConfigError(f"--procs: got {self.procs_per_node}, allowed: {allowed}")
+        if work.resume == "never" and self.array:
+            raise ConfigError(
+                "--resume: got never, which says nothing of the tasks of an --array: choose a new run.dir"
+            )
+        return replace(work, platform=platform, resume=work.first_resume())
+
+
+def place_of_script(run_dir: Path) -> Path:
+    """Beside the run directory: one that holds something else than a run is not taken for a run's."""
+    return run_dir.with_name(f"{_stem(run_dir)}.sbatch")
+
+
+def log_of(slurm: Slurm, work: Work) -> Path:
+    """Beside the run directory, with the numbers of job and task in sbatch's words."""
+    name = _stem(work.run_dir).replace("%", "%%") + ("-%A_%a.log" if slurm.array else "-%j.log")
+    return work.run_dir.parent / name
+
+
+def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
+    """The text of the script."""
+    slurm.check()
+    headers = [
+        ("job-name", _stem(work.run_dir)), ("nodes", str(slurm.nodes)), ("ntasks-per-node", "1"),
+        ("gpus-per-node", str(slurm.gpus_per_node) if slurm.gpus_per_node else None), ("time", slurm.time),
+        ("partition", slurm.partition), ("account", slurm.account), ("array", slurm.array),
+        ("signal", f"B:USR1@{slurm.grace_s}"), ("requeue", ""), ("open-mode", "append"), ("chdir", str(cwd)),
+        ("output", str(log_of(slurm, work))), *(_key_value(option) for option in slurm.options),
+    ]  # fmt: skip
+    directives = [
+        f"#SBATCH --{key}" + (f"={_quoted(value, key)}" if value else "") for key, value in headers if value is not None
+    ]
+    values = {
+        "VERSION": dualtune.__version__,
+        "DIRECTIVES": "\n".join(directives),
+        "PYTHON": shlex.quote(sys.executable),
+        "CONFIG": shlex.quote(str(work.config)),
+        "RUN_DIR": _with_task(str(_array_dir(work.run_dir) if slurm.array else work.run_dir), slurm.array),
+        "OVERRIDES": " ".join(_overrides(work, slurm.array)),
+        "RESUME": shlex.quote(work.resume),
+        "PLATFORM": shlex.quote(work.platform),
+        "PROCS": str(slurm.procs_per_node),
+        "MAX_RESTARTS": str(slurm.max_restarts),
+        "FINAL": " | ".join(map(str, sorted(OWN_REASONS))),
+        "PLACE": _PLACE_OF_MANY if slurm.nodes > 1 else _PLACE_OF_ONE,
+    }
+    return re.sub(r"@(\w+)@", lambda match: values[match[1]], BODY)
+
+
+def submit(path: Path) -> str:
+    """Hand a script to sbatch. Returns the number of the job."""
+    program = shutil.which("sbatch")
+    if program is None:
+        raise EnvironmentFault(
+            "sbatch was not found: submit on a login node of the cluster, or look at the script with --print. "
+            "On Debian, install it with: apt-get install slurm-client"
+        )
+    result = subprocess.run([program, "--parsable", str(path)], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise EnvironmentFault(f"{path}: sbatch did not take it: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout.strip().partition(";")[0]
+
+
+def _overrides(work: Work, array: str | None) -> list[str]:
+    """The --set options, as words of bash. A task of an array gets its own run directory last, which wins."""
+    words = [word for override in work.overrides for word in ("--set", _with_task(override, array))]
+    return [*words, "--set", '"run.dir=$run_dir"'] if array else words
+
+
+def _array_dir(run_dir: Path) -> Path:
+    """Each task its own: two never share one."""
+    return run_dir if TASK in str(run_dir) else run_dir.with_name(f"{run_dir.name}-{TASK}")
+
+
+def _with_task(text: str, array: str | None) -> str:
+    """The text as a word of bash, with the number of the task in it."""
+    if not array or TASK not in text:
+        return shlex.quote(text)
+    parts = [shlex.quote(part) if part else "" for part in text.split(TASK)]
+    return '"$SLURM_ARRAY_TASK_ID"'.join(parts)
+
+
+def _stem(run_dir: Path) -> str:
+    return run_dir.name.replace(TASK, "").strip("-_.") or "dualtune"
+
+
+def _key_value(option: str) -> tuple[str, str]:
+    key, _, value = option.partition("=")
+    return key, value
+
+
+def _quoted(value: str, what: str) -> str:
+    """As sbatch reads it: quotes hold a value with spaces together, and nothing stands for a quote."""
+    if any(char in value for char in "\"'\\\n\r"):
+        raise ConfigError(f"{what}: got {value!r}, allowed in a batch script: no quote, backslash or line break")
+    return f'"{value}"' if re.search(r"[\s#]", value) else value
+
+
+_PLACE_OF_ONE = ""
+_PLACE_OF_MANY = (
+    '--nodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" --rendezvous "$first_node:$port"'  # per node, in srun
+)

@@ -1,0 +1,121 @@
+"""Processes on this machine, or this machine's share of several machines', by torchrun."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dualtune.errors import ConfigError, EnvironmentFault
+
+AGENT = "dualtune_torch.torchrun"  # torchrun, but with the exit codes of its workers
+SAVE_S = 120  # how long the others have to save and end, once one process has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """This machine among several."""
+
+    count: int
+    rank: int
+    host: str  # of node 0, which all reach
+    port: int
+
+    @classmethod
+    def parse(cls, count: int, rank: int, rendezvous: str) -> Nodes:
+        host, colon, port = rendezvous.rpartition(":")
+        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"--rendezvous: got {rendezvous!r}, allowed: HOST:PORT of the machine with --node-rank 0")
+        if not 0 <= rank < count:
+            raise ConfigError(f"--node-rank: got {rank}, allowed: 0 to {count - 1} (--nodes is {count})")
+        return cls(count, rank, host, int(port))
+
+
+@dataclass(frozen=True, slots=True)
+class Torchrun:
+    num_processes: int
+    nodes: Nodes | None = None
+    environment: Mapping[str, str] = field(default_factory=lambda: {})  # what is added to ours
+
+    def command(self, worker: Sequence[str]) -> list[str]:
+        where = ["--standalone"]
+        if self.nodes is not None:  # a static rendezvous: rank 0, which writes the run, is on node 0
+            where = [f"--nnodes={self.nodes.count}", f"--node-rank={self.nodes.rank}"]
+            where += [f"--master-addr={self.nodes.host}", f"--master-port={self.nodes.port}"]
+        # Restarts are ours: torchrun would also repeat a run that has saved, or whose config is wrong.
+        options = [f"--nproc-per-node={self.num_processes}", "--max-restarts=0", "--signals-to-handle=SIGQUIT"]
+        return [sys.executable, "-m", AGENT, *where, *options, "--no-python", *worker]
+
+    def start(self, worker: Sequence[str]) -> TorchrunAttempt:
+        codes = tempfile.TemporaryDirectory(prefix="dualtune-launch-")
+        own = {
+            "DUALTUNE_EXIT_CODES": str(Path(codes.name) / "codes.json"),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S),
+        }
+        environment = {**os.environ, **self.environment, **own}
+        # A session of its own: a Ctrl-C in the terminal reaches the workers once, through us.
+        process = subprocess.Popen(self.command(worker), env=environment, start_new_session=True)
+        return TorchrunAttempt(process, codes)
+
+
+@dataclass(slots=True)
+class TorchrunAttempt:
+    process: subprocess.Popen[bytes]
+    _directory: tempfile.TemporaryDirectory[str]
+
+    def ask_to_stop(self) -> None:
+        self.process.send_signal(signal.SIGUSR1)  # it passes that on
+
+    def look(self) -> None:
+        pass
+
+    def codes(self) -> dict[int, int]:
+        with self._directory as place:
+            path = Path(place) / "codes.json"
+            if not path.is_file():
+                return {}
+            return {int(rank): int(code) for rank, code in json.loads(path.read_text(encoding="utf-8")).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What this machine has."""
+
+    cores: int
+    num_gpus: int
+    gpu_problem: str | None = None  # why there is none
+
+    def launcher(self, platform: str, procs: int | None, nodes: Nodes | None) -> tuple[Torchrun, str]:
+        """(the launcher for a platform of torch, what was chosen and why)."""
+        if importlib.util.find_spec("torch") is None:
+            raise EnvironmentFault("torchrun is part of torch, which is missing: pip install 'dualtune[torch]'")
+        if platform == "cpu":
+            return self._on_cpu(procs or 1, "as asked" if procs else "there is no GPU to count", nodes)
+        if platform != "cuda":
+            raise ConfigError(f"--platform: got {platform!r}, --on local takes cuda or cpu: torchrun runs torch")
+        if not self.num_gpus:
+            because = f" ({self.gpu_problem})" if self.gpu_problem else ""
+            raise EnvironmentFault(f"--platform cuda: no GPU was found{because}. Look with: dualtune check-gpu")
+        if procs is not None and procs > self.num_gpus:
+            allowed = f"1 to {self.num_gpus}, the GPUs of this machine; one process each"
+            raise ConfigError(f"--procs: got {procs}, allowed: {allowed}")
+        count = _counted(procs or self.num_gpus, "process")
+        return Torchrun(procs or self.num_gpus, nodes), f"{count} (as asked)" if procs else f"{count}, one for each GPU"
+
+    def _on_cpu(self, procs: int, why: str, nodes: Nodes | None) -> tuple[Torchrun, str]:
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        threads = given if given.isdigit() else str(max(1, self.cores // procs))
+        source = "OMP_NUM_THREADS is set" if given.isdigit() else f"{self.cores} cores for {procs}"
+        text = f"{_counted(procs, 'process')} ({why}), {_counted(int(threads), 'thread')} each ({source})"
+        return Torchrun(procs, nodes, {"OMP_NUM_THREADS": threads}), text
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('s') else 's'}"
