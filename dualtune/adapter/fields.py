@@ -11,8 +11,20 @@ Table = Mapping[str, Any]
 
 
 def wrong(where: object, key: str, value: object, allowed: str) -> FormatError:
-    name = key if key.isprintable() else repr(key)
-    return FormatError(f"{where}: {name}: got {str(value)[:200]!r}, must be {allowed}")
+    return FormatError(f"{where}: {shown(key)}: got {text_of(value)[:200]!r}, must be {allowed}")
+
+
+def text_of(value: object) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python prints no integer of thousands of digits
+        return "an integer of thousands of digits"
+
+
+def shown(text: str, limit: int = 100) -> str:
+    """A text of a stranger, safe for a terminal and of bounded length."""
+    cut = text[:limit]
+    return (cut if cut.isprintable() else ascii(cut)[1:-1]) + ("…" if len(text) > limit else "")
 
 
 def required(table: Table, key: str, where: object) -> Any:

@@ -37,7 +37,8 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
     parameters, where_parameters = fields.subtable(config, "lora_parameters", where), f"{where}: lora_parameters"
     if "scale" not in parameters and "alpha" in parameters:
         raise FormatError(
-            f"{where_parameters}: scale: missing, and mlx-lm ignores 'alpha' ({parameters['alpha']}). "
+            f"{where_parameters}: scale: missing, and mlx-lm ignores 'alpha' "
+            f"({fields.shown(fields.text_of(parameters['alpha']))}). "
             "If alpha / rank was meant, write that as scale."
         )
     rank = fields.rank(parameters, "rank", where_parameters)

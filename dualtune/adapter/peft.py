@@ -16,11 +16,13 @@ from typing import Any
 from dualtune.adapter import fields
 from dualtune.adapter.canonical import Pairs, Parts, alpha_of, check_rank, pair_up, to_tensors, unify
 from dualtune.adapter.layers import exact_targets, is_module_path, place_of, short_targets
+from dualtune.adapter.patterns import full_match
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, is_target, parse_name
 from dualtune.errors import FormatError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_MATCHES = 1_000_000  # of patterns with modules: a minute
 
 REFUSED = {  # field, if set -> why there is no plain LoRA adapter of the same function
     "alora_invocation_tokens": "aLoRA switches the adapter on in the middle of the text",
@@ -70,6 +72,9 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     where = directory / CONFIG_FILE
     notes = _check_config(config, where)
     pairs = _pairs(tensors, directory / WEIGHTS_FILE)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
+            raise FormatError(f"{where}: {key}: {count} patterns times modules, at most {MAX_MATCHES} are allowed")
     for module in pairs:
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
@@ -159,7 +164,7 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], where: Path) -> fl
 
 def _matching_pattern(patterns: Iterable[str], module: str, where: Path) -> str | None:
     """PEFT's `get_pattern_key`: the first pattern that matches the end of the path."""
-    return next((pattern for pattern in patterns if _matches(rf"(.*\.)?({pattern})", module, where)), None)
+    return next((pattern for pattern in patterns if full_match(rf"(.*\.)?({pattern})", module, where)), None)
 
 
 def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:
@@ -180,7 +185,7 @@ def _is_in_layers(module: str, config: Mapping[str, Any], where: Path) -> bool:
         return True
     stacks, place = _selector(config, "layers_pattern", where), place_of(module)
     stacks = [stacks] if isinstance(stacks, str) and stacks else stacks
-    if place is None or (stacks and not any(_matches(rf"(.*\.)?{stack}", place.stack, where) for stack in stacks)):
+    if place is None or (stacks and not any(full_match(rf"(.*\.)?{stack}", place.stack, where) for stack in stacks)):
         return False
     return place.layer in (layers if isinstance(layers, list) else [layers])
 
@@ -192,14 +197,7 @@ def _selector(config: Mapping[str, Any], key: str, where: Path) -> str | list[st
 
 
 def _selects(rule: str | list[str], module: str, where: Path) -> bool:
-    return _matches(rule, module, where) if isinstance(rule, str) else is_target(module, rule)
-
-
-def _matches(pattern: str, text: str, where: Path) -> bool:
-    try:
-        return re.fullmatch(pattern, text) is not None
-    except re.error as error:
-        raise FormatError(f"{where}: {pattern[:200]!r} is not a regular expression: {error}") from None
+    return full_match(rule, module, where) if isinstance(rule, str) else is_target(module, rule)
 
 
 def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
