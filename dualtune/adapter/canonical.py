@@ -51,7 +51,7 @@ def pair_up(halves: Mapping[tuple[str, str], np.ndarray], where: object) -> Pair
     pairs: Pairs = {}
     for module in sorted({module for module, _ in halves}):
         if not is_module_path(module):
-            raise FormatError(f"{where}: {module!r} is not a module path")
+            raise FormatError(f"{where}: {module[:200]!r} is not a module path")
         for part, partner in ("AB", "BA"):
             if (module, part) not in halves:
                 raise FormatError(f"{where}: {module}: lora_{partner} without its lora_{part}")
@@ -104,7 +104,10 @@ def pad(x: np.ndarray, rank: int, *, axis: int) -> np.ndarray:
 
 
 def fold(B_Or: np.ndarray, factor: float) -> np.ndarray:
-    return B_Or if factor == 1.0 else (B_Or.astype(np.float64) * factor).astype(np.float32)
+    if factor == 1.0:
+        return B_Or
+    with np.errstate(over="ignore"):  # what becomes Inf is reported as such
+        return (B_Or.astype(np.float64) * factor).astype(np.float32)
 
 
 def alpha_of(scale: float, rank: int) -> float:
@@ -147,7 +150,7 @@ def to_pairs(tensors: Tensors, where: object) -> Pairs:
     halves: dict[tuple[str, str], np.ndarray] = {}
     for name, tensor in tensors.items():
         if (parsed := parse_name(name)) is None:
-            raise FormatError(f"{where}: tensor {name!r} does not belong to a LoRA adapter")
+            raise FormatError(f"{where}: tensor {name[:200]!r} does not belong to a LoRA adapter")
         halves[parsed] = tensor
     return pair_up(halves, where)
 
@@ -174,7 +177,8 @@ def zero_filled(tensors: Tensors) -> list[str]:
 def delta_norm(pair: Pair, scale: float) -> float:
     """‖scale · B A‖ (Frobenius) from two r×r Gram matrices: ‖B A‖² = Σ (BᵀB) ∘ (A Aᵀ), without forming B A."""
     A_rI, B_Or = pair.A_rI.astype(np.float64), pair.B_Or.astype(np.float64)
-    square = np.sum((B_Or.T @ B_Or) * (A_rI @ A_rI.T))
+    with np.errstate(over="ignore", invalid="ignore"):  # of a damaged adapter: NaN and Inf are the answer
+        square = np.sum((B_Or.T @ B_Or) * (A_rI @ A_rI.T))
     return abs(scale) * float(np.sqrt(np.maximum(square, 0.0)))  # rounding can leave −1e-20; NaN stays NaN
 
 

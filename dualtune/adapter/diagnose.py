@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
+from dualtune.adapter import fields
 from dualtune.adapter.canonical import Pairs
 from dualtune.adapter.foreign import Finding
 from dualtune.adapter.layers import place_of
 from dualtune.adapter.spec import ALL_LINEAR, OUTPUT_HEAD, is_target
+from dualtune.errors import FormatError
 
 Config = dict[str, Any]
+MAX_MODULES = 200_000  # of a model with hundreds of experts in each layer: 50,000
 _TYPED = {"r": int, "lora_alpha": float, "lora_dropout": float, "rank": int, "scale": float, "dropout": float}
 
 
@@ -74,7 +77,7 @@ def _mend_numbers(table: Config, findings: list[Finding]) -> Config:
             continue  # the strict reader says what is allowed
         if math.isfinite(number) and (kind is float or number == int(number)):
             mended[key] = int(number) if kind is int else number
-            findings.append(Finding(f"{key}: got {value!r}, must be a number", f"writes {mended[key]}"))
+            findings.append(Finding(f"{key}: got {value!r:.100}, must be a number", f"writes {mended[key]}"))
     return mended
 
 
@@ -244,7 +247,9 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
         found.append(Finding(fault if base else f"{fault}, or give --base if the model has no such layer"))
     idle = [name for name in names if not base and not any(is_target(m, [name]) for m in pairs)]
     if idle:
-        fault = f"no weights for {', '.join(idle)}, which the config selects. Copy the adapter again"
+        fault = (
+            f"no weights for {', '.join(map(fields.shown, idle[:8]))}, which the config selects. Copy the adapter again"
+        )
         found.append(Finding(f"{fault}, or give --base if the model has none"))
     return found
 
@@ -259,6 +264,10 @@ def _by_analogy(pairs: Pairs, names: list[str], first: int | None) -> set[str]:
     layers = [place.layer for place in places]
     kinds = {(place.stack, place.name) for place in places}
     start = min(layers) if first is None else first
+    if (count := len(kinds) * (max(layers) + 1 - start)) > MAX_MODULES:
+        raise FormatError(
+            f"layer {max(layers)} is adapted, and {count} modules before it are not: no model has so many"
+        )
     return {f"{stack}.{n}.{name}" for stack, name in kinds for n in range(start, max(layers) + 1)}
 
 

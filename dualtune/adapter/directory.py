@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import safetensors.numpy
 
 from dualtune.adapter import canonical, mlx_lm, peft
+from dualtune.adapter.containers import INDEX_FILE, NPZ_FILE
 from dualtune.adapter.files import read_json, read_safetensors
 from dualtune.adapter.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
 from dualtune.adapter.spec import LoraSpec, Tensors, modules_of
@@ -159,6 +160,8 @@ def _nothing_found(directory: Path, found: list[str]) -> str:
             f"{directory}: {pickles[0]!r} is a pickle, which can run code when it is opened. If you trust it, load it "
             f"with PEFT and save it as {peft.WEIGHTS_FILE}: model.save_pretrained(path, safe_serialization=True)."
         )
+    if others := {INDEX_FILE, NPZ_FILE} & {*found}:
+        return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
     listing = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
     return f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}, but {listing or 'nothing at all'}"
 

@@ -11,6 +11,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import stat
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,11 +22,18 @@ import numpy as np
 from dualtune.adapter.spec import Tensors
 from dualtune.errors import FormatError
 
-MAX_HEADER_BYTES = 16 << 20  # an adapter of 100 layers has a header of about 0.2 MB
+MAX_HEADER_BYTES = 8 << 20  # an adapter of 100 layers has 0.2 MB, one of every expert of 48 layers of 128 has 6 MB
 MAX_DIMENSIONS = 8
+MAX_BYTES = 1 << 62  # of a tensor, and of each of its dimensions
+# JSON takes up to sixty times its size in memory, and most where it is many small things. With this many the two
+# limits together keep a header under 64 MB; it has 22 of them to a tensor.
+MAX_STRUCTURE = 820_000  # quotes, commas, colons and opening brackets
+MAX_WIDE_BYTES = 1 << 20  # of a text with other characters than ASCII, which takes four times its size
+MAX_DEPTH = 64
 LFS_MAGIC = b"version https://git-lfs"
 LFS_ADVICE = "is a git-lfs pointer, not the file itself. Run: git lfs pull"
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it; half a character, unless its other half follows
 _NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as raw bits
 
 
@@ -38,38 +47,82 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def parse_object(data: bytes, where: object) -> dict[str, Any]:
-    """Strict JSON: one object, UTF-8, no duplicate keys (the reader of the last one wins elsewhere), no NaN."""
+def parse_object(data: bytes, where: object, *, strict: bool = True) -> dict[str, Any]:
+    """The object in a JSON text. FormatError for anything else, and for what would take too much memory to read.
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            raise ValueError("a key appears twice")
-        return table
-
-    def refuse_constant(text: str) -> None:
-        raise ValueError(f"{text} is not JSON")
-
+    `strict` refuses what Python's reader lets pass and other readers take otherwise, or cannot write again: a key that
+    comes twice, NaN and Infinity, half a surrogate pair. The config.json of some models has them.
+    """
     if data.startswith(LFS_MAGIC):
         raise FormatError(f"{where}: {LFS_ADVICE}")
+    limit = MAX_STRUCTURE if strict else 4 * MAX_STRUCTURE  # a base model has more tensors than an adapter of it
+    if (size := sum(map(data.count, (b'"', b",", b":", b"[", b"{")))) > limit:
+        raise FormatError(f"{where}: {size} quotes, commas, colons and brackets, at most {limit} are allowed")
+    if strict and len(data) > MAX_WIDE_BYTES and not data.isascii():
+        raise FormatError(f"{where}: {len(data)} bytes, at most {MAX_WIDE_BYTES} are allowed if they are not all ASCII")
+    hooks: dict[str, Any] = {
+        "object_pairs_hook": _unique, "parse_constant": _refuse_constant, "parse_float": _finite,
+    }  # fmt: skip
     try:
-        value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse_constant)
-    except RecursionError:
-        raise FormatError(f"{where}: nested too deeply") from None
+        value = json.loads(data.decode(), **(hooks if strict else {}))
+        if strict and _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"{where}: not valid JSON: half a surrogate pair") from None
     except ValueError as error:
         raise FormatError(f"{where}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise _too_deep(where) from None
     if not isinstance(value, dict):
         raise FormatError(f"{where}: got a JSON {type(value).__name__}, must be an object")
-    return cast("dict[str, Any]", value)
+    table = cast("dict[str, Any]", value)
+    if _is_deep(table):  # and would end the recursion of whoever prints or copies it
+        raise _too_deep(where)
+    return table
 
 
-def read_json(path: Path, *, max_bytes: int) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a key appears twice")
+    return table
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:50]} is beyond the range of a float")
+    return number
+
+
+def _is_deep(table: dict[str, Any]) -> bool:
+    level: list[Any] = [table]
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level for inner in _values(value)]
+    return any(_values(value) for value in level)
+
+
+def _values(value: Any) -> list[Any]:
+    """What is inside of an object or a list; nothing inside of anything else."""
+    if isinstance(value, dict):
+        return list(cast("dict[str, Any]", value).values())
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _too_deep(where: object) -> FormatError:
+    return FormatError(f"{where}: nested too deeply, at most {MAX_DEPTH} levels are allowed")
+
+
+def read_json(path: Path, *, max_bytes: int, strict: bool = True) -> dict[str, Any]:
     """The object in a JSON file of at most `max_bytes`."""
-    with _open(path) as file:
+    with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise FormatError(f"{path}: {path.stat().st_size} bytes, at most {max_bytes} are allowed")
-    return parse_object(data, path)
+    return parse_object(data, path, strict=strict)
 
 
 def read_safetensors(path: Path) -> Tensors:
@@ -78,24 +131,26 @@ def read_safetensors(path: Path) -> Tensors:
     Raises FormatError for anything but a whole, well-formed file of floating-point tensors. NaN and Inf pass: the
     caller decides.
     """
-    with _open(path) as file:
+    with open_file(path) as file:
         entries = _read_header(file, path)
         # The entries are in file order and without holes, so that each read starts where the last one ended.
         return {entry.name: _read_tensor(file, entry) for entry in entries}
 
 
 def sha256_of(path: Path) -> str:
-    with _open(path) as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    with _open(path) as file:
+    with open_file(path) as file:
         return file.read(len(LFS_MAGIC)) == LFS_MAGIC
 
 
-def _open(path: Path) -> BufferedReader:
+def open_file(path: Path) -> BufferedReader:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep us waiting
+            raise FormatError(f"{path}: is not a file")
         return path.open("rb")
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
@@ -128,7 +183,9 @@ def _read_header(file: BufferedReader, path: Path) -> list[_Entry]:
     for entry in entries:
         if entry.begin != position:
             fault = "overlaps the tensor before it" if entry.begin < position else "leaves a hole before it"
-            raise FormatError(f"{path}: tensor {entry.name!r} {fault} (offset {entry.begin}, expected {position})")
+            raise FormatError(
+                f"{path}: tensor {entry.name[:200]!r} {fault} (offset {entry.begin}, expected {position})"
+            )
         position = entry.end
     if size > expected:
         raise FormatError(f"{path}: {size} bytes, expected {expected}: bytes after the last tensor")
@@ -137,20 +194,24 @@ def _read_header(file: BufferedReader, path: Path) -> list[_Entry]:
 
 def _parse_entry(name: str, info: Any, path: Path) -> _Entry:
     match info:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
         case _:
-            raise FormatError(f"{path}: tensor {name!r}: the header needs dtype, shape and two data_offsets")
+            raise FormatError(f"{path}: tensor {name[:200]!r}: the header needs dtype, shape and two data_offsets")
+    where = f"{path}: tensor {name[:200]!r}"
     if dtype not in _NUMPY_DTYPES:
-        raise FormatError(f"{path}: tensor {name!r}: got dtype {dtype!r}, must be one of {', '.join(_NUMPY_DTYPES)}")
-    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
-        raise FormatError(f"{path}: tensor {name!r}: got shape {str(shape)[:100]}, must be a few numbers >= 0")
+        raise FormatError(f"{where}: got dtype {dtype[:20]!r}, must be one of {', '.join(_NUMPY_DTYPES)}")
+    if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= MAX_BYTES for n in (*shape, begin, end)):
+        got = f"shape {str(shape)[:100]} and offsets {str(begin)[:50]}..{str(end)[:50]}"
+        raise FormatError(f"{where}: got {got}, must be a few integers >= 0")
     num_bytes = math.prod(shape) * np.dtype(_NUMPY_DTYPES[dtype]).itemsize
-    if begin < 0 or end - begin != num_bytes:
+    if end - begin != num_bytes:
         raise FormatError(
-            f"{path}: tensor {name!r}: offsets {begin}..{end} hold {end - begin} bytes, "
+            f"{where}: offsets {begin}..{end} hold {end - begin} bytes, "
             f"shape {tuple(shape)} of {dtype} needs {num_bytes}"
         )
+    if not num_bytes:
+        raise FormatError(f"{where}: got shape {tuple(shape)}, which is empty")
     return _Entry(begin, end, name, dtype, tuple(shape))
 
 

@@ -13,20 +13,23 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnknownVariableType]
 
-from dualtune.adapter import mlx_lm, peft
+from dualtune.adapter import fields, mlx_lm, peft
+from dualtune.adapter.containers import INDEX_FILE, NPZ_FILE, check_shard, read_npz, shards_of
 from dualtune.adapter.directory import CONFIG_FILE, FILES, MAX_CONFIG_BYTES, open_directory
-from dualtune.adapter.files import MAX_HEADER_BYTES, read_json, read_safetensors
-from dualtune.adapter.manifest import integrity_problems
+from dualtune.adapter.files import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_safetensors
+from dualtune.adapter.layers import is_module_path
+from dualtune.adapter.manifest import integrity_problems, read_manifest
 from dualtune.adapter.spec import OUTPUT_HEAD, PREFIX, Tensors
 from dualtune.errors import FormatError
 
 Halves = dict[tuple[str, str], np.ndarray]  # (module, "A" or "B") -> matrix, in PEFT's orientation if its name is right
 WEIGHTS = {"peft": peft.WEIGHTS_FILE, "mlx": mlx_lm.WEIGHTS_FILE}
+OTHER_CONTAINERS = {"peft": INDEX_FILE, "mlx": NPZ_FILE}
 
 _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>[ABab])(?:\.(?P<adapter>(?!weight$|bias$)[\w-]+))?(?P<end>\.weight)?"
@@ -48,29 +51,28 @@ class Finding(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """One weight file: its matrices, and what is no matrix of a plain LoRA adapter."""
+    """What is in one tool's format: its matrices, and what is no matrix of a plain LoRA adapter."""
 
-    file: Path
+    layout: str  # peft | mlx
+    file: Path  # that errors name
+    parts: tuple[Path, ...]  # that were read: the file, or its shards
     halves: Halves
     foreign: Tensors
 
 
 def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], dict[str, Weights], dict[str, Any]]:
     """(config, weight files by layout, dualtune.json) of a directory. FormatError where there is nothing to mend."""
-    files = {layout: path / name for layout, name in WEIGHTS.items() if (path / name).is_file()}
-    manifest: dict[str, Any] = {}
-    if files or not (snapshot := _only_snapshot(path)):
-        contents = open_directory(path)
-        if contents.manifest is not None:
-            manifest = contents.manifest
-            if problems := integrity_problems(path, contents.manifest, FILES):
-                raise FormatError(f"{path}: {'; '.join(problems[:3])}")
-    else:
+    usual = _present(path, WEIGHTS)
+    files = usual or _present(path, OTHER_CONTAINERS)
+    if not files and (snapshot := _only_snapshot(path)):
         files = {"mlx": snapshot}
         findings.append(Finding(f"{snapshot.name} is mlx-lm's snapshot of a run that did not end", "takes it"))
+    manifest = read_manifest(path) if files and not usual else open_directory(path).manifest
+    if manifest is not None and (problems := integrity_problems(path, manifest, FILES)):
+        raise FormatError(f"{path}: {'; '.join(problems[:3])}")
     config = read_json(path / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
-    weights = {layout: _read_names(_read(file, findings), layout, file, findings) for layout, file in files.items()}
-    return config, weights, manifest
+    weights = {layout: _read_names(*_read(file, findings), layout, file, findings) for layout, file in files.items()}
+    return config, weights, manifest or {}
 
 
 def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
@@ -79,15 +81,13 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
     for file in sorted(model_dir.glob("*.safetensors")):
         try:
             tensors: Any = safe_open(file, framework="numpy")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise FormatError(f"{file}: not a whole safetensors file: {error}") from None
-        shapes |= {str(name): list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        names = [str(name) for name in tensors.keys() if is_module_path(str(name))]  # noqa: SIM118
+        shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in names}
     if not shapes:
         raise FormatError(f"{model_dir}: holds no *.safetensors; --base must be a model directory with its weights")
-    text = (model_dir / "config.json").read_text(encoding="utf-8") if (model_dir / "config.json").is_file() else "{}"
-    config: dict[str, Any] = json.loads(text)
-    quantization: dict[str, Any] = config.get("quantization") or {}
-    group = int(quantization.get("group_size", 0))
+    group = _group_size(model_dir / "config.json")
     found: dict[str, tuple[int, int] | None] = {}
     for name, shape in shapes.items():
         module, _, last = name.rpartition(".")
@@ -98,12 +98,24 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
                 found[OUTPUT_HEAD] = None
             continue
         scales = shapes.get(f"{module}.scales")
-        if scales is not None:  # MLX packs several numbers into one word
+        if scales is not None and len(scales) == 2:  # MLX packs several numbers into one word
             found[module] = (shape[0], scales[1] * group) if group else None
         else:
             packed = f"{name}.absmax" in shapes  # bitsandbytes
             found[module] = None if packed else (shape[0], shape[1])
     return found
+
+
+def _group_size(config: Path) -> int:
+    """Of MLX's quantization; 0 where the model's config does not say."""
+    described = read_json(config, max_bytes=MAX_CONFIG_BYTES, strict=False) if config.is_file() else {}
+    if not (table := fields.subtable(described, "quantization", config)):
+        return 0
+    return fields.rank(table, "group_size", config) if "group_size" in table else 0
+
+
+def _present(path: Path, names: Mapping[str, str]) -> dict[str, Path]:
+    return {layout: path / name for layout, name in names.items() if (path / name).is_file()}
 
 
 def _only_snapshot(path: Path) -> Path | None:
@@ -117,15 +129,15 @@ def _only_snapshot(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_names(tensors: Tensors, layout: str, file: Path, findings: list[Finding]) -> Weights:
+def _read_names(tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Path, findings: list[Finding]) -> Weights:
     """The matrices by module, with a finding for each habit of naming that is not the format's."""
     halves, foreign, habits, adapters = Halves(), Tensors(), defaultdict[str, int](int), set[str]()
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
-        if match is None or tensor.ndim != 2:
-            foreign[name] = tensor
+        module, wrappers = _unwrapped(match["module"]) if match else ("", "")
+        if match is None or tensor.ndim != 2 or not is_module_path(module):
+            foreign[name] = tensor  # which the strict reader refuses by name
             continue
-        module, wrappers = _unwrapped(match["module"])
         small, adapter = match["part"].islower(), match["adapter"]
         if adapter:
             adapters.add(adapter)
@@ -153,7 +165,7 @@ def _read_names(tensors: Tensors, layout: str, file: Path, findings: list[Findin
         findings.append(Finding(f"{file.name}: holds several adapters ({names}). Save the one you want alone"))
     mend = "gives them the names of the format"
     findings += [Finding(f"{file.name}: {habit} {n} names", mend) for habit, n in habits.items() if n]
-    return Weights(file, halves, foreign)
+    return Weights(layout, file, parts, halves, foreign)
 
 
 def _unwrapped(module: str) -> tuple[str, str]:
@@ -163,7 +175,21 @@ def _unwrapped(module: str) -> tuple[str, str]:
     return module.removeprefix(wrappers).removeprefix(PREFIX), wrappers
 
 
-def _read(file: Path, findings: list[Finding]) -> Tensors:
+def _read(file: Path, findings: list[Finding]) -> tuple[Tensors, tuple[Path, ...]]:
+    """(tensors, files read) of a file of weights, or of an index of its shards."""
+    if file.name == NPZ_FILE:
+        return read_npz(file), (file,)
+    if file.name != INDEX_FILE:
+        return _read_safetensors(file, findings), (file,)
+    shards, tensors = shards_of(file), Tensors()
+    for shard, names in shards.items():
+        found = _read_safetensors(shard, findings)
+        check_shard(shard, {*found}, names, file)
+        tensors |= found
+    return tensors, tuple(shards)
+
+
+def _read_safetensors(file: Path, findings: list[Finding]) -> Tensors:
     """The tensors of the file, also where 16-bit floats are labelled as integers."""
     header, _ = _header(file)
     if not any(info.get("dtype") == "U16" for info in header.values()):
@@ -179,14 +205,13 @@ def _read(file: Path, findings: list[Finding]) -> Tensors:
 
 def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """(header, where the data begin); an empty header for what `read_safetensors` will refuse."""
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         size = int.from_bytes(stream.read(8), "little")
         data = stream.read(size) if size <= MAX_HEADER_BYTES else b""
     try:
-        table: object = json.loads(data)
-    except (ValueError, RecursionError):
+        entries = parse_object(data, file, strict=False)
+    except FormatError:
         return {}, 0
-    entries = cast("dict[str, Any]", table) if isinstance(table, dict) else {}
     return {name: info for name, info in entries.items() if isinstance(info, dict)}, 8 + size
 
 

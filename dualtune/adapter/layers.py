@@ -14,7 +14,8 @@ from typing import NamedTuple
 from dualtune.adapter.spec import ALL_LINEAR, is_target
 
 # The first number in the path is the layer; later ones count experts.
-_PLACE = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,5})\.(?P<name>.+)", re.ASCII)
+_PLACE = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
+MAX_PATH = 512  # characters
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 
 
@@ -26,7 +27,7 @@ class Place(NamedTuple):
 
 def is_module_path(text: str) -> bool:
     """Whether the text is a dotted path: names from a file end up in terminals, reports and regular expressions."""
-    return _PATH.fullmatch(text) is not None
+    return len(text) <= MAX_PATH and _PATH.fullmatch(text) is not None
 
 
 def place_of(module: str) -> Place | None:

@@ -18,7 +18,7 @@ from dualtune.errors import FormatError
 
 MANIFEST_FILE = "dualtune.json"
 SCHEMA_VERSION = 1
-MAX_BYTES = 16 << 20
+MAX_BYTES = 1 << 20
 
 
 def make_manifest(files: Mapping[str, bytes], notes: Collection[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,9 @@ def integrity_problems(directory: Path, manifest: Mapping[str, Any], known: Coll
     """Where the files of these names differ from what the manifest says. Other names are neither read nor allowed."""
     listed = fields.subtable(manifest, "files", directory / MANIFEST_FILE)
     problems = [
-        f"{MANIFEST_FILE} lists {name!r}, which is no part of an adapter" for name in listed if name not in known
+        f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is no part of an adapter"
+        for name in listed
+        if name not in known
     ]
     for name in known:
         path = directory / name
@@ -65,7 +67,8 @@ def _file_problems(path: Path, *, num_bytes: Any, sha256: Any) -> list[str]:
     if is_lfs_pointer(path):
         return [f"{path.name} {LFS_ADVICE}"]
     if (size := path.stat().st_size) != num_bytes:
-        return [f"{path.name} has {size} bytes, expected {num_bytes}: truncated or replaced. Copy it again."]
+        expected = fields.shown(fields.text_of(num_bytes))
+        return [f"{path.name} has {size} bytes, expected {expected}: truncated or replaced. Copy it again."]
     if sha256_of(path) != sha256:
         return [f"{path.name} was changed: its sha256 is not the one in {MANIFEST_FILE}. Copy it again."]
     return []

@@ -61,7 +61,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     source, kept = _source(config, weights), dict[str, Any](manifest)
     record = {
         "source": source,
-        "files": {w.file.name: sha256_of(w.file) for w in weights.values()},
+        "files": {part.name: sha256_of(part) for w in weights.values() for part in w.parts},
         "mended": [{"fault": finding.fault, "repair": finding.mend} for finding in findings],
     }
     adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes)
@@ -161,9 +161,9 @@ def _agreeing(
 
 
 def _parse(config: dict[str, Any], weights: Weights, way: Reading) -> Parts:
-    """What the strict reader makes of the matrices. Which reader that is, the file says, or a config of one tool."""
+    """What the strict reader makes of the matrices. Which reader that is, the layout says, or a config of one tool."""
     is_peft, is_mlx = diagnose.has_peft_keys(config), diagnose.has_mlx_keys(config)
-    as_peft = is_peft and (weights.file.name == peft.WEIGHTS_FILE or not is_mlx)
+    as_peft = is_peft and (weights.layout == "peft" or not is_mlx)
     tensors: Tensors = dict(weights.foreign)
     for module, (A, B) in way.pairs.items():
         if as_peft:
