@@ -6,9 +6,10 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from dualtune.errors import EnvironmentFault
+from dualtune.adapter.files import MAX_BYTES, is_lfs_pointer, open_file, parse_object, read_json, sha256_of
+from dualtune.errors import EnvironmentFault, FormatError
 
 # No `*.py` and no pickle: a base model is data, never code.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
@@ -17,13 +18,16 @@ CONSOLIDATED = "consolidated*.safetensors"
 NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 SAMPLED_TENSORS = 8
 SAMPLED_BYTES = 65_536
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TOKENIZER_CONFIG_BYTES = 64 << 20
+MAX_HEADER_BYTES = 16 << 20  # of a file of weights
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
     """The directory of a model given as a directory or a Hugging Face hub id, downloaded if needed.
 
     `weights=False` asks only for config and tokenizer (`model.init: random`). EnvironmentFault, naming every place
-    that was looked at, if the model cannot be found or has no safetensors weights.
+    that was looked at, if the model cannot be found or has no safetensors weights; FormatError for a broken config.
     """
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -32,6 +36,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
         raise EnvironmentFault(
             f"model.name: {path} has no config.json; a model directory in Hugging Face layout is needed"
         )
+    read_config(path)  # so that nobody after us meets a broken one
     if weights and not weight_files(path):
         found = sorted(p.name for p in path.iterdir())
         unsafe = [n for n in found if n.endswith((".bin", ".pt", ".pth", ".gguf"))]
@@ -62,6 +67,11 @@ def _download(name: str, weights: bool) -> Path:
         ) from error
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a model directory. FormatError for a broken one."""
+    return read_json(path / "config.json", max_bytes=MAX_CONFIG_BYTES, strict=False)
+
+
 def weight_files(path: Path) -> list[Path]:
     """The safetensors files that hold a model, without copies of it in other names."""
     return sorted(file for file in path.glob("*.safetensors") if not file.match(CONSOLIDATED))
@@ -80,7 +90,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
     Weights are sampled (first 64 KiB of a few tensors, by name) because hashing 15 GB would take longer than loading.
     """
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = read_config(path)
     quantization = config.get("quantization") or config.get("quantization_config")
     return {
         "config_sha256": _sha256(json.dumps(config, sort_keys=True).encode()),
@@ -93,37 +103,46 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 def sampled_tensors(path: Path) -> dict[str, str]:
     """sha256 over dtype, shape and the first 64 KiB of a few tensors, spread evenly over the sorted names."""
-    located: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    located: dict[str, tuple[Path, int, Any]] = {}
     for file in weight_files(path):
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             size = int.from_bytes(stream.read(8), "little")
-            if not 0 < size <= file.stat().st_size - 8:
+            if not 0 < size <= min(MAX_HEADER_BYTES, file.stat().st_size - 8) or is_lfs_pointer(file):
                 raise EnvironmentFault(f"{file}: not a safetensors file. If it is a git-lfs pointer, run: git lfs pull")
-            header = cast(dict[str, Any], json.loads(stream.read(size)))
+            header = parse_object(stream.read(size), f"{file}: header", strict=False)
         located |= {name: (file, 8 + size, meta) for name, meta in header.items() if name != "__metadata__"}
     names = sorted(located)
     chosen = names[:: max(1, len(names) // SAMPLED_TENSORS)][:SAMPLED_TENSORS]
     return {name: _tensor_hash(*located[name]) for name in chosen}
 
 
-def _tensor_hash(file: Path, data_start: int, meta: dict[str, Any]) -> str:
-    begin, end = meta["data_offsets"]
+def _tensor_hash(file: Path, data_start: int, meta: Any) -> str:
+    match meta:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
+            all(type(n) is int and 0 <= n <= MAX_BYTES for n in (*shape, begin, end)) and begin <= end
+        ):
+            pass
+        case _:
+            raise FormatError(f"{file}: a tensor without dtype, shape and two data_offsets. Download the model again")
     with file.open("rb") as stream:
         stream.seek(data_start + begin)
         head = stream.read(min(end - begin, SAMPLED_BYTES))
-    return _sha256(f"{meta['dtype']}{meta['shape']}".encode() + head)
+    return _sha256(f"{dtype}{shape}".encode("utf-8", "replace") + head)
 
 
 def _template_hash(path: Path) -> str | None:
     if (path / "chat_template.jinja").is_file():
         return _sha256_of(path / "chat_template.jinja")
     config = path / "tokenizer_config.json"
-    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    if not config.is_file():
+        return None
+    template = read_json(config, max_bytes=MAX_TOKENIZER_CONFIG_BYTES, strict=False).get("chat_template")
     return _sha256(json.dumps(template).encode()) if template else None
 
 
 def _sha256_of(path: Path) -> str | None:
-    return _sha256(path.read_bytes()) if path.is_file() else None
+    """Of a file, in pieces: a tokenizer.json may have 33 MiB."""
+    return sha256_of(path) if path.is_file() else None
 
 
 def _sha256(data: bytes) -> str:
