@@ -12,26 +12,32 @@ only counts if its manifest is true.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import json
 import re
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors.numpy import save as to_bytes
 
 from dualtune import faults
-from dualtune.adapter.files import read_safetensors
+from dualtune.adapter import fields
+from dualtune.adapter.files import read_json, read_safetensors
 from dualtune.adapter.spec import Tensors
 from dualtune.backend import Engine, OptimizerState
 from dualtune.disk import json_bytes, listing, remove_directory, write_directory
 from dualtune.errors import DiskError, FormatError, NonFiniteError
+from dualtune.train.guards import GuardState
 
 SCHEMA_VERSION = 2  # 1 had no fingerprints and no guards
 MANIFEST = "MANIFEST.json"
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_STATE_BYTES = 4 << 20
+MAX_STEP = 10**12
 BYTES_PER_WEIGHT = 12  # float32: the weight and its two moments
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -131,10 +137,53 @@ def read(path: Path) -> Checkpoint:
     """A checkpoint that verifies, or FormatError that says what is wrong with it."""
     if problem := problem_of(path):
         raise FormatError(f"{path}: {problem}")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = _read_state(path)
+    adapter = read_safetensors(path / "adapter.safetensors")
     m, v = (read_safetensors(path / f"optimizer_{part}.safetensors") for part in "mv")
-    optimizer = OptimizerState(state["optimizer_step"], m, v)
-    return Checkpoint(path, state["step"], read_safetensors(path / "adapter.safetensors"), optimizer, state)
+    shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, m, v)]
+    if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
+        raise FormatError(f"{path}: the adapter and the moments of its optimizer are not of the same tensors")
+    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], m, v), state)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """state.json, with what others take from it in the types that they take it for. It may come from elsewhere."""
+    file = path / "state.json"
+    state = read_json(file, max_bytes=MAX_STATE_BYTES)
+    for key in ("step", "optimizer_step"):
+        if type(value := fields.required(state, key, file)) is not int or not 0 <= value < MAX_STEP:
+            raise fields.wrong(file, key, value, "a number of steps")
+    for section in fields.subtable(state, "config", file):
+        fields.subtable(state["config"], section, f"{file}: config")
+    for key, value in fields.subtable(state, "fingerprints", file).items():
+        if not isinstance(value, str):
+            raise fields.wrong(f"{file}: fingerprints", key, value, "a text")
+    for key in ("place", "schedule", "guards"):
+        fields.subtable(state, key, file)
+    _check_guards(state.get("guards") or {}, f"{file}: guards")
+    return state
+
+
+def _check_guards(guards: Mapping[str, Any], where: str) -> None:
+    known = dataclasses.asdict(GuardState())
+    for key in guards:
+        value: Any = guards[key]
+        if key == "losses":
+            is_right = _are_numbers(value)
+        elif key == "in_spike":
+            is_right = isinstance(value, bool)
+        else:  # a step, a count or a loss; null where there is none yet
+            is_right = key in known and (_is_number(value) or (value is None and known[key] is None))
+        if not is_right:
+            raise fields.wrong(where, key, value, "what the guards of a run remember")
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_number, cast("list[Any]", values)))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 FILES = frozenset({"adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json"})
@@ -143,20 +192,24 @@ FILES = frozenset({"adapter.safetensors", "optimizer_m.safetensors", "optimizer_
 def problem_of(path: Path) -> str | None:
     """What is wrong with a checkpoint: every file of the manifest must be there with its size and hash."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not (path / MANIFEST).exists():
+            return f"{MANIFEST} is missing"
+        manifest = read_json(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
         version, files = manifest["schema_version"], manifest["files"]
         if version > SCHEMA_VERSION:
-            return f"has schema version {version}, this dualtune reads up to {SCHEMA_VERSION}: upgrade it"
+            newer = fields.shown(fields.text_of(version))
+            return f"has schema version {newer}, this dualtune reads up to {SCHEMA_VERSION}: upgrade it"
         if missing := FILES - {*files}:
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
         if foreign := {*files} - FILES:  # it may come from elsewhere, and name any file of this machine
-            return f"{MANIFEST} lists {', '.join(map(repr, sorted(foreign)))}, which a checkpoint does not have"
+            names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
+            return f"{MANIFEST} lists {names}, which a checkpoint does not have"
         return next(filter(None, (_problem_of_file(path / name, entry) for name, entry in files.items())), None)
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
+    except FormatError as error:
+        return f"{MANIFEST} is not a manifest ({str(error).removeprefix(f'{path / MANIFEST}: ')})"
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not a manifest"
 
 
@@ -164,7 +217,8 @@ def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
     try:
         size = file.stat().st_size
         if size != entry["bytes"]:
-            return f"{file.name} has {size} bytes, and the manifest says {entry['bytes']}"
+            said = fields.shown(fields.text_of(entry["bytes"]))
+            return f"{file.name} has {size} bytes, and the manifest says {said}"
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
