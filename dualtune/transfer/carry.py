@@ -1,0 +1,207 @@
+"""`dualtune push` and `dualtune pull`: a bundle to another place and from it, verified before it has its final name.
+
+A bundle is packed and unpacked here, with `pack` and `bundle`; how it travels is the business of `places`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualtune import interrupt
+from dualtune.disk import fsync
+from dualtune.errors import ConfigError, DiskError, FormatError
+from dualtune.train.listing import list_runs
+from dualtune.train.run_dir import METRICS, is_run_dir
+from dualtune.transfer import bundle, signature
+from dualtune.transfer.bundle import Report
+from dualtune.transfer.manifest import ADAPTER
+from dualtune.transfer.pack import pack
+from dualtune.transfer.places import hub, target
+from dualtune.transfer.places.hub import Hub
+from dualtune.transfer.places.patience import AbsentFault, Patience
+from dualtune.transfer.places.target import Target
+from dualtune.transfer.signature import Trust
+
+RUNS = Path("runs")
+SIGNATURE_ENDING = ".sig"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is to be pushed: as of `dualtune bundle pack`, or a bundle that is there already."""
+
+    source: Path
+    step: int | None = None
+    adapter: bool = False
+    tokenizer: str | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    where: str
+    is_new: bool  # False: the same was there already
+    report: Report
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    where: str
+    path: Path  # the directory, or the bundle
+    report: Report
+
+
+def newest_run() -> Path:
+    """The run directory below `runs` that was written to last."""
+    found = [Path(run.path) for run in list_runs(RUNS)] if RUNS.is_dir() else []
+    if not found:
+        raise ConfigError(f"SOURCE: there is no run below {RUNS}/. Name a run directory, an adapter or a bundle")
+    return max(found, key=_written_at)
+
+
+def _written_at(run: Path) -> float:
+    file = run / METRICS
+    return (file if file.exists() else run).stat().st_mtime
+
+
+def push(text: str, choice: Choice, *, force: bool, public: bool, patience: Patience) -> Pushed:
+    """Bring a bundle to a place, or an adapter to the hub. What was sent is kept for another try.
+
+    ConfigError if another file is there and not `force`, FormatError if there is nothing sound to push.
+    """
+    place = _place(text)
+    if is_run_dir(folder := Path(text)) or (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"TARGET: {text} is what can be pushed, no place for it. The order is: push TARGET SOURCE")
+    if public and not isinstance(place, Hub):
+        raise ConfigError(f"--public: is for hf:// alone, got {text}; elsewhere the place itself says who may read")
+    if isinstance(place, Hub) and choice.step is not None:
+        raise ConfigError("--checkpoint: the hub takes an adapter. Push the checkpoint to a directory, ssh or a bucket")
+    with interrupt.handled(), _bundle_of(choice, for_hub=isinstance(place, Hub)) as (file, notes):
+        report = bundle.inspect(file)
+        interrupt.poll()
+        if isinstance(place, Hub):
+            is_new = _push_to_hub(place, file, report, public=public, force=force, patience=patience)
+        else:
+            if (signed := signature.path_of(file)).is_file():  # before the bundle: who sees that one finds this one
+                place.push(signed, ending=SIGNATURE_ENDING, force=force, patience=_quiet(patience))
+            is_new = place.push(file, force=force, patience=patience)
+    return Pushed(str(place), is_new, report, notes)
+
+
+def pull(text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None, patience: Patience) -> Pulled:
+    """Fetch a bundle, verify it, and unpack it into a new directory, or keep the file.
+
+    FormatError if it cannot be trusted: then nothing is left. After a cut the next pull goes on with what has arrived.
+    """
+    place = _place(text)
+    dest = dest or Path(f"{place.name}.tar" if keep_packed else place.name)
+    dest = Path(os.path.abspath(dest.expanduser()))  # noqa: PTH100  resolve() would follow a link at the target
+    if os.path.lexists(dest) and (keep_packed or dest.is_symlink() or not dest.is_dir() or any(dest.iterdir())):
+        kind = "" if keep_packed else " and is not an empty directory"
+        raise ConfigError(f"{dest}: already exists{kind}. Choose another path or remove it")
+    if isinstance(place, Hub):
+        if trust is not None:
+            raise ConfigError("--verify-signature: a repository of the hub has none; pull a signed bundle instead")
+        with interrupt.handled(), _bundle_from_hub(place, patience) as file:
+            return _settled(file, dest, str(place), keep_packed=keep_packed, trust=None)
+    with interrupt.handled():
+        return _pull_bundle(place, dest, keep_packed=keep_packed, trust=trust, patience=patience)
+
+
+def _pull_bundle(place: Target, dest: Path, *, keep_packed: bool, trust: Trust | None, patience: Patience) -> Pulled:
+    file = place.pull(dest, patience=patience)
+    signed = signature.path_of(file)
+    if trust is not None:
+        with contextlib.suppress(AbsentFault):  # the check of the signature says it better
+            place.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience)).replace(signed)
+    interrupt.poll()
+    try:
+        done = _settled(file, dest, str(place), keep_packed=keep_packed, trust=trust)
+    except FormatError:
+        _remove(file, signed)
+        raise
+    _remove(file, signed)
+    return done
+
+
+def _settled(file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None) -> Pulled:
+    """Give what has arrived its place, once it is verified."""
+    try:
+        if not keep_packed:
+            return Pulled(where, dest, bundle.unpack(file, dest, trust))
+        report = bundle.inspect(file, trust)
+    except FormatError as error:
+        raise FormatError(str(error).replace(str(file), where)) from error
+    try:
+        if trust is not None:
+            signature.path_of(file).rename(signature.path_of(dest))
+        file.rename(dest)
+        fsync(dest.parent)
+    except OSError as error:
+        raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
+    return Pulled(where, dest, report)
+
+
+def _remove(*files: Path) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _quiet(patience: Patience) -> Patience:
+    """For the small file beside the large one whose course is shown."""
+    return Patience(patience.retries, say=patience.say)
+
+
+def _place(text: str) -> Target | Hub:
+    return hub.parse(text) if text.startswith(hub.SCHEME) else target.parse(text)
+
+
+@contextlib.contextmanager
+def _bundle_of(choice: Choice, *, for_hub: bool) -> Generator[tuple[Path, list[str]]]:
+    """The bundle to push, and notes. One that is packed for this is removed afterwards."""
+    source = choice.source
+    if not source.exists():
+        raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
+    if source.is_file():
+        if choice.step is not None or choice.adapter or choice.tokenizer is not None or choice.key is not None:
+            raise ConfigError(
+                f"{source}: is a bundle already; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
+            )
+        yield source, []
+        return
+    if for_hub and (choice.tokenizer is not None or choice.key is not None):
+        raise ConfigError("--tokenizer, --sign: the hub takes the files of an adapter directory alone")
+    is_adapter_dir = (source / "adapter_config.json").is_file()
+    with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
+        file = Path(directory) / target.IN_DIRECTORY
+        adapter = choice.adapter or (for_hub and not is_adapter_dir)
+        notes = pack(source, file, step=choice.step, adapter=adapter, tokenizer=choice.tokenizer, key=choice.key)
+        yield file, notes
+
+
+def _push_to_hub(place: Hub, file: Path, report: Report, *, public: bool, force: bool, patience: Patience) -> bool:
+    if report.bundle.kind != ADAPTER:
+        raise ConfigError(f"{file}: holds a checkpoint, and the hub takes an adapter. Push the run with --adapter")
+    with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
+        # Unpacked again, so that what is shown to the world went through every check of a bundle.
+        unpacked = Path(directory) / "unpacked"
+        bundle.unpack(file, unpacked)
+        return hub.push(place, unpacked, public=public, force=force, patience=patience)
+
+
+@contextlib.contextmanager
+def _bundle_from_hub(place: Hub, patience: Patience) -> Generator[Path]:
+    """What a repository holds, as a bundle: packed here, so that it meets the same checks as any other."""
+    with tempfile.TemporaryDirectory(prefix="dualtune-pull-") as directory:
+        adapter = Path(directory) / "adapter"
+        adapter.mkdir()
+        hub.pull(place, adapter, patience=patience)
+        file = Path(directory) / target.IN_DIRECTORY
+        pack(adapter, file)
+        yield file
