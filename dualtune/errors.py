@@ -28,6 +28,10 @@ class EnvironmentFault(DualtuneError):
     exit_code = 4
 
 
+class PeerLost(EnvironmentFault):
+    """Another process of the run does not answer: it has failed, or is gone."""
+
+
 class DiskError(DualtuneError):
     """A file or directory could not be written."""
 

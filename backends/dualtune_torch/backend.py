@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dualtune_torch.distributed import launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
+from dualtune_torch.sharding import Shards
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 
@@ -47,7 +49,7 @@ class TorchBackend:
             "model.kernels": frozenset({"auto", "fused", "reference"}),
             "data.packing": frozenset({False, True}),
             "memory.checkpointing": frozenset({"auto", "none"}),
-            "memory.sharding": frozenset({"auto", "none"}),
+            "memory.sharding": frozenset({"auto", "none", "full"}),
         }
 
     def devices(self) -> list[DeviceInfo]:
@@ -70,8 +72,13 @@ class TorchBackend:
             marker.write_text("5")  # Linux: set the high-water mark to what is used now
 
     def load(self, request: LoadRequest) -> TorchEngine:
-        model, description = load_base(request, self.device)
-        return TorchEngine(model, request, description)
+        shards = Shards(self.device) if launched() and request.sharding != "none" else None
+        with shards.together() if shards else nullcontext():
+            model, description = load_base(request, self.device)
+            if shards is None or description["sharding"] == "none":
+                return TorchEngine(model, request, description)
+            shards.split(model, self.device)
+            return TorchEngine(model, request, description, shards.together)
 
     def world(self) -> World:
         return world(self.device.type)

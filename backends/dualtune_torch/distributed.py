@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualtune.backend import Alone, World
-from dualtune.errors import EnvironmentFault
+from dualtune.errors import EnvironmentFault, PeerLost
 
 # A process may wait long while another reads data; hung ones are the watchdog's (`dualtune.train.watchdog`).
 TIMEOUT = datetime.timedelta(days=1)
@@ -75,4 +75,4 @@ def _reached(collective) -> None:
         collective()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(f"another process of the run is gone: {reason}. Look at its output") from error
+        raise PeerLost(f"another process of the run is gone: {reason}. Look at its output") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,22 @@ from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
 from dualtune_torch.kernels.lora import add_groups
 from dualtune_torch.lora import Noise, add_lora, storage
 from dualtune_torch.losses import loss_sum
+from dualtune_torch.sharding import check_whole, whole
 
 
 class TorchEngine:
     """See `dualtune.backend.Engine`."""
 
-    def __init__(self, model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        request: LoadRequest,
+        description: Mapping[str, Any],
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`together`: around whatever computes with the model, where its base is split."""
         self.model = model
+        self._together = together
         self._request = request
         self._noise = Noise()
         self._layers = add_lora(model, request.adapter, self._noise)
@@ -83,14 +93,15 @@ class TorchEngine:
         return optimizer
 
     def evaluate(self, batch: Batch) -> LossSum:
-        with torch.no_grad():
+        with torch.no_grad(), self._together():
             return LossSum(self._loss_sum(batch), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
         self._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32)).to(self.model.device)
-        loss = self._loss_sum(batch) / num_targets
-        if loss.requires_grad:  # else the micro-batch has no target
-            (loss * self._loss_scale).backward()
+        with self._together():
+            loss = self._loss_sum(batch) / num_targets
+            if loss.requires_grad:  # else the micro-batch has no target
+                (loss * self._loss_scale).backward()
         self._noise.noise_BT = None
         self._loss += loss.detach()
 
@@ -132,14 +143,14 @@ class TorchEngine:
         into["step"].fill_(state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        with torch.no_grad():
+        with torch.no_grad(), self._together():
             return _numpy(self._logits(batch).float().log_softmax(-1))
 
     def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
         cache = DynamicCache(config=self.model.config)
         tokens_1T = self._tensor(prompt[None])
         while True:
-            with torch.no_grad(), own_attention(self.model, self._kernels):
+            with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
                 logits_V = self.model(tokens_1T, past_key_values=cache, use_cache=True).logits[0, -1]
             token = choose(_numpy(logits_V.float()))
             if token is None:
@@ -149,6 +160,7 @@ class TorchEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
+        check_whole(self.description)
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
         weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if ".lora_" not in n}
         for module, layer in self._layers.items():
@@ -170,9 +182,10 @@ class TorchEngine:
         hidden_BTD = self._run(self.model.base_model, batch).last_hidden_state
         hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
         labels_M = self._tensor(batch.labels_BT.flat[where_M])
-        return LinearCrossEntropy.apply(
-            hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap, self._kernels.fuse
-        )
+        with whole(head):
+            return LinearCrossEntropy.apply(
+                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap, self._kernels.fuse
+            )
 
     def _logits(self, batch: Batch) -> Tensor:
         return self._run(self.model, batch).logits

@@ -18,15 +18,28 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch import affine_model
 from dualtune_torch.affine import BITS, GROUP_SIZE
 from dualtune_torch.frozen import num_parameters
+from dualtune_torch.sharding import decide
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The frozen base model on its device, and what was chosen for it."""
+    """The frozen base model, and what was chosen for it. It is on its device; one that is to be split, on the host."""
     dtype, why = _dtype(request.dtype, device)
     stored = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
     quantization = _quantization(request, stored)
+    sharding, why_sharding = decide(request, dtype, quantization, device)
+    description = {
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "dtype_reason": why,
+        "quantization": quantization,
+        "quantization_reason": "as stored" if request.quantization == "auto" else "as configured",
+        "sharding": sharding,
+        "sharding_reason": why_sharding,
+    }
+    if sharding == "full":
+        device = torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
     try:
         if quantization in BITS or (quantization == "nf4" and request.init == "random"):
@@ -47,15 +60,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             module.train()
             # And the config of a stored model names a compute dtype of its own, which would win over ours.
             module.compute_dtype, module.compute_type_is_set = dtype, True
-    return model, {
-        "model_class": type(model).__name__,
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "dtype_reason": why,
-        "quantization": quantization,
-        "quantization_reason": "as stored" if request.quantization == "auto" else "as configured",
-        "num_parameters": num_parameters(model),
-    }
+    return model, {"model_class": type(model).__name__} | description | {"num_parameters": num_parameters(model)}
 
 
 def _dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

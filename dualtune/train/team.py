@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from dualtune import interrupt
 from dualtune.backend import Alone, World
-from dualtune.errors import DualtuneError, EnvironmentFault, Preempted
+from dualtune.errors import DualtuneError, EnvironmentFault, PeerLost, Preempted
 from dualtune.redaction import redact
 from dualtune.train.watchdog import Watchdog
 
@@ -88,6 +88,9 @@ class Team:
         try:
             yield
         except PeerFailed:
+            raise
+        except PeerLost:
+            self.check()  # it may be able to say why
             raise
         except Exception as error:
             if self.size > 1:

@@ -20,6 +20,7 @@ from dualtune_torch.affine import AffineLinear
 from dualtune_torch.frozen import FrozenLinear, compute_dtype, num_parameters
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import Documents, NotCovered
+from dualtune_torch.sharding import class_of
 
 # By how much, of the largest logit, a fast piece may move one. Rounding moves them by a tenth of that, another kind of
 # computation by far more.
@@ -125,7 +126,7 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) ->
 def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
     head = model.get_output_embeddings()
     try:
-        if type(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
+        if head is None or class_of(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
             raise NotCovered("the output head is adapted, or no plain linear layer")
         hidden_BTD = _packed(model.base_model, _documents(model, chosen.fuse) if chosen.attention else None)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

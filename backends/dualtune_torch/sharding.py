@@ -1,0 +1,220 @@
+"""The frozen base split among the processes of a run: each holds a part of every weight, and has a layer whole while it
+computes with it. FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., PyTorch FSDP, arXiv 2304.11277) does it.
+
+Split are the decoder layers, the embedding and the output head, each as a group of its own. Whole in every process
+remain the last norm, and an embedding that is the output head too: FSDP2 would need the two in one group, which would
+keep them whole from the first layer to the loss. The adapter is made afterwards and is never seen by FSDP2, so no
+gradient is scattered: there are all-gathers here, and nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from dualtune.backend import LoadRequest
+from dualtune.errors import ConfigError, PeerLost
+from dualtune_torch.affine import AffineLayer
+from dualtune_torch.distributed import launched
+
+# A base may take so much of a device's free memory and stay whole there: a step needs the rest.
+LARGEST_SHARE = 0.8
+GIB = 1 << 30
+LOOK_S = 1.0  # how often a process that waits for a part of a layer asks whether the others are still there
+FAILED = "dualtune/failed"  # a key of the store that all processes can reach
+
+
+def decide(
+    request: LoadRequest, dtype: torch.dtype, quantization: str, device: torch.device
+) -> tuple[Literal["none", "full"], str]:
+    """Whether the base is split, and why. The same in all processes, whatever memory each has."""
+    if request.sharding == "none":
+        return "none", "as configured"
+    if request.sharding == "full":
+        _check_full(quantization)
+        return "full", "as configured"
+    if not launched():
+        return "none", "one process"
+    if device.type == "cpu":
+        return "none", "processes on CPUs share one memory or have a machine each; full is for who asks for it"
+    needed, free = _base_bytes(request, dtype, quantization), torch.cuda.mem_get_info(device)[0]
+    fits = torch.tensor(float(needed <= LARGEST_SHARE * free))
+    dist.all_reduce(fits, dist.ReduceOp.MIN)
+    size = f"a base of {needed / GIB:.1f} GiB"
+    if fits:
+        return "none", f"{size} fits in {LARGEST_SHARE:.0%} of each device's free memory"
+    why = f"{size} does not fit in {LARGEST_SHARE:.0%} of each device's free memory (here {free / GIB:.1f} GiB)"
+    if quantization == "nf4":
+        return "none", f"{why}, but one in nf4 cannot be split; affine4 can"
+    return "full", why
+
+
+class Shards:
+    """The processes among which a base is split. All of them make one, at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        wait = datetime.timedelta(seconds=float(os.environ.get("DUALTUNE_WAIT_S", "600")))  # the watchdog's limit
+        # Collectives of their own: where one process fails inside a layer and others wait there, the notes of the loop
+        # still reach everybody (`dualtune.train.team`).
+        self._group = dist.new_group(timeout=wait)
+        self._mesh = DeviceMesh.from_group(self._group, device.type)
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def split(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Keep this process's part of a model that lies on the host; the part, and what stays whole, on the device.
+
+        On the device is never more of the base than the parts and one group.
+        """
+        for module in [*_layers(model), *_ends(model)]:
+            _buffers_to_parameters(module)
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+            if device.type == "cpu":
+                module.set_custom_all_gather(_AllGather(self._store))  # type: ignore[attr-defined]
+        whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
+        # torch warns of a hook that may get lost where a root's output is a view; this one's hooks gather nothing.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w*Model\) returned a view tensor")
+        # A group of nothing: it is the root, which lets the others fetch the next layer while one computes.
+        fully_shard(model.base_model, mesh=self._mesh, reshard_after_forward=True, ignored_params=whole)
+        model.to(device)
+
+    @contextmanager
+    def together(self) -> Generator[None]:
+        """Around whatever computes with the model: if this process fails in it, the others need not wait for it."""
+        try:
+            yield
+        except PeerLost:
+            raise
+        except Exception:
+            self._store.set(FAILED, "1")
+            raise
+
+
+@contextmanager
+def whole(layer: nn.Module) -> Generator[None]:
+    """Around whatever reads the weights of a layer without calling it."""
+    if not isinstance(layer, FSDPModule):
+        yield
+        return
+    layer.unshard()
+    try:
+        yield
+    finally:
+        layer.reshard()
+
+
+def class_of(layer: nn.Module) -> type[nn.Module]:
+    """Its class, without what FSDP2 has put before it."""
+    kind = type(layer)
+    return (
+        next(base for base in kind.__mro__[2:] if issubclass(base, nn.Module)) if issubclass(kind, FSDPModule) else kind
+    )
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Of the weights that this process holds between two micro-batches."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+
+class _AllGather:
+    """gloo's all-gather. A wait in it would last until the limit even if another process has failed long since."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        try:
+            parts = list(output_tensor.chunk(dist.get_world_size(group)))
+            work = dist.all_gather(parts, input_tensor, group=group, async_op=True)
+            assert work is not None
+            while not _ends_soon(work):
+                if self._store.check([FAILED]):
+                    raise PeerLost("another process of the run has failed. Look at its output")
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise PeerLost(f"another process of the run is gone: {reason}. Look at its output") from error
+
+
+def _ends_soon(work: dist.Work) -> bool:
+    """Wait for a collective, but not for long. RuntimeError if it has failed."""
+    try:
+        work.wait(datetime.timedelta(seconds=LOOK_S))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def check_whole(description: Mapping[str, Any]) -> None:
+    """ConfigError if the base is split, for what needs all of it."""
+    if description["sharding"] != "none":
+        raise ConfigError(
+            "merge: the base is split among processes (memory.sharding: full). Merge in one process: dualtune "
+            "adapter merge, with --platform cpu where the base fits on no device"
+        )
+
+
+def _check_full(quantization: str) -> None:
+    if not launched():
+        raise ConfigError("memory.sharding: got full, and this is one process; allowed: auto or none")
+    if quantization == "nf4":
+        raise ConfigError(
+            "memory.sharding: got full, but bitsandbytes' NF4 weights cannot be split here. Allowed: a plain base, or "
+            "model.quantization: affine4, with full; or sharding: none"
+        )
+
+
+def _base_bytes(request: LoadRequest, dtype: torch.dtype, quantization: str) -> int:
+    """Of the base as it will be loaded. Matrices are taken to be quantized, all of them."""
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(request.model_dir, local_files_only=True, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    bits = dtype.itemsize * 8
+    packed = {"nf4": 4.127, "affine4": 4 + 2 * bits / 64, "affine8": 8 + 2 * bits / 64}.get(quantization, bits)
+    return int(sum(p.numel() * (packed if p.dim() > 1 else bits) for p in model.parameters()) / 8)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, which transformers names for everybody who splits models."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(
+            f"memory.sharding: got full, but transformers does not say which modules of {type(model).__name__} are its "
+            "layers. Allowed: none (each process then holds the whole base)"
+        )
+    return layers
+
+
+def _ends(model: PreTrainedModel) -> list[nn.Module]:
+    if model.all_tied_weights_keys:
+        return []
+    return [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+
+
+def _buffers_to_parameters(module: nn.Module) -> None:
+    """FSDP2 splits parameters alone, and packed weights are buffers."""
+    for layer in module.modules():
+        if isinstance(layer, AffineLayer):
+            for name in ("weight", "scales", "biases"):
+                tensor = getattr(layer, name)
+                delattr(layer, name)
+                layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
