@@ -35,8 +35,8 @@ COMMANDS = {
     "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
     "verify": ("verify", "Compare what an adapter computes here with what was recorded where it was trained."),
     "bundle": ("bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
-    "push": ("push", "Send an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub."),
-    "pull": ("pull", "Bring back what push has sent, verified."),
+    "push": ("push", "Bring an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub."),
+    "pull": ("pull", "Fetch what push has brought there, and verify it."),
     "adapter": ("adapter", "Inspect, convert, import, compare and merge adapter directories."),
     "config": ("config", "Print a commented config with every key, a ready one by name, or the JSON schema."),
 }
