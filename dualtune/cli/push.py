@@ -28,12 +28,14 @@ def command(
 ) -> None:  # fmt: skip
     """Bring SOURCE to TARGET: a run directory (its newest checkpoint that verifies), an adapter directory or a bundle.
 
+    TARGET is one of
+
     \b
-    TARGET  user@host:path        another machine, over ssh; nothing of dualtune is needed there
-            ssh://user@host:22/path
-            path                  a directory
-            s3://bucket/path      and other file systems of fsspec
-            hf://owner/name       the Hugging Face hub: the adapter, with a model card
+    user@host:path           another machine, over ssh; it needs no dualtune
+    ssh://user@host:22/path
+    path                     a directory
+    s3://bucket/path         and other file systems of fsspec
+    hf://owner/name          the Hugging Face hub: the adapter and a card
 
     Without SOURCE it is the run below runs/ that was written to last. TARGET names the bundle where it ends in .tar or
     .dualtune, and else a directory, where it is called bundle.tar. A push that was cut goes on when it is run again.

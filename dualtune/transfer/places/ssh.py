@@ -48,9 +48,11 @@ class SshStore:
             raise ConfigError(f"TARGET: got the host {self.host!r}; allowed is [user@]host, not beginning with '-'")
 
     def shown(self, path: str) -> str:
+        user, at, host = self.host.rpartition("@")
+        host = f"{user}{at}[{host}]" if ":" in host else self.host  # an IPv6 address
         if self.port is None:
-            return f"{self.host}:{path.removeprefix('./')}"
-        return f"ssh://{self.host}:{self.port}/{path.removeprefix('/') if path.startswith('/') else '~/' + path[2:]}"
+            return f"{host}:{path.removeprefix('./')}"
+        return f"ssh://{host}:{self.port}/{path.removeprefix('/') if path.startswith('/') else '~/' + path[2:]}"
 
     def look(self, upload: Upload) -> Found:
         lines = self._ask(ssh_script.LOOK, upload.path, upload.part, upload.chunks.num_bytes)
