@@ -8,7 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dualtune.adapter.files import MAX_BYTES, is_lfs_pointer, open_file, parse_object, read_json, sha256_of
+from dualtune.adapter.files import (
+    MAX_BYTES,
+    MAX_HEADER_BYTES,
+    is_lfs_pointer,
+    open_file,
+    parse_object,
+    read_json,
+    sha256_of,
+)
 from dualtune.errors import EnvironmentFault, FormatError
 
 # No `*.py` and no pickle: a base model is data, never code.
@@ -18,9 +26,8 @@ CONSOLIDATED = "consolidated*.safetensors"
 NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 SAMPLED_TENSORS = 8
 SAMPLED_BYTES = 65_536
-MAX_CONFIG_BYTES = 16 << 20
-MAX_TOKENIZER_CONFIG_BYTES = 64 << 20
-MAX_HEADER_BYTES = 16 << 20  # of a file of weights
+MAX_CONFIG_BYTES = 4 << 20
+MAX_TOKENIZER_CONFIG_BYTES = 64 << 20  # models of speech add 65,000 tokens, and describe each
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
@@ -136,7 +143,8 @@ def _template_hash(path: Path) -> str | None:
     config = path / "tokenizer_config.json"
     if not config.is_file():
         return None
-    template = read_json(config, max_bytes=MAX_TOKENIZER_CONFIG_BYTES, strict=False).get("chat_template")
+    table = read_json(config, max_bytes=MAX_TOKENIZER_CONFIG_BYTES, strict=False, allowance=4)
+    template = table.get("chat_template")
     return _sha256(json.dumps(template).encode()) if template else None
 
 

@@ -28,7 +28,7 @@ MAX_BYTES = 1 << 62  # of a tensor, and of each of its dimensions
 # JSON takes up to sixty times its size in memory, and most where it is many small things. With this many the two
 # limits together keep a header under 64 MB; it has 22 of them to a tensor.
 MAX_STRUCTURE = 820_000  # quotes, commas, colons and opening brackets
-MAX_WIDE_BYTES = 1 << 20  # of a text with other characters than ASCII, which takes four times its size
+MAX_WIDE_BYTES = 4 << 20  # of a text with other characters than ASCII, which takes four times its size
 MAX_DEPTH = 64
 LFS_MAGIC = b"version https://git-lfs"
 LFS_ADVICE = "is a git-lfs pointer, not the file itself. Run: git lfs pull"
@@ -47,19 +47,19 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def parse_object(data: bytes, where: object, *, strict: bool = True) -> dict[str, Any]:
+def parse_object(data: bytes, where: object, *, strict: bool = True, allowance: int = 1) -> dict[str, Any]:
     """The object in a JSON text. FormatError for anything else, and for what would take too much memory to read.
 
     `strict` refuses what Python's reader lets pass and other readers take otherwise, or cannot write again: a key that
-    comes twice, NaN and Infinity, half a surrogate pair. The config.json of some models has them.
+    comes twice, NaN and Infinity, half a surrogate pair. The config.json of some models has them. `allowance` is how
+    many times as much as usual it may hold.
     """
     if data.startswith(LFS_MAGIC):
         raise FormatError(f"{where}: {LFS_ADVICE}")
-    limit = MAX_STRUCTURE if strict else 4 * MAX_STRUCTURE  # a base model has more tensors than an adapter of it
-    if (size := sum(map(data.count, (b'"', b",", b":", b"[", b"{")))) > limit:
-        raise FormatError(f"{where}: {size} quotes, commas, colons and brackets, at most {limit} are allowed")
-    if strict and len(data) > MAX_WIDE_BYTES and not data.isascii():
-        raise FormatError(f"{where}: {len(data)} bytes, at most {MAX_WIDE_BYTES} are allowed if they are not all ASCII")
+    if (size := sum(map(data.count, (b'"', b",", b":", b"[", b"{")))) > (most := allowance * MAX_STRUCTURE):
+        raise FormatError(f"{where}: {size} quotes, commas, colons and brackets, at most {most} are allowed")
+    if len(data) > (most := allowance * MAX_WIDE_BYTES) and not data.isascii():
+        raise FormatError(f"{where}: {len(data)} bytes, at most {most} are allowed if they are not all ASCII")
     hooks: dict[str, Any] = {
         "object_pairs_hook": _unique, "parse_constant": _refuse_constant, "parse_float": _finite,
     }  # fmt: skip
@@ -116,13 +116,13 @@ def _too_deep(where: object) -> FormatError:
     return FormatError(f"{where}: nested too deeply, at most {MAX_DEPTH} levels are allowed")
 
 
-def read_json(path: Path, *, max_bytes: int, strict: bool = True) -> dict[str, Any]:
+def read_json(path: Path, *, max_bytes: int, strict: bool = True, allowance: int = 1) -> dict[str, Any]:
     """The object in a JSON file of at most `max_bytes`."""
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise FormatError(f"{path}: {path.stat().st_size} bytes, at most {max_bytes} are allowed")
-    return parse_object(data, path, strict=strict)
+    return parse_object(data, path, strict=strict, allowance=allowance)
 
 
 def read_safetensors(path: Path) -> Tensors:

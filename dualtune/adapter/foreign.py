@@ -82,7 +82,7 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
         try:
             tensors: Any = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
-            raise FormatError(f"{file}: not a whole safetensors file: {error}") from None
+            raise FormatError(f"{file}: not a whole safetensors file: {fields.shown(str(error))}") from None
         names = [str(name) for name in tensors.keys() if is_module_path(str(name))]  # noqa: SIM118
         shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in names}
     if not shapes:
