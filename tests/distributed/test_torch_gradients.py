@@ -26,7 +26,7 @@ def results(start, tmp_path_factory):
     return {size: [dict(np.load(home / f"{size}-{rank}.npz")) for rank in range(size)] for size in (1, 2)}
 
 
-@pytest.mark.parametrize(("engine", "layout"), CASES, ids="-".join)
+@pytest.mark.parametrize(("engine", "layout"), CASES, ids=map("-".join, CASES))
 def test_the_gradient_of_two_is_that_of_one(results, engine, layout):
     (alone,), together = results[1], results[2]
     names = [name for name in alone if name.startswith(f"{engine} {layout}") and "lora_" in name]

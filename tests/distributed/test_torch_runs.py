@@ -1,0 +1,160 @@
+"""Whole runs of several torch processes: the same as one process's, and one end for all where one of them fails."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+from safetensors.numpy import load_file
+
+from dualtune.errors import EnvironmentFault, Preempted
+from dualtune.testing import tolerances
+
+FORWARD = "dualtune_torch.engine.TorchEngine.forward_backward"
+INSIDE = "dualtune_torch.engine.TorchEngine._loss_sum"
+OUT_OF_MEMORY = "import torch\nerror = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 7 GiB')\n"
+# A process other than the first writes no adapter, so each leaves here what it has in the end.
+LEAVE_ADAPTER = """
+import os
+import numpy as np
+import dualtune.train.run as run
+write = run._write_adapter
+def leave(path, prepared, engine, *rest):
+    write(path, prepared, engine, *rest)
+    np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **engine.adapter_state())
+run._write_adapter = leave
+"""
+NAN_LOSS = """
+from dualtune_torch.engine import TorchEngine
+loss_sum, calls = TorchEngine._loss_sum, []
+def nan_at_third(self, batch):
+    if batch.num_targets and self._noise.noise_BT is not None:
+        calls.append(batch)
+    return loss_sum(self, batch) * (float("nan") if len(calls) == 3 else 1.0)
+TorchEngine._loss_sum = nan_at_third
+"""
+
+
+@pytest.fixture
+def job(make_config, write_rows, qa_rows, tmp_path, start):
+    """A run of nine steps with evaluation, checkpoints, dropout and several micro-batches in a step."""
+    settings = {
+        "adapter.dropout": 0.3, "data.eval": 0.25, "train.steps": 9, "train.documents_per_step": 6,
+        "train.micro_batch_tokens": 64, "run.log_every": 1, "run.save_every": 2, "run.eval_every": 3,
+        "memory.sharding": "none",
+    }  # fmt: skip
+    return Job(make_config, write_rows(qa_rows), settings, tmp_path, start)
+
+
+class Job:
+    def __init__(self, make_config, data, settings, home, start):
+        self._make_config, self._data, self._settings, self.home, self._start = make_config, data, settings, home, start
+
+    def command(self, name, **changes):
+        """The arguments behind `dualtune` for the run directory of this name."""
+        from dualtune.config import to_yaml
+
+        settings = (
+            self._settings | {"run.dir": self.home / name} | {k.replace("_", ".", 1): v for k, v in changes.items()}
+        )
+        path = self.home / f"{name}.yaml"
+        path.write_text(to_yaml(self._make_config(self._data, settings)), encoding="utf-8")
+        return ["train", path, "--platform", "cpu"]
+
+    def start(self, size, name, inject=None, env=None, **changes):
+        return self._start(size, *self.command(name, **changes), inject=inject, env=env)
+
+    def run(self, size, name, **options):
+        ended = self.start(size, name, **options).wait()
+        assert [process.code for process in ended] == [0] * size, "\n".join(process.output for process in ended)
+        return ended
+
+    def rows(self, name, key="lr"):
+        lines = (self.home / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [row for row in map(json.loads, lines) if key in row]
+
+    def losses(self, name):
+        return [row["loss"] for row in self.rows(name)]
+
+    def adapter(self, name):
+        return load_file(self.home / name / "adapter" / "adapter_model.safetensors")
+
+
+def assert_near(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=tolerances.RESUMED_LOSS, err_msg=name)
+
+
+def test_runs_of_one_two_and_three_processes_are_one_run(job):
+    leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(3)}
+    job.run(1, "one")
+    job.run(2, "two", memory_sharding="full", inject=leave)
+    job.run(3, "three")
+    for name in ("two", "three"):
+        assert job.losses(name) == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
+        evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in (name, "one")]
+        assert evals[0] == pytest.approx(evals[1], abs=tolerances.STEP_LOSS)
+        assert_near(job.adapter(name), job.adapter("one"))
+    assert len(set(job.losses("one"))) == 9
+    first, second = (dict(np.load(job.home / f"{rank}.npz")) for rank in (0, 1))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    written = list(job.adapter("two").values())
+    assert sorted(tensor.tobytes() for tensor in written) == sorted(tensor.tobytes() for tensor in first.values())
+
+
+def test_a_run_goes_on_with_two_processes_and_then_with_one(job):
+    job.run(1, "straight")
+    killed = job.start(1, "moved", env={"DUALTUNE_FAULT": "step:3"}).wait()
+    assert [process.code for process in killed] == [-signal.SIGKILL]
+    kill = "import os\nos.environ['DUALTUNE_FAULT'] = 'step:3'\n"  # of its own steps: the sixth of the run, or so
+    ended = job.start(2, "moved", memory_sharding="full", inject={1: kill}).wait()
+    assert [process.code for process in ended] == [EnvironmentFault.exit_code, -signal.SIGKILL]
+    assert "another process of the run is gone" in ended[0].output
+    job.run(1, "moved")
+    resumed = [row["step"] for row in job.rows("moved", "event") if row["event"] == "resumed"]
+    assert resumed == [2, 4]
+    assert job.losses("moved") == pytest.approx(job.losses("straight"), abs=tolerances.RESUMED_LOSS)
+    assert_near(job.adapter("moved"), job.adapter("straight"))
+
+
+def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(job):
+    leave = LEAVE_ADAPTER.format(place=str(job.home))
+    job.run(2, "run", memory_sharding="full", inject={0: leave, 1: leave + NAN_LOSS})
+    skipped = [row["step"] for row in job.rows("run", "event") if row["event"] == "skipped_step"]
+    assert len(skipped) == 1
+    assert len(job.losses("run")) == 9
+    first, second = (dict(np.load(job.home / f"{rank}.npz")) for rank in (0, 1))
+    assert all(np.array_equal(first[name], second[name]) and np.isfinite(first[name]).all() for name in first)
+
+
+@pytest.mark.parametrize(("sharding", "where"), [("none", FORWARD), ("full", INSIDE)], ids=["none", "full"])
+def test_an_error_in_one_process_ends_both_with_its_reason(job, sharding, where):
+    raise_ = OUT_OF_MEMORY + f"enter({where!r}, 4, throw(error))\n"
+    ended = job.start(2, "run", memory_sharding=sharding, inject={1: raise_}).wait()
+    assert [process.code for process in ended] == [1, 1]
+    assert "process 1 of 2 has failed: OutOfMemoryError: CUDA out of memory" in ended[0].output
+
+
+def test_a_signal_to_one_process_stops_both_and_the_run_is_saved(job):
+    ended = job.start(2, "run", memory_sharding="full", inject={1: f"enter({FORWARD!r}, 5, send('SIGTERM'))\n"}).wait()
+    assert [process.code for process in ended] == [Preempted.exit_code] * 2
+    assert "another process of the run was asked to; saved in" in ended[0].output
+    saved = len(job.rows("run"))
+    assert 0 < saved < 9
+    job.run(2, "run")
+    assert [row["step"] for row in job.rows("run", "event") if row["event"] == "resumed"] == [saved]
+    assert len(job.losses("run")) == 9
+
+
+def test_a_process_that_hangs_is_not_waited_for_for_ever(job):
+    stop = f"enter({FORWARD!r}, 4, send('SIGSTOP'))\n"
+    running = job.start(2, "run", memory_sharding="full", inject={1: stop}, env={"DUALTUNE_WAIT_S": "3"})
+    running.processes[0].join(60)
+    said = running.outputs[0].read_text(encoding="utf-8")
+    assert running.processes[0].exitcode == EnvironmentFault.exit_code, said
+    assert "waited 3 s for the other processes (this is process 0 of 2)" in said
+    assert running.processes[1].is_alive()
+    running.kill()
