@@ -16,7 +16,12 @@ from typing import Any
 import record
 from memory_estimate import in_its_own_process
 
-CASES = ("SmolLM2-135M:bfloat16:1024", "SmolLM2-135M:float32:512", "TinyLlama-1.1B-Chat-v1.0:bfloat16:256")
+CASES = (
+    "llama-19m:bfloat16:512",
+    "llama-19m:float32:512",
+    "SmolLM2-135M:bfloat16:256",
+    "TinyLlama-1.1B-Chat-v1.0:bfloat16:64",
+)
 
 
 def main() -> None:

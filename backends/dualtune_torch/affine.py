@@ -21,7 +21,7 @@ from torch import Tensor, nn
 BITS = {"affine4": 4, "affine8": 8}
 GROUP_SIZE = 64
 EPS = 1e-7  # the least scale
-WEIGHTS_AT_ONCE = 1 << 24  # while quantizing, which takes a few float32 of each
+WEIGHTS_AT_ONCE = 1 << 20  # while quantizing, which takes a few float32 of each: as many as a cache holds
 
 
 class Packed(NamedTuple):
@@ -61,7 +61,7 @@ def _quantized(weight_OI: Tensor, bits: int) -> Packed:
     q_OG = (edge_OG / scale_OG).round()
     scale_OG = torch.where(q_OG == 0, scale_OG, edge_OG / q_OG)
     bias_OG = torch.where(q_OG == 0, 0.0, edge_OG)
-    q_OGK = ((weight_OGK - bias_OG[..., None]) / scale_OG[..., None]).round().clamp(0, steps)
+    q_OGK = (weight_OGK - bias_OG[..., None]).div_(scale_OG[..., None]).round_().clamp_(0, 2**bits - 1)
     q_OI = q_OGK.to(torch.uint8).flatten(1)
     return Packed(q_OI if bits == 8 else q_OI[:, 0::2] | (q_OI[:, 1::2] << 4), scale_OG, bias_OG)
 

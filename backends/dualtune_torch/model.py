@@ -60,6 +60,9 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             module.train()
             # And the config of a stored model names a compute dtype of its own, which would win over ours.
             module.compute_dtype, module.compute_type_is_set = dtype, True
+    plain = sum(type(module) is nn.Linear for module in model.modules())
+    if quantization in BITS and plain:
+        description["quantization_reason"] += f"; {plain} linear layers are plain"
     return model, {"model_class": type(model).__name__} | description | {"num_parameters": num_parameters(model)}
 
 
