@@ -85,6 +85,9 @@ class MlxAttempt:
 
     def codes(self) -> dict[int, int]:
         self._reader.join()
+        for pipe in (self.process.stdin, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
         return self._codes
 
     def _read(self, stream: BinaryIO) -> None:

@@ -66,7 +66,7 @@ def supervise(launcher: Launcher, work: Work, *, max_restarts: int, tell: Tell) 
     if code == Preempted.exit_code:
         tell("stopped     run the same command again to continue")
     elif code:
-        tell(f"failed      {_reason(code)}{f', after {restarts} restarts' if restarts else ''}")
+        tell(f"failed      {_reason(code)}{f' in attempt {restarts + 1}' if restarts else ''}")
     return code
 
 

@@ -55,11 +55,12 @@ class Torchrun:
 
     def start(self, worker: Sequence[str]) -> TorchrunAttempt:
         codes = tempfile.TemporaryDirectory(prefix="dualtune-launch-")
-        own = {
+        environment = {
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S),  # torch's own is 30 s, and may be set by the user
+            **os.environ,
+            **self.environment,
             "DUALTUNE_EXIT_CODES": str(Path(codes.name) / "codes.json"),
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S),
         }
-        environment = {**os.environ, **self.environment, **own}
         # A session of its own: a Ctrl-C in the terminal reaches the workers once, through us.
         process = subprocess.Popen(self.command(worker), env=environment, start_new_session=True)
         return TorchrunAttempt(process, codes)

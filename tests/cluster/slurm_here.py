@@ -1,9 +1,7 @@
-"""A Slurm of one node, this machine: munged, slurmctld and slurmd, started by hand and with files of their own.
+"""A Slurm on this machine: munged, slurmctld, and a slurmd for each of two nodes, started by hand.
 
 On Debian: apt-get install slurmctld slurmd slurm-client munge. Needs root, as slurmd does.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+NODES = (socket.gethostname(), "zz")  # the processes meet on the first by name, and that name has to resolve
 INSTALL = "apt-get install slurmctld slurmd slurm-client munge"
 
 
@@ -66,12 +65,13 @@ def started(home: Path) -> Iterator[Slurm]:
     home.chmod(0o755)
     (home / "slurm.conf").write_text(_configuration(home), encoding="utf-8")
     slurm = Slurm(home)
-    for name in ("state", "spool"):
+    for name in ("state", *NODES):
         (home / name).mkdir()
     with contextlib.ExitStack() as daemons:
         daemons.enter_context(_munged(home))
         daemons.enter_context(_daemon(slurm, "slurmctld", "-D"))
-        daemons.enter_context(_daemon(slurm, "slurmd", "-D", "-N", "here"))
+        for node in NODES:
+            daemons.enter_context(_daemon(slurm, "slurmd", "-D", "-N", node))
         _await(slurm)
         yield slurm
         for number in slurm.run("squeue", "--noheader", "--format=%i").split():
@@ -82,21 +82,21 @@ def started(home: Path) -> Iterator[Slurm]:
 
 
 def _configuration(home: Path) -> str:
-    host = socket.gethostname()
+    host, nodes = socket.gethostname(), ",".join(NODES)
     return "\n".join(
         [
             f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nSlurmdUser=root",
-            f"SlurmctldPort={_free_port()}\nSlurmdPort={_free_port()}",
+            f"SlurmctldPort={_free_port()}",
             f"AuthType=auth/munge\nAuthInfo=socket={home}/munge.socket,cred_expire=5\nCredType=cred/munge",
-            f"StateSaveLocation={home}/state\nSlurmdSpoolDir={home}/spool",
-            f"SlurmctldPidFile={home}/slurmctld.pid\nSlurmdPidFile={home}/slurmd.pid",
+            f"StateSaveLocation={home}/state\nSlurmdSpoolDir={home}/%n",
+            f"SlurmctldPidFile={home}/slurmctld.pid\nSlurmdPidFile={home}/%n.pid",
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSelectType=select/cons_tres",
             "SelectTypeParameters=CR_CPU\nReturnToService=2\nJobRequeue=1\nPreemptMode=REQUEUE",
             "PreemptType=preempt/partition_prio\nKillWait=20\nSchedulerTimeSlice=5\nMpiDefault=none\nSwitchType=switch/none",
             "SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1\nMinJobAge=3600\nInactiveLimit=0",
-            "NodeName=here NodeHostname=" + host + f" NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN",
-            "PartitionName=low Nodes=here Default=YES MaxTime=INFINITE State=UP PriorityTier=1 OverSubscribe=NO",
-            "PartitionName=high Nodes=here MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF OverSubscribe=NO",
+            *(f"NodeName={node} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=1 State=UNKNOWN" for node in NODES),
+            f"PartitionName=low Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1",
+            f"PartitionName=high Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF",
             "",
         ]
     )
@@ -133,7 +133,7 @@ def _munged(home: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _daemon(slurm: Slurm, name: str, *args: str) -> Iterator[None]:
-    log = slurm.home / f"{name}.log"
+    log = slurm.home / f"{args[-1] if name == 'slurmd' else name}.log"
     with log.open("wb") as file:
         command = [str(program(name)), *args, "-f", str(slurm.home / "slurm.conf")]
         process = subprocess.Popen(command, stdout=file, stderr=file, env=slurm.environment)
@@ -153,10 +153,10 @@ def _await(slurm: Slurm) -> None:
     while True:
         command = ["sinfo", "--noheader", "--format=%t", "--partition=low"]
         result = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, check=False)
-        if result.stdout.strip() == "idle":
+        if result.stdout.split() == ["idle"]:
             return
         if time.monotonic() > deadline:
-            logs = "\n".join((slurm.home / f"{name}.log").read_text()[-2000:] for name in ("slurmctld", "slurmd"))
+            logs = "\n".join((slurm.home / f"{name}.log").read_text()[-2000:] for name in ("slurmctld", *NODES))
             raise AssertionError(f"Slurm did not start: {result.stdout}{result.stderr}\n{logs}")
         time.sleep(0.2)
 
