@@ -13,6 +13,7 @@ MIB = 1 << 20
 MAX_BUNDLE_FILE_BYTES = MIB // 8
 MAX_LISTING_BYTES = MIB // 2  # of the manifests that are parsed here: JSON takes up to sixty times its size in memory
 MAX_CONFIG_BYTES = MIB
+MAX_STATE_BYTES = 4 * MIB  # which is what `dualtune.train.checkpoint` reads
 MAX_TEXT_BYTES = 64 * MIB  # the tokenizer.json of a vocabulary of 262,144 tokens has 33 MiB
 MAX_WEIGHTS_BYTES = (1 << 33) - 1  # what eleven octal digits can say
 MAX_TOTAL_BYTES = 32 << 30
@@ -30,7 +31,7 @@ TOKENIZER_FILES = (
 
 _STEP = re.compile(r"checkpoints/step-(\d{8,12})/(.+)", re.ASCII)
 LISTINGS = ("MANIFEST.json", "dualtune.json")  # of checkpoint and adapter: they hash the files beside them once more
-_LARGE_TEXT = {"state.json", *TOKENIZER_FILES}
+_LARGE_TEXT = set(TOKENIZER_FILES)
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1", ".js", ".pth")
 _PICKLES = (".pkl", ".pickle", ".bin", ".pt", ".ckpt", ".joblib", ".npy", ".npz")
 _ARCHIVES = (".tar", ".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".whl", ".rar")
@@ -57,6 +58,8 @@ def max_bytes(name: str) -> int:
         return MAX_WEIGHTS_BYTES
     if file in _LARGE_TEXT:
         return MAX_TEXT_BYTES
+    if file == "state.json":
+        return MAX_STATE_BYTES
     return MAX_LISTING_BYTES if file in LISTINGS else MAX_CONFIG_BYTES
 
 
