@@ -3,9 +3,10 @@
     python tests/fuzz/fuzz_readers.py --inputs 100000 --seed 1
 
 For every input: the reader accepts it, and then reads what other programs read in it, or ends with a DualtuneError
-whose text is safe for a terminal; it takes at most 5 seconds, writes nothing but what it was asked to write, changes
-no input, gives no warning, and makes the process at most 64 MiB larger than it was. First come the largest inputs that
-there can be, then random ones. The input that breaks a promise is left in the directory failed-input.
+whose text is safe for a terminal; it takes at most 5 seconds of the CPU, writes nothing but what it was asked to
+write, changes no input, gives no warning, and makes the process at most 64 MiB larger than it was. First come the
+largest inputs that there can be, then random ones. The input that breaks a promise is left in the directory
+failed-input.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ import readers
 
 from dualtune.errors import DualtuneError
 
-MAX_SECONDS = 5
+MAX_CPU_S = 5
+MAX_WAIT_S = 30  # for what waits, or never ends; other programs may keep the machine busy
 MAX_GROWTH_BYTES = 64 << 20
 MAX_MESSAGE = 20_000  # characters: a config may have many faults
 
@@ -61,8 +63,8 @@ def check(files: readers.Files, reader: readers.Reader, draw: random.Random, hom
     place.mkdir()
     for name, data in files.items():
         (place / name).write_bytes(data)
-    before, begun = peak_bytes(reset=True), time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, 2 * MAX_SECONDS)
+    before, begun = peak_bytes(reset=True), time.process_time()
+    signal.setitimer(signal.ITIMER_REAL, MAX_WAIT_S)
     try:
         reader.read(place, out, draw)
         outcome = "accepted"
@@ -73,7 +75,7 @@ def check(files: readers.Files, reader: readers.Reader, draw: random.Random, hom
         assert not out.exists(), "refused, and something was written"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    assert time.monotonic() - begun < MAX_SECONDS, "took too long"
+    assert time.process_time() - begun < MAX_CPU_S, "took too long"
     growth = peak_bytes() - before
     assert growth <= MAX_GROWTH_BYTES, f"needed {growth} bytes"
     assert {path.name: path.read_bytes() for path in place.iterdir()} == files, "an input was changed"
@@ -106,7 +108,7 @@ def fuzz(num_inputs: int, seed: int, only: list[str], few_large: bool, home: Pat
     slowest = most = 0.0
     begun = time.monotonic()
     for number, (name, files) in enumerate(inputs(seeds, num_inputs, few_large, draw)):
-        started = time.monotonic()
+        started = time.process_time()
         try:
             outcome, growth = check(files, readers.READERS[name], draw, home)
         except BaseException:
@@ -116,11 +118,11 @@ def fuzz(num_inputs: int, seed: int, only: list[str], few_large: bool, home: Pat
                 (Path("failed-input") / file).write_bytes(data)
             print(f"input {number} ({name}) is in failed-input", file=sys.stderr)
             raise
-        slowest, most = max(slowest, time.monotonic() - started), max(most, growth)
+        slowest, most = max(slowest, time.process_time() - started), max(most, growth)
         counts[f"{name} {outcome}"] += 1
     return {
         "inputs": counts.total(), "seed": seed, "elapsed_s": round(time.monotonic() - begun, 1),
-        "slowest_s": round(slowest, 2), "most_bytes": most, **dict(sorted(counts.items())),
+        "slowest_cpu_s": round(slowest, 2), "most_bytes": most, **dict(sorted(counts.items())),
     }  # fmt: skip
 
 
