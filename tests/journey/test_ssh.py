@@ -86,7 +86,11 @@ def test_a_file_comes_there_and_back_whole(cluster, file, tmp_path, num_bytes):
 
 def test_another_file_is_only_replaced_when_asked_and_the_same_is_not_sent_again(cluster, file):
     there = cluster.home / "runs" / "a.tar"
+    there.parent.mkdir()
+    for name in (".a.tar.part-0123456789abcdef", ".b.tar.part-0123456789abcdef"):
+        (there.parent / name).write_text("of another content")
     assert push(file) is True
+    assert names_in(there.parent) == [".b.tar.part-0123456789abcdef", "a.tar"]
     assert push(file) is False
     for other in (b"short", bytes(SIZE)):  # another size, and the same size
         there.write_bytes(other)
@@ -192,6 +196,22 @@ def test_what_is_wrong_in_a_part_here_is_fetched_again(cluster, file, tmp_path):
     raw[5] ^= 1
     part.write_bytes(raw)
     assert pull(tmp_path / "b").read_bytes() == file.read_bytes()
+
+
+def test_what_arrives_changed_never_gets_the_name(cluster, file, tmp_path, patience):
+    """Once on the way there and once on the way back a tool changes bytes."""
+    patient, lines = patience
+    dd = shutil.which("dd")
+    up = f'[ -e $HOME/up.once ] || {{ : >$HOME/up.once; tr a b | {dd} "$@"; exit; }}'
+    bad = wrapped(tmp_path, "dd", f'case "$*" in *seek=*) {up};; esac')
+    cluster.use(prelude=f"PATH={bad}:$PATH; export PATH")
+    assert push(file, patience=patient) is True
+    assert lines == ["cut         what arrived there has another sha256 than the file; attempt 1 of 5 in 0 s"]
+    assert (cluster.home / "runs" / "a.tar").read_bytes() == file.read_bytes()
+    down = f'[ -e $HOME/down.once ] || {{ : >$HOME/down.once; {dd} "$@" | tr a b; exit; }}'
+    (bad / "dd").write_text(f'#!/bin/sh\ncase "$*" in *count=7*) {down};; esac\nexec {dd} "$@"\n')
+    assert pull(tmp_path / "b", patience=patient).read_bytes() == file.read_bytes()
+    assert lines[1:] == ["cut         chunk 1 of 7 arrived with another hash; attempt 1 of 5 in 0 s"]
 
 
 @MORE
