@@ -16,6 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "verify.md"
 HERE = (
     ("torch", "none", "float32"), ("torch", "none", "bfloat16"), ("torch", "none", "float16"),
     ("torch", "nf4", "float32"), ("torch", "nf4", "bfloat16"),
+    ("torch", "affine4", "float32"), ("torch", "affine4", "bfloat16"), ("torch", "affine8", "float32"),
     ("mlx", "none", "float32"), ("mlx", "none", "bfloat16"),
     ("mlx", "affine4", "float32"), ("mlx", "affine4", "bfloat16"),
     ("mlx", "affine8", "float32"), ("mlx", "affine8", "bfloat16"),
