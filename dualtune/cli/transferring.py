@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def transferring(verb: str, retries: int) -> Generator[Patience]:
-    """The patience of a transfer whose course is shown. The bar is not there before the first bytes: ssh may ask."""
+    """The patience of a transfer whose course is shown. The bar comes with the first bytes: until then ssh may ask."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -25,10 +25,14 @@ def transferring(verb: str, retries: int) -> Generator[Patience]:
     columns = (TextColumn(f"{verb:<11}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     bar = Progress(*columns, console=Console(highlight=False), transient=True, disable=not sys.stdout.isatty())
     task = bar.add_task(verb, total=None, visible=False)
+    first_bytes: int | None = None
 
     def show(done_bytes: int, total_bytes: int) -> None:
-        if not bar.live.is_started:
-            bar.start()
+        nonlocal first_bytes
+        first_bytes = done_bytes if first_bytes is None else first_bytes
+        if done_bytes == first_bytes and not bar.live.is_started:
+            return  # what was there before; the connection that brings the rest is not open yet
+        bar.start()  # again and again: the first time counts
         bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
     try:
