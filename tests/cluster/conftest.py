@@ -37,17 +37,6 @@ faults.reach = slow
 """
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "cluster: torchrun, mlx.launch and Slurm for real; minutes")
-
-
-def pytest_collection_modifyitems(config, items):
-    if "cluster" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("cluster"):
-                item.add_marker(pytest.mark.skip(reason="takes minutes: make test-cluster"))
-
-
 @dataclass
 class Run:
     """A small run with a config file of its own."""
@@ -123,7 +112,7 @@ class Run:
     def resumptions(self) -> int:
         return sum(row.get("event") == "resumed" for row in self.rows())
 
-    def wait_for_step(self, step: int, limit_s: float = 120) -> None:
+    def wait_for_step(self, step: int, limit_s: float = 240) -> None:
         deadline = time.monotonic() + limit_s
         while max((row["step"] for row in self.rows() if "lr" in row), default=0) < step:
             assert time.monotonic() < deadline, f"step {step} was not reached in {limit_s} s"

@@ -106,14 +106,14 @@ def test_a_rank_that_waits_for_a_dead_one_is_killed(program, open_backend, monke
     open_backend("mlx")
     monkeypatch.setattr(mlx, "DIE_S", 0.5)
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    work = program(RANK + deaf + "rank == 1 and os.kill(os.getpid(), 9); time.sleep(100)")
+    work = program(RANK + deaf + "time.sleep(rank); rank == 1 and os.kill(os.getpid(), 9); time.sleep(100)")
     began = time.monotonic()
     assert supervised(mlx.launcher("auto", 2, None, None)[0], work)[0] == 137
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("launcher", ["mlx.launcher('auto', 2, None, None)[0]", "Torchrun(2)"])
-def test_a_signal_to_the_launcher_reaches_each_worker_once(tmp_path, launcher, open_backend):
+def test_a_ctrl_c_reaches_each_worker_once(tmp_path, launcher, open_backend):
     """A worker that hears of it twice would take a second Ctrl-C for impatience."""
     open_backend("mlx" if "mlx" in launcher else "torch")
     worker = tmp_path / "worker.py"
@@ -140,12 +140,13 @@ def test_a_signal_to_the_launcher_reaches_each_worker_once(tmp_path, launcher, o
             command = lambda self, resume: [sys.executable, r"{worker}"]
         sys.exit(supervise({launcher}, Work(), max_restarts=3, tell=print))
     """)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         deadline = time.monotonic() + 60
         while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "restart" not in said
     assert [(tmp_path / f"heard{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
