@@ -67,13 +67,17 @@ def test_shards_are_read_as_the_one_file_they_were(sharded, make_adapter, tmp_pa
     assert [*read.metadata["import"]["files"]] == [f"adapter_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 
 
-@pytest.mark.parametrize("writer", ["numpy", "mlx"])
+@pytest.mark.parametrize("writer", ["numpy", "numpy, by columns", "mlx"])
 def test_an_archive_of_arrays_is_read_exactly(archived, make_adapter, tmp_path, writer):
     def by_mlx(path, **arrays):
         mx = pytest.importorskip("mlx.core")
         mx.savez(path, **{name: mx.array(x) for name, x in arrays.items()})
 
-    assert_imported(archived(by_mlx if writer == "mlx" else np.savez), make_adapter(), tmp_path / "out")
+    def by_columns(path, **arrays):
+        np.savez(path, **{name: np.asfortranarray(x) for name, x in arrays.items()})
+
+    save = {"numpy": np.savez, "numpy, by columns": by_columns, "mlx": by_mlx}[writer]
+    assert_imported(archived(save), make_adapter(), tmp_path / "out")
 
 
 def test_the_strict_reader_says_how_such_a_directory_is_read(sharded, archived):

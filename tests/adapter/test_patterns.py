@@ -1,5 +1,6 @@
 """Patterns of a stranger's config. The oracle is Python's own `re`, where it comes to an end."""
 
+import itertools
 import re
 import time
 
@@ -40,6 +41,15 @@ def test_a_pattern_matches_what_re_matches(pattern, text):
     assert full_match(pattern, text, "test") == (re.fullmatch(pattern, text) is not None)
 
 
+@pytest.mark.parametrize(
+    "pattern", ["a{2}", "a{2,}b?", "a{,2}", "(ab){1,2}", "(a|ab)(b|ba)?", "(a*)*b", "(a?){3}", "(?!a).{2}", "a(?=b).*"]
+)
+def test_repetitions_and_choices_are_those_of_re(pattern):
+    for length in range(5):
+        for text in map("".join, itertools.product("ab", repeat=length)):
+            assert full_match(pattern, text, "test") == (re.fullmatch(pattern, text) is not None), text
+
+
 @pytest.mark.parametrize("pattern", REAL)
 @pytest.mark.parametrize("module", [LAYER, "model.vision.3.mlp.q_proj.x", "lm_head"])
 def test_patterns_of_other_tools_match_as_in_re(pattern, module):
@@ -61,6 +71,7 @@ def test_what_takes_re_years_is_answered_at_once(pattern):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
+        (".*" * 2000, "takes too long to match"),
         ("(", "is not a regular expression: missing"),
         ("a{99999999999999999999}", "is not a regular expression"),
         ("(" * 3000 + ")" * 1000, "is not a regular expression"),
@@ -72,4 +83,4 @@ def test_what_takes_re_years_is_answered_at_once(pattern):
 )
 def test_a_pattern_that_cannot_be_followed_is_refused_by_name(pattern, message):
     with pytest.raises(FormatError, match=message):
-        full_match(pattern, "aa", "test")
+        full_match(pattern, "aa" * 200, "test")
