@@ -150,7 +150,6 @@ def _slurm(
     work: Work, is_shown: bool, *, procs: int | None, max_restarts: int | None, nodes: int | None,
     gpus_per_node: int | None, script: Path | None, **limits: Any,
 ) -> int:  # fmt: skip
-    from dualtune.disk import write_file
     from dualtune.launch import slurm
 
     if procs is None and gpus_per_node is None:
@@ -162,8 +161,7 @@ def _slurm(
         say(text.rstrip("\n"))
         return 0
     path = script or slurm.place_of_script(work.run_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, text)
+    slurm.write_script(path, text, work)
     number = slurm.submit(path)
     say(f"script      {path}")
     say(f"job         {number}: {job.nodes} × {job.procs_per_node} processes; log {slurm.log_of(job, work)}")

@@ -55,6 +55,7 @@ class MlxLaunch:
 class MlxAttempt:
     process: subprocess.Popen[bytes]
     _codes: dict[int, int] = field(default_factory=lambda: {})
+    _asked: bool = False
     _deadline: float | None = None
     _reader: threading.Thread = field(init=False)
 
@@ -65,6 +66,7 @@ class MlxAttempt:
 
     def ask_to_stop(self) -> None:
         """Signal the ranks here. The end of an ssh tells a rank elsewhere to stop, as if its terminal was closed."""
+        self._asked = True
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children()
             if not children:
@@ -76,8 +78,8 @@ class MlxAttempt:
         """Do not wait for ever for those that wait for one that is gone."""
         failed = [code for code in self._codes.values() if code != 0]
         if failed and self._deadline is None:
-            saved = all(code == Preempted.exit_code for code in failed)
-            self._deadline = time.monotonic() + (SAVE_S if saved else DIE_S)
+            may_save = self._asked or all(code == Preempted.exit_code for code in failed)
+            self._deadline = time.monotonic() + (SAVE_S if may_save else DIE_S)
         if self._deadline is not None and time.monotonic() > self._deadline:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(self.process.pid).children():

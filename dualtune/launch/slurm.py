@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import dualtune
-from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.disk import write_file
+from dualtune.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.launch.slurm_script import BODY
 from dualtune.launch.worker import OWN_REASONS, Work
 
@@ -82,8 +83,8 @@ def place_of_script(run_dir: Path) -> Path:
 
 def log_of(slurm: Slurm, work: Work) -> Path:
     """Beside the run directory, with the numbers of job and task in sbatch's words."""
-    name = _stem(work.run_dir).replace("%", "%%") + ("-%A_%a.log" if slurm.array else "-%j.log")
-    return work.run_dir.parent / name
+    pattern = "%A_%a" if slurm.array else "%j"
+    return Path(str(work.run_dir.with_name(_stem(work.run_dir))).replace("%", "%%") + f"-{pattern}.log")
 
 
 def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
@@ -116,6 +117,16 @@ def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
     return re.sub(r"@(\w+)@", lambda match: values[match[1]], BODY)
 
 
+def write_script(path: Path, text: str, work: Work) -> None:
+    """Keep the script, and make the directory of the log: Slurm makes none, and the job would fail unheard."""
+    for directory in (path.parent, work.run_dir.parent):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiskError(f"{directory}: cannot be made: {error.strerror}") from error
+    write_file(path, text)
+
+
 def submit(path: Path) -> str:
     """Hand a script to sbatch. Returns the number of the job."""
     program = shutil.which("sbatch")
@@ -137,8 +148,10 @@ def _overrides(work: Work, array: str | None) -> list[str]:
 
 
 def _array_dir(run_dir: Path) -> Path:
-    """Each task its own: two never share one."""
-    return run_dir if TASK in str(run_dir) else run_dir.with_name(f"{run_dir.name}-{TASK}")
+    """Each task its own: two never share one. ConfigError where that would be a directory above it."""
+    if TASK in str(run_dir.parent):
+        raise ConfigError(f"run.dir: got {str(run_dir)!r}, allowed with --array: {TASK} in its last part alone")
+    return run_dir if TASK in run_dir.name else run_dir.with_name(f"{run_dir.name}-{TASK}")
 
 
 def _with_task(text: str, array: str | None) -> str:

@@ -45,9 +45,10 @@ run_step() {  # one launcher on each node, until all have ended; its exit code i
     set -- "$run_dir"/checkpoints/step-*
     if [[ -e $1 ]]; then from=auto; fi
     export first_node port=$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0} + restarts) % 20000))
-    # When one node has ended, the others have time to save; then the step is over.
+    # A node that has ended is no reason to end the others: the first one may still save. Who waits for it in vain
+    # ends by itself.
     # shellcheck disable=SC2016  # the variables of the step are those of each node
-    srun --kill-on-bad-exit=0 --wait=180 bash -c '
+    srun --kill-on-bad-exit=0 --wait=0 bash -c '
         exec "$0" -m dualtune.cli.main launch "$@" @PLACE@' \
         "$python" "$config" --on local --procs @PROCS@ --max-restarts 0 --platform @PLATFORM@ \
         ${overrides[@]+"${overrides[@]}"} --resume "$from" &

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.errors import ConfigError
 from dualtune.launch.slurm import Slurm, batch_script
 from dualtune.launch.worker import Work
 
@@ -45,6 +46,24 @@ def test_shellcheck_finds_nothing(tmp_path, asked):
     assert result.returncode == 0, result.stdout
 
 
+def test_the_script_is_kept_and_handed_over_and_its_log_has_a_directory(dualtune_main, config, cluster, monkeypatch):
+    cluster.write("sbatch", f'printf "%s\\n" "$@" >{cluster.home}/sbatch; echo "71;cluster"')
+    monkeypatch.setenv("PATH", f"{cluster.home}/bin:{os.environ['PATH']}")
+    asked = ("--on", "slurm", "--procs", "1", "--platform", "cpu", "--set", "run.dir=50%/first")
+    result = dualtune_main("launch", "c.yaml", *asked, "--script", "elsewhere/job.sh")
+    assert result.returncode == 0, result.stderr
+    assert (cluster.home / "sbatch").read_text().split() == ["--parsable", "elsewhere/job.sh"]
+    assert "#SBATCH --output=50%%/first-%j.log\n" in Path("elsewhere/job.sh").read_text()
+    assert Path("50%").is_dir() and "job         71: 1 × 1 processes; log 50%%/first-%j.log" in result.stdout
+
+
+def test_a_refusal_of_sbatch_is_shown(dualtune_main, config, cluster, monkeypatch):
+    cluster.write("sbatch", "echo 'invalid partition specified: x' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{cluster.home}/bin:{os.environ['PATH']}")
+    result = dualtune_main("launch", "c.yaml", "--on", "slurm", "--procs", "1", "--partition", "x")
+    assert result.returncode == 4 and "sbatch did not take it: invalid partition specified: x" in result.stderr
+
+
 def test_words_with_spaces_and_quotes_arrive_as_they_are(cluster):
     given = ['data.train=it\'s a $b "c" %a.jsonl', "run.seed=7"]
     cluster.run(0, codes=[0], overrides=given)
@@ -57,8 +76,10 @@ def test_a_task_of_an_array_has_a_run_directory_and_a_number_of_its_own(cluster)
                 SLURM_ARRAY_JOB_ID="70")  # fmt: skip
     words = cluster.steps()[0]
     assert words[-8:-2] == ["--set", "run.seed=2", "--set", "run.dir=ignored", "--set", "run.dir=runs/first-2"]
-    text = script(cluster.home, run_dir="runs/of-%a/first", array="0-3")
-    assert 'run_dir=runs/of-"$SLURM_ARRAY_TASK_ID"/first' in text
+    text = script(cluster.home, run_dir="runs/of-%a-first", array="0-3")
+    assert 'run_dir=runs/of-"$SLURM_ARRAY_TASK_ID"-first\n' in text
+    with pytest.raises(ConfigError, match="%a in its last part alone"):
+        script(cluster.home, run_dir="runs/of-%a/first", array="0-3")
     assert script(cluster.home).count("SLURM_ARRAY_TASK_ID") == 1  # to name the job
 
 
