@@ -28,6 +28,7 @@ from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.affine import AffineLayer
 from dualtune_torch.distributed import launched
+from dualtune_torch.kernels import allocator
 
 # A base may take so much of a device's free memory and stay whole there: a step needs the rest.
 LARGEST_SHARE = 0.8
@@ -88,6 +89,8 @@ class Shards:
         # A group of nothing: it is the root, which lets the others fetch the next layer while one computes.
         fully_shard(model.base_model, mesh=self._mesh, reshard_after_forward=True, ignored_params=whole)
         model.to(device)
+        if device.type == "cpu":
+            allocator.return_memory()  # whole layers come and go
 
     @contextmanager
     def together(self) -> Generator[None]:
@@ -114,18 +117,16 @@ def whole(layer: nn.Module) -> Generator[None]:
         layer.reshard()
 
 
+def is_split(model: PreTrainedModel) -> bool:
+    return isinstance(model.base_model, FSDPModule)
+
+
 def class_of(layer: nn.Module) -> type[nn.Module]:
     """Its class, without what FSDP2 has put before it."""
     kind = type(layer)
     return (
         next(base for base in kind.__mro__[2:] if issubclass(base, nn.Module)) if issubclass(kind, FSDPModule) else kind
     )
-
-
-def local_bytes(model: nn.Module) -> int:
-    """Of the weights that this process holds between two micro-batches."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 class _AllGather:

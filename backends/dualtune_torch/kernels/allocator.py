@@ -13,14 +13,25 @@ from functools import cache
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_KEPT = 1 << 30  # bytes
+SMALLEST_RETURNED = 1 << 17  # glibc's own, which it raises by itself unless it is set
 
 
 @cache
 def keep_memory() -> None:
     """Ask glibc not to return freed blocks. Nothing happens where the C library is another."""
+    _set({M_MMAP_THRESHOLD: LARGEST_KEPT, M_TRIM_THRESHOLD: LARGEST_KEPT})
+
+
+@cache
+def return_memory() -> None:
+    """Ask glibc to return large blocks as soon as they are free, for whom memory is scarcer than time."""
+    _set({M_MMAP_THRESHOLD: SMALLEST_RETURNED})
+
+
+def _set(options: dict[int, int]) -> None:
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        mallopt(M_TRIM_THRESHOLD, LARGEST_KEPT)
+        for option, value in options.items():
+            mallopt(option, value)
