@@ -24,7 +24,7 @@ op, parser, compiler = (
 MAX_PATTERN = 4096  # characters; Unsloth's longest has about 500
 MAX_TEXT = 512  # of a module path
 MAX_WORK = 200_000  # single steps of one match, a tenth of a second; an honest one takes up to 30,000
-_PLAIN = re.compile(r"[\w\-.$^]*", re.ASCII)  # nothing that could be matched in many ways
+_NAME = re.compile(r"[\w\-.]{1,512}", re.ASCII)  # what most patterns are, and nothing that matches in many ways
 
 Node = tuple[Any, Any]  # operator and its arguments, as the parser has them
 Places = frozenset[int]
@@ -37,30 +37,44 @@ def full_match(pattern: str, text: str, where: object) -> bool:
             f"{where}: {shown(pattern)!r} for the module {shown(text)}: a pattern may have {MAX_PATTERN} characters, "
             f"the path of a module {MAX_TEXT}"
         )
-    if _PLAIN.fullmatch(pattern):
-        return re.fullmatch(pattern, text) is not None
     try:
         parsed = _parsed(pattern)
-        return len(text) in _Match(pattern, parsed.state.flags, text, where).sequence(parsed, frozenset([0]))
+        return len(text) in _Match(pattern, parsed, text, where).sequence(parsed.nodes, frozenset([0]))
     except (re.error, OverflowError, RecursionError) as error:
         raise FormatError(f"{where}: {shown(pattern)!r} is not a regular expression: {shown(str(error))}") from None
 
 
-@lru_cache(maxsize=256)
-def _parsed(pattern: str) -> Any:
-    return parser.parse(pattern)
+def matches_end(pattern: str, text: str, where: object) -> bool:
+    """Whether the pattern is the path of a module, or its last components: PEFT's rule for names of modules."""
+    full = rf"(.*\.)?({pattern})"
+    if _NAME.fullmatch(pattern) and len(text) <= MAX_TEXT:
+        return re.fullmatch(full, text) is not None
+    return full_match(full, text, where)
 
 
-def _compiled(node: Node, flags: int) -> re.Pattern[str]:
-    """One node as an expression of its own."""
-    return compiler.compile(parser.SubPattern(parser.State(), [node]), flags)
+class _Parsed:
+    """A pattern as nodes, and those of them that take one character or none as expressions of their own."""
+
+    def __init__(self, pattern: str) -> None:
+        self.nodes = parser.parse(pattern)
+        self._singles: dict[int, re.Pattern[str]] = {}  # by id of the node, which lives as long as the pattern does
+
+    def single(self, node: Node) -> re.Pattern[str]:
+        found = self._singles.get(id(node))
+        if found is None:
+            alone = parser.SubPattern(parser.State(), [node])
+            found = self._singles[id(node)] = compiler.compile(alone, self.nodes.state.flags)
+        return found
+
+
+_parsed = lru_cache(maxsize=256)(_Parsed)
 
 
 class _Match:
     """One text, and the steps done so far. Every method gives the places where the node can end."""
 
-    def __init__(self, pattern: str, flags: int, text: str, where: object) -> None:
-        self._pattern, self._flags, self._text, self._where = pattern, flags, text, where
+    def __init__(self, pattern: str, parsed: _Parsed, text: str, where: object) -> None:
+        self._pattern, self._parsed, self._text, self._where = pattern, parsed, text, where
         self._work = 0
 
     def sequence(self, nodes: Iterable[Node], places: Places) -> Places:
@@ -103,7 +117,7 @@ class _Match:
 
     def _single(self, node: Node, places: Places, length: int) -> Places:
         """One character, or (length 0) a condition on a place, as ^, $ and \\b are: `re` says it."""
-        single, size = _compiled(node, self._flags), len(self._text)
+        single, size = self._parsed.single(node), len(self._text)
         return frozenset(p + length for p in places if p + length <= size and single.match(self._text, p))
 
     def _refusal(self, reason: str) -> FormatError:

@@ -16,7 +16,7 @@ from typing import Any
 from dualtune.adapter import fields
 from dualtune.adapter.canonical import Pairs, Parts, alpha_of, check_rank, pair_up, to_tensors, unify
 from dualtune.adapter.layers import exact_targets, is_module_path, place_of, short_targets
-from dualtune.adapter.patterns import full_match
+from dualtune.adapter.patterns import full_match, matches_end
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, is_target, parse_name
 from dualtune.errors import FormatError
 
@@ -164,7 +164,7 @@ def _scale(module: str, rank: int, config: Mapping[str, Any], where: Path) -> fl
 
 def _matching_pattern(patterns: Iterable[str], module: str, where: Path) -> str | None:
     """PEFT's `get_pattern_key`: the first pattern that matches the end of the path."""
-    return next((pattern for pattern in patterns if full_match(rf"(.*\.)?({pattern})", module, where)), None)
+    return next((pattern for pattern in patterns if matches_end(pattern, module, where)), None)
 
 
 def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.adapter.patterns import full_match
+from dualtune.adapter.patterns import full_match, matches_end
 from dualtune.errors import FormatError
 
 ATOMS = ["a", "b", ".", "[ab]", "[^a]", r"\.", r"\w", r"\d", "^", "$", r"\b", "", "(?=a)", "(?!b)", "(?:a|)", "(b|ab)"]
@@ -84,3 +84,12 @@ def test_what_takes_re_years_is_answered_at_once(pattern):
 def test_a_pattern_that_cannot_be_followed_is_refused_by_name(pattern, message):
     with pytest.raises(FormatError, match=message):
         full_match(pattern, "aa" * 200, "test")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["q_proj", "self_attn.q_proj", "proj", "q.proj", "(q|k)_proj", "11.*", LAYER, "x" * 600]
+)
+def test_the_end_of_a_path_is_what_peft_takes_for_it(pattern):
+    for module in (LAYER, "q_proj", "xq_proj"):
+        expected = re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+        assert matches_end(pattern, module, "test") == expected
