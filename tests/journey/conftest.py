@@ -51,18 +51,6 @@ Host *
 """
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "journey: over a real sshd, and too long for every run (pytest -m journey)")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Without -m, what has the marker is left out."""
-    if not config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("journey")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
-
-
 class Relay:
     """Passes TCP connections on, counts their bytes, and closes those that carry more than the next limit."""
 

@@ -239,10 +239,10 @@ def test_cuts_without_progress_end_after_the_limit(cluster, file, patience):
 @MORE
 def test_cuts_with_progress_do_not_count_together(cluster, large, tmp_path):
     push(large)
-    cluster.relay.cuts[:] = [1 * MIB] * 4
+    cluster.relay.cuts[:] = [2 * MIB] * 2
     patient = Patience(1, first_pause_s=0.01)
     assert pull(tmp_path / "b", "cut:runs/a.tar", patience=patient).read_bytes() == large.read_bytes()
-    assert cluster.relay.num_cut == 4
+    assert cluster.relay.num_cut == 2
 
 
 def test_a_signal_leaves_a_part_that_the_next_push_continues(cluster, file, tmp_path):

@@ -45,12 +45,10 @@ class Patience:
     _best: int = field(default=0, init=False)
     _total: int = field(default=0, init=False)
 
-    def reached(self, done_bytes: int, total_bytes: int) -> bool:
-        """Note how much is at its goal, verified. Whether it is more than ever before."""
+    def reached(self, done_bytes: int, total_bytes: int) -> None:
+        """Note how much is at its goal, verified: that is progress, what was only sent is not."""
         self.show(done_bytes, total_bytes)
-        is_more = done_bytes > self._best
         self._best, self._total = max(self._best, done_bytes), total_bytes
-        return is_more
 
     def keep_trying(self, attempt: Callable[[], T], where: str) -> T:
         """The result of the first attempt that is not cut. EnvironmentFault after too many cuts in a row.

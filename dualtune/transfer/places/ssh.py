@@ -75,7 +75,10 @@ class SshStore:
             raise Cut("what arrived there has another sha256 than the file")
 
     def chunks(self, path: str) -> Chunks | None:
-        return _parsed(self._ask(ssh_script.CHUNKS, path), "final")
+        found = _parsed(self._ask(ssh_script.CHUNKS, path), "final")
+        if found and len(found.sha256s) != -(-found.num_bytes // found.chunk_bytes):
+            raise Cut(f"{self.host} listed {len(found.sha256s)} chunks of a file of {found.num_bytes} bytes")
+        return found
 
     def read(self, path: str, chunks: Chunks, run: range) -> Generator[bytes]:
         text = ssh_script.command(ssh_script.READ, path, chunks.chunk_bytes, run.start, len(run))
