@@ -1,5 +1,8 @@
 # make demo    a fresh machine to a fine-tuned tiny model, no download of models or data
-# make test    everything that can be tested on this machine
+# make test    everything that can be tested on this machine (JOBS=2 at a time)
+# make test-cluster   torchrun, mlx.launch and a one-node Slurm for real, some minutes (Slurm: Debian's slurm-wlm and munge)
+# make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
+# make fuzz    every reader of foreign files among 100,000 damaged and forged ones
 # make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes
 # make lint    style, types
 # make bench   training speed against Hugging Face + PEFT and the peers that have an environment, a few minutes
@@ -8,6 +11,7 @@
 # make reliability   inject every fault that docs/reliability.md lists, and write its table anew
 
 PYTHON ?= python3
+JOBS ?= 2
 SEED ?= 1
 TORCH ?= 300
 MLX ?= 40
@@ -18,13 +22,26 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test chaos lint format bench bench-data wheel reliability clean
+.PHONY: demo test test-cluster test-interop fuzz chaos lint format bench bench-data wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
 
+# A file at a time in each process, because its tests share what is costly to make.
 test: .venv/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+test-cluster: .venv/.dev
+	$(BIN)/python -m pytest -m cluster
+
+test-interop: .venv/.dev .venv-interop
+	DUALTUNE_INTEROP=.venv-interop $(BIN)/python -m pytest -m interop
+
+.venv-interop:
+	PYTHON=$(PYTHON) scripts/interop_llama.sh $@
+
+fuzz: .venv/.dev
+	$(BIN)/python -m pytest -m fuzz
 
 chaos: .venv/.dev
 	$(BIN)/python tests/chaos --seed $(SEED) --torch $(TORCH) --mlx $(MLX) --output benchmarks/results/chaos.json
@@ -52,7 +69,7 @@ reliability: .venv/.dev
 	$(BIN)/python scripts/reliability_table.py
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-interop build dist
 
 .venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dualtune needs Python 3.11 or newer: make PYTHON=python3.12 …")'
