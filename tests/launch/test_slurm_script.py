@@ -183,13 +183,13 @@ def test_a_signal_to_the_script_has_the_step_save(cluster, sent):
 
 def test_a_step_that_comes_to_its_end_after_the_signal_is_done(cluster):
     """A signal ends bash's wait, not the step."""
-    cluster.write("srun", "trap : USR1; kill -USR1 $PPID; sleep 0.7; exit 0")
+    cluster.write("srun", "trap : USR1; sleep 0.5; kill -USR1 $PPID; sleep 0.7; exit 0")
     cluster.run(0, codes=[])
     assert cluster.requeued() == []
 
 
 def test_a_step_that_the_signal_has_killed_had_nothing_to_save(cluster):
-    cluster.write("srun", "kill -USR1 $PPID; sleep 0.3; exit 138")
+    cluster.write("srun", "sleep 0.5; kill -USR1 $PPID; sleep 0.3; exit 138")
     cluster.run(75, codes=[])
     assert cluster.requeued() == ["71"]
 
