@@ -66,8 +66,8 @@ def worker(model: str, home: str, sharding: str, quantization: str) -> None:
     before = own_bytes()
     with Peak() as loading:
         engine: Any = backend.load(request)
+        after = own_bytes()
     base = sum(held(tensor) for name, tensor in all_tensors(engine.model) if ".lora_" not in name)
-    after = own_bytes()
     with Peak() as training:
         for _ in range(STEPS):
             engine.forward_backward(batch, num_targets=batch.num_targets * world.size)
@@ -108,6 +108,7 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
+        self.bytes = max(self.bytes, own_bytes())
 
     def _watch(self) -> None:
         while not self._done.wait(0.005):

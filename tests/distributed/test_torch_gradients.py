@@ -11,7 +11,7 @@ from dualtune.testing.tiny_models import write_tiny_llama
 
 WORKER = Path(__file__).with_name("torch_worker.py")
 CASES = [*((e, layout) for e in ("data", "full") for layout in ("padded", "packed", "single")),
-         ("reference", "padded"), ("affine4", "padded")]  # fmt: skip
+         ("reference", "padded"), ("affine4", "padded"), ("tied", "padded")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +19,9 @@ def results(start, tmp_path_factory):
     """{number of processes: [what each has]}."""
     home = tmp_path_factory.mktemp("gradients")
     model = write_tiny_llama(home / "model")
-    running = start(2, model, home, file=WORKER)
-    runpy.run_path(str(WORKER))["main"](model, home)
+    tied = write_tiny_llama(home / "tied", tie_word_embeddings=True)
+    running = start(2, model, tied, home, file=WORKER)
+    runpy.run_path(str(WORKER))["main"](model, tied, home)
     for process in running.wait():
         assert process.code == 0, process.output
     return {size: [dict(np.load(home / f"{size}-{rank}.npz")) for rank in range(size)] for size in (1, 2)}
@@ -60,7 +61,7 @@ def test_both_have_the_same_bits(results):
             assert np.array_equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize("engine", ["data", "full", "reference", "affine4"])
+@pytest.mark.parametrize("engine", ["data", "full", "reference", "affine4", "tied"])
 def test_a_forward_pass_is_the_same_for_two(results, engine):
     (alone,), together = results[1], results[2]
     np.testing.assert_allclose(together[0][f"{engine} logprobs"], alone[f"{engine} logprobs"], atol=1e-6)

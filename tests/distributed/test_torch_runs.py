@@ -92,7 +92,7 @@ def test_runs_of_one_two_and_three_processes_are_one_run(job):
     leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(3)}
     job.run(1, "one")
     job.run(2, "two", memory_sharding="full", inject=leave)
-    job.run(3, "three")
+    job.run(3, "three", memory_sharding="full")
     for name in ("two", "three"):
         assert job.losses(name) == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
         evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in (name, "one")]

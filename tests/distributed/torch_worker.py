@@ -1,4 +1,4 @@
-"""What one process computes of a step, in every way that a base can be held: `main(MODEL, OUT)` writes it down."""
+"""What one process computes of a step, in every way that a base can be held: `main` writes it down."""
 
 import sys
 from dataclasses import replace
@@ -25,10 +25,11 @@ ENGINES = {
     "reference": ("float32", "none", "reference", "full", ("padded",)),
     "bfloat16": ("bfloat16", "none", "auto", "full", ("padded",)),
     "affine4": ("float32", "affine4", "auto", "full", ("padded",)),
+    "tied": ("float32", "none", "auto", "full", ("padded",)),
 }
 
 
-def main(model: str, out: str) -> None:
+def main(model: str, tied: str, out: str) -> None:
     backend = get_backend("torch", "cpu")
     team = Team(backend.world())
     rng = np.random.default_rng(0)
@@ -36,8 +37,9 @@ def main(model: str, out: str) -> None:
     results = {}
     for name, (dtype, quantization, kernels, sharding, layouts) in ENGINES.items():
         sharding = sharding if team.size > 1 else "none"
+        directory = Path(tied if name == "tied" else model)
         request = LoadRequest(
-            Path(model), dtype, quantization, "pretrained", SPEC, 0.0, seed=1, kernels=kernels, sharding=sharding
+            directory, dtype, quantization, "pretrained", SPEC, 0.0, seed=1, kernels=kernels, sharding=sharding
         )
         engine = backend.load(request)
         assert engine.description["sharding"] == sharding
