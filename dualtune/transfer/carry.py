@@ -108,7 +108,7 @@ def pull(text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None
     if isinstance(place, Hub):
         if trust is not None:
             raise ConfigError("--verify-signature: a repository of the hub has none; pull a signed bundle instead")
-        with interrupt.handled(), _bundle_from_hub(place, patience) as file:
+        with interrupt.handled(), _bundle_from_hub(place, dest, patience) as file:
             return _settled(file, dest, str(place), keep_packed=keep_packed, trust=None)
     with interrupt.handled():
         return _pull_bundle(place, dest, keep_packed=keep_packed, trust=trust, patience=patience)
@@ -196,12 +196,20 @@ def _push_to_hub(place: Hub, file: Path, report: Report, *, public: bool, force:
 
 
 @contextlib.contextmanager
-def _bundle_from_hub(place: Hub, patience: Patience) -> Generator[Path]:
+def _bundle_from_hub(place: Hub, dest: Path, patience: Patience) -> Generator[Path]:
     """What a repository holds, as a bundle: packed here, so that it meets the same checks as any other."""
     with tempfile.TemporaryDirectory(prefix="dualtune-pull-") as directory:
         adapter = Path(directory) / "adapter"
         adapter.mkdir()
         hub.pull(place, adapter, patience=patience)
-        file = Path(directory) / target.IN_DIRECTORY
+        file = dest.with_name(f".{dest.name}.part-hub")  # beside it, so that it can be renamed
+        try:
+            dest.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
         pack(adapter, file)
-        yield file
+        try:
+            yield file
+        finally:
+            file.unlink(missing_ok=True)

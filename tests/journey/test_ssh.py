@@ -377,8 +377,21 @@ def test_a_refused_connection_is_tried_again_up_to_the_limit(cluster, file, pati
     assert len(lines) == 2
 
 
-@pytest.mark.parametrize("text", ["-oProxyCommand=touch x:a.tar", "a b:c.tar", "ssh://-oProxyCommand=x/a.tar"])
-def test_a_host_is_never_an_option(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-oProxyCommand=touch x:a.tar",
+        "me@-oProxyCommand=x:a.tar",
+        "a b:c.tar",
+        "`touch x`:a.tar",
+        "$(touch x):a.tar",
+        "me;x@host:a.tar",
+        "ssh://-oProxyCommand=x/a.tar",
+        "ssh://me@-v/a.tar",
+        "ssh://%60x%60@host/a.tar",
+    ],
+)
+def test_a_host_is_neither_an_option_nor_a_command(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="TARGET: "):
         target.parse(text)

@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +13,10 @@ import yaml
 from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.config import parse_config
+from dualtune.transfer.bundle import inspect
 from dualtune.transfer.places.card import card
+
+SHM = Path("/dev/shm")  # another file system than that of the tests, where there is one
 
 TOKEN = "hf_" + "C4nAry" * 6
 TRAINING = {"backend": "mlx", "steps": 40, "seed": 3, "final_loss": 0.5, "eval_loss_before": 2.25,
@@ -166,6 +170,13 @@ def test_an_adapter_goes_to_the_hub_and_comes_back(hub, adapter, tmp_path):
     assert f"dualtune verify {tmp_path}/tiny/adapter --base Qwen/Qwen3-0.6B" in done.stdout
     moved = read_adapter(tmp_path / "tiny" / "adapter")
     assert all((moved.tensors[name] == x).all() for name, x in read_adapter(here).tensors.items())
+
+    done = hub.run(
+        "pull", "hf://me/tiny", "new/kept.tar", "--keep-packed", TMPDIR=str(SHM if SHM.is_dir() else tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert inspect(tmp_path / "new" / "kept.tar").bundle.kind == "adapter"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept.tar"]
 
     repo["files"]["adapter_model.safetensors"] = repo["files"]["adapter_model.safetensors"][:-4] + b"\0\0\0\1"
     repo["sha"] = "1" * 40

@@ -32,6 +32,8 @@ _PERMANENT = re.compile(
 )
 _NUMBERS_OF_DD = re.compile(r"\d+\+\d+ records (in|out)|\d+ bytes .*(copied|transferred).*|\d+ truncated records?")
 _LINE = re.compile(r"dualtune (final|part) (bytes|chunk) \*?([0-9a-f]{64}|\d{1,15})\b")
+# No option, and nothing that a shell would read: ProxyCommand and Match exec hand it to one (CVE-2023-51385).
+_HOST = re.compile(r"(?:[\w.+][\w.+\\-]*@)?[\w.:%][\w.:%-]*")
 _POLL_S = 0.3
 
 
@@ -44,8 +46,11 @@ class SshStore:
     program: tuple[str, ...] = field(default_factory=lambda: _program())
 
     def __post_init__(self) -> None:
-        if not self.host or self.host.startswith("-") or re.search(r"[\s\x00-\x1f]", self.host):
-            raise ConfigError(f"TARGET: got the host {self.host!r}; allowed is [user@]host, not beginning with '-'")
+        if not _HOST.fullmatch(self.host):
+            raise ConfigError(
+                f"TARGET: got the host {self.host!r}; allowed is [user@]host, neither beginning with '-', of letters, "
+                "digits and . _ - : %. A name of ~/.ssh/config may stand for any other"
+            )
 
     def shown(self, path: str) -> str:
         user, at, host = self.host.rpartition("@")
