@@ -153,6 +153,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     for key in ("step", "optimizer_step"):
         if type(value := fields.required(state, key, file)) is not int or not 0 <= value < MAX_STEP:
             raise fields.wrong(file, key, value, "a number of steps")
+    fields.required(state, "config", file)
     for section in fields.subtable(state, "config", file):
         fields.subtable(state["config"], section, f"{file}: config")
     for key, value in fields.subtable(state, "fingerprints", file).items():
