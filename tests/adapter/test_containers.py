@@ -176,3 +176,35 @@ def test_a_damaged_archive_is_refused(archived, at):
     (path / NPZ).write_bytes(raw)
     with pytest.raises(FormatError):
         import_adapter(path, repair=True)
+
+
+# --- what is damaged inside is found and mended as in one file -------------------------------------------------------
+
+
+def test_damage_in_shards_is_mended_on_repair_and_not_before(sharded, make_adapter):
+    weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
+    for shard in {*weight_map.values()}:
+        tensors = safetensors.numpy.load_file(sharded / shard)
+        renamed = {name.replace(".weight", ".default.weight"): x for name, x in tensors.items()}
+        safetensors.numpy.save_file(renamed, sharded / shard)
+    edit(sharded, lambda m: [m.update({name.replace(".weight", ".default.weight"): m.pop(name)}) for name in [*m]])
+    with pytest.raises(FormatError, match=r"the name of the adapter \(default\) in 4 names"):
+        import_adapter(sharded)
+    found = import_adapter(sharded, repair=True)
+    assert len(found.mended) == 1
+    for name, x in make_adapter().tensors.items():
+        np.testing.assert_array_equal(found.adapter.tensors[name], x)
+
+
+def test_the_config_of_an_old_mlx_lm_is_mended_on_repair(archived, make_adapter):
+    """`lora_layers` is what `num_layers` was called then, and alpha stood beside scale, which counts."""
+    path = archived()
+    config = json.loads((path / "adapter_config.json").read_text())
+    config["lora_layers"] = config.pop("num_layers")
+    config["lora_parameters"]["alpha"] = 16.0
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="num_layers: missing"):
+        import_adapter(path)
+    found = import_adapter(path, repair=True)
+    assert found.adapter.spec.scale == make_adapter().spec.scale
+    assert found.adapter.notes == ("lora_parameters.alpha is ignored, as mlx-lm does: scale counts",)
