@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dualtune.adapter.spec import LoraSpec
-from dualtune.backend import LoadRequest
+from dualtune.backend import LoadRequest, get_backend
+from dualtune.errors import EnvironmentFault
 from dualtune.hooks import Hook
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, norm_of, random_adapter
@@ -54,7 +55,7 @@ def base_bytes(engine):
         return {n.replace(".base.", "."): np.array(w).tobytes() for n, w in tree_flatten(engine.model.parameters())}
     tied = {name.removesuffix(".weight") for name in engine.model.all_tied_weights_keys}
     weights = {n.replace(".base.", "."): w for n, w in engine.model.state_dict().items() if ".lora_" not in n}
-    return {n: w.numpy().tobytes() for n, w in weights.items() if n.rpartition(".")[0] not in tied}
+    return {n: w.cpu().numpy().tobytes() for n, w in weights.items() if n.rpartition(".")[0] not in tied}
 
 
 def gap(found, expected):
@@ -127,6 +128,21 @@ def test_the_gradient_is_that_of_the_unpacked_weights(load, material, converted,
     exact = gradient(load("torch", material.model_dir, "none"), batch)
     difference = norm_of({n: found[n] - exact[n] for n in found})
     assert difference > 100 * tolerances.GRADIENT * norm_of(exact), "as without quantization, so nothing is shown"
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_bytes_and_the_logits_of_the_cpu(load, material):
+    try:
+        gpu = get_backend("torch", "cuda")
+    except EnvironmentFault as error:
+        pytest.skip(str(error))
+    here = load("torch", material.model_dir)
+    there = gpu.load(LoadRequest(material.model_dir, "float32", "affine4", "pretrained", ALL, 0.01, seed=4))
+    there.load_adapter_state(here.adapter_state())
+    assert base_bytes(here) == base_bytes(there)
+    batch = material.batch()
+    real = batch.segments_BT > 0
+    assert gap(here.logprobs(batch)[real], there.logprobs(batch)[real]) <= LOGITS
 
 
 # --- families ---------------------------------------------------------------------------------------------------------
