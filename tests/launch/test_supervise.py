@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 
+import psutil
 import pytest
 
 from dualtune.launch import mlx
@@ -31,6 +32,7 @@ def supervised(launcher, work, max_restarts=0) -> tuple[int, list[str]]:
         ({0: 75, 1: 75}, False, 75),
         ({0: 3, 1: 3}, False, 3),
         ({0: 4, 1: 3}, False, 3),  # what the one says explains what the other waits for in vain
+        ({0: -9, 1: 3}, False, 3),  # killed, because it did not end when the other had
         ({0: 4, 1: -9}, False, 137),
         ({0: 75, 1: -9}, False, 137),  # the other was told to end, and could still save
         ({0: -15, 1: 1}, False, 1),  # ended by us
@@ -147,6 +149,9 @@ def test_a_ctrl_c_reaches_each_worker_once(tmp_path, launcher, open_backend):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        for child in psutil.Process(process.pid).children():
+            if "dualtune_torch.torchrun" in child.cmdline():
+                child.send_signal(signal.SIGUSR1)  # as Slurm does, to every process of a step
         said, _ = process.communicate(timeout=60)
     assert process.returncode == 75 and "restart" not in said
     assert [(tmp_path / f"heard{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
