@@ -98,7 +98,7 @@ class Here:
         if importlib.util.find_spec("torch") is None:
             raise EnvironmentFault("torchrun is part of torch, which is missing: pip install 'dualtune[torch]'")
         if platform == "cpu":
-            return self._on_cpu(procs or 1, "as asked" if procs else "there is no GPU to count", nodes)
+            return self._on_cpu(procs or 1, "as asked" if procs else "no --procs", nodes)
         if platform != "cuda":
             raise ConfigError(f"--platform: got {platform!r}, --on local takes cuda or cpu: torchrun runs torch")
         if not self.num_gpus:

@@ -25,7 +25,13 @@ def missing() -> str | None:
     absent = [name for name in PROGRAMS if program(name) is None]
     if absent:
         return f"needs {', '.join(absent)}: {INSTALL}"
-    return None if os.geteuid() == 0 else "needs root, as slurmd does"
+    if os.geteuid() != 0:
+        return "needs root, as slurmd does"
+    try:
+        socket.gethostbyname(NODES[0])
+    except OSError:
+        return f"needs the name of this machine, {NODES[0]}, to resolve"
+    return None
 
 
 def program(name: str) -> str | None:
