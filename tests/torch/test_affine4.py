@@ -2,6 +2,7 @@
 
 import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from dualtune_torch import affine, affine_model  # noqa: E402
+from dualtune_torch import affine, affine_model, frozen  # noqa: E402
 from dualtune_torch.affine import AffineEmbedding, AffineLayer, AffineLinear, dequantize, quantize  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,9 +32,9 @@ def randn(*shape, seed=0):
 def load(open_backend):
     backend = open_backend("torch")
 
-    def load_(model_dir, quantization="auto", dtype="float32", init="pretrained"):
+    def load_(model_dir, quantization="auto", dtype="float32", init="pretrained", kernels="auto"):
         spec = LoraSpec(4, 6.0, 0.0, ("all-linear",))
-        return backend.load(LoadRequest(model_dir, dtype, quantization, init, spec, 0.01, seed=4))
+        return backend.load(LoadRequest(model_dir, dtype, quantization, init, spec, 0.01, seed=4, kernels=kernels))
 
     return load_
 
@@ -219,6 +220,25 @@ def test_no_more_than_one_plain_matrix_is_alive_at_a_time(load, tmp_path, monkey
     engine = load(write_tiny_llama(tmp_path / "model", num_hidden_layers=1), "affine4", init=init)
     assert len(alive) == 7 + 2 and max(alive) <= 2  # the one at hand, and the one before it
     assert np.isfinite(engine.logprobs(BATCH)).all()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_no_more_than_one_weight_is_unpacked_at_a_time(load, tmp_path, monkeypatch, kernels):
+    """In the forward and the backward pass, the output head's too."""
+    engine, seen, others = load(write_tiny_llama(tmp_path / "model"), "affine4", kernels=kernels), [], []
+
+    def watched(packed):
+        numbers = dequantize(packed)
+        if numbers.ndim == 2:  # not the rows of an embedding
+            others.append(sum(weight() is not None for weight in seen))
+            seen.append(weakref.ref(numbers))
+        return numbers
+
+    for module in (affine, frozen):
+        monkeypatch.setattr(module, "dequantize", watched)
+    engine.forward_backward(BATCH, num_targets=BATCH.num_targets)
+    least = 14 + 1 + 11  # forward, head, and backward: below the first three adapters nothing is asked for
+    assert len(others) >= least and max(others) == 0
 
 
 # --- directories in MLX format ----------------------------------------------------------------------------------------

@@ -115,8 +115,11 @@ class _GroupedLoRA(torch.autograd.Function):
             v_Mr.copy_(g_MO @ B_Or).mul_(layer.scale)
             dB_Or.add_(g_MO.T @ u_Mr, alpha=layer.scale)
             if ctx.needs_input_grad[0]:
-                W_OI = weight_of(layer.base, g_MO.dtype)
-                dx_MI = g_MO @ W_OI if dx_MI is None else dx_MI.addmm_(g_MO, W_OI)
+                # Bound to no name: of an unpacked weight there is never more than one.
+                if dx_MI is None:
+                    dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
+                else:
+                    dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
         group.dA_SI += v_MS.T @ kept_MI
         if dx_MI is None:
             return None, None, None, None
