@@ -234,5 +234,6 @@ def _is_natural(tensors: Mapping[str, np.ndarray]) -> bool:
     sizes = [np.abs(x[np.nonzero(x)]) for x in tensors.values()]
     if not all(bool(np.isfinite(x).all()) for x in sizes) or not any(x.size for x in sizes):
         return False
-    relative = np.concatenate([x / np.median(x) for x in sizes if x.size])
+    with np.errstate(over="ignore"):  # far from a median of almost nothing: not natural
+        relative = np.concatenate([x / np.median(x) for x in sizes if x.size])
     return bool(relative.max() < MOST_SPREAD and np.mean(relative < 1 / 8) > FEWEST_SMALL)

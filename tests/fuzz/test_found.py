@@ -119,6 +119,16 @@ def test_a_factor_that_overflows_is_a_format_error_without_a_warning(adapter):
         read_adapter(adapter)
 
 
+@pytest.mark.filterwarnings("error")
+def test_integers_that_are_no_weights_in_either_format_are_refused_without_a_warning(adapter):
+    bits = np.array([[1, 1, 1, 0x7F00]], np.uint16)  # as bfloat16: almost nothing, and almost the largest there is
+    names = [f"base_model.model.model.layers.0.q_proj.lora_{part}.weight" for part in "AB"]
+    tensors = {names[0]: bits, names[1]: np.ascontiguousarray(bits.T)}
+    safetensors.numpy.save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(FormatError, match="they could be anything"):
+        import_adapter(adapter)
+
+
 # --- base models -----------------------------------------------------------------------------------------------------
 
 
