@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -11,6 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+from dualtune.transfer.places import target
+from dualtune.transfer.places.chunks import LEAST_CHUNK_BYTES
+from dualtune.transfer.places.patience import Patience
 
 LOGIN = """#!/bin/sh
 # What sshd runs in place of the login shell: in a home of its own, with the shell and the PATH that a test asks for.
@@ -99,6 +104,7 @@ class Relay:
                     if self.cuts and carried[0] > self.cuts[0]:
                         self.cuts.pop(0)
                         self.num_cut += 1
+                        carried[0] = -(1 << 60)  # the other direction of this connection takes no further cut
                         break
                 goal.sendall(data)
         except OSError:
@@ -122,6 +128,20 @@ class Machine:
         script = self.folder / "login"
         script.write_text(LOGIN.format(home=self.home, shell=shell, prelude=prelude))
         script.chmod(0o755)
+
+    def wrapped(self, tool: str, first: str) -> Path:
+        """A directory for the PATH there, with a tool that does something else first."""
+        folder = self.home / "bin"
+        folder.mkdir()
+        (folder / tool).write_text(f'#!/bin/sh\n{first}\nexec {shutil.which(tool)} "$@"\n')
+        (folder / tool).chmod(0o755)
+        return folder
+
+    def push(self, file: Path, where: str = "cluster:runs/a.tar", *, force=False, patience=None) -> bool:
+        return target.parse(where).push(file, force=force, patience=patience or Patience(5, first_pause_s=0.01))
+
+    def pull(self, path: Path, where: str = "cluster:runs/a.tar", *, patience=None) -> Path:
+        return target.parse(where).pull(path, patience=patience or Patience(5, first_pause_s=0.01))
 
 
 def _free_port() -> int:
@@ -184,3 +204,19 @@ def cluster(_started, monkeypatch):
     _started.relay.reset()
     monkeypatch.setenv("DUALTUNE_SSH", _started.ssh)
     return _started
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """Seven chunks, the last one short."""
+    path = tmp_path / "here" / "a.tar"
+    path.parent.mkdir()
+    path.write_bytes(random.Random(3).randbytes(6 * LEAST_CHUNK_BYTES + 777))
+    return path
+
+
+@pytest.fixture
+def patience():
+    """One that pauses briefly, and the lines that it says."""
+    lines: list[str] = []
+    return Patience(5, say=lines.append, first_pause_s=0.01), lines
