@@ -6,7 +6,9 @@ returns; what it accepts is compared with what another program reads in the same
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import io
 import json
 import random
 import re
@@ -43,6 +45,7 @@ SHAPES = {
     f"model.layers.{i}.{n}": s for i in range(2) for n, s in (("self_attn.q_proj", (6, 4)), ("mlp.up_proj", (8, 4)))
 }
 BASE = Path(tempfile.mkdtemp(prefix="dualtune-fuzz-")) / "base"  # given as --base; the first use writes it
+atexit.register(shutil.rmtree, BASE.parent)
 
 
 class Reader(NamedTuple):
@@ -79,8 +82,7 @@ def adapter_seeds() -> list[Files]:
     old = json.loads(mlx["adapter_config.json"]) | {"num_layers": 2}
     old["lora_parameters"] |= {"alpha": 16}
     index = {"weight_map": dict.fromkeys(tensors, "adapter_model-00001-of-00001.safetensors")}
-    npz = Path(tempfile.mkdtemp()) / "adapters.npz"
-    np.savez(npz, **safetensors.numpy.load(mlx["adapters.safetensors"]))
+    np.savez(npz := io.BytesIO(), **safetensors.numpy.load(mlx["adapters.safetensors"]))
     weights = peft["adapter_model.safetensors"]
     return [
         dual, peft, mlx, *foreign,
@@ -88,7 +90,7 @@ def adapter_seeds() -> list[Files]:
         {"adapter_config.json": json_bytes(old), "adapters.safetensors": mlx["adapters.safetensors"]},
         {"adapter_config.json": peft["adapter_config.json"], "adapter_model.safetensors.index.json": json_bytes(index),
          "adapter_model-00001-of-00001.safetensors": weights},
-        {"adapter_config.json": mlx["adapter_config.json"], "adapters.npz": npz.read_bytes()},
+        {"adapter_config.json": mlx["adapter_config.json"], "adapters.npz": npz.getvalue()},
         {"adapter_config.json": mlx["adapter_config.json"],
          "0000100_adapters.safetensors": mlx["adapters.safetensors"]},
     ]  # fmt: skip
