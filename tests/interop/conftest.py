@@ -18,15 +18,7 @@ ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "interop: other programs read what dualtune writes; needs their environments")
     config.stash[ROWS] = []
-
-
-def pytest_collection_modifyitems(config, items):
-    if "interop" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("interop"):
-                item.add_marker(pytest.mark.skip(reason="runs when asked for: pytest -m interop"))
 
 
 def pytest_terminal_summary(terminalreporter, config):
