@@ -6,8 +6,8 @@ what is made here is bit for bit what `mx.quantize` makes there. Metal's kernel 
 it rounds halves away from zero, and takes 0 for the largest weight of a group that has none above it. A model
 quantized on a Mac's GPU may therefore differ in rare weights; to have its very bytes, carry its directory.
 
-Legend: O output and I input features of a weight, G groups of a row, K = 64 weights of a group, V vocabulary,
-W = I · bits / 8 packed bytes of a row.
+Legend: O output and I input features of a weight, G groups of a row, K = 64 weights of a group, W = I · bits / 8 packed
+bytes of a row.
 """
 
 from __future__ import annotations
