@@ -19,7 +19,16 @@ from record import write
 
 SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12,
          "num_key_value_heads": 12, "head_dim": 64, "vocab_size": 8192}  # fmt: skip
-RUNS = [(1, "none", "none"), (2, "none", "none"), (2, "full", "none"), (2, "none", "affine4"), (2, "full", "affine4")]
+# Processes, memory.sharding, model.quantization, model.dtype; stored is float32.
+RUNS = [
+    (1, "none", "none", "float32"),
+    (2, "none", "none", "float32"),
+    (2, "full", "none", "float32"),
+    (2, "none", "none", "bfloat16"),
+    (2, "full", "none", "bfloat16"),
+    (2, "none", "affine4", "float32"),
+    (2, "full", "affine4", "float32"),
+]
 STEPS = 2
 
 
@@ -29,24 +38,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         model = write_tiny_llama(Path(scratch) / "model", **SHAPE)
         found = [measured(model, Path(scratch), *run) for run in RUNS]
-    print("written to", write("sharding_memory", {"shape": SHAPE, "dtype": "float32", "runs": found}))
+    print("written to", write("sharding_memory", {"shape": SHAPE, "stored": "float32", "runs": found}))
 
 
-def measured(model: Path, home: Path, processes: int, sharding: str, quantization: str) -> dict[str, Any]:
+def measured(model: Path, home: Path, processes: int, sharding: str, quantization: str, dtype: str) -> dict[str, Any]:
     """The largest figures of the processes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     for old in home.glob("*.json"):
         old.unlink()
-    worker = [__file__, "worker", str(model), str(home), sharding, quantization]
+    worker = [__file__, "worker", str(model), str(home), sharding, quantization, dtype]
     subprocess.run([sys.executable, *(torchrun if processes > 1 else []), *worker], check=True)
     parts = [json.loads(path.read_text()) for path in home.glob("*.json")]
     assert len(parts) == processes
     figures = {name: max(part[name] for part in parts) for name in parts[0]}
-    print(processes, sharding, quantization, {name: f"{value:.3g}" for name, value in figures.items()})
-    return {"processes": processes, "sharding": sharding, "quantization": quantization} | figures
+    print(processes, sharding, quantization, dtype, {name: f"{value:.3g}" for name, value in figures.items()})
+    settings = {"processes": processes, "sharding": sharding, "quantization": quantization, "dtype": dtype}
+    return settings | figures
 
 
-def worker(model: str, home: str, sharding: str, quantization: str) -> None:
+def worker(model: str, home: str, sharding: str, quantization: str, dtype: str) -> None:
     """One process of a run."""
     import torch
 
@@ -61,7 +71,7 @@ def worker(model: str, home: str, sharding: str, quantization: str) -> None:
     spec = LoraSpec(rank=8, alpha=16.0, dropout=0.0, targets=("all-linear",))
     # Nothing is compiled: the compiler's own memory would be in the figures.
     request = LoadRequest(
-        Path(model), "float32", quantization, "pretrained", spec, 0.0, 0, kernels="reference", sharding=sharding
+        Path(model), dtype, quantization, "pretrained", spec, 0.0, 0, kernels="reference", sharding=sharding
     )
     before = own_bytes()
     with Peak() as loading:

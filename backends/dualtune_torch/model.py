@@ -18,6 +18,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch import affine_model
 from dualtune_torch.affine import BITS, GROUP_SIZE
 from dualtune_torch.frozen import num_parameters
+from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,6 +40,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         "sharding_reason": why_sharding,
     }
     if sharding == "full":
+        allocator.return_memory()  # whole layers come and go
         device = torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
     try:

@@ -28,7 +28,6 @@ from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.affine import AffineLayer
 from dualtune_torch.distributed import launched
-from dualtune_torch.kernels import allocator
 
 # A base may take so much of a device's free memory and stay whole there: a step needs the rest.
 LARGEST_SHARE = 0.8
@@ -89,8 +88,6 @@ class Shards:
         # A group of nothing: it is the root, which lets the others fetch the next layer while one computes.
         fully_shard(model.base_model, mesh=self._mesh, reshard_after_forward=True, ignored_params=whole)
         model.to(device)
-        if device.type == "cpu":
-            allocator.return_memory()  # whole layers come and go
 
     @contextmanager
     def together(self) -> Generator[None]:
