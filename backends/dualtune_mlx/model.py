@@ -37,8 +37,9 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentFault(f"{request.model_dir}: mlx-lm cannot load this model: {reason}") from error
     if quantization in BITS and ("quantization" not in config or request.init == "random"):
-        # From the stored precision, as mlx_lm.convert does, so that the bytes are the same as those of its models.
-        with contextlib.redirect_stdout(sys.stderr):  # it prints, and standard output may be a model's answer
+        # From the stored precision, as mlx_lm.convert does. On the processor, whose bytes torch can make too: Metal's
+        # kernel rounds halves in another direction. What it prints is not for standard output, a model's answer may be.
+        with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
             model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
     model.set_dtype(dtype)
     model.freeze()

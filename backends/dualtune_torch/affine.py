@@ -3,8 +3,8 @@
 64 neighbours in a row of a weight share a scale and a bias, and each is scale · q + bias with q of 4 or 8 bits. They
 are chosen by the rule of MLX's `mlx/backend/cpu/quantized.cpp`, every operation in float32 and in its order, so that
 what is made here is bit for bit what `mx.quantize` makes there. Metal's kernel (`quantized.h`) differs in two places:
-it rounds halves away from zero, and takes 0 for the largest weight of a group that has none above it. A model
-quantized on a Mac's GPU may therefore differ in rare weights; to have its very bytes, carry its directory.
+it rounds halves away from zero, and takes 0 for the largest weight of a group that has none above it; so dualtune
+quantizes on the processor there too. A directory from elsewhere keeps the bytes that it has.
 
 Legend: O output and I input features of a weight, G groups of a row, K = 64 weights of a group, W = I · bits / 8 packed
 bytes of a row.
