@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dualtune.transfer.signature import Trust
 
 
-def _signature_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def signature_options(function: Callable[..., Any]) -> Callable[..., Any]:
     signers = click.option(
         "--verify-signature", "signers", type=click.Path(path_type=Path), metavar="ALLOWED_SIGNERS",
         help="Demand a signature in FILE.sig by a key of this file (its format: ssh-keygen(1), ALLOWED SIGNERS).",
@@ -53,7 +53,7 @@ def pack_(source: Path, file: Path, step: int | None, adapter: bool, tokenizer: 
 @command.command("inspect")
 @click.argument("file", type=click.Path(path_type=Path))
 @json_option
-@_signature_options
+@signature_options
 @click.pass_context
 def inspect_(ctx: click.Context, file: Path, as_json: bool, signers: Path | None, identity: str | None) -> None:
     """Say what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
@@ -64,7 +64,7 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, signers: Path | None
     from dualtune.transfer.bundle import inspect
 
     try:
-        report = inspect(file, _trust(signers, identity))
+        report = inspect(file, trust_of(signers, identity))
     except FormatError as error:
         if not as_json:
             raise
@@ -76,17 +76,17 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, signers: Path | None
 @command.command("unpack")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
-@_signature_options
+@signature_options
 def unpack_(file: Path, dest: Path, signers: Path | None, identity: str | None) -> None:
     """Write what FILE holds to the new directory DEST, whole or not at all; every file is verified."""
     from dualtune.transfer.bundle import unpack
 
-    report = unpack(file, dest, _trust(signers, identity))
+    report = unpack(file, dest, trust_of(signers, identity))
     say(f"unpacked    {dest}: {len(report.bundle.files)} files, each with the sha256 of the list")
-    say(_next_step(report, dest))
+    say(next_step(report, dest))
 
 
-def _trust(signers: Path | None, identity: str | None) -> Trust | None:
+def trust_of(signers: Path | None, identity: str | None) -> Trust | None:
     from dualtune.transfer.signature import Trust
 
     if (signers is None) != (identity is None):
@@ -94,7 +94,7 @@ def _trust(signers: Path | None, identity: str | None) -> Trust | None:
     return Trust(signers, identity) if signers is not None and identity is not None else None
 
 
-def _next_step(report: Report, dest: Path) -> str:
+def next_step(report: Report, dest: Path) -> str:
     import shlex
 
     if report.bundle.step is None:

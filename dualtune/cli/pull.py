@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dualtune.cli import bundle as bundle_command
+from dualtune.cli.bundle import next_step, signature_options, trust_of
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("target")
 @click.argument("dest", type=click.Path(path_type=Path), required=False)
 @click.option("--keep-packed", is_flag=True, help="DEST becomes the bundle itself, verified and not unpacked.")
-@bundle_command._signature_options  # pyright: ignore[reportPrivateUsage]
+@signature_options
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
     help="How often to try again after a cut, in a row and without progress.",
@@ -34,7 +34,7 @@ def command(
     from dualtune.cli.transferring import transferring
     from dualtune.transfer.carry import pull
 
-    trust = bundle_command._trust(signers, identity)  # pyright: ignore[reportPrivateUsage]
+    trust = trust_of(signers, identity)
     with transferring("fetching", retries) as patience:
         done = pull(target, dest, keep_packed=keep_packed, trust=trust, patience=patience)
     say(f"pulled      {done.path}: {len(done.report.bundle.files)} files, each with the sha256 of the list")
@@ -45,9 +45,9 @@ def _next_steps(done: Pulled, *, keep_packed: bool) -> list[str]:
     if keep_packed:
         words = ["dualtune", "bundle", "unpack", str(done.path), str(done.path.with_suffix(""))]
         return [f"unpack      {shlex.join(words)}"]
-    next_step = bundle_command._next_step(done.report, done.path)  # pyright: ignore[reportPrivateUsage]
+    use = next_step(done.report, done.path)
     if done.report.bundle.step is not None:
-        return [next_step]
+        return [use]
     base = str(done.report.bundle.base.get("name") or "MODEL")
     words = ["dualtune", "verify", str(done.path / "adapter"), "--base", base]
-    return [f"verify      {shlex.join(words)}", next_step]
+    return [f"verify      {shlex.join(words)}", use]
