@@ -83,8 +83,9 @@ class Shards:
             if device.type == "cpu":
                 module.set_custom_all_gather(_AllGather(self._store))  # type: ignore[attr-defined]
         whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        # torch warns of a hook that may get lost where a root's output is a view; this one's hooks gather nothing.
-        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w*Model\) returned a view tensor")
+        # torch warns that a hook may get lost where an output is a view and is changed in place. The root's hook
+        # gathers nothing, and the logits of a head are not changed in place.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w*(Model|Linear)\) returned a view tensor")
         # A group of nothing: it is the root, which lets the others fetch the next layer while one computes.
         fully_shard(model.base_model, mesh=self._mesh, reshard_after_forward=True, ignored_params=whole)
         model.to(device)

@@ -1,5 +1,6 @@
 """Two torch processes compute together what one computes alone, whether each holds the whole base or half of it."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -10,6 +11,8 @@ pytest.importorskip("torch")
 from dualtune.testing.tiny_models import write_tiny_llama
 
 WORKER = Path(__file__).with_name("torch_worker.py")
+FAMILIES = Path(__file__).with_name("torch_families.py")
+CHOICE = Path(__file__).parents[1] / "torch" / "test_torch_choice.py"
 CASES = [*((e, layout) for e in ("data", "full") for layout in ("padded", "packed", "single")),
          ("reference", "padded"), ("affine4", "padded"), ("tied", "padded")]  # fmt: skip
 
@@ -74,3 +77,16 @@ def test_each_holds_half_of_a_base_that_is_split(results, engine):
     for part in together:
         assert whole / 2 <= part[f"{engine} bytes"] < 0.55 * whole
         assert part["data bytes"] == alone["data bytes"]
+
+
+@pytest.mark.cluster
+def test_families_are_computed_alike_whole_and_split(start, tmp_path):
+    for process in start(2, CHOICE, tmp_path, file=FAMILIES).wait():
+        assert process.code == 0, process.output
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert len(found) == 13
+        for family, (whole, split) in found.items():
+            assert whole["kernels"] == split["kernels"], family
+            assert np.linalg.norm(whole["gradient"]) > 0.1
+            np.testing.assert_allclose(split["gradient"], whole["gradient"], rtol=1e-6, atol=1e-6, err_msg=family)

@@ -149,12 +149,13 @@ def test_a_signal_to_one_process_stops_both_and_the_run_is_saved(job):
     assert len(job.losses("run")) == 9
 
 
-def test_a_process_that_hangs_is_not_waited_for_for_ever(job):
+@pytest.mark.parametrize("sharding", ["none", pytest.param("full", marks=pytest.mark.cluster)])
+def test_a_process_that_hangs_is_not_waited_for_for_ever(job, sharding):
     stop = f"enter({FORWARD!r}, 4, send('SIGSTOP'))\n"
-    running = job.start(2, "run", memory_sharding="full", inject={1: stop}, env={"DUALTUNE_WAIT_S": "3"})
-    running.processes[0].join(60)
+    running = job.start(2, "run", memory_sharding=sharding, inject={1: stop}, env={"DUALTUNE_WAIT_S": "5"})
+    running.processes[0].join(120)
     said = running.outputs[0].read_text(encoding="utf-8")
     assert running.processes[0].exitcode == EnvironmentFault.exit_code, said
-    assert "waited 3 s for the other processes (this is process 0 of 2)" in said
+    assert "waited 5 s for the other processes (this is process 0 of 2)" in said
     assert running.processes[1].is_alive()
     running.kill()
