@@ -14,7 +14,7 @@ import torch
 
 from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune_torch.distributed import launched, local_rank, world
+from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
@@ -72,7 +72,7 @@ class TorchBackend:
             marker.write_text("5")  # Linux: set the high-water mark to what is used now
 
     def load(self, request: LoadRequest) -> TorchEngine:
-        shards = Shards(self.device) if launched() and request.sharding != "none" else None
+        shards = Shards(self.device) if joined() and request.sharding != "none" else None
         with shards.together() if shards else nullcontext():
             model, description = load_base(request, self.device)
             if shards is None or description["sharding"] == "none":

@@ -59,9 +59,14 @@ class TorchWorld:
         return tensor.numpy().tobytes()
 
 
+def joined() -> bool:
+    """Whether this process works with others: it was launched with them, and asked for its world."""
+    return dist.is_initialized()
+
+
 def add_up(tensors: list[Tensor]) -> None:
     """Sum tensors over all processes, in place. Without others there is nothing to do."""
-    if dist.is_initialized():
+    if joined():
         for tensor in tensors:
             _reached(lambda tensor=tensor: dist.all_reduce(tensor))
 

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.affine import AffineLayer
-from dualtune_torch.distributed import launched
+from dualtune_torch.distributed import joined
 
 # A base may take so much of a device's free memory and stay whole there: a step needs the rest.
 LARGEST_SHARE = 0.8
@@ -45,7 +45,7 @@ def decide(
     if request.sharding == "full":
         _check_full(quantization)
         return "full", "as configured"
-    if not launched():
+    if not joined():
         return "none", "one process"
     if device.type == "cpu":
         return "none", "processes on CPUs share one memory or have a machine each; full is for who asks for it"
@@ -121,10 +121,7 @@ def is_split(model: PreTrainedModel) -> bool:
 
 def class_of(layer: nn.Module) -> type[nn.Module]:
     """Its class, without what FSDP2 has put before it."""
-    kind = type(layer)
-    return (
-        next(base for base in kind.__mro__[2:] if issubclass(base, nn.Module)) if issubclass(kind, FSDPModule) else kind
-    )
+    return type(layer).__mro__[2] if isinstance(layer, FSDPModule) else type(layer)
 
 
 class _AllGather:
@@ -172,7 +169,7 @@ def check_whole(description: Mapping[str, Any]) -> None:
 
 
 def _check_full(quantization: str) -> None:
-    if not launched():
+    if not joined():
         raise ConfigError("memory.sharding: got full, and this is one process; allowed: auto or none")
     if quantization == "nf4":
         raise ConfigError(

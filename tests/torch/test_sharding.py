@@ -32,8 +32,7 @@ def decide(model, asked, device=CPU, quantization="none"):
 
 @pytest.fixture
 def one_of_two(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sharding, "joined", lambda: True)
 
 
 @pytest.fixture
@@ -52,6 +51,12 @@ def test_one_process_holds_all_and_cannot_be_asked_to_split(model):
     assert (engine.description["sharding"], engine.description["sharding_reason"]) == ("none", "one process")
     with pytest.raises(ConfigError, match="got full, and this is one process; allowed: auto or none"):
         TorchBackend("cpu").load(request(model, "full"))
+
+
+def test_who_does_not_ask_for_its_world_is_alone_whoever_launched_it(model, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert TorchBackend("cpu").load(request(model, "auto")).description["sharding_reason"] == "one process"
 
 
 @pytest.mark.usefixtures("one_of_two")
