@@ -90,3 +90,15 @@ def test_families_are_computed_alike_whole_and_split(start, tmp_path):
             assert whole["kernels"] == split["kernels"], family
             assert np.linalg.norm(whole["gradient"]) > 0.1
             np.testing.assert_allclose(split["gradient"], whole["gradient"], rtol=1e-6, atol=1e-6, err_msg=family)
+
+
+@pytest.mark.cluster
+def test_processes_that_torchrun_starts_have_the_same_bits(results, tmp_path, python):
+    models = write_tiny_llama(tmp_path / "model"), write_tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    ended = python(*torchrun, WORKER, *models, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    for rank, forked in enumerate(results[2]):
+        found = dict(np.load(tmp_path / f"2-{rank}.npz"))
+        assert found.keys() == forked.keys()
+        assert all(np.array_equal(found[name], forked[name]) for name in forked)
