@@ -72,6 +72,8 @@ class Lines(Hook):
         )
         if kernels := engine.get("kernels"):
             self._say(f"kernels     {kernels}")
+        if engine.get("sharding") == "full":
+            self._say(f"sharding    the base is split among the processes: {engine['sharding_reason']}")
         self._say(f"checkpoints {in_bytes(info.checkpoint_bytes)} each, in {info.run_dir / 'checkpoints'}")
 
     def on_step(self, record: StepRecord) -> None:
