@@ -76,7 +76,8 @@ def _say_memory(prepared: Prepared, platform: str) -> None:
     from dualtune.platform.config_check import memory_of_run
 
     if prepared.config.memory.sharding == "full":
-        return say(f"memory      not estimated: the base is split among {prepared.team.size} processes")
+        say(f"memory      not estimated: the base is split among {prepared.team.size} processes")
+        return
     longest = max(prepared.train.longest, prepared.eval.longest)
     row = memory_of_run(prepared.config, prepared.model_dir, longest, platform)
     say(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
