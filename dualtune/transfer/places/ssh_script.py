@@ -1,7 +1,7 @@
 """What runs on the other machine of a transfer over ssh: POSIX sh and the tools that every Linux and macOS has.
 
-Nothing of dualtune is needed there. Each script is one line without quotes, backslashes and `!`, so that it can stand
-in single quotes whatever the login shell is (csh and fish among them); names of files reach it as arguments alone. It
+Nothing of dualtune is needed there. Each script is one line without single quotes, backslashes and `!`, so that it can
+stand in them whatever the login shell is (csh and fish among them); names of files reach it as arguments alone. It
 answers in lines that begin with `dualtune`, and whatever else a login shell prints is passed over.
 """
 
