@@ -1,6 +1,7 @@
 # make demo    a fresh machine to a fine-tuned tiny model, no download of models or data
 # make test    everything that can be tested on this machine (JOBS=2 at a time)
-# make test-cluster   torchrun, mlx.launch and a one-node Slurm for real, some minutes (Slurm: Debian's slurm-wlm and munge)
+# make test-cluster   torchrun, mlx.launch and Slurm for real, a quarter of an hour; needs root and Debian's slurmctld,
+#              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
 # make fuzz    every reader of foreign files among 100,000 damaged and forged ones
 # make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes

@@ -141,10 +141,10 @@ def _check_free(out: Path) -> None:
 
 def _plain_dtype(model_dir: Path) -> str:
     """The precision in which the model is stored: added in float32, the weights are rounded to it once."""
-    from dualtune.adapter.files import read_json
+    from dualtune.base_model import read_config
     from dualtune.errors import ConfigError
 
-    config = read_json(model_dir / "config.json", max_bytes=16 << 20)
+    config = read_config(model_dir)
     if "quantization" in config or "quantization_config" in config:
         raise ConfigError(
             f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "

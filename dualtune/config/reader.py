@@ -28,6 +28,7 @@ from yaml.events import (
 from dualtune.config.problem import KeyPath, Place, Problem
 
 UNREADABLE = object()  # stands for a value that has been reported already
+_MAX_EVENTS = 50_000  # a config has a few hundred
 _MAX_DEPTH = 20  # a config goes three deep; the limit is for us, who descend recursively
 
 
@@ -71,8 +72,20 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
     def bad_yaml(line: int, column: int, message: str) -> BadYaml:
         return BadYaml(Place(source, line + 1, column + 1) if with_lines else Place(source), message)
 
+    events: list[Event] = []
+    depth, documents = 0, 0
     try:
-        events = list(cast(Iterator[Event], yaml.parse(text, Loader=yaml.SafeLoader)))  # pyright: ignore[reportUnknownMemberType]
+        # One by one, because PyYAML takes time by the square of the depth, and a kilobyte of memory for an event.
+        for event in cast(Iterator[Event], yaml.parse(text, Loader=yaml.SafeLoader)):  # pyright: ignore[reportUnknownMemberType]
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            documents += isinstance(event, DocumentStartEvent)
+            if documents > 1:
+                raise bad_yaml(*_start(event), "a second YAML document begins here; only one is allowed")
+            if depth > _MAX_DEPTH:
+                raise bad_yaml(*_start(event), "nested too deeply")
+            if len(events) == _MAX_EVENTS:
+                raise bad_yaml(*_start(event), f"more than {_MAX_EVENTS} keys and values, which no config has")
+            events.append(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line, mark.column) if mark else (0, 0)
@@ -83,15 +96,6 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
         raise bad_yaml(line, column, f"character U+{ord(text[error.position]):04X} is not allowed") from None
     except (ValueError, OverflowError):  # PyYAML on "\UFFFFFFFF" and on endless digits
         raise BadYaml(Place(source), "not valid YAML: an escape or a number is out of range") from None
-
-    depth, documents = 0, 0
-    for event in events:
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        documents += isinstance(event, DocumentStartEvent)
-        if documents > 1:
-            raise bad_yaml(*_start(event), "a second YAML document begins here; only one is allowed")
-        if depth > _MAX_DEPTH:
-            raise bad_yaml(*_start(event), "nested too deeply")
     return [event for event in events if isinstance(event, NodeEvent | CollectionEndEvent)]
 
 

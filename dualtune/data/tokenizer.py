@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from dualtune.adapter.files import read_json
 from dualtune.data.conversations import Message
 from dualtune.data.rows import RowError
 from dualtune.data.template import ChatTemplate, Spans
@@ -24,6 +25,7 @@ from dualtune.errors import ConfigError, DataError, EnvironmentFault
 
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # what looks like a special token
 # What decides the ids of a text, as far as a model has it.
+MAX_GENERATION_CONFIG_BYTES = 1 << 20
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json", "merges.txt",
@@ -152,8 +154,9 @@ def _generation_ends(model_dir: Path) -> list[int]:
     path = model_dir / "generation_config.json"
     if not path.is_file():
         return []
-    found: int | list[int] | None = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return found if isinstance(found, list) else [] if found is None else [found]
+    found = read_json(path, max_bytes=MAX_GENERATION_CONFIG_BYTES, strict=False).get("eos_token_id")
+    listed = cast("list[Any]", found) if isinstance(found, list) else [found]
+    return [token for token in listed if type(token) is int]
 
 
 def _hashes(model_dir: Path) -> dict[str, str]:

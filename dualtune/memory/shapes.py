@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 
 class UnknownShape(Exception):
@@ -89,7 +89,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 def decoder_of(config: Mapping[str, Any]) -> Decoder:
     """The shape that a config.json describes. UnknownShape for a model that the formulas are not for."""
-    config = config.get("text_config", config)
+    nested: Any = config.get("text_config", config)
+    if not isinstance(nested, Mapping):
+        raise UnknownShape("its text_config is no table")
+    config = cast("Mapping[str, Any]", nested)
     decoder, kind = any_decoder(config), str(config.get("model_type"))
     if kind not in FAMILIES:
         raise UnknownShape(f"its model_type is {kind}; there are formulas for {', '.join(sorted(FAMILIES))}")

@@ -130,8 +130,9 @@ def missing_files(model: Path, *, weights: bool) -> list[str]:
     index = model / "model.safetensors.index.json"
     if weights and index.is_file():
         try:
-            needed += sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, LookupError):
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            needed += sorted({str(name) for name in shards})
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             needed.append(f"a readable {index.name}")
     elif weights and not list(model.glob("*.safetensors")):
         needed.append("model.safetensors")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dualtune.errors import ConfigError
 from dualtune.train import checkpoint
@@ -78,7 +78,7 @@ def _summary(path: Path) -> RunSummary:
     return RunSummary(
         str(path), state, reason,
         history.step,
-        saved.get("schedule", {}).get("num_steps"),
+        _num_steps(saved),
         history.loss,
         history.eval_loss,
         newest[0] if newest else None,
@@ -96,8 +96,15 @@ def _state_of(path: Path) -> tuple[str, str]:
     return note.state, note.reason
 
 
+def _num_steps(state: Mapping[str, Any]) -> int | None:
+    schedule = state.get("schedule")
+    found = cast("dict[str, Any]", schedule).get("num_steps") if isinstance(schedule, dict) else None
+    return found if isinstance(found, int) else None
+
+
 def _state(path: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        state: Any = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return cast("dict[str, Any]", state) if isinstance(state, dict) else {}

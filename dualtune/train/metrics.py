@@ -180,12 +180,21 @@ def _parse(line: str) -> dict[str, Any] | None:
     """The row of a line, or None if it was cut or is not one of ours."""
     try:
         found: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict):
         return None
     row = cast(dict[str, Any], found)
-    return row if isinstance(row.get("step"), int) and any(key in row for key in KINDS) else None
+    return row if type(row.get("step")) is int and any(key in row for key in KINDS) and _is_sound(row) else None
+
+
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    """The numbers that `History` takes from a row are numbers: the file may have been edited."""
+    losses = [row[key] for key in ("loss", "eval_loss") if key in row]
+    targets = [row.get("eval_targets")] if "eval_loss" in row else []
+    return all(type(x) is float or (type(x) is int and abs(x) < 1 << 53) for x in losses) and all(
+        type(n) is int for n in targets
+    )
 
 
 def _keep_rows(path: Path, first_step: int) -> list[dict[str, Any]]:

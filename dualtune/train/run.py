@@ -220,7 +220,11 @@ def _write_adapter(
     config = prepared.config
     record = {
         "base": prepared.base
-        | {"name": config.model.name, "loaded_as": engine.description["quantization"]},
+        | {
+            "name": config.model.name,
+            "loaded_as": engine.description["quantization"],
+            "init": config.model.init,
+        },
         "training": {
             "backend": prepared.backend.name,
             "steps": num_steps,

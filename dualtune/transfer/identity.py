@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from dualtune.adapter.canonical import to_pairs
 from dualtune.adapter.directory import Adapter
+from dualtune.adapter.fields import shown
 from dualtune.adapter.spec import is_target
 from dualtune.base_model import fingerprint, weight_files
 from dualtune.data.tokenizer import Tokenizer
@@ -144,5 +145,7 @@ def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:
                     if dot and last == "weight" and len(shape) == 2:
                         shapes[module] = shape if info.get_dtype() in PLAIN else None
         except (SafetensorError, OSError) as error:
-            raise EnvironmentFault(f"{file}: not a safetensors file: {error}. Download the base again") from error
+            raise EnvironmentFault(
+                f"{file}: not a safetensors file: {shown(str(error))}. Download the base again"
+            ) from error
     return shapes

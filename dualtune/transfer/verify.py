@@ -68,6 +68,9 @@ def verify(
     fit = identity.fit(adapter, model_dir)
     if recorded is None:
         return _nothing_recorded(adapter, fit)
+    if recorded.base_model.get("init") == "random":
+        text = "it was trained on random weights (model.init: random), which nobody can load again"
+        return _result(Verdict("nothing-recorded", False, text), [])
     parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir)
     checks = [Check("files", "ok", f"as {MANIFEST_FILE} lists them"), *_part_checks(parts), _fit_check(fit)]
     if fit.problems:

@@ -263,4 +263,4 @@ READERS = {
     "config": Reader(config_seeds, read_a_config, nothing),
     "metrics": Reader(metrics_seeds, read_metrics, nothing),
 }
-SHARES = {"adapter": 6, "checkpoint": 3, "base model": 2, "bundle list": 2, "config": 1}
+SHARES = {"adapter": 6, "checkpoint": 3, "base model": 2, "bundle list": 2, "config": 1, "metrics": 1}

@@ -15,9 +15,14 @@ from dualtune.adapter.files import read_json, read_safetensors
 from dualtune.adapter.repair import import_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.base_model import fingerprint, resolve_model
-from dualtune.errors import EnvironmentFault, FormatError
+from dualtune.config import parse_config
+from dualtune.errors import ConfigError, EnvironmentFault, FormatError
+from dualtune.memory.shapes import UnknownShape, decoder_of
+from dualtune.platform.places import missing_files
 from dualtune.testing.tiny_models import write_tiny_llama
 from dualtune.train import checkpoint
+from dualtune.train.listing import list_runs
+from dualtune.train.metrics import read_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
 
@@ -253,3 +258,40 @@ def test_a_manifest_that_is_none_is_a_problem_and_no_crash(saved, text):
     path = saved()
     (path / "MANIFEST.json").write_text(text)
     assert "MANIFEST.json is not a manifest" in str(checkpoint.problem_of(path))
+
+
+# --- files that only tell something ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row", ['{"step": 1, "eval_loss": 2.0}', '{"step": true, "loss": 1.0}', '{"step": 1, "loss": "low"}', "[" * 9999]
+)
+def test_a_row_that_is_none_of_ours_is_left_out(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_text(row + '\n{"step": 2, "loss": 0.5}\n')
+    assert [found["step"] for found in read_rows(tmp_path / "metrics.jsonl")] == [2]
+
+
+@pytest.mark.parametrize("state", ["[1]", '{"schedule": 3}', '{"schedule": {"num_steps": "many"}}', "[" * 100_000])
+def test_a_run_is_listed_whatever_its_state_file_holds(tmp_path, state):
+    (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").write_text(state)
+    (run,) = list_runs(tmp_path)
+    assert (run.checkpoint, run.num_steps) == (2, None)
+
+
+@pytest.mark.parametrize("index", ["[]", '{"weight_map": 1}', "1", "[" * 100_000])
+def test_an_index_that_is_none_is_named_as_missing(tmp_path, index):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert missing_files(tmp_path, weights=True) == ["a readable model.safetensors.index.json"]
+
+
+def test_a_shape_that_is_no_table_is_unknown():
+    with pytest.raises(UnknownShape, match="text_config"):
+        decoder_of({"model_type": "gemma3", "text_config": 3})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "a: [" + "1," * 60_000 + "1]"])
+def test_a_config_that_costs_much_to_read_is_refused_early(text):
+    with pytest.raises(ConfigError, match=r"nested too deeply|more than 50000 keys"):
+        parse_config(text)

@@ -1,5 +1,6 @@
 """What went wrong with an adapter or its base is told apart by `dualtune verify`: damages, and the verdict on each."""
 
+import importlib.util
 import json
 import shutil
 
@@ -227,6 +228,17 @@ def test_an_adapter_of_another_tool_is_not_called_verified(trained, model, tmp_p
     assert rows["numbers"] == ("ok", f"{2 * num} tensors, all finite; B is zero in 0 modules")
 
 
+def test_an_adapter_of_random_weights_is_compared_with_no_others(trained, model, tmp_path):
+    directory = shutil.copytree(trained("torch"), tmp_path / "adapter")
+    record = json.loads((directory / "dualtune.json").read_text())
+    assert record["base"]["init"] == "pretrained"
+    record["base"]["init"] = "random"
+    (directory / "dualtune.json").write_text(json.dumps(record))
+    result = verify(directory, str(model), never_opened)
+    assert (result.verdict, result.ok, result.function) == ("nothing-recorded", False, None)
+    assert "trained on random weights" in result.sentence
+
+
 def test_shapes_of_another_tools_adapter_are_compared(trained, write_model, tmp_path):
     (tmp_path / "peft").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -278,5 +290,6 @@ def test_the_command_ends_with_0_or_6(trained, rewritten, write_model, dualtune_
     assert [row["name"] for row in report["checks"] if row["level"] == "fail"] == ["adapter"]
     assert dualtune_main("verify", good, *options, write_model(tmp_path / "other", seed=1)).returncode == 6
     assert dualtune_main("verify", good, *options, tmp_path / "nowhere").returncode == 4
-    assert dualtune_main("verify", good, *options, model, "--quantization", "affine8").returncode == 2
+    on_mlx = ("--platform", "mlx", "--base", model, "--quantization", "nf4")
+    assert dualtune_main("verify", good, *on_mlx).returncode == (2 if importlib.util.find_spec("mlx") else 4)
     assert dualtune_main("verify", model, *options, model).returncode == 6  # no adapter directory
