@@ -36,7 +36,9 @@ def handled(signals: tuple[signal.Signals, ...] = ALL) -> Generator[None]:
         yield
     finally:
         for s, handler in before.items():
-            signal.signal(s, handler)
+            # The same wish may come twice: Slurm tells a job and each of its steps. Who has saved shall not die of it.
+            is_late = _received is not None and s in TERMINATION and handler == signal.SIG_DFL
+            signal.signal(s, signal.SIG_IGN if is_late else handler)
         _received, _handling = None, False
 
 

@@ -218,3 +218,18 @@ def test_an_evaluation_that_raises_costs_no_step(box, save_every, steps):
     assert json.loads((box.dir / "lock").read_text())["state"] == "failed"
     box.resume()
     assert box.adapter == straight
+
+
+@pytest.mark.fault(
+    row=5,
+    fault="the same signal again, after the run has saved",
+    injection="SIGUSR1 twice, as Slurm tells a job and each of its steps; the second one before the process has ended",
+    expected="ignored: who has saved does not die of it",
+)
+def test_a_signal_that_comes_again_after_saving_is_ignored(python):
+    program = (
+        "import os, signal\nfrom dualtune import interrupt\n"
+        "with interrupt.handled():\n    os.kill(os.getpid(), signal.SIGUSR1)\n    assert interrupt.requested()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\nraise SystemExit(75)\n"
+    )
+    assert python("-c", program).returncode == 75
