@@ -107,7 +107,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The compute dtype; auto takes the best one that the device supports."""
     quantization: Literal["auto", "none", "nf4", "int8", "affine4", "affine8"] = "auto"
-    """How the base weights are stored in memory; auto keeps what the directory holds. Both backends have affine4."""
+    """How the base weights are stored in memory; auto keeps what the directory holds; both backends have affine4."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether to load the weights, or to draw them at random in the real shapes to measure speed and memory."""
     kernels: Literal["auto", "fused", "reference"] = "auto"

@@ -230,7 +230,7 @@ def eval_losses(monkeypatch):
     """Evaluations that give these losses at these steps, so that the best one is known."""
 
     def script(losses):
-        def evaluate(engine, documents, max_tokens, step, show):
+        def evaluate(engine, documents, max_tokens, step, show, team):
             return EvalRecord(step, losses[step], 5)
 
         monkeypatch.setattr("dualtune.train.trainer.evaluate", evaluate)
