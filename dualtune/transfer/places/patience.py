@@ -71,7 +71,7 @@ class Patience:
                 _sleep(pause_s)
 
     def _given_up(self, where: str, failures: int, cut: Cut) -> str:
-        got = f"{in_bytes(self._best)} of {in_bytes(self._total)} are there" if self._total else "nothing is there yet"
+        got = f"{in_bytes(self._best)} of {in_bytes(self._total)} are there" if self._total else "Nothing is there yet"
         return (
             f"{where}: gave up after {failures} attempts in a row without progress; the last one: {cut}. {got}. "
             "Run the same command again to go on from there, or allow more with --retries"
