@@ -290,6 +290,14 @@ def check_the_backend_can_be_measured(case: Case) -> None:
     assert not found.seconds or sum(found.seconds.values()) > 0 <= min(found.seconds.values())
 
 
+def check_a_process_without_others_is_alone(case: Case) -> None:
+    """The suite is one process, so its world has one; several are for tests of your own."""
+    world = case.backend.world()
+    assert (world.rank, world.size) == (0, 1)
+    assert world.gather(b"note") == [b"note"]
+    assert (world.broadcast(b"state"), world.broadcast(b"")) == (b"state", b"")
+
+
 def _checks_in(part: Mapping[str, Any]) -> list[Callable[[Case], None]]:
     return [check for name, check in part.items() if name.startswith("check_")]
 
