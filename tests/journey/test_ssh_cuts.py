@@ -140,7 +140,7 @@ def test_cuts_without_progress_end_after_the_limit(cluster, file, patience):
     patient, lines = patience
     patient.retries = 2
     cluster.relay.cuts[:] = [100] * 99  # in the middle of the handshake
-    with pytest.raises(EnvironmentFault, match=r"gave up after 3 attempts in a row without progress.*nothing is there"):
+    with pytest.raises(EnvironmentFault, match=r"gave up after 3 attempts in a row without progress.*Nothing is there"):
         cluster.push(file, "cut:runs/a.tar", patience=patient)
     assert len(lines) == 2
 

@@ -51,7 +51,8 @@ def measure(open_backend, tmp_path):
         take_step(engine, batch)
         held = active() - before
         backend.reset_peak_memory()
-        take_step(engine, batch)
+        for _ in range(3):  # MLX frees an array in another thread, so one step may have one less at its peak
+            take_step(engine, batch)
         asked = replace(asked, micro_batch_tokens=batch.tokens_BT.size, max_length=max(lengths))
         return estimate(decoder_of(config), asked), held, backend.memory().peak_bytes - before
 
