@@ -12,6 +12,7 @@ Shape suffixes: B rows of the micro-batch, T tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -32,6 +33,14 @@ IGNORE_INDEX = -100  # a label that carries no loss
 ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.999, 1e-8
 CLIP_EPS = 1e-6  # gradients are scaled by min(1, max_norm / (norm + CLIP_EPS))
 FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; the scale is taken out again in float32
+
+
+WAIT_VARIABLE, WAIT_S = "DUALTUNE_WAIT_S", 600.0
+
+
+def wait_limit_s() -> float:
+    """How long a process waits for the others of its world before they count as hung."""
+    return float(os.environ.get(WAIT_VARIABLE, WAIT_S))
 
 
 @dataclass(frozen=True, slots=True)

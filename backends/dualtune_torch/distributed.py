@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -75,7 +76,7 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _reached(collective) -> None:
+def _reached(collective: Callable[[], object]) -> None:
     try:
         collective()
     except RuntimeError as error:

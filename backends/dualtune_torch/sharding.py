@@ -10,7 +10,6 @@ gradient is scattered: there are all-gathers here, and nothing else.
 from __future__ import annotations
 
 import datetime
-import os
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dualtune.backend import LoadRequest
+from dualtune.backend import LoadRequest, wait_limit_s
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.affine import AffineLayer
 from dualtune_torch.distributed import joined
@@ -65,7 +64,7 @@ class Shards:
     """The processes among which a base is split. All of them make one, at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        wait = datetime.timedelta(seconds=float(os.environ.get("DUALTUNE_WAIT_S", "600")))  # the watchdog's limit
+        wait = datetime.timedelta(seconds=wait_limit_s())  # as the watchdog
         # Collectives of their own: where one process fails inside a layer and others wait there, the notes of the loop
         # still reach everybody (`dualtune.train.team`).
         self._group = dist.new_group(timeout=wait)

@@ -9,10 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
+from dualtune.backend import WAIT_VARIABLE, wait_limit_s
 from dualtune.errors import EnvironmentFault
-
-VARIABLE = "DUALTUNE_WAIT_S"
-DEFAULT_S = 600.0
 
 
 def end_process(message: str) -> None:
@@ -26,7 +24,7 @@ class Watchdog:
     """One thread that looks at a clock. `expire(message)` is called from it, when a wait has lasted `limit_s`."""
 
     def __init__(self, limit_s: float | None = None, expire: Callable[[str], None] = end_process) -> None:
-        self.limit_s = float(os.environ.get(VARIABLE, DEFAULT_S)) if limit_s is None else limit_s
+        self.limit_s = wait_limit_s() if limit_s is None else limit_s
         self._expire = expire
         self._wait: tuple[str, float] | None = None  # for what, and since when
         self._thread: threading.Thread | None = None
@@ -50,6 +48,6 @@ class Watchdog:
             if wait is not None and time.monotonic() - wait[1] > self.limit_s:
                 self._expire(
                     f"waited {self.limit_s:g} s for {wait[0]}: it hangs, or is slower than that. Look at its output. "
-                    f"To wait longer: {VARIABLE}=<seconds>"
+                    f"To wait longer: {WAIT_VARIABLE}=<seconds>"
                 )
                 return
