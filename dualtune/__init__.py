@@ -8,9 +8,9 @@ print(result.adapter_dir, result.eval_loss)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -23,19 +23,31 @@ __all__ = ["load_config", "train"]
 # The imports stand inside the functions because `dualtune --help` imports this file and must answer at once.
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML config, with overrides such as "train.steps=50". ConfigError lists every problem with its line."""
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Read a config from a YAML file or a mapping of its sections, with overrides such as "train.steps=50".
+
+    ConfigError lists every problem, with its line.
+    """
     from dualtune.config import load_config as load
 
-    return load(path, overrides)
+    return load(source, overrides)
 
 
-def train(config: Config, platform: str = "auto", hooks: Sequence[Hook] = (), *, resume: str = "auto") -> TrainResult:
-    """Train an adapter and return where it is. `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks.
+def train(
+    config: Config | str | Path | Mapping[str, Any], platform: str = "auto", hooks: Sequence[Hook] = (), *,
+    resume: str = "auto",
+) -> TrainResult:  # fmt: skip
+    """Train an adapter and return where it is. `config` may also be what `load_config` reads: a path, or a mapping.
 
-    A run directory that holds a checkpoint is continued, unless `resume` is "never"; it can also be a path.
+    `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks. A run directory that holds a checkpoint is
+    continued, unless `resume` is "never"; it can also be a path.
     """
+    from dualtune.config import Config
     from dualtune.platform.choose import choose, open_backend
     from dualtune.train.run import run
 
-    return run(config, open_backend(choose(platform)), hooks, resume=resume)
+    settings = config if isinstance(config, Config) else load_config(config)
+    return run(settings, open_backend(choose(platform)), hooks, resume=resume)
+
+
+_train = train  # importing the package dualtune.train gives the name to the package, which calls this

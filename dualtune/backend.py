@@ -22,10 +22,10 @@ from typing import Any, Protocol, SupportsFloat
 import numpy as np
 
 from dualtune.adapter.spec import LoraSpec, Tensors
-from dualtune.config import Config, get_value
+from dualtune.base_model import BaseWeights, find_weights
+from dualtune.capabilities import ENTRY_POINT_GROUP
 from dualtune.errors import ConfigError, EnvironmentFault
 
-ENTRY_POINT_GROUP = "dualtune.backends"
 IGNORE_INDEX = -100  # a label that carries no loss
 
 # The numbers on which the backends must agree, here once. AdamW as in Loshchilov & Hutter (arXiv 1711.05101), with
@@ -66,6 +66,15 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens without the padding."""
         return int(np.count_nonzero(self.segments_BT))
+
+
+def needs_positions(batch: Batch, num_positions: int | None) -> bool:
+    """Whether a model has to be told positions: else it counts them from the start of a row to its end.
+
+    Padding may run past the table of a model that has one, which is wrong on torch and unseen on MLX.
+    """
+    is_wide = num_positions is not None and batch.tokens_BT.shape[1] > num_positions
+    return is_wide or int(batch.segments_BT.max()) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,11 @@ class LoadRequest:
     longest: int = 0  # tokens of the longest document that will be shown, where that is known
     kernels: str = "auto"  # "auto", "fused" or "reference"
     sharding: str = "auto"  # "auto", "none" or "full": whether each process of the world holds a part of the base only
+    weights: BaseWeights | None = None  # of model_dir, where they were found already
+
+    def base_weights(self) -> BaseWeights | None:
+        """Exactly the files to load. None where the weights are drawn."""
+        return None if self.init == "random" else self.weights or find_weights(self.model_dir)
 
 
 class World(Protocol):
@@ -267,51 +281,6 @@ class Backend(Protocol):
         Where there is no profiler, `work` is not called and the profile says why.
         """
         ...
-
-
-# Config keys whose meaning lies in the engine's hands. Keys that the core honours itself are not listed.
-BACKEND_KEYS = (
-    "model.dtype",
-    "model.quantization",
-    "model.init",
-    "model.kernels",
-    "data.packing",
-    "memory.checkpointing",
-    "memory.offload",
-    "memory.limit",
-    "memory.sharding",
-    "hybrid.enabled",
-)
-
-
-def check_capabilities(backend: Backend, config: Config) -> None:
-    """Raise a ConfigError that names every key whose value this backend does not honour: nothing is ignored."""
-    problems = [problem for key in BACKEND_KEYS if (problem := _refusal(backend, key, get_value(config, key)))]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def check_value(backend: Backend, key: str, value: Any) -> None:
-    """The same for one key."""
-    if problem := _refusal(backend, key, value):
-        raise ConfigError(problem)
-
-
-def _refusal(backend: Backend, key: str, value: Any) -> str | None:
-    allowed = backend.capabilities().get(key, frozenset({_default(key)}))
-    if value in allowed:
-        return None
-    values = ", ".join(sorted(_show(v) for v in allowed))
-    return f"{key}: got {_show(value)}, the backend '{backend.name}' honours: {values}"
-
-
-def _default(key: str) -> Any:
-    section, field = key.split(".")
-    return Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
-
-
-def _show(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, str) else value
 
 
 def backend_names() -> list[str]:

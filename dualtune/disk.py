@@ -8,7 +8,9 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Generator, Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,6 +78,20 @@ def new_file(target: Path) -> Generator[BinaryIO]:
             temporary.unlink()
 
 
+def follow_umask(directory: Path) -> None:
+    """Give the files below a directory the mode that `open` gives: libraries write some for their owner alone.
+
+    A file that is made for it tells the umask, which could only be read by changing it, for all threads.
+    """
+    probe = hidden_sibling(directory)
+    probe.touch(exist_ok=False)
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
+
+
 def json_bytes(table: Mapping[str, Any]) -> bytes:
     """The content of a JSON file. ValueError for NaN and Infinity, which JSON does not have."""
     return (json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -106,7 +122,10 @@ def remove_directory(path: Path) -> None:
     try:
         path.rename(doomed)
         faults.reach("doomed")
-        shutil.rmtree(doomed)
+        if doomed.is_symlink():  # what it leads to is not ours
+            doomed.unlink()
+        else:
+            shutil.rmtree(doomed)
     except OSError as error:
         raise DiskError(f"{path}: cannot be removed: {error.strerror or error}") from error
 
@@ -123,9 +142,23 @@ def remove_leftovers(directory: Path) -> list[Path]:
     return [path for path in found if not path.exists()]
 
 
+def cache_dir() -> Path:
+    """Where this user's caches lie: $DUALTUNE_CACHE, $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune."""
+    given, xdg = os.environ.get("DUALTUNE_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if given:
+        return Path(given).expanduser()
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "dualtune"
+
+
 def existing(path: Path) -> Path:
     """The path, or the nearest directory above it that is there: whose disk it will be on."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def free_name(path: Path) -> Path:
+    """The path, or the first of path-2, path-3, … that is free."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(candidate for candidate in chain([path], numbered) if not os.path.lexists(candidate))
 
 
 def hidden_sibling(path: Path) -> Path:

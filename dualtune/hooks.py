@@ -54,7 +54,9 @@ class Event:
     """Something out of the ordinary: a row of metrics.jsonl with the key `event` and the details as further keys."""
 
     step: int  # steps done
-    event: str  # resumed, config_changed, skipped_step, spike, rollback, save_failed, hook_failed, early_stop, …
+    event: (
+        str  # resumed, config_changed, skipped_step, spike, rollback, save_failed, hook_failed, early_stop, verdict, …
+    )
     message: str
     details: Mapping[str, Any] = field(default_factory=lambda: {})
 
@@ -70,7 +72,8 @@ class Hook:
 
     def on_step(self, record: StepRecord) -> None: ...
 
-    def on_eval_batch(self, done: int, total: int) -> None: ...
+    def on_eval_batch(self, done: int, total: int) -> None:
+        """Called when an evaluation begins, with 0 done, and after each of its micro-batches."""
 
     def on_eval(self, record: EvalRecord) -> None: ...
 

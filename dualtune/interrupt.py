@@ -1,5 +1,8 @@
 """Signals that ask a run to stop. The handler only sets a flag; long work polls it at places where it is safe to stop.
 
+Native code (a tokenizer, a Parquet reader) polls nothing and lets no handler run. Where nothing can be lost, a thread
+ends the process if a signal has not been answered within a few seconds.
+
 SIGTERM (schedulers), SIGUSR1 and SIGUSR2 (Slurm's warning before the time is up), SIGINT (Ctrl-C), and SIGHUP (a
 terminal that was closed) where nobody chose otherwise, as nohup does. A Ctrl-C after any of them stops at once. The
 flag is a global because signals belong to the process.
@@ -8,9 +11,10 @@ flag is a global because signals belong to the process.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 
 from dualtune.errors import Preempted
@@ -18,13 +22,21 @@ from dualtune.errors import Preempted
 TERMINATION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ALL = (*TERMINATION, signal.SIGINT, signal.SIGHUP)
 
+GRACE_S = 5.0
+
+Abandon = Callable[[], bool]
+
 _received: signal.Signals | None = None
 _handling = False
 
 
 @contextlib.contextmanager
-def handled(signals: tuple[signal.Signals, ...] = ALL) -> Generator[None]:
-    """Let the signals set the flag. Inside another such block, or in another thread than the main one, do nothing."""
+def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None = None) -> Generator[None]:
+    """Let the signals set the flag. Inside another such block, or in another thread than the main one, do nothing.
+
+    Where a signal is not answered, `abandon` is called in another thread: it puts things in order and returns True if
+    the process may be ended, or False if there is something to save, which may take its time.
+    """
     global _received, _handling
     if _handling or threading.current_thread() is not threading.main_thread():
         yield
@@ -33,13 +45,54 @@ def handled(signals: tuple[signal.Signals, ...] = ALL) -> Generator[None]:
     before = {s: signal.signal(s, _handle) for s in ours}
     _handling = True
     try:
-        yield
+        with _ended_if_unanswered(frozenset(ours), abandon) if abandon else contextlib.nullcontext():
+            yield
     finally:
         for s, handler in before.items():
             # The same wish may come twice: Slurm tells a job and each of its steps. Who has saved shall not die of it.
             is_late = _received is not None and s in TERMINATION and handler == signal.SIG_DFL
             signal.signal(s, signal.SIG_IGN if is_late else handler)
         _received, _handling = None, False
+
+
+def always() -> bool:
+    """For `abandon`: there is never anything to save."""
+    return True
+
+
+@contextlib.contextmanager
+def _ended_if_unanswered(signals: frozenset[signal.Signals], abandon: Abandon) -> Generator[None]:
+    """The interpreter writes the number of each signal into a pipe at once, whatever the main thread is doing."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    done = threading.Event()
+
+    def watch() -> None:
+        while (numbers := os.read(reading, 1)) and not done.is_set():
+            name = signal.Signals(numbers[0])
+            if name in signals and not done.wait(GRACE_S) and abandon():
+                _end(name)
+
+    thread = threading.Thread(target=watch, name="dualtune-signals", daemon=True)
+    thread.start()
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        done.set()
+        signal.set_wakeup_fd(previous)
+        os.close(writing)  # ends the thread
+        thread.join()
+        os.close(reading)
+
+
+def _end(name: signal.Signals) -> None:
+    """End the process here and now; the main thread may hold the lock of any stream."""
+    show_cursor = "\x1b[?25h" if os.isatty(2) else ""
+    text = f"{show_cursor}\nStopped by {name.name}. Run the same command again to continue.\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(Preempted.exit_code)
 
 
 def requested() -> bool:

@@ -6,6 +6,7 @@ lie across a border.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads: threads only wait for each other on tiny matrices
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads
 
+from dualtune import interrupt
 from dualtune.backend import get_backend
 from dualtune.config import parse_config
 from dualtune.errors import EnvironmentFault
@@ -32,6 +34,16 @@ CHATML = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before():
+    """A run that a signal has stopped ignores the next one, and so would every program that a later test starts."""
+    before = {number: signal.getsignal(number) for number in interrupt.ALL}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,14 +24,16 @@ from dualtune.backend import (
     StepOutput,
     check_mergeable,
     check_state,
+    needs_positions,
 )
-from dualtune.base_model import copy_without_weights
+from dualtune.base_model import copy_without_weights, learned_positions, read_config
+from dualtune_mlx import gpt2
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.kernels.cross_entropy import target_loss, targets
-from dualtune_mlx.lora import Noise, add_lora, linear_shape, storage
+from dualtune_mlx.lora import LoRALinear, Noise, add_lora, linear_shape, storage
 from dualtune_mlx.losses import loss_sum
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import Arrays, Layout, adamw, clip
@@ -46,8 +48,8 @@ class MlxEngine:
         self._request = request
         self._noise = Noise()
         self._layers = add_lora(model, request.adapter, self._noise, group=request.kernels != "reference")
-        if request.init == "pretrained":
-            check_names(request.model_dir, list(self._layers))
+        if (weights := request.base_weights()) is not None:
+            check_names(weights, list(self._layers))
         shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
         fresh = init_adapter(shapes, request.adapter.rank, request.seed)
         self._layout = Layout({name: tensor.shape for name, tensor in fresh.items()})
@@ -55,6 +57,7 @@ class MlxEngine:
         self._m, self._v, self._grads = (mx.zeros_like(self._params) for _ in range(3))
         self._step = mx.array(0.0)  # on the device, because the device decides whether a step counts
         self._loss = mx.array(0.0)
+        self._num_positions = learned_positions(read_config(request.model_dir))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._bind(self._layout.named(self._params))
         self._kernels = choose(model, request.kernels)
@@ -130,12 +133,15 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
-        renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
+        layers = {path: layer for path, layer in self.model.named_modules() if isinstance(layer, LoRALinear)}
+        renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in layers for part in ("weight", "bias")}
         weights = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
-        for module, layer in self._layers.items():
+        for module, layer in layers.items():
             delta = layer.scale * (layer.weights.lora_B_Or @ layer.weights.lora_A_rI)
             base = layer.base.weight
             weights[f"{module}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
+        if isinstance(self.model, gpt2.Model):
+            weights = gpt2.as_stored(weights)
         copy_without_weights(self._request.model_dir, path)
         mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
 
@@ -183,7 +189,7 @@ class MlxEngine:
 
     def _inputs(self, batch: Batch) -> Arrays:
         inputs = {"tokens_BT": batch.tokens_BT}
-        if batch.segments_BT.max() > 1:
+        if needs_positions(batch, self._num_positions):
             inputs |= {"segments_BT": batch.segments_BT, "positions_BT": batch.positions_BT}
         if self._kernels.loss is None:
             inputs["labels_BT"] = batch.labels_BT

@@ -10,6 +10,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, input_of, threshold
+from dualtune.adapter.gpt2 import canonical_name
 from dualtune.adapter.spec import LoraSpec, select_modules
 
 
@@ -93,11 +94,13 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
 
 
 def add_lora(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -> dict[str, LoRALinear]:
-    """Wrap the targeted linear layers in place. Returns module path -> wrapper, sorted by path.
+    """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
 
     `group`: layers that read the same activations share the product with their stacked A; else each has its own.
     """
-    linear = {p: m for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))}
+    paths = {canonical_name(p): p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))}
+    modules = dict(model.named_modules())
+    linear = {name: modules[path] for name, path in paths.items()}
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
     shared: dict[tuple[str, int], SharedInput] = {}
     wrapped: dict[str, LoRALinear] = {}
@@ -105,7 +108,7 @@ def add_lora(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -> 
         reads = (input_of(path), in_dim)
         wrapped[path] = LoRALinear(linear[path], path, spec, noise, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
-    model.update_modules(tree_unflatten(list(wrapped.items())))
+    model.update_modules(tree_unflatten([(paths[name], layer) for name, layer in wrapped.items()]))
     return wrapped
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, quantize_model
+from mlx_lm.utils import _get_classes, load_model, quantize_model
 
+from dualtune.adapter.gpt2 import in_file
 from dualtune.backend import LoadRequest
+from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_mlx import gpt2
 from dualtune_mlx.packing import accept_positions
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -27,25 +29,28 @@ WINDOW_IGNORED = {"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_mo
 
 def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     """The frozen base model, and what was chosen for it."""
-    config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
+    config = read_config(request.model_dir)
     quantization = _quantization(request, config)
     _refuse_beyond_window(request, config)
+    weights = request.base_weights()
     dtype, why = _dtype(request.dtype)
-    try:
-        model, config = _load(request, config)
-    except (OSError, ValueError, KeyError, TypeError, ModuleNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(f"{request.model_dir}: mlx-lm cannot load this model: {reason}") from error
-    if quantization in BITS and ("quantization" not in config or request.init == "random"):
-        # From the stored precision, as mlx_lm.convert does. On the processor, whose bytes torch can make too: Metal's
-        # kernel rounds halves in another direction. What it prints is not for standard output, a model's answer may be.
-        with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
-            model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
-    model.set_dtype(dtype)
-    model.freeze()
-    model.eval()
-    accept_positions(model)
-    mx.eval(model.parameters())
+    with staged(request.model_dir, weights) as place:
+        try:
+            model, config = _load(request, place, weights, config)
+        except (OSError, ValueError, KeyError, TypeError, ModuleNotFoundError) as error:
+            reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
+            raise EnvironmentFault(f"{request.model_dir}: mlx-lm cannot load this model: {reason}") from error
+        if quantization in BITS and ("quantization" not in config or weights is None):
+            # From the stored precision, as mlx_lm.convert does. On the processor, whose bytes torch can make too:
+            # Metal's kernel rounds halves in another direction. What it prints is not for standard output, a model's
+            # answer may be.
+            with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
+                model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
+        model.set_dtype(dtype)
+        model.freeze()
+        model.eval()
+        accept_positions(model)
+        mx.eval(model.parameters())  # until here the files are not read
     return model, {
         "model_class": f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",
         "device": "metal" if mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu else "cpu",
@@ -57,17 +62,49 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def _load(request: LoadRequest, config: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    if request.init == "pretrained":
-        names = _weight_names(request.model_dir)
-        return load_model(request.model_dir, lazy=True, model_config=_plain_keys(config, names))
-    mx.random.seed(request.seed)
-    with tempfile.TemporaryDirectory() as empty:  # a directory without weights leaves the model as it was drawn
-        (Path(empty) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        return load_model(Path(empty), lazy=True, strict=False, model_config=_plain_keys(config, None))
+def _load(
+    request: LoadRequest, place: Path, weights: BaseWeights | None, config: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    keys = _plain_keys(config, weights)
+    choose = gpt2.classes if config.get("model_type") == "gpt2" else _get_classes
+    if weights is None:
+        mx.random.seed(request.seed)
+        return load_model(place, lazy=True, strict=False, model_config=keys, get_model_classes=choose)
+    return load_model(place, lazy=True, model_config=keys, get_model_classes=_checking(request.model_dir, choose))
 
 
-def _plain_keys(config: dict[str, Any], weight_names: set[str] | None) -> dict[str, Any]:
+Choose = Callable[[dict[str, Any]], tuple[type[nn.Module], type]]
+
+
+def _checking(model_dir: Path, choose: Choose) -> Choose:
+    """A choice of model class whose class says by name, and before it reads them, which tensors are wrong."""
+
+    def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+        model_class, args_class = choose(config)
+
+        class Checked(model_class):
+            def load_weights(self, file_or_weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+                stored = {name: tensor.shape for name, tensor in file_or_weights}
+                needed = {name: tensor.shape for name, tensor in tree_flatten(self.parameters())}
+                check_complete(
+                    model_dir,
+                    missing=needed.keys() - stored.keys(),
+                    unexpected=stored.keys() - needed.keys(),
+                    mismatched={
+                        name: f"stored {list(stored[name])}, needed {list(needed[name])}"
+                        for name in needed.keys() & stored.keys()
+                        if stored[name] != needed[name]
+                    },
+                )
+                return super().load_weights(file_or_weights, strict)
+
+        Checked.__module__, Checked.__name__ = model_class.__module__, model_class.__name__
+        return Checked, args_class
+
+    return classes
+
+
+def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str, Any]:
     """Config keys in the spelling that mlx-lm reads.
 
     Two traps, both silent. transformers 5 writes `rope_parameters`, while mlx-lm's Llama and others read `rope_theta`,
@@ -82,20 +119,16 @@ def _plain_keys(config: dict[str, Any], weight_names: set[str] | None) -> dict[s
         if rope.get("rope_type", "default") != "default":
             found["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
         keys |= {name: value for name, value in found.items() if config.get(name) is None}
-    if "tie_word_embeddings" not in config and weight_names is not None and "lm_head.weight" in weight_names:
+    if "tie_word_embeddings" not in config and weights is not None and "lm_head.weight" in weights.tensors:
         keys["tie_word_embeddings"] = False
-    return keys
+    return keys | (gpt2.config_keys(config) if config.get("model_type") == "gpt2" else {})
 
 
-def _weight_names(model_dir: Path) -> set[str]:
-    return {name for file in model_dir.glob("model*.safetensors") for name in mx.load(str(file))}
-
-
-def check_names(model_dir: Path, modules: list[str]) -> None:
+def check_names(weights: BaseWeights, modules: list[str]) -> None:
     """ConfigError unless the adapted modules are called in MLX as in the weight files: else no adapter could move."""
-    names = _weight_names(model_dir)
-    renamed = [module for module in modules if f"{module}.weight" not in names]
-    if names and renamed:
+    known = {in_file(name.removesuffix(".weight"), None)[0] for name in weights.tensors}
+    renamed = [module for module in modules if module not in known]
+    if renamed:
         raise ConfigError(
             f"adapter.targets: mlx-lm calls {len(renamed)} of the adapted modules otherwise than the model's files do "
             f"(for example {renamed[0]}), so the adapter would fit no other program. Choose other targets"

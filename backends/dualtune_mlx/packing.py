@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from dualtune_mlx import gpt2
+
 
 class PackedRows:
     """Stands where a layer's key/value cache would, and keeps nothing but the masks."""
@@ -56,12 +58,16 @@ class PerToken:
 
 
 def accept_positions(model: nn.Module) -> None:
-    """Make every rotary embedding `PerToken`. Its class changes and the module stays, with its name and parameters."""
+    """Make every rotary embedding, and GPT-2's table of positions, one for each token. Its class changes and the module
+    stays, with its name and parameters."""
     for module in model.modules():
         if list(inspect.signature(type(module).__call__).parameters)[1:3] == ["x", "offset"]:
-            module.__class__ = _per_token(type(module))
+            module.__class__ = _per_token(PerToken, type(module))
+    if isinstance(model, gpt2.Model):
+        table = model.model.wpe
+        table.__class__ = _per_token(gpt2.PerToken, type(table))
 
 
 @cache
-def _per_token(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (PerToken, kind), {})
+def _per_token(how: type, kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (how, kind), {})

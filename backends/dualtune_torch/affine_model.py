@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.base_model import weight_files
+from dualtune.base_model import BaseWeights
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
 
@@ -73,20 +73,14 @@ class Weights:
 
 
 @contextmanager
-def open_weights(model_dir: Path) -> Iterator[Weights]:
-    files: dict[str, Any] = {}
+def open_weights(weights: BaseWeights) -> Iterator[Weights]:
     with ExitStack() as opened:
-        for path in weight_files(model_dir):
-            try:
-                file = opened.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise EnvironmentFault(f"{path}: not a safetensors file: {error}. Download the model again") from error
-            files |= dict.fromkeys(file.keys(), file)
-        yield Weights(model_dir, files)
+        files = {path: opened.enter_context(safe_open(path, framework="pt")) for path in weights.files}
+        yield Weights(weights.directory, {name: files[tensor.file] for name, tensor in weights.tensors.items()})
 
 
 def load(
-    model: PreTrainedModel, model_dir: Path, quantization: str | None, dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel, stored: BaseWeights, quantization: str | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Put the weights of a directory into a model without any. `quantization`: plain ones are packed on the way."""
 
@@ -97,14 +91,9 @@ def load(
             setattr(module, name, _frozen(weights.read(f"{path}.{name}", tuple(parameter.shape)).to(device)))
         return finished(module, quantization, dtype)
 
-    with open_weights(model_dir) as weights:
+    with open_weights(stored) as weights:
         replace_modules(model, made)
         weights.check_all_read(needless={*model.all_tied_weights_keys})
-    if quantization is None and not any(isinstance(module, AffineLayer) for module in model.modules()):
-        raise ConfigError(
-            f"model.name: the config.json in {model_dir} says that it is quantized, but its weights are plain. Remove "
-            "the key 'quantization' there, or download the model again"
-        )
 
 
 def replace_modules(model: PreTrainedModel, made: Callable[[str, nn.Module], nn.Module]) -> None:

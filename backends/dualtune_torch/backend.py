@@ -14,6 +14,7 @@ import torch
 
 from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch.capabilities import CAPABILITIES
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.model import DTYPES, load_base
@@ -42,15 +43,7 @@ class TorchBackend:
             self.device = _numbered(device)
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
-        return {
-            "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
-            "model.quantization": frozenset({"auto", "none", "nf4", "affine4", "affine8"}),
-            "model.init": frozenset({"pretrained", "random"}),
-            "model.kernels": frozenset({"auto", "fused", "reference"}),
-            "data.packing": frozenset({False, True}),
-            "memory.checkpointing": frozenset({"auto", "none"}),
-            "memory.sharding": frozenset({"auto", "none", "full"}),
-        }
+        return CAPABILITIES
 
     def devices(self) -> list[DeviceInfo]:
         if self.device.type == "cuda":

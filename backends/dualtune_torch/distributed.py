@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
+import sys
+import threading
 from collections.abc import Callable
 from functools import cache
 
@@ -11,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dualtune.backend import Alone, World
+from dualtune.backend import Alone, World, wait_limit_s
 from dualtune.errors import EnvironmentFault, PeerLost
 
 # A process may wait long while another reads data; hung ones are the watchdog's (`dualtune.train.watchdog`).
+PATIENCE_S = 5.0  # before it is said that the others have not come yet
 TIMEOUT = datetime.timedelta(days=1)
 
 
@@ -33,13 +37,49 @@ def world(device_type: str) -> World:
     """Join the others. EnvironmentFault if they cannot be reached."""
     if not launched():
         return Alone()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    who = f"process {rank} of {size} (RANK and WORLD_SIZE are set) waits for the others by way of {place}"
+    alone = "If it was to work alone: unset RANK WORLD_SIZE"
+    notice = threading.Timer(PATIENCE_S, lambda: print(f"waiting     {who}. {alone}", file=sys.stderr, flush=True))
+    notice.start()
     try:
+        store = _store(rank, size)
         # The loop's own notes go between CPUs, so that no GPU is waited for.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
-    except (RuntimeError, ValueError) as error:
-        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise EnvironmentFault(f"the other processes cannot be reached by way of {place}: {error}") from error
-    return TorchWorld(dist.get_rank(), dist.get_world_size())
+        kinds = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentFault(f"{who}, which cannot be reached: {reason}. {alone}") from error
+    finally:
+        notice.cancel()
+    return TorchWorld(rank, size)
+
+
+def _store(rank: int, size: int) -> dist.TCPStore:
+    """Where the processes find each other, as torch makes it for `env://`, but for two things.
+
+    Left to itself, its server listens on every address of the machine, also where all processes are on this one; and
+    it waits for the others as long as they may compute.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = listen(host, port).detach() if is_server and is_local(host) else None
+    patience = datetime.timedelta(seconds=wait_limit_s())
+    store = dist.TCPStore(host, port, size, is_server, patience, multi_tenant=True, master_listen_fd=listener)
+    store.set_timeout(TIMEOUT)
+    return store
+
+
+def is_local(host: str) -> bool:
+    """Whether nobody but processes of this machine is to come to an address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections to this address alone; port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=128)
 
 
 class TorchWorld:

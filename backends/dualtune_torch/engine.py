@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dualtune.adapter.spec import Tensors, init_adapter
 from dualtune.backend import (
@@ -29,11 +30,12 @@ from dualtune.backend import (
     StepOutput,
     check_mergeable,
     check_state,
+    needs_positions,
 )
-from dualtune.base_model import copy_without_weights
+from dualtune.base_model import copy_without_weights, learned_positions, read_config
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.distributed import add_up
-from dualtune_torch.frozen import compute_dtype, weight_of
+from dualtune_torch.frozen import as_stored, compute_dtype, shape_of, weight_of
 from dualtune_torch.kernels.attention import Documents
 from dualtune_torch.kernels.choose import choose, own_attention
 from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
@@ -58,12 +60,13 @@ class TorchEngine:
         self._together = together
         self._request = request
         self._noise = Noise()
+        self._num_positions = learned_positions(read_config(request.model_dir))
         self._layers = add_lora(model, request.adapter, self._noise)
         self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model))
         self._kernels = choose(model, request.kernels)
         if self._kernels.groups:
             add_groups(self._layers, self._adapter, self._kernels.fuse)
-        shapes = {path: (layer.base.out_features, layer.base.in_features) for path, layer in self._layers.items()}
+        shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
         self.load_adapter_state(init_adapter(shapes, request.adapter.rank, request.seed))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
@@ -165,9 +168,14 @@ class TorchEngine:
         weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if ".lora_" not in n}
         for module, layer in self._layers.items():
             delta = layer.scale * (layer.lora_B.detach() @ layer.lora_A.detach())
-            weights[f"{module}.weight"] = (layer.base.weight.float() + delta).to(layer.base.weight.dtype)
+            base = layer.base.weight
+            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta)).to(base.dtype)
         for tied in self.model.all_tied_weights_keys:
             weights.pop(tied, None)
+        if any(isinstance(module, Conv1D) for module in self.model.modules()):
+            # As OpenAI's own files call them, which mlx-lm needs and transformers reads too.
+            prefix = f"{self.model.base_model_prefix}."
+            weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         copy_without_weights(self._request.model_dir, path)
         save_file(
             {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
@@ -193,7 +201,7 @@ class TorchEngine:
     def _run(self, model: nn.Module, batch: Batch) -> Any:
         """transformers' output of a model for the rows of a micro-batch."""
         options: dict[str, Any] = {"use_cache": False}
-        if batch.segments_BT.max() > 1:
+        if needs_positions(batch, self._num_positions):
             # Without a mask or a cache, transformers takes position ids that do not go up by one for the start of
             # another document, and masks the others (`masking_utils.find_packed_sequence_indices`).
             options["position_ids"] = self._tensor(batch.positions_BT)

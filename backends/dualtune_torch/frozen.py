@@ -9,10 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dualtune_torch.affine import AffineLayer, AffineLinear, dequantize
 
-FrozenLinear = nn.Linear | AffineLinear
+FrozenLinear = nn.Linear | AffineLinear | Conv1D
+
+
+def shape_of(layer: FrozenLinear) -> tuple[int, int]:
+    """(out, in) of a linear layer."""
+    if isinstance(layer, Conv1D):
+        return layer.nf, layer.nx
+    return layer.out_features, layer.in_features
 
 
 def weight_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -22,10 +30,16 @@ def weight_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     weight = layer.weight
     state = getattr(weight, "quant_state", None)
     if state is None:
-        return weight
+        return as_stored(layer, weight)
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(weight.data, state).to(dtype)
+
+
+def as_stored(layer: nn.Module, weight: Tensor) -> Tensor:
+    """A matrix [out, in] in the orientation of the layer's own weight, and back: Conv1D, the linear layer of GPT-2, has
+    [in, out]."""
+    return weight.T if isinstance(layer, Conv1D) else weight
 
 
 def is_four_bit(layer: nn.Module) -> bool:

@@ -5,6 +5,7 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
 from dualtune.adapter.spec import LoraSpec, select_modules
-from dualtune_torch.frozen import FrozenLinear, is_four_bit, stored_bytes
+from dualtune_torch.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes
 
 
 class Noise:
@@ -41,13 +42,14 @@ class LoRALinear(nn.Module):
     def __init__(self, base: FrozenLinear, module: str, spec: LoraSpec, noise: Noise) -> None:
         super().__init__()
         device = base.weight.device
+        out_features, in_features = shape_of(base)
         self.base = base
         self.scale = spec.scale
         self.dropout = spec.dropout
         self.noise = noise
-        self.lora_A = nn.Parameter(torch.empty(spec.rank, base.in_features, device=device))
-        self.lora_B = nn.Parameter(torch.empty(base.out_features, spec.rank, device=device))
-        keys = torch.from_numpy(channel_keys(module, base.in_features).view("int32"))
+        self.lora_A = nn.Parameter(torch.empty(spec.rank, in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(out_features, spec.rank, device=device))
+        keys = torch.from_numpy(channel_keys(module, in_features).view("int32"))
         self.register_buffer("keys_I", keys.to(device), persistent=False)
 
     def forward(self, x_BTI: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, 
     """
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
     linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
-    shapes = {path: (layer.out_features, layer.in_features) for path, layer in linear.items()}
+    shapes = {path: shape_of(layer) for path, layer in linear.items()}
     wrapped = {path: LoRALinear(linear[path], path, spec, noise) for path in select_modules(shapes, spec.targets)}
     for path, layer in wrapped.items():
         model.set_submodule(path, layer)
@@ -100,6 +102,6 @@ def storage(layers: dict[str, LoRALinear]) -> dict[str, int]:
     return {
         "layers": len(bases),
         "four_bit": sum(map(is_four_bit, bases)),
-        "parameters": sum(base.in_features * base.out_features for base in bases),
+        "parameters": sum(math.prod(shape_of(base)) for base in bases),
         "bytes": sum(map(stored_bytes, bases)),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,14 +10,16 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from dualtune.adapter.spec import OUTPUT_HEAD
 from dualtune.backend import LoadRequest
+from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch import affine_model
 from dualtune_torch.affine import BITS, GROUP_SIZE
-from dualtune_torch.frozen import num_parameters
+from dualtune_torch.frozen import as_stored, num_parameters, shape_of
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
 
@@ -27,8 +29,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The frozen base model, and what was chosen for it. It is on its device; one that is to be split, on the host."""
     dtype, why = _dtype(request.dtype, device)
-    stored = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
-    quantization = _quantization(request, stored)
+    quantization = _quantization(request, read_config(request.model_dir))
+    weights = request.base_weights()
     sharding, why_sharding = decide(request, dtype, quantization, device)
     description = {
         "device": str(device),
@@ -43,16 +45,17 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         allocator.return_memory()  # whole layers come and go
         device = torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
-    try:
-        if quantization in BITS or (quantization == "nf4" and request.init == "random"):
-            model = _module_by_module(request, dtype, device, quantization, is_packed="quantization" in stored)
-        elif request.init == "random":
-            model = _random(request, dtype, device)
-        else:
-            model = _pretrained(request, dtype, device)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
+    with staged(request.model_dir, weights) as place:
+        try:
+            if quantization in BITS or (quantization == "nf4" and weights is None):
+                model = _module_by_module(request, place, weights, dtype, device, quantization)
+            elif weights is None:
+                model = _random(request, place, dtype, device)
+            else:
+                model = _pretrained(request, place, weights, dtype, device)
+        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+            reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
+            raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
     for module in model.modules():
@@ -103,8 +106,13 @@ def _mlx_kind(stored: dict[str, Any]) -> str:
     return names.get((mode, bits, size), f"{mode} {bits}-bit, groups of {size}")
 
 
-def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    options: dict[str, Any] = {}
+def _pretrained(
+    request: LoadRequest, place: Path, weights: BaseWeights, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    config = _config(place)
+    if getattr(config, "quantization_config", None) is None:
+        _check_by_headers(config, weights)
     if request.quantization == "nf4":  # otherwise the stored config says so
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
@@ -112,38 +120,69 @@ def _pretrained(request: LoadRequest, dtype: torch.dtype, device: torch.device) 
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    return AutoModelForCausalLM.from_pretrained(
-        request.model_dir,
-        dtype=dtype,
-        device_map={"": device},
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        **options,
+    model, info = AutoModelForCausalLM.from_pretrained(
+        place, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True, output_loading_info=True, **options
+    )
+    _check_loaded(info, weights)
+    return model
+
+
+def _check_by_headers(config: PreTrainedConfig, weights: BaseWeights) -> None:
+    """FormatError, before anything is read, unless the tensors are those of the model, under transformers' own rules.
+
+    It is transformers that loads, tensors without contents into a model without contents: which names a class renames,
+    joins or leaves out is known there alone.
+    """
+    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.tensors.items()}
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    _, info = model_class.from_pretrained(
+        None, config=config, state_dict=empty, device_map={"": "meta"}, ignore_mismatched_sizes=True,
+        output_loading_info=True, local_files_only=True,
+    )  # fmt: skip
+    _check_loaded(info, weights)
+
+
+def _check_loaded(info: dict[str, Any], weights: BaseWeights) -> None:
+    mismatched = {
+        name: f"stored {list(stored)}, needed {list(needed)}" for name, stored, needed in info["mismatched_keys"]
+    }
+    check_complete(
+        weights.directory,
+        missing=info["missing_keys"],
+        unexpected=info["unexpected_keys"],
+        mismatched=mismatched,
     )
 
 
-def _config(request: LoadRequest) -> PreTrainedConfig:
-    return AutoConfig.from_pretrained(request.model_dir, local_files_only=True, trust_remote_code=False)
+def _config(place: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
 
 
-def _random(request: LoadRequest, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _random(request: LoadRequest, place: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(request.seed)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(_config(request), dtype=dtype)
+        return AutoModelForCausalLM.from_config(_config(place), dtype=dtype)
 
 
 def _module_by_module(
-    request: LoadRequest, dtype: torch.dtype, device: torch.device, quantization: str, *, is_packed: bool
+    request: LoadRequest,
+    place: Path,
+    weights: BaseWeights | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str,
 ) -> PreTrainedModel:
     """Drawn or read, and quantized, one module after the other: the plain model need not fit where this one does."""
-    config = _config(request)
-    if quantization in BITS and (request.init == "random" or not is_packed):
+    config = _config(place)
+    is_packed = getattr(config, "quantization", None) is not None
+    if quantization in BITS and (weights is None or not is_packed):
         affine_model.check_family(request.model_dir, config.model_type)
     with torch.device(device), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if request.init == "pretrained":
-        affine_model.load(model, request.model_dir, None if is_packed else quantization, dtype, device)
+    if weights is not None:
+        if not is_packed:
+            _check_by_headers(config, weights)
+        affine_model.load(model, weights, None if is_packed else quantization, dtype, device)
         return model
     torch.manual_seed(request.seed)
 
@@ -154,21 +193,23 @@ def _module_by_module(
         model._init_weights(module)  # as the model would have drawn it: a norm's weights are ones
         if quantization in BITS:
             return affine_model.finished(module, quantization, dtype)
-        return _nf4(module, dtype) if isinstance(module, nn.Linear) and path.split(".")[-1] != OUTPUT_HEAD else module
+        is_packed = isinstance(module, nn.Linear | Conv1D) and path.split(".")[-1] != OUTPUT_HEAD
+        return _nf4(module, dtype) if is_packed else module
 
     affine_model.replace_modules(model, made)
     return model
 
 
-def _nf4(layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
+def _nf4(layer: nn.Linear | Conv1D, compute_dtype: torch.dtype) -> nn.Module:
     """A bitsandbytes NF4 layer with double quantization, of the same weights."""
     import bitsandbytes as bnb
 
+    out_features, in_features = shape_of(layer)
     quantized = bnb.nn.Linear4bit(
-        layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=compute_dtype,
+        in_features, out_features, bias=layer.bias is not None, compute_dtype=compute_dtype,
         compress_statistics=True, quant_type="nf4", device="meta",
     )  # fmt: skip
-    weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+    weight = bnb.nn.Params4bit(as_stored(layer, layer.weight.data).contiguous(), requires_grad=False, quant_type="nf4")
     quantized.weight = weight.to(layer.weight.device)  # quantizes
     quantized.bias = layer.bias
     return quantized

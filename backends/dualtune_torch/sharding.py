@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dualtune.backend import LoadRequest, wait_limit_s
+from dualtune.base_model import staged
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.affine import AffineLayer
 from dualtune_torch.distributed import joined
@@ -179,8 +180,8 @@ def _check_full(quantization: str) -> None:
 
 def _base_bytes(request: LoadRequest, dtype: torch.dtype, quantization: str) -> int:
     """Of the base as it will be loaded. Matrices are taken to be quantized, all of them."""
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(request.model_dir, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"), staged(request.model_dir, None) as place:
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     bits = dtype.itemsize * 8
     packed = {"nf4": 4.127, "affine4": 4 + 2 * bits / 64, "affine8": 8 + 2 * bits / 64}.get(quantization, bits)

@@ -7,18 +7,24 @@ written as JSON to the file that DUALTUNE_EXIT_CODES names.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import psutil
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 from torch.distributed.run import parse_args, run
+
+from dualtune_torch.distributed import listen
 
 VARIABLE = "DUALTUNE_EXIT_CODES"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -31,6 +37,8 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, _pass_on)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     options = parse_args(arguments)
+    if options.standalone:
+        _stay_on_this_machine(options)
     try:
         run(options)
     except ChildFailedError as error:
@@ -39,6 +47,16 @@ def main(arguments: list[str]) -> int:
     first = options.node_rank * int(options.nproc_per_node)
     _write(dict.fromkeys(range(first, first + int(options.nproc_per_node)), 0))
     return 0
+
+
+def _stay_on_this_machine(options: argparse.Namespace) -> None:
+    """Let the workers meet at a port of the loopback address. --standalone listens on every address of the machine."""
+    listener = listen("127.0.0.1", 0)
+    options.standalone, options.rdzv_backend, options.node_rank = False, "static", 0
+    options.master_addr, options.master_port = listener.getsockname()
+    # There is no option for it; the class takes a socket that listens already.
+    store = partial(dist.TCPStore, master_listen_fd=listener.detach())
+    static_tcp_rendezvous.TCPStore = store  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def _write(codes: dict[int, int]) -> None:

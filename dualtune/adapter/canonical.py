@@ -42,6 +42,7 @@ class Parts(NamedTuple):
     tensors: Tensors
     base_model: str | None
     notes: tuple[str, ...]
+    fan_in_fan_out: bool = False  # see `dualtune.adapter.gpt2`
 
 
 def pair_up(halves: Mapping[tuple[str, str], np.ndarray], where: object) -> Pairs:

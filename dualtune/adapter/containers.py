@@ -57,7 +57,7 @@ def check_shard(shard: Path, found: set[str], listed: set[str], index: Path) -> 
         fault = "is listed there and not in it" if other[0] in listed else "is in it and not listed there"
         raise FormatError(
             f"{shard}: is not the file that {index.name} speaks of: {other[0][:200]!r} {fault} ({len(other)} such "
-            "tensors). Copy the adapter again"
+            "tensors). Copy the files again"
         )
 
 

@@ -3,6 +3,7 @@
     adapter_config.json         the keys of PEFT and of mlx-lm, side by side: each tool ignores the other's
     adapter_model.safetensors   PEFT's names and orientation; canonical
     adapters.safetensors        mlx-lm's; contiguous transposes of the same numbers
+    chat_template.jinja         the chat template of the training, if it had one
     dualtune.json               ours: schema version, size and sha256 of each other file, metadata
 
 A directory is written whole or not at all. What is read is checked against dualtune.json where there is one, and both
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import safetensors.numpy
 
 from dualtune.adapter import canonical, mlx_lm, peft
+from dualtune.adapter.chat_template import TEMPLATE_FILE, read_template, recorded_hash
 from dualtune.adapter.containers import INDEX_FILE, NPZ_FILE
 from dualtune.adapter.files import read_json, read_safetensors
 from dualtune.adapter.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
@@ -28,7 +30,7 @@ from dualtune.disk import json_bytes, write_directory
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
 
 CONFIG_FILE = peft.CONFIG_FILE
-FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE)  # without dualtune.json, which lists them
+FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
 LAYOUTS = ("dual", "peft", "mlx")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 MAX_CONFIG_BYTES = 1 << 20
@@ -45,6 +47,13 @@ class Adapter:
     layout: str = "dual"  # dual | peft | mlx: where it was read from
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
     notes: tuple[str, ...] = ()  # what was converted on reading
+    template: str | None = None  # the source of the chat template of its training, where the directory has it
+    fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.adapter.gpt2`
+
+    @property
+    def template_hash(self) -> str | None:
+        """Of the chat template of its training; "none" where it had none, None where that is not recorded."""
+        return recorded_hash(self.template, self.metadata)
 
 
 class Contents(NamedTuple):
@@ -88,28 +97,37 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
     for module, pair in pairs.items():
         canonical.check_rank(module, pair, spec.rank, "adapter")
-    tensors = canonical.to_tensors(pairs)
+    tensors, turned = canonical.to_tensors(pairs), adapter.fan_in_fan_out
     if layout != "mlx":  # mlx-lm's scale is any number, PEFT's lora_alpha an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded
     _check_values(tensors)
     modules, config, files = modules_of(tensors), dict[str, Any](), dict[str, bytes]()
     if layout != "mlx":
-        config |= peft.peft_config(spec, modules, adapter.base_model)
+        config |= peft.peft_config(spec, modules, adapter.base_model, fan_in_fan_out=turned)
         files[peft.WEIGHTS_FILE] = _safetensors(tensors, "pt")
     if layout != "peft":
-        config |= mlx_lm.mlx_config(spec, modules)
-        files[mlx_lm.WEIGHTS_FILE] = _safetensors(mlx_lm.mlx_tensors(tensors), "mlx")
+        config |= mlx_lm.mlx_config(spec, modules, fan_in_fan_out=turned)
+        files[mlx_lm.WEIGHTS_FILE] = _safetensors(mlx_lm.mlx_tensors(tensors, fan_in_fan_out=turned), "mlx")
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # the key under which mlx-lm's trainer keeps it
     files[CONFIG_FILE] = json_bytes(config)
+    if adapter.template is not None:
+        files[TEMPLATE_FILE] = adapter.template.encode()
     files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, metadata))
     return files
 
 
+def adapter_directory(path: str | os.PathLike[str]) -> Path:
+    """The directory of an adapter: the one that is named, or the adapter in it where it is that of a run."""
+    named = Path(path)
+    result = named / "adapter"
+    return result if not (named / CONFIG_FILE).exists() and (result / CONFIG_FILE).is_file() else named
+
+
 def open_directory(path: str | os.PathLike[str]) -> Contents:
-    """What lies there, or FormatError with a list of what does."""
-    directory = Path(path)
+    """What lies there, or FormatError with a list of what does. Of a run directory, its adapter."""
+    directory = adapter_directory(path)
     try:
         found = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
@@ -129,7 +147,10 @@ def load(contents: Contents) -> Adapter:
     """The adapter of the directory; of PEFT's file where there are two. Values are not looked at."""
     layout = "mlx" if contents.layout == "mlx" else "peft"
     parts = _parse(contents, layout)
-    return Adapter(parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes)
+    return Adapter(
+        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes,
+        read_template(contents.directory), parts.fan_in_fan_out,
+    )  # fmt: skip
 
 
 def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
@@ -162,6 +183,8 @@ def _nothing_found(directory: Path, found: list[str]) -> str:
         )
     if others := {INDEX_FILE, NPZ_FILE} & {*found}:
         return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
+    if (directory / "checkpoints").is_dir():
+        return f"{directory}: is a run directory without an adapter: it is written when the run comes to its end"
     listing = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
     return f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}, but {listing or 'nothing at all'}"
 

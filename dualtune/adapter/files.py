@@ -13,6 +13,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -35,9 +36,10 @@ LFS_ADVICE = "is a git-lfs pointer, not the file itself. Run: git lfs pull"
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it; half a character, unless its other half follows
 _NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as raw bits
+FLOAT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """One tensor of a header; begin and end are bytes from the end of the header."""
 
     begin: int
@@ -132,7 +134,7 @@ def read_safetensors(path: Path) -> Tensors:
     caller decides.
     """
     with open_file(path) as file:
-        entries = _read_header(file, path)
+        entries = read_header(file, path)[0]
         # The entries are in file order and without holes, so that each read starts where the last one ended.
         return {entry.name: _read_tensor(file, entry) for entry in entries}
 
@@ -156,8 +158,10 @@ def open_file(path: Path) -> BufferedReader:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _read_header(file: BufferedReader, path: Path) -> list[_Entry]:
-    """The entries in file order, once they are known to cover the rest of the file exactly."""
+def read_header(
+    file: BufferedReader, path: Path, dtype_bits: Mapping[str, int] = FLOAT_BITS
+) -> tuple[list[Entry], int]:
+    """The entries in file order, once they are known to cover the rest of the file exactly; where that rest begins."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     if not size:
@@ -174,8 +178,10 @@ def _read_header(file: BufferedReader, path: Path) -> list[_Entry]:
         raise _truncated(path, got=size, expected=8 + header_bytes)
 
     table = parse_object(file.read(header_bytes), f"{path}: header")
-    table.pop("__metadata__", None)
-    entries = sorted(_parse_entry(name, info, path) for name, info in table.items())
+    notes = table.pop("__metadata__", None)  # null, as MLX writes it, or texts
+    if notes is not None and not (isinstance(notes, dict) and all(isinstance(note, str) for note in _values(notes))):
+        raise FormatError(f"{path}: header: __metadata__ must be an object of texts")
+    entries = sorted(_parse_entry(name, info, path, dtype_bits) for name, info in table.items())
     expected = 8 + header_bytes + max((entry.end for entry in entries), default=0)
     if size < expected:
         raise _truncated(path, got=size, expected=expected)
@@ -189,33 +195,33 @@ def _read_header(file: BufferedReader, path: Path) -> list[_Entry]:
         position = entry.end
     if size > expected:
         raise FormatError(f"{path}: {size} bytes, expected {expected}: bytes after the last tensor")
-    return entries
+    return entries, 8 + header_bytes
 
 
-def _parse_entry(name: str, info: Any, path: Path) -> _Entry:
+def _parse_entry(name: str, info: Any, path: Path, dtype_bits: Mapping[str, int]) -> Entry:
     match info:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
         case _:
             raise FormatError(f"{path}: tensor {name[:200]!r}: the header needs dtype, shape and two data_offsets")
     where = f"{path}: tensor {name[:200]!r}"
-    if dtype not in _NUMPY_DTYPES:
-        raise FormatError(f"{where}: got dtype {dtype[:20]!r}, must be one of {', '.join(_NUMPY_DTYPES)}")
+    if dtype not in dtype_bits:
+        raise FormatError(f"{where}: got dtype {dtype[:20]!r}, must be one of {', '.join(dtype_bits)}")
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= MAX_BYTES for n in (*shape, begin, end)):
         got = f"shape {str(shape)[:100]} and offsets {str(begin)[:50]}..{str(end)[:50]}"
         raise FormatError(f"{where}: got {got}, must be a few integers >= 0")
-    num_bytes = math.prod(shape) * np.dtype(_NUMPY_DTYPES[dtype]).itemsize
-    if end - begin != num_bytes:
+    num_bytes, rest = divmod(math.prod(shape) * dtype_bits[dtype], 8)
+    if rest or end - begin != num_bytes:
         raise FormatError(
             f"{where}: offsets {begin}..{end} hold {end - begin} bytes, "
             f"shape {tuple(shape)} of {dtype} needs {num_bytes}"
         )
     if not num_bytes:
         raise FormatError(f"{where}: got shape {tuple(shape)}, which is empty")
-    return _Entry(begin, end, name, dtype, tuple(shape))
+    return Entry(begin, end, name, dtype, tuple(shape))
 
 
-def _read_tensor(file: BufferedReader, entry: _Entry) -> np.ndarray:
+def _read_tensor(file: BufferedReader, entry: Entry) -> np.ndarray:
     raw = np.fromfile(file, _NUMPY_DTYPES[entry.dtype], count=math.prod(entry.shape)).reshape(entry.shape)
     if entry.dtype == "BF16":  # the upper half of a float32
         return (raw.astype(np.uint32) << 16).view(np.float32)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnknownVariableType]
 
-from dualtune.adapter import fields, mlx_lm, peft
+from dualtune.adapter import fields, gpt2, mlx_lm, peft
 from dualtune.adapter.containers import INDEX_FILE, NPZ_FILE, check_shard, read_npz, shards_of
 from dualtune.adapter.directory import CONFIG_FILE, FILES, MAX_CONFIG_BYTES, open_directory
 from dualtune.adapter.files import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_safetensors
@@ -87,7 +87,8 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
         shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in names}
     if not shapes:
         raise FormatError(f"{model_dir}: holds no *.safetensors; --base must be a model directory with its weights")
-    group = _group_size(model_dir / "config.json")
+    described = config_of(model_dir)
+    group = _group_size(described, model_dir / "config.json")
     found: dict[str, tuple[int, int] | None] = {}
     for name, shape in shapes.items():
         module, _, last = name.rpartition(".")
@@ -103,12 +104,21 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
         else:
             packed = f"{name}.absmax" in shapes  # bitsandbytes
             found[module] = None if packed else (shape[0], shape[1])
+    if gpt2.is_fan_in_fan_out(described):
+        return dict(gpt2.in_file(module, shape) for module, shape in found.items())
     return found
 
 
-def _group_size(config: Path) -> int:
-    """Of MLX's quantization; 0 where the model's config does not say."""
+def config_of(model_dir: Path) -> dict[str, Any]:
+    """What the config.json of a model directory says; nothing where there is none."""
+    config = model_dir / "config.json"
     described = read_json(config, max_bytes=MAX_CONFIG_BYTES, strict=False) if config.is_file() else {}
+    fields.name(described, "model_type", config)  # which is looked up in tables
+    return described
+
+
+def _group_size(described: Mapping[str, Any], config: Path) -> int:
+    """Of MLX's quantization; 0 where the model's config does not say."""
     if not (table := fields.subtable(described, "quantization", config)):
         return 0
     return fields.rank(table, "group_size", config) if "group_size" in table else 0

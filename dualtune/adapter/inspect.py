@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dualtune.adapter import canonical
+from dualtune.adapter.chat_template import described
 from dualtune.adapter.directory import FILES, Adapter, agreement_problems, load, open_directory
 from dualtune.adapter.layers import place_of
 from dualtune.adapter.manifest import MANIFEST_FILE, integrity_problems
@@ -36,6 +37,7 @@ class AdapterReport:
     scale: float
     dropout: float
     targets: tuple[str, ...]
+    template: str  # the chat template of the training
     num_modules: int
     num_parameters: int
     file_bytes: dict[str, int]
@@ -78,6 +80,7 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         scale=spec.scale,
         dropout=spec.dropout,
         targets=spec.targets,
+        template=described(adapter.template, adapter.metadata),
         num_modules=len(pairs),
         num_parameters=sum(x.size for x in adapter.tensors.values()),
         file_bytes={name: (contents.directory / name).stat().st_size for name in names},
@@ -99,6 +102,7 @@ def render_report(report: AdapterReport) -> str:
         f"base model  {report.base_model or 'not recorded'}",
         f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}, dropout {report.dropout:g}",
         f"targets     {_shortened(report.targets)}",
+        f"template    {report.template}",
         f"size        {report.num_modules} modules, {report.num_parameters:,} parameters, "
         f"{sum(report.file_bytes.values()) / 2**20:.1f} MiB in {len(report.file_bytes)} files",
         f"hashes ok   {verdicts[report.hashes_ok]}",

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.adapter import fields
+from dualtune.adapter import fields, gpt2
 from dualtune.adapter.canonical import Pairs, Parts, alpha_of, check_rank, pair_up, to_pairs, to_tensors
 from dualtune.adapter.layers import exact_targets, place_of, short_targets
 from dualtune.adapter.spec import LoraSpec, Tensors
@@ -44,7 +44,9 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
     rank = fields.rank(parameters, "rank", where_parameters)
     scale = fields.positive(parameters, "scale", where_parameters)
     keys = fields.texts(parameters, "keys", where_parameters)
-    pairs = _pairs(tensors, directory / WEIGHTS_FILE)
+    keys = keys and [gpt2.canonical_name(key) for key in keys]
+    named = _pairs(tensors, directory / WEIGHTS_FILE)
+    pairs = {gpt2.canonical_name(module): pair for module, pair in named.items()}
     for module, pair in pairs.items():
         check_rank(module, pair, rank, f"{directory / WEIGHTS_FILE} (transposed)")
         if keys is not None and not _is_selected(module, keys):
@@ -57,16 +59,17 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
     )
     base_model = fields.name(config, "base_model_name_or_path", where) or fields.name(config, "model", where)
     notes = ("lora_parameters.alpha is ignored, as mlx-lm does: scale counts",) if "alpha" in parameters else ()
-    return Parts(spec, to_tensors(pairs), base_model, notes)
+    return Parts(spec, to_tensors(pairs), base_model, notes, any(map(gpt2.is_mlx_name, named)))
 
 
-def mlx_config(spec: LoraSpec, modules: Collection[str]) -> dict[str, Any]:
+def mlx_config(spec: LoraSpec, modules: Collection[str], *, fan_in_fan_out: bool = False) -> dict[str, Any]:
     """mlx-lm's keys of adapter_config.json.
 
     `num_layers` counts from the end, so -1 (all of them) is the one value that is right without the model; `keys` are
     always given because without them mlx-lm would wrap every linear layer.
     """
     targets = exact_targets(modules, spec.targets)
+    keys = dict.fromkeys(_key(module, targets) for module in sorted(modules))
     return {
         "fine_tune_type": "lora",
         "num_layers": -1,
@@ -74,12 +77,12 @@ def mlx_config(spec: LoraSpec, modules: Collection[str]) -> dict[str, Any]:
             "rank": spec.rank,
             "scale": spec.scale,
             "dropout": spec.dropout,
-            "keys": list(dict.fromkeys(_key(module, targets) for module in sorted(modules))),
+            "keys": [gpt2.mlx_name(key) for key in keys] if fan_in_fan_out else list(keys),
         },
     }
 
 
-def mlx_tensors(tensors: Tensors) -> Tensors:
+def mlx_tensors(tensors: Tensors, *, fan_in_fan_out: bool = False) -> Tensors:
     """The canonical tensors in mlx-lm's names and orientation.
 
     Contiguous copies, because safetensors writes the buffer of a transposed view as it lies.
@@ -91,8 +94,9 @@ def mlx_tensors(tensors: Tensors) -> Tensors:
                 f"adapter: {module}: mlx-lm stacks the experts of a layer in one tensor, so that it cannot load an "
                 "adapter of a single one. Write it with the layout peft."
             )
-        renamed[f"{module}.lora_a"] = np.ascontiguousarray(pair.A_rI.T, np.float32)
-        renamed[f"{module}.lora_b"] = np.ascontiguousarray(pair.B_Or.T, np.float32)
+        name = gpt2.mlx_name(module) if fan_in_fan_out else module
+        renamed[f"{name}.lora_a"] = np.ascontiguousarray(pair.A_rI.T, np.float32)
+        renamed[f"{name}.lora_b"] = np.ascontiguousarray(pair.B_Or.T, np.float32)
     return renamed
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dualtune.adapter import fields
+from dualtune.adapter import fields, gpt2
 from dualtune.adapter.canonical import Pairs, Parts, alpha_of, check_rank, pair_up, to_tensors, unify
 from dualtune.adapter.layers import exact_targets, is_module_path, place_of, short_targets
 from dualtune.adapter.patterns import full_match, matches_end
@@ -28,7 +28,6 @@ REFUSED = {  # field, if set -> why there is no plain LoRA adapter of the same f
     "alora_invocation_tokens": "aLoRA switches the adapter on in the middle of the text",
     "arrow_config": "Arrow routes between several adapters",
     "ensure_weight_tying": "the adapter of the embedding would be tied to that of the output layer",
-    "fan_in_fan_out": "the base layer stores its weight transposed (Conv1D)",
     "kasa_config": "KaSA truncates the base weight and adds a diagonal between A and B",
     "layer_replication": "the layers of the base model are repeated",
     "lora_bias": "lora_B has a bias",
@@ -46,6 +45,8 @@ HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    # How the weights of the base lie. PEFT looks at the layer itself, and corrects the field where it is wrong.
+    "fan_in_fan_out",
     # Without effect on the function: labels, and what only matters with a method that is refused or at initialization.
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "megatron_core"),
     *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
@@ -94,10 +95,14 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     if config.get("use_rslora"):
         notes.append(f"rsLoRA: scale alpha / sqrt(rank) = {scale:.6g} kept as alpha {spec.alpha:.6g} / rank {rank}")
     base_model = fields.name(config, "base_model_name_or_path", where)
-    return Parts(spec, to_tensors(pairs), base_model, (*notes, *conversions))
+    shapes = {module: pair.delta_shape for module, pair in pairs.items()}
+    turned = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
+    return Parts(spec, to_tensors(pairs), base_model, (*notes, *conversions), turned)
 
 
-def peft_config(spec: LoraSpec, modules: Collection[str], base_model: str | None) -> dict[str, Any]:
+def peft_config(
+    spec: LoraSpec, modules: Collection[str], base_model: str | None, *, fan_in_fan_out: bool = False
+) -> dict[str, Any]:
     """The adapter_config.json of a canonical adapter whose alpha is an integer."""
     assert spec.alpha == int(spec.alpha), spec
     return {
@@ -109,7 +114,7 @@ def peft_config(spec: LoraSpec, modules: Collection[str], base_model: str | None
         "lora_dropout": spec.dropout,
         "target_modules": list(exact_targets(modules, spec.targets)),
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": fan_in_fan_out,
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,

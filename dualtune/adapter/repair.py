@@ -18,9 +18,11 @@ import numpy as np
 
 from dualtune.adapter import canonical, diagnose, mlx_lm, peft
 from dualtune.adapter.canonical import Pair, Pairs, Parts
-from dualtune.adapter.directory import SAME_FUNCTION, Adapter
+from dualtune.adapter.chat_template import read_template
+from dualtune.adapter.directory import SAME_FUNCTION, Adapter, adapter_directory
 from dualtune.adapter.files import sha256_of
-from dualtune.adapter.foreign import Finding, Weights, base_shapes, open_source
+from dualtune.adapter.foreign import Finding, Weights, base_shapes, config_of, open_source
+from dualtune.adapter.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.orientation import Reading, Shapes, common_rank, readings, unscrambled
 from dualtune.adapter.spec import Tensors, tensor_name
 from dualtune.errors import FormatError
@@ -43,7 +45,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     `base` is a model directory, whose names and shapes decide what the adapter alone leaves open. FormatError with
     every finding where something is wrong and `repair` is not set, or where no single right answer exists.
     """
-    directory, findings = Path(path), list[Finding]()
+    directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
     shapes = base_shapes(base) if base is not None else {}
     mended, found = _mend(config, weights, shapes, findings)
@@ -64,7 +66,9 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
         "files": {part.name: sha256_of(part) for w in weights.values() for part in w.parts},
         "mended": [{"fault": finding.fault, "repair": finding.mend} for finding in findings],
     }
-    adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes)
+    template = read_template(directory)
+    turned = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
+    adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes, template, turned)
     return Imported(adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record})
 
 

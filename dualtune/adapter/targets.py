@@ -33,7 +33,8 @@ def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple
         if not found:
             names = sorted({module.split(".")[-1] for module in available})
             raise ConfigError(
-                f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names)}"
+                f"adapter.targets: no linear layer is called '{target}'. This model has: {', '.join(names) or 'none'}. "
+                f"Use --set adapter.targets={ALL_LINEAR}, or names: --set 'adapter.targets=[{', '.join(names[:2])}]'"
             )
         selected |= {module: available[module] for module in found}
     return dict(sorted(selected.items()))

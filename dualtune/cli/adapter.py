@@ -9,11 +9,13 @@ import click
 
 from dualtune import interrupt
 from dualtune.cli.options import json_option, platform_option
+from dualtune.cli.suggest import Group
+from dualtune.cli.terminal import say
 
 LAYOUTS = click.Choice(["dual", "peft", "mlx"])
 
 
-@click.group("adapter")
+@click.group("adapter", cls=Group)
 def command() -> None:
     """Inspect, convert, import, compare and merge adapter directories."""
 
@@ -30,7 +32,7 @@ def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
     from dualtune.errors import FormatError
 
     report = inspect_adapter(directory)
-    click.echo(json.dumps(report.to_json(), indent=2) if as_json else render_report(report))
+    say(json.dumps(report.to_json(), indent=2) if as_json else render_report(report))
     ctx.exit(0 if report.ok else FormatError.exit_code)
 
 
@@ -45,8 +47,8 @@ def convert(directory: Path, out: Path, layout: str) -> None:
     adapter = read_adapter(directory)
     write_adapter(out, adapter, layout=layout)
     for note in adapter.notes:
-        click.echo(f"converted: {note}")
-    click.echo(f"{out}: written in layout {layout}, read from layout {adapter.layout}")
+        say(f"converted: {note}")
+    say(f"{out}: written in layout {layout}, read from layout {adapter.layout}")
 
 
 @command.command("import")
@@ -72,14 +74,14 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
     if as_json:
         report = {"source": found.source, "out": str(out), "layout": layout, "warnings": found.warnings}
         report |= {"mended": found.metadata["import"]["mended"], "notes": found.adapter.notes}
-        click.echo(json.dumps(report, indent=2))
+        say(json.dumps(report, indent=2))
         return
     for fault, mend in found.mended:
-        click.echo(f"mended: {fault} -> {mend}")
+        say(f"mended: {fault} -> {mend}")
     for title, texts in (("converted", found.adapter.notes), ("look at", found.warnings)):
         for text in texts:
-            click.echo(f"{title}: {text}")
-    click.echo(f"{out}: written in layout {layout}, read as an adapter of {found.source}")
+            say(f"{title}: {text}")
+    say(f"{out}: written in layout {layout}, read as an adapter of {found.source}")
 
 
 @command.command("diff")
@@ -94,7 +96,7 @@ def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
     from dualtune.adapter.diff import diff_adapters, render_difference
 
     found = diff_adapters(a, b)
-    click.echo(json.dumps(found.to_json(), indent=2) if as_json else render_difference(found))
+    say(json.dumps(found.to_json(), indent=2) if as_json else render_difference(found))
     ctx.exit(0 if found.is_same_function else 1)
 
 
@@ -107,29 +109,42 @@ def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
 def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     """Write MODEL with the adapter of DIRECTORY added to its weights to the new directory OUT.
 
-    OUT is a Hugging Face model in the precision in which MODEL is stored. A quantized MODEL is refused: to round its
-    weights again would erase what the adapter adds. Merge into the plain model instead, and quantize the result.
+    OUT is a Hugging Face model in the precision in which MODEL is stored, with the chat template of the training. A
+    quantized MODEL is refused: to round its weights again would erase what the adapter adds. Merge into the plain model
+    instead, and quantize the result.
     """
+    from dualtune.adapter.chat_template import settle
     from dualtune.adapter.directory import read_adapter
     from dualtune.adapter.spec import LoraSpec, modules_of
     from dualtune.backend import LoadRequest
     from dualtune.base_model import resolve_model
     from dualtune.cli.options import backend_for
+    from dualtune.cli.screen import phases
     from dualtune.train.inference import load_adapter
 
     _check_free(out)
-    adapter, model_dir = read_adapter(directory), resolve_model(base)
-    dtype = _plain_dtype(model_dir)
-    backend = backend_for(platform)
-    spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha, 0.0, tuple(modules_of(adapter.tensors)))
-    request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, 0.0, seed=0)
-    engine = backend.load(request)
-    load_adapter(engine, adapter, base)
-    _write_whole(out, engine.save_merged)
+    with phases() as shown:
+        shown.begin("reading", "the adapter")
+        adapter, model_dir = read_adapter(directory), resolve_model(base)
+        dtype = _plain_dtype(model_dir)
+        backend = backend_for(platform)
+        spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha, 0.0, tuple(modules_of(adapter.tensors)))
+        request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, 0.0, seed=0)
+        shown.begin("loading", "the model")
+        engine = backend.load(request)
+        load_adapter(engine, adapter, base)
+        shown.finish("loaded")
+        shown.begin("writing", "the merged model")
+
+        def write(directory: Path) -> None:
+            engine.save_merged(directory)
+            shown.tell(f"template    {settle(directory, adapter.template, adapter.metadata)}")
+
+        _write_whole(out, write)
     recorded: dict[str, object] = adapter.metadata.get("base") or {}
     if (trained_on := recorded.get("loaded_as", "none")) != "none":
-        click.echo(f"note: it was trained on a base in {trained_on}, and is merged into the plain weights")
-    click.echo(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description['dtype']}")
+        say(f"note: it was trained on a base in {trained_on}, and is merged into the plain weights")
+    say(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description['dtype']}")
 
 
 def _check_free(out: Path) -> None:
@@ -158,7 +173,7 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
     """The directory under its name once it is complete, or not at all."""
     import shutil
 
-    from dualtune.disk import hidden_sibling
+    from dualtune.disk import follow_umask, hidden_sibling
     from dualtune.errors import DiskError
 
     out = out.resolve()
@@ -166,6 +181,7 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
+        follow_umask(temporary)
         temporary.rename(out)  # replaces an empty directory and nothing else
     except OSError as error:
         raise DiskError(f"{out}: cannot be written: {error.strerror or error}. Nothing was left there.") from error

@@ -10,10 +10,12 @@ import click
 
 from dualtune import interrupt
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option
+from dualtune.cli.screen import tell
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend
+    from dualtune.cli.screen import Phases
     from dualtune.config import Config
     from dualtune.train.bench import BenchResult
     from dualtune.train.prepare import Prepared
@@ -37,7 +39,7 @@ PHASES = {
 @platform_option
 @set_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
 def command(
     config: Path, steps: int, warmup: int, out: Path, platform: str, overrides: tuple[str, ...], as_json: bool
 ) -> None:
@@ -48,28 +50,39 @@ def command(
     import json
     from dataclasses import asdict
 
-    from dualtune.config import load_config
-    from dualtune.train.bench import RESULT, TRACE, bench
+    from dualtune.cli.screen import phases
 
-    settings = load_config(config, overrides)
-    prepared = _prepare(settings, backend_for(platform, err=as_json), quiet=as_json)
-    if not as_json:
-        say("\n".join(prepared.summary()))
-    result = bench(prepared, out, steps=steps, warmup=warmup, tell=lambda text: say(f"measuring   {text}", err=as_json))
+    with phases(err=as_json) as shown:
+        shown.begin("reading", "the config")
+        from dualtune.config import load_config
+        from dualtune.train.bench import RESULT, TRACE, bench
+
+        settings = load_config(config, overrides)
+        prepared = _prepare(settings, backend_for(platform, err=as_json), shown, quiet=as_json)
+        shown.begin("loading", "the model")
+        result = bench(prepared, out, steps=steps, warmup=warmup, tell=lambda text: _measuring(text, shown))
     if as_json:
         return say(json.dumps(asdict(result), indent=2))
-    say("\n".join(_lines(result)))
-    return say(f"written     {out / RESULT}, {out / TRACE} (open it at https://ui.perfetto.dev)")
+    tell("\n".join(_lines(result)))
+    return tell(f"written     {out / RESULT}, {out / TRACE} (open it at https://ui.perfetto.dev)")
 
 
-def _prepare(settings: Config, backend: Backend, *, quiet: bool) -> Prepared:
+def _measuring(text: str, shown: Phases) -> None:
+    shown.begin("measuring", "steps")
+    shown.tell(f"measuring   {text}")
+
+
+def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) -> Prepared:
     from dualtune.cli.progress import reading
     from dualtune.train.prepare import prepare
 
     if quiet:
+        shown.begin("checking", "model and data")
         return prepare(settings, backend)
     with reading() as show:
-        return prepare(settings, backend, show=show)
+        prepared = prepare(settings, backend, show=show)
+    tell("\n".join(prepared.summary()))
+    return prepared
 
 
 def _lines(result: BenchResult) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,23 +10,47 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualtune.cli.options import json_option
+from dualtune.cli.suggest import Group
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
+    from dualtune.transfer.binding import Wanted
     from dualtune.transfer.bundle import Report
     from dualtune.transfer.signature import Trust
 
 
-def signature_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    signers = click.option(
+def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a bundle must be bound to; the command gets it as `wanted`."""
+
+    @click.option("--name", metavar="NAME", help="The name that the bundle must be bound to, if not that of its file.")
+    @click.option("--max-age", metavar="AGE", help="Refuse what was written longer ago: 90m, 12h, 7d, 2w.")
+    @functools.wraps(function)
+    def wrapped(*args: Any, name: str | None, max_age: str | None, **options: Any) -> Any:
+        from dualtune.transfer.binding import Wanted, parse_age
+
+        wanted = Wanted(name=name, max_age=None if max_age is None else parse_age(max_age))
+        return function(*args, wanted=wanted, **options)
+
+    return wrapped
+
+
+def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and whose signature it must have; the command gets that as `trust`."""
+
+    @click.option(
         "--verify-signature", "signers", type=click.Path(path_type=Path), metavar="ALLOWED_SIGNERS",
         help="Demand a signature in FILE.sig by a key of this file (its format: ssh-keygen(1), ALLOWED SIGNERS).",
     )  # fmt: skip
-    identity = click.option("--identity", metavar="NAME", help="Whose signature: the name in ALLOWED_SIGNERS.")
-    return signers(identity(function))
+    @click.option("--identity", metavar="NAME", help="Whose signature: the name in ALLOWED_SIGNERS.")
+    @wanted_options
+    @functools.wraps(function)
+    def wrapped(*args: Any, signers: Path | None, identity: str | None, **options: Any) -> Any:
+        return function(*args, trust=_trust(signers, identity), **options)
+
+    return wrapped
 
 
-@click.group("bundle")
+@click.group("bundle", cls=Group)
 def command() -> None:
     """Pack an adapter, or a checkpoint to be continued, into one file; inspect it; unpack it elsewhere."""
 
@@ -37,7 +62,10 @@ def command() -> None:
 @click.option("--adapter", is_flag=True, help="The adapter that the run ended with, not a checkpoint.")
 @click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
 @click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key: FILE.sig.")
-def pack_(source: Path, file: Path, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None) -> None:
+@click.option("--name", metavar="NAME", help="What it is bound to, and readers compare: without it FILE's own name.")
+def pack_(
+    source: Path, file: Path, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None, name: str | None
+) -> None:
     """Write FILE from SOURCE, a run directory (its newest checkpoint that verifies) or an adapter directory.
 
     Directories of this machine are left out, and a file with a secret in it is refused.
@@ -45,7 +73,7 @@ def pack_(source: Path, file: Path, step: int | None, adapter: bool, tokenizer: 
     from dualtune.transfer.bundle import inspect
     from dualtune.transfer.pack import pack
 
-    for note in pack(source, file, step=step, adapter=adapter, tokenizer=tokenizer, key=key):
+    for note in pack(source, file, step=step, adapter=adapter, tokenizer=tokenizer, key=key, name=name):
         say(f"note        {note}")
     say(inspect(file).to_text())
 
@@ -53,9 +81,9 @@ def pack_(source: Path, file: Path, step: int | None, adapter: bool, tokenizer: 
 @command.command("inspect")
 @click.argument("file", type=click.Path(path_type=Path))
 @json_option
-@signature_options
+@trust_options
 @click.pass_context
-def inspect_(ctx: click.Context, file: Path, as_json: bool, signers: Path | None, identity: str | None) -> None:
+def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, wanted: Wanted) -> None:
     """Say what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
     import json
 
@@ -64,7 +92,7 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, signers: Path | None
     from dualtune.transfer.bundle import inspect
 
     try:
-        report = inspect(file, trust_of(signers, identity))
+        report = inspect(file, trust, wanted)
     except FormatError as error:
         if not as_json:
             raise
@@ -76,17 +104,23 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, signers: Path | None
 @command.command("unpack")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
-@signature_options
-def unpack_(file: Path, dest: Path, signers: Path | None, identity: str | None) -> None:
+@trust_options
+def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: Wanted) -> None:
     """Write what FILE holds to the new directory DEST, whole or not at all; every file is verified."""
     from dualtune.transfer.bundle import unpack
 
-    report = unpack(file, dest, trust_of(signers, identity))
+    report = unpack(file, dest, trust, wanted)
+    tell_notes(report)
     say(f"unpacked    {dest}: {len(report.bundle.files)} files, each with the sha256 of the list")
     say(next_step(report, dest))
 
 
-def trust_of(signers: Path | None, identity: str | None) -> Trust | None:
+def tell_notes(report: Report) -> None:
+    for note in report.notes:
+        say(f"note        {note}")
+
+
+def _trust(signers: Path | None, identity: str | None) -> Trust | None:
     from dualtune.transfer.signature import Trust
 
     if (signers is None) != (identity is None):
@@ -97,10 +131,13 @@ def trust_of(signers: Path | None, identity: str | None) -> Trust | None:
 def next_step(report: Report, dest: Path) -> str:
     import shlex
 
+    from dualtune.transfer.names import TEMPLATE
+
     if report.bundle.step is None:
         base = report.bundle.base.get("name") or "MODEL"
         words = ["dualtune", "generate", str(base), "--adapter", str(dest / "adapter"), "--prompt", "…"]
         return f"use         {shlex.join(words)}"
     words = ["dualtune", "train", str(dest / "config.yaml"), "--set", f"run.dir={dest}"]
-    places = "".join(f" --set {key}=…" for key in report.bundle.relocate)
+    elsewhere = {*report.bundle.relocate} - ({"data.template"} if TEMPLATE in report.bundle.files else set())
+    places = "".join(f" --set {key}=…" for key in sorted(elsewhere))
     return f"continue    {shlex.join(words)}{places}"

@@ -33,19 +33,23 @@ def command(
     from dataclasses import asdict
 
     from dualtune.checks import exit_code, table
-    from dualtune.platform.config_check import check_config
+    from dualtune.cli.screen import phases, tell
     from dualtune.redaction import redact
 
-    report = check_config(config, overrides, platform=platform, machine_name=machine)
+    with phases(err=as_json) as shown:
+        shown.begin("checking", "config, machine, model and data")
+        from dualtune.platform.config_check import check_config
+
+        report = check_config(config, overrides, platform=platform, machine_name=machine)
     code = exit_code(report.checks)
     if as_json:
         checks = [asdict(check) for check in report.checks]
         memory = _described(report.memory) if report.memory else None
         say(redact(json.dumps({"ok": code == 0, "checks": checks, "memory": memory}, indent=2)))
     else:
-        say(redact(table(report.checks)))
+        tell(redact(table(report.checks)))
         if report.memory:
-            say(f"\n{_by_part(report.memory)}")
+            tell(f"\n{_by_part(report.memory)}")
     ctx.exit(code)
 
 

@@ -34,21 +34,25 @@ def command(
     import json
 
     from dualtune.checks import table
-    from dualtune.platform.detect import detect
-    from dualtune.platform.machines import named
-    from dualtune.platform.verdict import judge
+    from dualtune.cli.screen import phases, tell
 
     if memory and config:
         raise click.UsageError("--require-memory and --for are two questions: ask one of them")
     if probe and name:
         raise click.UsageError("--probe needs a machine that is here: leave out --machine")
-    machine = named(name) if name else detect()
-    report = judge(machine, _question(machine, memory, config), _probed(machine) if probe else None)
+    with phases(err=as_json) as shown:
+        shown.begin("checking", "the machine")
+        from dualtune.platform.detect import detect
+        from dualtune.platform.machines import named
+        from dualtune.platform.verdict import judge
+
+        machine = named(name) if name else detect()
+        report = judge(machine, _question(machine, memory, config), _probed(machine) if probe else None)
     if as_json:
         say(json.dumps(_described(report, machine), indent=2))
     else:
-        say(table(report.checks))
-        say(f"\nverdict: {'ok' if report.exit_code == 0 else 'not ok'}: {report.sentence}")
+        tell(table(report.checks))
+        tell(f"\nverdict: {'ok' if report.exit_code == 0 else 'not ok'}: {report.sentence}")
     ctx.exit(report.exit_code)
 
 
@@ -79,7 +83,8 @@ def _described(report: Report, machine: Machine) -> dict[str, Any]:
         "config": report.config,
         "largest_model": largest and asdict(largest) | {"total_bytes": largest.estimate.total_bytes},
         "budget": asdict(report.budget),
-        "question": report.question and asdict(report.question) | {"fits": report.question.fits},
+        "question": report.question
+        and asdict(report.question) | {"fits": report.question.fits, "mend": report.question.mend},
         "checks": [asdict(check) for check in report.checks],
         "machine": asdict(machine),
     }

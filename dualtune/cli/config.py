@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from dualtune.cli.terminal import pass_on, say
+
 
 @click.command("config")
 @click.argument("name", required=False)
@@ -23,10 +25,10 @@ def command(name: str | None, as_list: bool, schema: bool) -> None:
     if sum((name is not None, as_list, schema)) > 1:
         raise click.UsageError("Give a NAME, --list or --schema, one of them.")
     if name is not None:
-        click.echo(example_path(name).read_text(encoding="utf-8"), nl=False)
+        pass_on(example_path(name).read_text(encoding="utf-8"))
     elif as_list:
-        click.echo(in_columns([(name, title(example_path(name))) for name in example_names()]))
+        say(in_columns([(name, title(example_path(name))) for name in example_names()]))
     elif schema:
-        click.echo(json.dumps(json_schema(), indent=2))
+        say(json.dumps(json_schema(), indent=2))
     else:
-        click.echo(default_yaml(), nl=False)
+        pass_on(default_yaml())

@@ -11,6 +11,7 @@ from types import TracebackType
 import click
 
 import dualtune
+from dualtune.cli.suggest import Group
 from dualtune.cli.terminal import help_width, prepare_streams, say
 from dualtune.errors import DualtuneError, Preempted
 from dualtune.redaction import redact
@@ -31,7 +32,7 @@ COMMANDS = {
     "launch": ("launch", "Train by a config in several processes: here, on other machines, or through Slurm."),
     "eval": ("eval", "Measure an adapter on held-out data."),
     "generate": ("generate", "Continue a prompt with a model and its adapter."),
-    "runs": ("runs", "List run directories with state, step, loss and last checkpoint."),
+    "runs": ("runs", "List run directories with their state, verdict, losses, model and date."),
     "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
     "verify": ("verify", "Compare what an adapter computes here with what was recorded where it was trained."),
     "bundle": ("bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
@@ -42,7 +43,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dualtune.cli.terminal import say
-
 if TYPE_CHECKING:
     from dualtune.backend import Backend
 
@@ -39,10 +37,15 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 def backend_for(platform: str, *, err: bool = False) -> Backend:
     """Open the backend for --platform and print the choice with its reason."""
+    from dualtune.cli.screen import phases
     from dualtune.platform.choose import choose, open_backend
 
-    choice = choose(platform)
-    backend = open_backend(choice)
-    if backend.world().rank == 0:
-        say(f"platform    {choice.platform}: {choice.reason}", err=err)
+    with phases(err=err) as shown:
+        shown.begin("importing", "the backend")
+        choice = choose(platform)
+        shown.begin("importing", choice.backend)
+        backend = open_backend(choice)
+        if backend.world().rank == 0:
+            shown.tell(f"platform    {choice.platform}: {choice.reason}")
+            shown.finish("imported")
     return backend

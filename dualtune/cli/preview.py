@@ -12,7 +12,8 @@ import click
 
 from dualtune import interrupt
 from dualtune.cli.options import config_argument, json_option, set_option
-from dualtune.cli.terminal import say
+from dualtune.cli.screen import tell
+from dualtune.cli.terminal import say, say_styled
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -32,7 +33,7 @@ BAR_WIDTH = 40
 )  # fmt: skip
 @set_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
 def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show the documents that CONFIG would train on first, and the numbers of its data. Nothing is trained.
 
@@ -41,35 +42,48 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
     import json
     from dataclasses import asdict
 
-    from dualtune.config import load_config
-    from dualtune.data.order import Order
-    from dualtune.data.survey import describe, first_documents, survey, warnings
-    from dualtune.disk import write_file
-    from dualtune.report.preview_page import preview_page
-    from dualtune.train.evaluation import layout_of
+    from dualtune.cli.screen import phases
 
-    settings = load_config(config, overrides)
-    data, tokenizer, train, eval_ = _read(settings, quiet=as_json)
-    order = Order(settings, train.lengths, train.sources, train.weights)
-    documents = first_documents(train, order, tokenizer, rows)
-    found = survey(settings, train, eval_, order, layout_of(settings))
-    alarms = warnings(found, settings, data.train, train, tokenizer)
-    numbers = [*describe(found), ("template", _template(tokenizer))]
-    if page:
-        write_file(page, preview_page(f"{config.name}: what is trained", documents, numbers, found.histogram, alarms))
+    with phases(err=as_json) as shown:
+        shown.begin("reading", "the config")
+        from dualtune.config import load_config
+        from dualtune.data.order import Order
+        from dualtune.data.samples import samples
+        from dualtune.data.survey import by_source, describe, first_documents, survey, warnings
+        from dualtune.disk import write_file
+        from dualtune.report.preview_page import Page, preview_page
+        from dualtune.train.evaluation import layout_of
+
+        settings = load_config(config, overrides)
+        data, tokenizer, train, eval_ = _read(settings, quiet=as_json)
+        shown.begin("measuring", "the documents")
+        order = Order(settings, train.lengths, train.sources, train.weights)
+        documents = first_documents(train, order, tokenizer, rows)
+        found = survey(settings, train, eval_, order, layout_of(settings))
+        alarms = warnings(found, settings, data.train, train, tokenizer)
+        alarms += [f"evaluation data: {eval_.remark}"] * bool(eval_.remark)
+        numbers = [*describe(found), ("template", _template(tokenizer))]
+        if page:
+            shown.begin("writing", "the page")
+            look_at = samples(data, train, eval_, order, tokenizer, rows)
+            title = f"{config.name}: what is trained"
+            sources = by_source(data.train, train)
+            write_file(page, preview_page(Page(title, found, numbers, alarms, sources, look_at)))
     if as_json:
         markers = bool(tokenizer.template and tokenizer.template.marks_turns)
         template = {"hash": tokenizer.template_hash, "generation_markers": markers}
-        shown = [_as_json(document) for document in documents]
-        return say(json.dumps({**asdict(found), "template": template, "warnings": alarms, "shown": shown}, indent=2))
+        first = [_as_json(document) for document in documents]
+        return say(json.dumps({**asdict(found), "template": template, "warnings": alarms, "shown": first}, indent=2))
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for document in documents:
         _show(document, coloured)
     _tell(numbers, found.histogram)
     for alarm in alarms:
-        text = f"warning     {alarm}"
-        say(click.style(text, fg="yellow") if coloured else text)
-    return say(f"page        {page}") if page else None
+        if coloured:
+            say_styled([(f"warning     {alarm}", {"fg": "yellow"})])
+        else:
+            tell(f"warning     {alarm}")
+    return tell(f"page        {page}") if page else None
 
 
 def _read(settings: Config, *, quiet: bool) -> tuple[Data, Tokenizer, Documents, Documents]:
@@ -80,13 +94,11 @@ def _read(settings: Config, *, quiet: bool) -> tuple[Data, Tokenizer, Documents,
     from dualtune.data.tokenizer import Tokenizer
     from dualtune.errors import DataError
 
-    data = Data(settings)
-    tokenizer = Tokenizer(resolve_model(settings.model.name, weights=False), settings.data.template)
-    if quiet:
-        train, eval_ = data.train_and_eval(tokenizer)
-    else:
-        with reading() as show:
-            train, eval_ = data.train_and_eval(tokenizer, show)
+    with reading() as show:
+        data = Data(settings)
+        policy = settings.data.special_tokens_in_text
+        tokenizer = Tokenizer(resolve_model(settings.model.name, weights=False), settings.data.template, policy)
+        train, eval_ = data.train_and_eval(tokenizer) if quiet else data.train_and_eval(tokenizer, show)
     if not len(train):
         raise DataError(
             f"data.train: nothing to train on: {train.summary()}. Check data.max_length, data.loss_on and the template"
@@ -101,24 +113,24 @@ def _template(tokenizer: Tokenizer) -> str:
 
 
 def _show(document: ShownDocument, coloured: bool) -> None:
-    from dualtune.data.survey import visible
-
-    def run(trained: bool, text: str) -> str:
+    def run(trained: bool, text: str) -> tuple[str, dict[str, Any]]:
         if coloured:
-            return click.style(text, fg="green") if trained else click.style(text, dim=True)
-        return f"⟦{text}⟧" if trained else text
+            return text, {"fg": "green"} if trained else {"dim": True}
+        return f"⟦{text}⟧" if trained else text, {}
 
     counts = f"{len(document.tokens)} tokens, {document.num_trained} of them trained"
-    say(f"document    {visible(document.where)}: {counts}")
-    say("".join(run(trained, visible(text)) for trained, text in document.runs()).removesuffix("\n") + "\n")
+    counts += "; a control token in its own text" if document.has_control_text else ""
+    tell(f"document    {document.where}: {counts}")
+    *runs, (is_trained, end) = document.runs()
+    say_styled(run(trained, text) for trained, text in [*runs, (is_trained, end.removesuffix("\n"))])
+    say("")
 
 
 def _tell(numbers: Sequence[tuple[str, str]], histogram: Sequence[Bar]) -> None:
-    from dualtune.data.survey import visible
     from dualtune.show import in_columns
 
     for what, number in numbers:
-        say(f"{what:<12}{visible(number)}")
+        tell(f"{what:<12}{number}")
         if what == "lengths":
             most = max(bar.documents for bar in histogram)
             say(in_columns([_bar(bar, most) for bar in histogram]))
@@ -134,5 +146,6 @@ def _as_json(document: ShownDocument) -> dict[str, Any]:
         "where": document.where,
         "tokens": len(document.tokens),
         "trained_tokens": document.num_trained,
+        "has_control_text": document.has_control_text,
         "runs": [{"trained": trained, "text": text} for trained, text in document.runs()],
     }

@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dualtune.cli.bundle import next_step, signature_options, trust_of
+from dualtune.cli.bundle import next_step, tell_notes, trust_options
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
+    from dualtune.transfer.binding import Wanted
     from dualtune.transfer.carry import Pulled
+    from dualtune.transfer.signature import Trust
 
 
 @click.command("pull")
 @click.argument("target")
 @click.argument("dest", type=click.Path(path_type=Path), required=False)
 @click.option("--keep-packed", is_flag=True, help="DEST becomes the bundle itself, verified and not unpacked.")
-@signature_options
+@trust_options
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
     help="How often to try again after a cut, in a row and without progress.",
 )  # fmt: skip
 def command(
-    target: str, dest: Path | None, keep_packed: bool, signers: Path | None, identity: str | None, retries: int
+    target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, wanted: Wanted, retries: int
 ) -> None:
     """Fetch the bundle of TARGET (see `dualtune push --help`), verify it, and unpack it into the new directory DEST.
 
@@ -34,9 +36,9 @@ def command(
     from dualtune.cli.transferring import transferring
     from dualtune.transfer.carry import pull
 
-    trust = trust_of(signers, identity)
     with transferring("fetching", retries) as patience:
-        done = pull(target, dest, keep_packed=keep_packed, trust=trust, patience=patience)
+        done = pull(target, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
+    tell_notes(done.report)
     say(f"pulled      {done.path}: {len(done.report.bundle.files)} files, each with the sha256 of the list")
     say("\n".join(_next_steps(done, keep_packed=keep_packed)))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.cli.options import backend_for, platform_option, set_option
-from dualtune.cli.terminal import say
+from dualtune.cli.screen import tell
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -36,16 +36,20 @@ def command(
 
     A run that was stopped continues when the same command is run again.
     """
-    from dualtune.config import load_config
+    from dualtune.cli.screen import phases
 
     if demo == (config is not None):
         raise click.UsageError("Give a config file, or --demo (not both).")
-    if config is None:
-        from dualtune.cli.demo import demo_config, show_demo
+    with phases() as shown:
+        shown.begin("reading", "the config")
+        if config is None:
+            from dualtune.cli.demo import demo_config, show_demo
 
-        return show_demo(demo_config(overrides), backend_for(platform), dry_run=dry_run)
-    settings = load_config(config, overrides)
-    return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume)
+            return show_demo(demo_config(overrides), backend_for(platform), dry_run=dry_run)
+        from dualtune.config import load_config
+
+        settings = load_config(config, overrides)
+        return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume)
 
 
 def _train(settings: Config, platform: str, resume: str) -> None:
@@ -63,26 +67,36 @@ def _train(settings: Config, platform: str, resume: str) -> None:
             return
         with reading() as show:
             prepared = prepare(settings, backend, place.saved, show, team)
-        say("\n".join(prepared.summary()))
+        tell("\n".join(prepared.summary()))
         _say_memory(prepared, platform)
-        result = execute(prepared, place, [progress_hook(settings.run.log_every)])
+        with progress_hook(settings.run.log_every) as hook:
+            result = execute(prepared, place, [hook])
     if result.was_finished:
-        say(f"finished    this run came to its end before, after {result.num_steps} steps: nothing to do")
-    say(f"adapter     {result.adapter_dir}")
+        tell(f"finished    this run came to its end before, after {result.num_steps} steps: nothing to do")
+        for change in result.without_effect:
+            tell(f"no effect   {change.what}: {change.before} -> {change.now}: no step is left for it")
+        tell(f"verdict     {result.verdict}")
+    tell(f"adapter     {result.adapter_dir}")
 
 
 def _say_memory(prepared: Prepared, platform: str) -> None:
-    """The estimate, and a warning where it is too much. It stops nobody: an estimate can be wrong."""
+    """The estimate, and a warning where it is too much. It stops nobody: an estimate can be wrong.
+
+    ConfigError for adapter.targets that the model does not have, before it is loaded.
+    """
+    from dualtune.errors import ConfigError
     from dualtune.platform.config_check import memory_of_run
 
     if prepared.config.memory.sharding == "full":
-        say(f"memory      not estimated: the base is split among {prepared.team.size} processes")
+        tell(f"memory      not estimated: the base is split among {prepared.team.size} processes")
         return
     longest = max(prepared.train.longest, prepared.eval.longest)
     row = memory_of_run(prepared.config, prepared.model_dir, longest, platform)
-    say(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
+    if row.exit_code == ConfigError.exit_code:
+        raise ConfigError(row.found)
+    tell(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
     if row.level == "fail":
-        say(f"warning     it may run out of memory. {row.mend}")
+        tell(f"warning     it may run out of memory. {row.mend}")
 
 
 def _describe(settings: Config, platform: str, resume: str) -> None:
@@ -96,8 +110,8 @@ def _describe(settings: Config, platform: str, resume: str) -> None:
     backend = backend_for(platform)
     with reading() as show:
         prepared = prepare(settings, backend, saved, show)
-    say("\n".join([*prepared.summary(), *notes]))
+    tell("\n".join([*prepared.summary(), *notes]))
     _say_memory(prepared, platform)
     if saved is not None:
-        say(f"resume      after step {saved.step}, from {saved.path}")
-    say("dry run     nothing was loaded or written")
+        tell(f"resume      after step {saved.step}, from {saved.path}")
+    tell("dry run     nothing was loaded or written")

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def transferring(verb: str, retries: int) -> Generator[Patience]:
     """The patience of a transfer whose course is shown. The bar comes with the first bytes: until then ssh may ask."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+    from dualtune.cli.console import Console
     from dualtune.redaction import redact
     from dualtune.transfer.places.patience import Patience
 
     columns = (TextColumn(f"{verb:<11}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    bar = Progress(*columns, console=Console(highlight=False), transient=True, disable=not sys.stdout.isatty())
+    bar = Progress(*columns, console=Console(), transient=True, disable=not sys.stdout.isatty())
     task = bar.add_task(verb, total=None, visible=False)
     first_bytes: int | None = None
 

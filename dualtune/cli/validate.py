@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from dualtune.cli.options import json_option
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
+    from dualtune.cli.screen import Phases
+    from dualtune.hooks import Hook
     from dualtune.platform.machine import Machine
     from dualtune.validate.plan import Place
     from dualtune.validate.run import TierResult
@@ -27,7 +29,10 @@ class Wishes:
 
     check_memory: bool
     keep_going: bool
-    tell: Callable[[str], None]  # shows a line
+    shown: Phases
+
+    def tell(self, text: str) -> None:
+        self.shown.tell(text)
 
 
 @click.command("validate")
@@ -61,6 +66,7 @@ def command(
     """
     import json
 
+    from dualtune.cli.screen import phases
     from dualtune.disk import write_file
     from dualtune.errors import Preempted
     from dualtune.platform.choose import choose
@@ -74,13 +80,15 @@ def command(
     if tier is None:
         raise click.UsageError("Say which tier to run: --tier quick, convergence, memory, extended, full or all.")
     tiers = tiers_of(tier)
-    wishes = Wishes(check_memory, keep_going, lambda text: say(text, err=as_json))
-    machine = detect()
-    choice = choose(device, machine)
-    wishes.tell(f"platform    {choice.platform}: {choice.reason}")
-    place = open_place(choice, out, random_weights=random_weights)
     try:
-        results = _run_all(tiers, place, machine, wishes)
+        with phases(err=as_json) as shown:
+            wishes = Wishes(check_memory, keep_going, shown)
+            machine = detect()
+            choice = choose(device, machine)
+            wishes.tell(f"platform    {choice.platform}: {choice.reason}")
+            shown.begin("importing", choice.backend)
+            place = open_place(choice, out, random_weights=random_weights)
+            results = _run_all(tiers, place, machine, wishes)
     except Preempted as stop:
         say(f"{stop}. A tier is not continued: the same command begins anew.", err=True)
         ctx.exit(stop.exit_code)
@@ -131,8 +139,7 @@ def _run_one(tier: Tier, place: Place, machine: Machine, wishes: Wishes) -> Tier
             tell(f"memory      {check.found}")
             if check.level == "fail":
                 return _tell_end(not_run(made, place, check), wishes)
-        live = _live(tier.name, place, wishes)
-        result = run_tier(made, place, [live])
+        result = run_tier(made, place, [_live(tier.name, place, wishes)])
     except EnvironmentFault as error:
         return _tell_end(not_run(made, place, missing(error)), wishes)
     tell(table(result.checks))
@@ -178,7 +185,7 @@ def _report(results: Sequence[TierResult], place: Place, machine: Machine) -> di
     }
 
 
-def _live(name: str, place: Place, wishes: Wishes) -> Any:
-    from dualtune.cli.live import live_hook
+def _live(name: str, place: Place, wishes: Wishes) -> Hook:
+    from dualtune.cli.live import TierShown
 
-    return live_hook(name, place.backend.memory, wishes.tell)
+    return TierShown(name, place.backend.memory, wishes.shown)

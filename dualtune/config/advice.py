@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from dualtune.config.not_there import NO_SUCH_KEY, NO_SUCH_VALUE
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.config.schema import SourceConfig, sections
 
@@ -15,7 +16,7 @@ FOREIGN_KEYS = {
     for key, names in {
         "model": "base",
         "adapter": "lora lora_config lora_parameters peft",
-        "train": "training optimizer trainer",
+        "train": "training trainer",
         "model.name": "base_model hf_path model_id model_name model_name_or_path model_path pretrained_model",
         "model.dtype": "bf16 compute_dtype fp16 mixed_precision precision torch_dtype",
         "model.quantization": "bits load_in_4bit load_in_8bit quantize quantization_bit",
@@ -87,7 +88,6 @@ _VALUE_SYNONYMS = {
     "true": "full",
     "completion": "assistant",
     "chatml": "messages",
-    "dpo": "preference",
     "constant_with_warmup": "constant",
 }
 
@@ -121,7 +121,9 @@ def _advice(section: str, key: str) -> str:
         return f"Write '{everywhere[key]}' below the section '{key.partition('.')[0]}'"
     if homes := [full for full, inner in everywhere.items() if inner == name and not full.startswith(f"{section}.")]:
         return f"It belongs to {'another' if section else 'a'} section: {_quoted(homes)}"
-    if foreign := FOREIGN_KEYS.get(name):
+    if answer := NO_SUCH_KEY.get(name):
+        return answer
+    if (foreign := FOREIGN_KEYS.get(name)) and not (section and foreign in keys):  # no section inside another one
         return f"Did you mean '{foreign.removeprefix(f'{section}.')}'?"
     if close := get_close_matches(name, here, n=1):
         return f"Did you mean '{close[0]}'?"
@@ -135,9 +137,10 @@ def _quoted(names: Iterable[str]) -> str:
     return " or ".join(f"'{name}'" for name in names)
 
 
-def similar_value(text: str, allowed: list[str]) -> str | None:
-    """The allowed name that was probably meant, if one is near."""
+def unknown_value(text: str, allowed: list[str]) -> str | None:
+    """What to do about a value that is none of the allowed names, if it resembles one or is known from elsewhere."""
+    if answer := NO_SUCH_VALUE.get(text.lower()):
+        return answer
     synonym = _VALUE_SYNONYMS.get(text.lower())
-    if synonym in allowed:
-        return synonym
-    return next(iter(get_close_matches(text.lower(), allowed, n=1)), None)
+    meant = synonym if synonym in allowed else next(iter(get_close_matches(text.lower(), allowed, n=1)), None)
+    return f"Did you mean '{meant}'?" if meant else None

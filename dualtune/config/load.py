@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +17,16 @@ from dualtune.errors import ConfigError
 from dualtune.redaction import redact
 
 _MAX_BYTES = 2**18
+MAPPING = "<mapping>"  # what messages call a config that is no file
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file. Of several overrides `section.key=value` of one key, the last one wins."""
-    return parse_config(_read_text(Path(path)), source=str(path), overrides=overrides)
+def load_config(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+    """Read a YAML file or a mapping. Of several overrides `section.key=value` of one key, the last one wins."""
+    if isinstance(source, Mapping):
+        return _checked(Document(_plain(source), {(): Place(MAPPING)}), MAPPING, overrides)
+    if not isinstance(source, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]  callers may be unchecked
+        raise ConfigError(f"the config: got {type(source).__name__}, needed: the path of a YAML file, or a mapping")
+    return parse_config(_read_text(Path(source)), source=str(source), overrides=overrides)
 
 
 def parse_config(text: str, *, source: str = "<string>", overrides: Iterable[str] = ()) -> Config:
@@ -30,6 +35,10 @@ def parse_config(text: str, *, source: str = "<string>", overrides: Iterable[str
         document = read_yaml(text, source)
     except BadYaml as error:
         raise ConfigError(redact(str(error.problem))) from None
+    return _checked(document, source, overrides)
+
+
+def _checked(document: Document, source: str, overrides: Iterable[str]) -> Config:
     if document.data is None:
         raise ConfigError(f"{source}: is empty. `dualtune config` prints a commented default")
     if isinstance(document.data, dict):
@@ -60,6 +69,19 @@ def get_value(config: Config, key: str) -> Any:
         else:
             raise ConfigError(redact(f"{key}: there is no '{part}' in '{dotted(path[:depth])}'"))
     return value
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML would give it; a copy, because overrides are written into it."""
+    match value:
+        case Mapping():
+            return {key: _plain(each) for key, each in cast(Mapping[Any, Any], value).items()}
+        case list() | tuple():
+            return [_plain(each) for each in cast(list[Any], value)]
+        case Path():
+            return str(value)
+        case _:
+            return value
 
 
 def _read_text(path: Path) -> str:

@@ -200,6 +200,8 @@ class DataConfig(Section):
     """Columns that the file calls otherwise, such as {prompt: question}."""
     template: Literal["auto", "none"] | Location = "auto"
     """The chat template: the tokenizer's own, none at all, or a Jinja file."""
+    special_tokens_in_text: Literal["error", "text", "allow"] = "text"
+    """What a control token such as <|im_end|> in a row's own text is: a bad row, plain text, or the control token."""
     max_length: Annotated[int, Field(ge=2)] = 2048
     """The most tokens that a document may have."""
     packing: bool = True
@@ -238,8 +240,9 @@ class TrainConfig(Section):
     """How often to go through the training data."""
     steps: Count | None = None
     """The number of optimizer steps; where given, it wins over epochs."""
-    tokens_per_step: Count = 16384
-    """How many tokens an optimizer step takes; a step takes at least one document."""
+    tokens_per_step: Literal["auto"] | Count = "auto"
+    """How many tokens an optimizer step takes, at least one document; auto is 16384, and less where that would make
+    fewer than 100 steps."""
     documents_per_step: Count | None = None
     """How many documents an optimizer step takes; where given, it wins over tokens_per_step."""
     micro_batch_tokens: Literal["auto"] | Count = "auto"

@@ -6,7 +6,7 @@ import math
 from functools import cache
 from typing import Any, cast
 
-from dualtune.config.advice import similar_value
+from dualtune.config.advice import unknown_value
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.config.schema import Config
 from dualtune.redaction import redact
@@ -104,8 +104,8 @@ def wrong_value(path: KeyPath, value: object) -> str:
     else:
         text = f"{got}, must be {describe(node)}"
     said = value if isinstance(value, str) else _show(value) if value is None or isinstance(value, bool) else ""
-    suggestion = similar_value(said, names)
-    return f"{text}. Did you mean '{suggestion}'?" if suggestion else text
+    advice = unknown_value(said, names)
+    return f"{text}. {advice}" if advice else text
 
 
 def _has_type(value: object, kind: str) -> bool:

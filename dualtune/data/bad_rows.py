@@ -6,11 +6,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from dualtune.data.rows import BadRow
+from dualtune.data.rows import BadRow, printable
 from dualtune.errors import DataError
 
 SHOWN = 5
 Good = TypeVar("Good")
+
+
+def remedy(reasons: Iterable[str]) -> str:
+    """What to do about rows that cannot be used for such reasons, where there is one thing to do; else nothing."""
+    if any("not UTF-" in reason for reason in reasons):
+        return "If the file is Latin-1: iconv -f LATIN1 -t UTF-8 FILE > new.file"
+    return ""
 
 
 @dataclass(slots=True)
@@ -43,5 +50,5 @@ def judge(count: int, first: Iterable[str], num_good: int, *, skip: bool, limit:
         if skip
         else "Mend or remove them, or leave them out with data.on_bad_row: skip. `dualtune check-data` lists them all."
     )
-    text = "\n".join(shown)
-    raise DataError(f"{text}{more}\n{count} of {num_rows} rows cannot be used. {advice}")
+    text = "\n".join(map(printable, shown))
+    raise DataError(f"{text}{more}\n{count} of {num_rows} rows cannot be used. {advice} {remedy(shown)}".rstrip())

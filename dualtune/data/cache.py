@@ -22,7 +22,7 @@ import numpy as np
 
 from dualtune.data.bad_rows import BadRows
 from dualtune.data.store import INDEX, INDEX_FILE, TOKENS, Store, TokenFile, Writer
-from dualtune.disk import hidden_sibling, json_bytes, remove_directory
+from dualtune.disk import cache_dir, hidden_sibling, json_bytes, remove_directory
 from dualtune.errors import DiskError
 from dualtune.versions import versions_of
 
@@ -30,13 +30,6 @@ TABLE = "store.json"
 KEPT_DAYS = 30
 
 Build = Callable[[Writer, BadRows], None]
-
-
-def cache_dir() -> Path:
-    given, xdg = os.environ.get("DUALTUNE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if given:
-        return Path(given).expanduser()
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "dualtune"
 
 
 def open_store(key: Mapping[str, Any], build: Build) -> Store:

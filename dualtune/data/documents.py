@@ -15,9 +15,10 @@ from dualtune.config.schema import DataConfig, SourceConfig
 from dualtune.data.bad_rows import BadRows, judge
 from dualtune.data.cache import open_store
 from dualtune.data.formats import Example, detect_format, to_examples
+from dualtune.data.held_out import held_out_tokens
 from dualtune.data.readers import Role, SourceFiles, has_role, open_source
 from dualtune.data.rows import BadRow, RawRow
-from dualtune.data.store import Document, Store, Writer, stored_in_memory
+from dualtune.data.store import INDEX, Document, Store, Writer, stored_in_memory
 from dualtune.data.tokenize import State, TokenizedRow, Tokens, tokenize_rows
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
@@ -42,6 +43,7 @@ class Documents(Sequence[Document]):
         self.weights = tuple(weights) or (1.0,) * len(stores)
         self.num_rows = sum(int(chosen.sum()) for chosen in rows)
         self.num_bad = sum(store.num_bad for store in stores)
+        self.remark = ""  # on the share of the rows that was held out, where it is not what was asked for
         # The entries of these rows, of dropped ones too.
         self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]
         self._states: Counter[int] = Counter()
@@ -101,8 +103,24 @@ class Documents(Sequence[Document]):
 
     def digests(self) -> np.ndarray:
         """V16 [N]: equal documents have equal ones."""
-        parts = [store.index["digest"][self._places[self.sources == s]] for s, store in enumerate(self.stores)]
-        return np.concatenate(parts) if parts else np.zeros(0, "V16")
+        return self._column("digest")
+
+    def row_lengths(self) -> np.ndarray:
+        """int32 [N]: tokens of the row of each document, before anything was cut."""
+        return self._column("row_length")
+
+    def is_cut(self) -> np.ndarray:
+        """bool [N]: the end of the row is lost."""
+        return self._column("state") == State.CUT
+
+    def has_control_text(self) -> np.ndarray:
+        """bool [N]: what somebody wrote in the row holds a control token."""
+        return self._column("control") > 0
+
+    def _column(self, name: str) -> np.ndarray:
+        """A field of the index, for each document."""
+        parts = [store.index[name][self._places[self.sources == s]] for s, store in enumerate(self.stores)]
+        return np.concatenate(parts) if parts else np.zeros(0, INDEX[name])
 
     def fingerprint(self) -> str:
         """What tells these documents from others: their number, and a hash over tokens and targets in order."""
@@ -123,6 +141,14 @@ class Documents(Sequence[Document]):
             found.update(zip((store.files[file] for file in files), entries["line"].tolist(), strict=True))
         return found
 
+    def with_control_text(self) -> list[str]:
+        """path:line of the rows whose own text holds a control token."""
+        found: dict[str, None] = {}
+        for store, mine in zip(self.stores, self._entries, strict=True):
+            for entry in store.index[mine[store.index["control"][mine] > 0]]:
+                found[f"{store.files[entry['file']]}:{entry['line']}"] = None
+        return list(found)
+
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
         text = f"{len(self)} documents, {self.num_tokens} tokens, {self.num_targets} of them trained ({share:.0%})"
@@ -134,7 +160,7 @@ class Documents(Sequence[Document]):
             text += f"; {number} dropped: {reason}"
         if self.num_bad:
             text += f"; {self.num_bad} bad rows left out"
-        return text
+        return f"{text}; {self.remark}" if self.remark else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +229,11 @@ class Data:
         for opened in (*self.train, *self._eval):
             next(opened.trainable(), None)  # the format shows in the first row
 
+    @property
+    def sources(self) -> list[Opened]:
+        """All of them, those to evaluate on last."""
+        return [*self.train, *self._eval]
+
     def train_and_eval(
         self, tokenizer: Tokenizer, show: Show = lambda what, share: None
     ) -> tuple[Documents, Documents]:
@@ -217,12 +248,14 @@ class Data:
                 Documents(evals, [np.ones(store.num_rows, bool) for store in evals]),
             )
         share = self._config.data.eval
-        sizes = [store.num_rows for store in stores]
-        chosen = held_out(sum(sizes), share if isinstance(share, float | int) else 0.0, self._config.run.seed)
-        eval_rows = np.split(chosen, np.cumsum(sizes)[:-1])
+        tokens = [store.tokens_of_rows() for store in stores]
+        share = share if isinstance(share, float | int) else 0.0
+        chosen, remark = held_out_tokens(np.concatenate(tokens), share, self._config.run.seed)
+        eval_rows = np.split(chosen, np.cumsum([len(rows) for rows in tokens])[:-1])
         train_rows = [~rows for rows in eval_rows]
         eval_ = Documents(stores, eval_rows)
         eval_.num_bad = 0  # they are neither, and are told of once
+        eval_.remark = remark
         return Documents(stores, train_rows, weights), eval_
 
     def held_out_only(self, tokenizer: Tokenizer) -> Documents:
@@ -247,6 +280,7 @@ class Data:
             "format": source.format,
             "columns": source.columns,
             "loss_on": data.loss_on,
+            "special_tokens_in_text": data.special_tokens_in_text,
             "max_length": data.max_length,
             "tokenizer": tokenizer.fingerprint(),
         }
@@ -264,14 +298,6 @@ class Data:
         store = open_store(key, build)
         check(store.num_bad, store.bad, store.num_rows)
         return store
-
-
-def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
-    """bool [num_rows]: a share of the rows, at least one if any: a function of the seed and the number alone."""
-    number = min(max(1, round(share * num_rows)), num_rows - 1) if share else 0
-    chosen = np.zeros(num_rows, bool)
-    chosen[np.random.default_rng([seed, 0]).permutation(num_rows)[:number]] = True
-    return chosen
 
 
 def in_memory(documents: Iterable[Tokens]) -> Documents:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from dualtune.data.arrow_pieces import pieces
 from dualtune.data.data_file import Rows
 from dualtune.data.kinds import TELL_ROWS, Tell
 from dualtune.data.tables import INSTALL_DATASETS, arrow_rows
@@ -41,7 +42,9 @@ class HubSource:
         if not total:
             raise DataError(f"{self.name}: has no rows")
         # In the Arrow format images and sounds stay bytes: nothing needs libraries for them.
-        for row in arrow_rows(self.name, self.dataset.with_format("arrow").iter(TELL_ROWS)):
+        tables = self.dataset.with_format("arrow").iter(TELL_ROWS)
+        batches = (batch for table in tables for batch in table.to_batches())
+        for row in arrow_rows(self.name, (piece for batch in batches for piece in pieces(batch))):
             yield row
             if row.line % TELL_ROWS == 0 or row.line == total:
                 tell(row.line / total)

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dualtune.data.data_file import HOLDS_NUL, DataFile, Rows, opened
-from dualtune.data.json_rows import read_json, read_jsonl
+from dualtune.data.json_file import read_json
+from dualtune.data.json_rows import read_jsonl
+from dualtune.data.parquet import read_parquet
 from dualtune.data.rows import BadRow, RawRow
-from dualtune.data.tables import read_csv, read_parquet, read_tsv
+from dualtune.data.tables import read_csv, read_tsv
 from dualtune.errors import DataError
 
-TEXT_BLOCK = 1 << 20  # bytes
+TEXT_BLOCK = 1 << 14  # bytes: of a document of plain text, which is some thousand tokens
 TELL_ROWS = 1000
 
 Tell = Callable[[float], None]  # hears how much has been read, in [0, 1]
@@ -42,11 +44,14 @@ def kind_of(path: Path) -> str:
 
 
 def read_text(file: DataFile) -> Rows:
-    """Plain text: blocks of whole lines of about 1 MiB. A longer line is cut between two characters."""
+    """Plain text in documents of at most TEXT_BLOCK bytes, which end where a paragraph ends, or a line.
+
+    A line that is longer is cut between two characters.
+    """
     line, rest = 1, b""
     while block := rest + file.stream.read(TEXT_BLOCK - len(rest)):
         at_end = len(block) < TEXT_BLOCK
-        cut = len(block) if at_end else block.rfind(b"\n") + 1
+        cut = len(block) if at_end else _end_of_paragraph(block)
         piece = block[:cut] if cut else block
         try:
             text, used = codecs.utf_8_decode(piece, "strict", cut > 0)  # without a cut: up to the last whole character
@@ -61,6 +66,14 @@ def read_text(file: DataFile) -> Rows:
             yield RawRow(file.name, line, {"text": text.replace("\r\n", "\n")})
         line += piece.count(b"\n", 0, used)
         rest = block[used:]
+
+
+def _end_of_paragraph(block: bytes) -> int:
+    """Behind the last blank line of the second half, else behind the last line; 0 if there is no whole line."""
+    for blank in (b"\n\n", b"\n\r\n"):
+        if (at := block.rfind(blank, len(block) // 2)) >= 0:
+            return at + len(blank)
+    return block.rfind(b"\n") + 1
 
 
 READERS: dict[str, Callable[[DataFile], Rows]] = {

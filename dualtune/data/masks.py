@@ -33,27 +33,33 @@ class Rendered:
     is_chat: bool  # the text has its special tokens already
     path: str
     line: int
+    control_token: str | None = None  # the first one in what somebody wrote…
+    masked: str | None = None  # …and the text as `ControlTokens.encode_batch` reads it; None: encoded as it is
 
 
 def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rendered:
     """Render an example for `loss_on`: "assistant" (every assistant turn), "last" (the last one), or "all".
 
     An assistant message with `train` false is not learned, whatever `loss_on` says. RowError where the template refuses
-    the conversation, does not show its tools, or hides where a turn is.
+    the conversation, does not show its tools, or hides where a turn is, and where a control token in the content is
+    not allowed.
     """
     is_chat = tokenizer.template is not None and bool(example.messages)
     if is_chat:
         chat = _Chat(example, tokenizer)
         text, spans = chat.text, chat.learned(loss_on)
+        control = tokenizer.masked_chat(example.messages, text, tools=example.tools)
     elif example.completion is not None:
         prompt = example.prompt or ""
         text = prompt + example.completion
         spans = [(0 if loss_on == "all" or example.is_text else len(prompt), len(text))]
+        control = tokenizer.masked_text(text)
     else:
         raise RowError(
             "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
         )
-    return Rendered(text, [span for span in spans if span[0] < span[1]], is_chat, example.path, example.line)
+    learned = [span for span in spans if span[0] < span[1]]
+    return Rendered(text, learned, is_chat, example.path, example.line, *control)
 
 
 class _Chat:

@@ -15,7 +15,17 @@ from functools import lru_cache
 
 import numpy as np
 
+from dualtune import interrupt
 from dualtune.config import Config
+from dualtune.errors import ConfigError
+
+# Where an epoch begins is only known when those before it are planned, so what may be asked for has bounds.
+MAX_STEPS = 10**9
+MAX_EPOCHS = 100_000
+MAX_DOCUMENTS = 5 * 10**8  # of all epochs together
+
+MOST_TOKENS = 16384  # that an optimizer step takes, where the config leaves it open…
+LEAST_STEPS = 100  # …and fewer where there would be fewer steps than this: a handful of updates teaches nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,8 @@ class _Epoch:
 class Order:
     """Steps of a run over documents of given lengths. Every epoch is a new permutation; its last step may be smaller.
 
-    A step takes `documents_per_step` documents, or as many as fit into `tokens_per_step` (at least one). With several
+    A step takes `documents_per_step` documents, or as many as fit into `tokens_per_step` (at least one); auto is
+    resolved here, and `tokens_per_step` is the number that it stands for. With several
     sources, an epoch takes weight × n documents of a source of n: a weight of 0.5 takes one half in the first epoch
     and the other in the second, 2 takes each twice.
     """
@@ -45,9 +56,11 @@ class Order:
         self._lengths = np.asarray(lengths, np.int64)
         sources = np.zeros(len(self._lengths), np.int64) if sources is None else sources
         self._sources = [(np.flatnonzero(sources == s), weight) for s, weight in enumerate(weights)]
+        _check_size(config, sum(weight * len(documents) for documents, weight in self._sources))
         self._seed = config.run.seed
         self._documents_per_step = config.train.documents_per_step
-        self._tokens_per_step = config.train.tokens_per_step
+        asked = config.train.tokens_per_step
+        self.tokens_per_step = self._enough_steps(config) if asked == "auto" else asked
         self._lock = threading.Lock()  # the loop asks, and the thread that makes the next batches
         self._starts = [0]  # first step of each epoch, as far as it is known
         self._epoch = lru_cache(2)(self._plan)
@@ -56,12 +69,26 @@ class Order:
     def step(self, index: int) -> Step:
         """The documents of step `index`, counted from 0."""
         with self._lock:
-            while self._starts[-1] <= index:
-                self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1).bounds) - 1)
+            self._plan_until(index)
             number = bisect.bisect_right(self._starts, index) - 1
             epoch, within = self._epoch(number), index - self._starts[number]
         start, end = epoch.bounds[within : within + 2]
         return Step(float(number + end / len(epoch.documents)), epoch.documents[start:end])
+
+    def _plan_until(self, index: int) -> None:
+        is_far = False
+        while self._starts[-1] <= index:
+            if is_far:  # a resumed run's first look; in training, one epoch follows the other, and the loop polls
+                interrupt.poll()
+            self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1).bounds) - 1)
+            is_far = True
+
+    def _enough_steps(self, config: Config) -> int:
+        """MOST_TOKENS, or as many as divide the tokens of all epochs into LEAST_STEPS."""
+        if config.train.steps is not None or config.train.documents_per_step is not None:
+            return MOST_TOKENS  # the number of steps is the user's choice
+        tokens = sum(weight * int(self._lengths[documents].sum()) for documents, weight in self._sources)
+        return max(1, min(MOST_TOKENS, int(config.train.epochs * tokens / LEAST_STEPS)))
 
     def _plan(self, epoch: int) -> _Epoch:
         documents = np.concatenate([self._taken(s, epoch) for s in range(len(self._sources))])
@@ -88,12 +115,28 @@ class Order:
         bounds = [0]
         while bounds[-1] < len(lengths):
             used = ends[bounds[-1] - 1] if bounds[-1] else 0
-            end = int(np.searchsorted(ends, used + self._tokens_per_step, side="right"))
+            end = int(np.searchsorted(ends, used + self.tokens_per_step, side="right"))
             bounds.append(max(end, bounds[-1] + 1))
         return bounds
 
     def _count(self, epochs: float) -> int:
         while len(self._starts) - 1 < epochs:
+            interrupt.poll()
             self.step(self._starts[-1])
         share = epochs - (len(self._starts) - 2)  # of the last epoch
         return max(1, self._starts[-2] + round(share * (self._starts[-1] - self._starts[-2])))
+
+
+def _check_size(config: Config, documents_per_epoch: float) -> None:
+    """ConfigError for more steps or epochs than anybody trains and than can be planned in a reasonable time."""
+    steps, epochs = config.train.steps, config.train.epochs
+    if steps is not None and steps > MAX_STEPS:
+        raise ConfigError(f"train.steps: got {steps}, at most {MAX_STEPS} are allowed")
+    if steps is None and epochs > MAX_EPOCHS:
+        raise ConfigError(f"train.epochs: got {epochs:g}, at most {MAX_EPOCHS} are allowed. Set train.steps instead")
+    epochs = 1.0 if steps is not None else max(epochs, 1.0)
+    if (total := epochs * documents_per_epoch) > MAX_DOCUMENTS:
+        raise ConfigError(
+            f"train.epochs: {epochs:g} epochs of {documents_per_epoch:.3g} documents (data.train with its weights) are "
+            f"{total:.3g}, at most {MAX_DOCUMENTS:.3g} are allowed. Lower the weights or the epochs, or set train.steps"
+        )

@@ -9,9 +9,9 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
-from dualtune.data.data_file import Rows, reading
+from dualtune.data.data_file import Rows, open_regular, reading
 from dualtune.data.hub import hub_has_role, is_hub_name, open_hub
 from dualtune.data.kinds import KINDS, Tell, kind_of, read_file
 from dualtune.errors import DataError
@@ -59,8 +59,8 @@ class FileSource:
         """A hash over kind and content of the files, in order: not over their names."""
         whole = hashlib.sha256()  # with the instructions that today's processors have for it, faster than BLAKE2
         for path in self.files:
-            with reading(path), path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256")
+            with reading(path), open_regular(path) as file:
+                digest = hashlib.file_digest(cast(Any, file), "sha256")
             whole.update(f"{kind_of(path)} {digest.hexdigest()}\n".encode())
         return f"sha256:{whole.hexdigest()}"
 

@@ -31,5 +31,10 @@ class BadRow:
         return f"{self.path}:{self.line}: {self.reason}"
 
 
+def printable(text: str) -> str:
+    """The text with what a terminal could take for a command written out: \\x1b."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 class RowError(Exception):
     """Why one row cannot be used; becomes a BadRow."""

@@ -30,6 +30,7 @@ INDEX = np.dtype(
         ("file", "<i4"),  # number of the file in the source
         ("line", "<i8"),
         ("state", "<i4"),
+        ("control", "<i4"),  # 1: the row's own text holds a control token
         ("digest", "V16"),  # BLAKE2b of the tokens as they are stored
     ]
 )
@@ -40,6 +41,7 @@ class Document:
     tokens: np.ndarray  # int32 [T]
     trained: np.ndarray  # bool [T]: this token is a target
     where: str = ""  # path:line of the row
+    has_control_text: bool = False  # the row's own text holds a control token
 
     @property
     def num_targets(self) -> int:
@@ -69,6 +71,10 @@ class Store:
     bad: tuple[str, ...]  # the first of them, with their reasons
     path: Path | None = None  # None: in memory
 
+    def tokens_of_rows(self) -> np.ndarray:
+        """int64 [num_rows]: how many tokens of each row are in its documents; a dropped row has none."""
+        return np.bincount(self.index["row"], self.index["length"], self.num_rows).astype(np.int64)
+
     def document(self, i: int) -> Document:
         """DataError if it is not what was written."""
         entry = self.index[i]
@@ -76,7 +82,8 @@ class Store:
         raw = self.tokens[start : start + int(entry["length"])]
         if _digest(raw) != entry["digest"].tobytes():
             raise DataError(f"{self.path}: the cache of tokenized data is damaged. Remove this directory and run again")
-        return Document(np.where(raw < 0, ~raw, raw), raw >= 0, f"{self.files[entry['file']]}:{entry['line']}")
+        where = f"{self.files[entry['file']]}:{entry['line']}"
+        return Document(np.where(raw < 0, ~raw, raw), raw >= 0, where, bool(entry["control"]))
 
 
 class Writer:
@@ -93,7 +100,7 @@ class Writer:
         self.num_rows = row.number + 1
         entries = np.zeros(max(1, len(row.documents)), INDEX)
         entries["row"], entries["line"], entries["state"] = row.number, row.line, row.state
-        entries["row_length"] = row.num_tokens
+        entries["row_length"], entries["control"] = row.num_tokens, row.control_token is not None
         entries["file"] = self._files.setdefault(row.path, len(self._files))
         try:
             for entry, (tokens, trained) in zip(entries, row.documents, strict=False):

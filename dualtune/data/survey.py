@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from dualtune.config import Config
 from dualtune.data.batches import Layout, fill, plan
+from dualtune.data.control_tokens import about_rows
 from dualtune.data.documents import REASONS, Documents, Opened
 from dualtune.data.order import Order
 from dualtune.data.store import Document
@@ -19,6 +19,7 @@ from dualtune.data.tokenize import State
 from dualtune.data.tokenizer import Tokenizer
 
 BARS = 10  # of the histogram, at the most
+OUTLIERS = 0.02  # share of the documents that may be outliers in length
 MEASURED_STEPS = 200  # whose padding is measured; more would take long and say the same
 PROBED_DOCUMENTS = 1000  # of a source, that are searched for an end token
 MOST_CUT, MOST_DUPLICATES = 0.10, 0.05  # shares from which on a warning is due
@@ -46,6 +47,17 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceNumbers:
+    """The documents of one source."""
+
+    path: str
+    documents: int
+    tokens: int
+    trained_tokens: int
+    lengths: Lengths | None  # None: no document
+
+
+@dataclass(frozen=True, slots=True)
 class Survey:
     """The numbers of a run's training data; `dualtune preview --json` prints them under these names."""
 
@@ -53,6 +65,8 @@ class Survey:
     bad_rows: int  # left out, of the evaluation data too
     first_bad_rows: list[str]  # path:line: reason
     dropped: dict[str, int]  # reason -> rows
+    control_text_rows: int  # whose own text holds a control token, of the evaluation data too
+    first_control_text_row: str | None
     documents: int
     tokens: int
     trained_tokens: int
@@ -87,7 +101,8 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         fill(train.lengths, [rows for ids in steps for rows in plan(train.lengths, ids, each)])
         for each in (Layout(layout.max_tokens, config.data.max_length), Layout(layout.max_tokens))
     )
-    twins = _twins(train.digests())
+    control = train.with_control_text() + eval_.with_control_text()
+    repeated = twins(train.digests())
     leaks = _places_in(train.digests(), eval_.digests())
     leaked = np.flatnonzero(leaks >= 0)
     stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # one may hold both
@@ -96,6 +111,8 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         bad_rows=sum(store.num_bad for store in stores),
         first_bad_rows=[reason for store in stores for reason in store.bad],
         dropped=train.dropped,
+        control_text_rows=len(control),
+        first_control_text_row=control[0] if control else None,
         documents=len(train),
         tokens=train.num_tokens,
         trained_tokens=train.num_targets,
@@ -107,8 +124,8 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         cut=train.num_truncated,
         split=train.num_split,
         longest_row=max(int(store.index["row_length"].max(initial=0)) for store in train.stores),
-        duplicates=len(twins),
-        first_duplicate=[train[i].where for i in twins[0]] if len(twins) else None,
+        duplicates=len(repeated),
+        first_duplicate=[train[i].where for i in repeated[0]] if repeated else None,
         eval_rows=eval_.num_rows,
         eval_documents=len(eval_),
         eval_in_training=len(leaked),
@@ -147,6 +164,9 @@ def warnings(
             texts.append(f"{source.path}: no end token is learned, so the model would not stop; {advice}")
     if tokenizer.warning is not None:
         texts.append(tokenizer.warning)
+    if found.first_control_text_row is not None:
+        policy = config.data.special_tokens_in_text
+        texts.append(about_rows(found.control_text_rows, found.first_control_text_row, policy))
     if found.cut > MOST_CUT * found.rows:
         texts.append(f"{found.cut / found.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
     if found.duplicates > MOST_DUPLICATES * found.documents:
@@ -157,6 +177,17 @@ def warnings(
             "so the evaluation would flatter the model; remove them from either"
         )
     return texts
+
+
+def by_source(sources: Sequence[Opened], documents: Documents) -> list[SourceNumbers]:
+    """The numbers of each source; the documents come from these."""
+    found: list[SourceNumbers] = []
+    for s, opened in enumerate(sources):
+        mine = documents.sources == s
+        lengths = documents.lengths[mine]
+        numbers = len(lengths), int(lengths.sum()), int(documents.targets[mine].sum())
+        found.append(SourceNumbers(opened.source.path, *numbers, _lengths(lengths) if len(lengths) else None))
+    return found
 
 
 def describe(found: Survey) -> list[tuple[str, str]]:
@@ -199,12 +230,22 @@ def steps_per_epoch(order: Order) -> int:
 
 
 def histogram(lengths: np.ndarray) -> list[Bar]:
-    """Bars of equal width, from the shortest document to the longest."""
+    """Bars of equal width, from the shortest document to the longest.
+
+    A few documents that are far longer than all others share the last bar, however wide: they would press the others
+    into the first.
+    """
     shortest, longest = int(lengths.min()), int(lengths.max())
-    width = -(-(longest - shortest + 1) // BARS)
-    counts: list[int] = np.bincount((lengths - shortest) // width).tolist()
-    starts = range(shortest, longest + 1, width)
-    return [Bar(at, min(at + width - 1, longest), n) for at, n in zip(starts, counts, strict=True)]
+    usual = int(np.percentile(lengths, 100 * (1 - OUTLIERS), method="inverted_cdf"))
+    has_outliers = longest - shortest > 2 * (usual - shortest + 1)
+    end, bars = (usual, BARS - 1) if has_outliers else (longest, BARS)
+    width = -(-(end - shortest + 1) // bars)
+    starts = np.arange(shortest, end + 1, width)
+    if has_outliers:
+        starts = np.append(starts, starts[-1] + width)
+    counts = np.bincount(np.searchsorted(starts, lengths, "right") - 1, minlength=len(starts))
+    ends = [*(starts[1:] - 1).tolist(), longest]
+    return [Bar(*bar) for bar in zip(starts.tolist(), ends, counts.tolist(), strict=True)]
 
 
 # --- documents as text -----------------------------------------------------------------------------------------------
@@ -215,12 +256,14 @@ class ShownToken:
     id: int
     text: str
     trained: bool
+    special: bool = False  # a control token of the tokenizer, no piece of the text
 
 
 @dataclass(frozen=True, slots=True)
 class ShownDocument:
     where: str
     tokens: list[ShownToken]
+    has_control_text: bool = False  # its row's own text holds a control token
 
     @property
     def text(self) -> str:
@@ -239,14 +282,16 @@ class ShownDocument:
 def first_documents(train: Documents, order: Order, tokenizer: Tokenizer, number: int) -> list[ShownDocument]:
     """The documents that the run trains on first."""
     ids = (int(i) for step in range(order.num_steps) for i in order.step(step).documents)
-    return [show_document(train[i], tokenizer.decode_all) for i in islice(ids, number)]
+    return [show_document(train[i], tokenizer.decode_all, tokenizer.special_ids) for i in islice(ids, number)]
 
 
-def show_document(document: Document, decode: Callable[[Sequence[int]], str]) -> ShownDocument:
+def show_document(
+    document: Document, decode: Callable[[Sequence[int]], str], special_ids: Container[int] = ()
+) -> ShownDocument:
     ids: list[int] = document.tokens.tolist()
     trained = [False, *document.trained[1:].tolist()]  # the first token has nothing before it to learn it from
-    tokens = map(ShownToken, ids, pieces(ids, decode), trained)
-    return ShownDocument(document.where, list(tokens))
+    tokens = map(ShownToken, ids, pieces(ids, decode), trained, (id in special_ids for id in ids))
+    return ShownDocument(document.where, list(tokens), document.has_control_text)
 
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
@@ -263,17 +308,6 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
     return found
 
 
-def visible(text: str) -> str:
-    """Printable text: control characters, which could steer a terminal, as their pictures or as \\x9b."""
-
-    def picture(found: re.Match[str]) -> str:
-        code = ord(found[0])
-        return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"\\x{code:02x}"
-
-    text = text.encode(errors="replace").decode()  # names of files may hold what is no character
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", picture, text)
-
-
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +316,7 @@ def _lengths(lengths: np.ndarray) -> Lengths:
     return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), p90, int(lengths.max()))
 
 
-def _twins(digests: np.ndarray) -> list[tuple[int, int]]:
+def twins(digests: np.ndarray) -> list[tuple[int, int]]:
     """(document, the first one that is equal to it) of each that is not the first of its kind."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     first = first[inverse]

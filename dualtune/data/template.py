@@ -6,7 +6,6 @@ whitespace), in our own sandbox (`template_sandbox.py`), because it comes with a
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,6 +13,8 @@ from typing import Any, cast
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
+from dualtune.adapter.chat_template import hash_of
+from dualtune.adapter.fields import shown
 from dualtune.data.rows import RowError
 from dualtune.data.template_meter import TemplateLimit
 from dualtune.data.template_sandbox import Sandbox
@@ -42,7 +43,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
-        self.hash = f"sha256 {hashlib.sha256(source.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+        self.hash = hash_of(source)
         self._special_tokens = dict(special_tokens)
         self._sandbox = Sandbox()
         cast(dict[str, Any], self._sandbox.globals)["strftime_now"] = _strftime_now
@@ -64,8 +65,7 @@ class ChatTemplate:
                     [_message(message) for message in messages], _plain(tools), add_generation_prompt
                 )
         except _REFUSALS as error:
-            reason = " ".join((str(error)[:SHOWN_CHARACTERS] or type(error).__name__).split())
-            raise RowError(f"the chat template refuses this conversation: {reason}") from error
+            raise RowError(f"the chat template refuses this conversation: {_reason(error)}") from error
         spans = [(start, start + len(turn)) for start, turn in turns]
         edges = [edge for span in spans for edge in span]
         if edges != sorted(edges) or any(text[start : start + len(turn)] != turn for start, turn in turns):
@@ -92,13 +92,20 @@ class ChatTemplate:
 def _compile(sandbox: Sandbox, source: str) -> Any:
     if len(source) > MAX_SOURCE:
         raise ConfigError(f"data.template: the chat template has {len(source)} characters, allowed: {MAX_SOURCE}")
+    if any("\ud800" <= character <= "\udfff" for character in source):
+        raise ConfigError("data.template: the chat template holds half a surrogate pair, which no file can")
     try:
         return sandbox.from_string(source)
     except TemplateSyntaxError as error:
-        raise ConfigError(f"data.template: line {error.lineno} of the chat template: {error.message}") from error
+        raise ConfigError(f"data.template: line {error.lineno} of the chat template: {_reason(error)}") from error
     except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"data.template: the chat template cannot be compiled: {reason}") from error
+        raise ConfigError(f"data.template: the chat template cannot be compiled: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """On one line; a template writes into it what it likes."""
+    said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
+    return shown(" ".join(((said or "")[:SHOWN_CHARACTERS] or type(error).__name__).split()), SHOWN_CHARACTERS)
 
 
 def _strftime_now(format: str) -> str:

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 from jinja2.utils import Namespace
 
+from dualtune import interrupt
 from dualtune.errors import DataError
 
 # For one render, on top of what its input earns it.
 PROCESSOR_S, PROCESSOR_S_PER_BYTE = 1.0, 1 / 2**20
-MEMORY_BYTES, MEMORY_PER_BYTE = 64 * 2**20, 32
+MEMORY_BYTES, MEMORY_PER_BYTE = 16 * 2**20, 32
 TICKS_PER_LOOK = 16  # the clock costs more than a tick
 LONG_BYTES = 1 << 16  # what takes so much looks at the clock at once
 MAX_INT_BITS = 4096
@@ -61,6 +62,7 @@ class Meter:
         self.spend(0)
 
     def look(self) -> None:
+        interrupt.poll()
         if time.perf_counter() < self._deadline_s:
             return
         # A busy machine is no fault of the template, so from here on the processor time of this thread counts. It is

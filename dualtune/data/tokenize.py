@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class TokenizedRow:
     num_tokens: int  # before anything was cut
     state: State
     documents: list[Tokens]  # (token ids, learned); none where the row was dropped
+    control_token: str | None = None  # the first one in what somebody wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,11 @@ def _render(examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on:
 def _encode(rows: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
     # A rendered chat has its special tokens already.
     found: dict[int, Tokens] = {}
-    for is_chat in (True, False):
-        some = [i for i, row in enumerate(rows) if row.is_chat == is_chat]
-        found.update(zip(some, tokenizer.encode_batch([rows[i].text for i in some], special=not is_chat), strict=True))
+    for is_chat, is_masked in product((True, False), repeat=2):
+        some = [i for i, row in enumerate(rows) if (row.is_chat, row.masked is not None) == (is_chat, is_masked)]
+        encode = tokenizer.control_tokens.encode_batch if is_masked else tokenizer.encode_batch
+        texts = [rows[i].masked or rows[i].text for i in some]
+        found.update(zip(some, encode(texts, special=not is_chat) if some else (), strict=True))
     return [found[i] for i in range(len(rows))]
 
 
@@ -106,7 +109,10 @@ def _finish(
             continue
         tokens, trained = _learned(row.rendered, *next(encoded), tokenizer)
         state, documents = _fitted(tokens, trained, max_length, split=row.is_text)
-        yield TokenizedRow(row.rendered.path, row.rendered.line, row.number, len(tokens), state, documents)
+        rendered = row.rendered
+        yield TokenizedRow(
+            rendered.path, rendered.line, row.number, len(tokens), state, documents, rendered.control_token
+        )
 
 
 def _learned(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
@@ -141,9 +147,12 @@ def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, toke
     if not cuts:
         return tokens, offsets
     edges = [0, *cuts, len(row.text)]
-    pieces = tokenizer.encode_batch([row.text[a:b] for a, b in pairwise(edges)], special=False)
-    text = np.flatnonzero(starts < ends)  # what the tokenizer adds around a text (BOS) has no characters
-    first, behind = int(text[0]), int(text[-1]) + 1
+    text, encode = row.text, tokenizer.encode_batch
+    if row.masked is not None:
+        text, encode = row.masked, tokenizer.control_tokens.encode_batch
+    pieces = encode([text[a:b] for a, b in pairwise(edges)], special=False)
+    written = np.flatnonzero(starts < ends)  # what the tokenizer adds around a text (BOS) has no characters
+    first, behind = int(written[0]), int(written[-1]) + 1
     cut = np.concatenate([tokens[:first], *(ids for ids, _ in pieces), tokens[behind:]])
     if tokenizer.decode(cut.tolist()) != tokenizer.decode(tokens.tolist()):
         return tokens, offsets

@@ -1,7 +1,7 @@
 """The tokenizer and chat template of a base model, behind the few verbs that dualtune needs.
 
-transformers loads the tokenizer (it is imported here, late: `dualtune --help` must not pay for it). Texts go straight
-to the Rust tokenizer below it, which gives the same ids on all cores; chats go through our own template code.
+`tokenizer_files.py` loads the tokenizer. Texts go straight to the Rust library, on all cores; chats go through our own
+template code.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from dualtune.adapter.files import read_json
+from dualtune.base_model import vocabulary_size
+from dualtune.data.control_tokens import ControlTokens, Policy
 from dualtune.data.conversations import Message
 from dualtune.data.rows import RowError
 from dualtune.data.template import ChatTemplate, Spans
-from dualtune.errors import ConfigError, DataError, EnvironmentFault
+from dualtune.data.tokenizer_files import Loaded, load
+from dualtune.errors import ConfigError, DataError, FormatError
 
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # what looks like a special token
 # What decides the ids of a text, as far as a model has it.
@@ -37,25 +40,27 @@ class Tokenizer:
 
     `template` is "auto" (the model's own, if it has one), "none", or the path of a Jinja file. A chat has the special
     tokens that its template writes and no others: where a tokenizer puts BOS before a plain text and the template
-    writes none, the chat has none, as in the model's own training.
+    writes none, the chat has none, as in the model's own training. `special_tokens_in_text` says what a control token
+    in what somebody wrote becomes: an error, text, or (allow) the control token.
     """
 
-    def __init__(self, model_dir: Path, template: str = "auto") -> None:
-        self._hf = _load(model_dir)
-        self._rust = self._hf.backend_tokenizer
+    def __init__(self, model_dir: Path, template: str = "auto", special_tokens_in_text: Policy = "text") -> None:
+        self._policy: Policy = special_tokens_in_text
+        self._loaded = load(model_dir)
+        self._rust = self._loaded.rust
         # Some tokenizer.json were saved in the middle of someone's training.
         self._rust.no_truncation()
         self._rust.no_padding()
         self._rust.encode_special_tokens = False
         self._files = _hashes(model_dir)
-        self.template = _template(self._hf, template)
+        self._model_dir = model_dir
+        self.vocabulary_size = vocabulary_size(model_dir)  # of the model, not of this tokenizer
+        self.template = _template(self._loaded, template)
         self.template_hash = self.template.hash if self.template else "none"
-        self.bos_id: int | None = self._hf.bos_token_id
-        self.eos_id: int | None = self._hf.eos_token_id
+        self.bos_id = self._loaded.id_of("bos_token")
+        self.eos_id = self._loaded.id_of("eos_token")
         # A turn may end with another special token than EOS (Llama 3: <|eot_id|>).
-        self.special_ids = frozenset(self._hf.all_special_ids) | frozenset(
-            id for id, token in self._hf.added_tokens_decoder.items() if token.special
-        )
+        self.special_ids = self._loaded.special_ids
         closing = self._closing()
         behind = self.encode(closing, special=False)[:1].tolist()  # the token that ends a turn, where it is one
         ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*behind})}
@@ -64,30 +69,45 @@ class Tokenizer:
 
     def fingerprint(self) -> str:
         """Tells tokenizers apart that could give a text or a chat other ids."""
-        decisive = json.dumps([self._files, self.template.source if self.template else None])
+        template = self.template.source if self.template else None
+        decisive = json.dumps([self._files, template, self.vocabulary_size])
         return f"sha256 {hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         """(token ids int32 [T], character offsets int32 [T, 2]) of each text. Other threads run meanwhile.
 
         `special` adds what the tokenizer puts around a plain text (BOS, but no second one where the text begins with
-        it); a rendered chat has its own already.
+        it); a rendered chat has its own already. FormatError for a token that the model has no embedding for.
         """
         found: list[tuple[np.ndarray, np.ndarray]] = []
-        for encoding in self._rust.encode_batch(list(texts), add_special_tokens=special):
+        for encoding in self._loaded.encode_batch(texts, special=special):
             ids = np.array(encoding.ids, np.int32)
             flat = itertools.chain.from_iterable(encoding.offsets)
             offsets = np.fromiter(flat, np.int32, 2 * len(ids)).reshape(-1, 2)
             if len(ids) > 1 and ids[0] == ids[1] == self.bos_id and offsets[0, 1] == 0:  # the first is of no character
                 ids, offsets = ids[1:], offsets[1:]
+            self._check(ids)
             found.append((ids, offsets))
         return found
+
+    def _check(self, ids: np.ndarray) -> None:
+        largest, size = int(ids.max(initial=0)), self.vocabulary_size
+        if size is not None and largest >= size:
+            token = self._rust.id_to_token(largest)
+            raise FormatError(
+                f"{self._model_dir}: the tokenizer gives {token!r} the id {largest}, and the model has embeddings for "
+                f"{size} tokens, 0 to {size - 1}. Use the tokenizer.json and the weights of one model"
+            )
+
+    @property
+    def largest_id(self) -> int:
+        return max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, special: bool) -> np.ndarray:
         return self.encode_batch([text], special=special)[0][0]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._hf.decode(list(ids), skip_special_tokens=True)
+        return self._loaded.decode(ids)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """The text with its special tokens."""
@@ -115,15 +135,53 @@ class Tokenizer:
         turns = [message.as_dict() for message in messages]
         return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
 
+    @cached_property
+    def control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._rust, self.special_ids, self._policy)
+
+    def masked_chat(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+    ) -> tuple[str | None, str | None]:
+        """`ControlTokens.masked` for the text that a chat was rendered to."""
+
+        def render(content: Mapping[str, Any]) -> str:
+            assert self.template is not None
+            return self.template.render(
+                content["messages"], tools=content["tools"], add_generation_prompt=add_generation_prompt
+            )
+
+        turns = [message.as_dict() for message in messages]
+        return self.control_tokens.masked({"messages": turns, "tools": tools}, text, render)
+
+    def masked_text(self, text: str) -> tuple[str | None, str | None]:
+        """`ControlTokens.masked` for a text that somebody wrote as a whole."""
+        return self.control_tokens.masked(text, text, lambda hidden: hidden)
+
+    def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
+        """The ids of a chat to be answered. RowError where template or policy refuse it."""
+        text = self.render(messages, tools=tools, add_generation_prompt=True)
+        _, masked = self.masked_chat(messages, text, tools=tools, add_generation_prompt=True)
+        return self._encode_masked(masked, special=False) if masked else self.encode(text, special=False)
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """The ids of a plain text to be continued. RowError where the policy refuses it."""
+        _, masked = self.masked_text(text)
+        return self._encode_masked(masked, special=True) if masked else self.encode(text, special=True)
+
     def encode_prompt(self, prompt: str) -> np.ndarray:
         """A user's prompt as the model was trained to see it: through the chat template, if there is one."""
-        if self.template is None:
-            return self.encode(prompt, special=True)
         try:
-            text = self.render([Message("user", prompt)], add_generation_prompt=True)
+            return self.encode_chat([Message("user", prompt)]) if self.template else self.encode_text(prompt)
         except RowError as error:
             raise DataError(f"the prompt: {error}. Use another data.template, or none") from error
-        return self.encode(text, special=False)
+
+    def _encode_masked(self, masked: str, *, special: bool) -> np.ndarray:
+        return self.control_tokens.encode_batch([masked], special=special)[0][0]
 
     def _doubt(self, closing: str) -> str | None:
         """Why this template may not belong to this tokenizer."""
@@ -164,36 +222,19 @@ def _hashes(model_dir: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def _load(model_dir: Path) -> Any:
-    # transformers says "PyTorch was not found" at import on an MLX-only machine; models come from the engines.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    from huggingface_hub.errors import StrictDataclassError  # what transformers 5 raises for an impossible config.json
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = cast(Any, AutoTokenizer).from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(f"{model_dir}: its tokenizer cannot be loaded: {reason}") from error
-    if not tokenizer.is_fast:
-        raise EnvironmentFault(f"{model_dir}: a tokenizer.json is needed (a fast tokenizer, with character offsets)")
-    return tokenizer
-
-
-def _template(tokenizer: Any, choice: str) -> ChatTemplate | None:
+def _template(loaded: Loaded, choice: str) -> ChatTemplate | None:
     if choice == "none":
         return None
     if choice == "auto":
-        if not tokenizer.chat_template:
+        if not loaded.templates:
             return None
-        try:
-            source = tokenizer.get_chat_template()
-        except ValueError as error:
-            names = ", ".join(tokenizer.chat_template)
+        named = loaded.templates
+        if not isinstance(named, str) and "default" not in named:
             raise ConfigError(
-                f"data.template: the model has several chat templates ({names}) and none is its default. "
+                f"data.template: the model has several chat templates ({', '.join(named)}) and none is its default. "
                 "Save the right one to a file and name that file"
-            ) from error
+            )
+        source = named if isinstance(named, str) else named["default"]
     else:
         path = Path(choice).expanduser()
         if not path.is_file():
@@ -202,4 +243,4 @@ def _template(tokenizer: Any, choice: str) -> ChatTemplate | None:
             source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"data.template: {path} is not UTF-8 (byte {error.start})") from error
-    return ChatTemplate(source, tokenizer.special_tokens_map)
+    return ChatTemplate(source, loaded.named)

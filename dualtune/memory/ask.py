@@ -71,7 +71,9 @@ class Adapted:
 
     num_weights: int  # of A and B together, for each unit of rank
     inputs: int  # of all modules together
-    names: frozenset[str]  # the last parts of their paths
+    inside: frozenset[str]  # their paths in a layer
+    reads: frozenset[str]  # what those read, as in `Linear`
+    head: bool  # whether the output head is one of them
     layers: int  # from the lowest that has one: below it nothing is kept
 
 
@@ -80,21 +82,21 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
     """ConfigError for a target that selects nothing, as when the model is loaded."""
     from dualtune.adapter.targets import OUTPUT_HEAD, select_modules
 
-    blocks = {
-        name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn" for name in decoder.linears()
-    }
-    available = {
-        f"model.layers.{i}.{blocks[name]}.{name}": shape
-        for i in range(decoder.layers)
-        for name, shape in decoder.linears().items()
-    } | ({} if decoder.tied else {OUTPUT_HEAD: (decoder.vocab, decoder.hidden)})
+    linears = decoder.linears()
+    places = {f"{decoder.stack}.{i}.{name}": (i, name) for i in range(decoder.layers) for name in linears}
+    available = {path: (linears[name].out, linears[name].in_) for path, (_, name) in places.items()}
+    if not decoder.tied:
+        available[OUTPUT_HEAD] = (decoder.vocab, decoder.hidden)
     found = select_modules(available, (targets,) if isinstance(targets, str) else targets)
-    in_layers = [path for path in found if path != OUTPUT_HEAD]
+    in_layers = [places[path] for path in found if path != OUTPUT_HEAD]
+    inside = frozenset(name for _, name in in_layers)
     return Adapted(
         num_weights=sum(out + in_ for out, in_ in found.values()),
         inputs=sum(in_ for _, in_ in found.values()),
-        names=frozenset(path.split(".")[-1] for path in found),
-        layers=decoder.layers - min((int(path.split(".")[2]) for path in in_layers), default=decoder.layers),
+        inside=inside,
+        reads=frozenset(linears[name].reads for name in inside),
+        head=OUTPUT_HEAD in found,
+        layers=decoder.layers - min((i for i, _ in in_layers), default=decoder.layers),
     )
 
 
@@ -107,8 +109,8 @@ def optimizer(decoder: Decoder, ask: Ask) -> Part:
 def affine_weights(decoder: Decoder, ask: Ask) -> Part:
     """A base in MLX's quantization, embedding and output head included. The same on every backend."""
     c, bits, n = ask.item_bytes, AFFINE_BITS[ask.quantization], decoder.num_parameters
-    matrices = [*decoder.linears().values()] * decoder.layers
-    matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2)
+    matrices = [(layer.out, layer.in_) for layer in decoder.linears().values()] * decoder.layers
+    matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2) + [(decoder.positions, decoder.hidden)]
     packed = sum(affine_bytes(out, in_, bits, c) for out, in_ in matrices)
     formula = f"{n - decoder.vector_parameters:,} parameters × ({bits} bits + 2 × {c} B for each {AFFINE_GROUP})"
     return Part("weights", packed + c * decoder.vector_parameters, f"{formula}, norms × {c} B")
@@ -122,7 +124,7 @@ def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
 
 def has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
     """Whether the output head and the loss are computed apart: by asking for it, or because the head is adapted."""
-    return ask.kernels == "reference" or "lm_head" in adapted(decoder, ask.targets).names
+    return ask.kernels == "reference" or adapted(decoder, ask.targets).head
 
 
 def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:

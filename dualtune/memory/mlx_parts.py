@@ -8,7 +8,7 @@ measurements on its CPU build (docs/memory.md), not derived. Legend: as in `torc
 from __future__ import annotations
 
 from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, affine_weights, has_plain_loss, optimizer, padded
-from dualtune.memory.shapes import QKV, Decoder
+from dualtune.memory.shapes import Decoder
 
 # As `dualtune_mlx.kernels` has them: queries of a chunk of attention, logits of a chunk of the loss.
 ATTENTION_CHUNK = 512
@@ -17,6 +17,7 @@ LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
 UPDATE, UPDATE_COMPILED = 12, 8  # adapters
+GELU = 4  # what GPT-2's activation keeps, its input and output included
 # What is no array: Python with its libraries, on a Mac Metal's kernels and command buffers.
 RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, MLX and Metal")}
 
@@ -52,9 +53,10 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
     """What the forward pass keeps for the backward pass."""
     on, T, c = adapted(decoder, ask.targets), ask.cells, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    inputs = [in_ for name, (_, in_) in decoder.linears().items() if name in on.names]
+    inputs = [layer.in_ for name, layer in decoder.linears().items() if name in on.inside]
     read = _read(decoder, ask)
-    kept = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm + i * (2 + 2 * decoder.gated)
+    kept = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
+    kept += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
     kept += ask.rank * len(inputs) + read
     if ask.dropout:  # a mask for each, and plainly both for every module
         kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
@@ -65,9 +67,9 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
 
 def _read(decoder: Decoder, ask: Ask) -> int:
     """The widths of what a layer's adapters read, once each."""
-    names = adapted(decoder, ask.targets).names
-    read = decoder.hidden * (bool(names & {*QKV}) + bool(names & {"gate_proj", "up_proj"}))
-    return read + decoder.width * ("o_proj" in names) + decoder.inner * ("down_proj" in names)
+    reads = adapted(decoder, ask.targets).reads
+    read = decoder.hidden * (("before attention" in reads) + ("before feed-forward" in reads))
+    return read + decoder.width * ("heads" in reads) + decoder.inner * ("inner" in reads)
 
 
 def _row(ask: Ask) -> int:

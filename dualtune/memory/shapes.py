@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 
 class UnknownShape(Exception):
     """There is no formula for the model. The message says why."""
+
+
+class Linear(NamedTuple):
+    """A linear layer of a block, and what it reads: what is kept for its adapter depends on that."""
+
+    out: int
+    in_: int
+    reads: Literal["before attention", "heads", "before feed-forward", "inner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,9 @@ class Decoder:
     gated: bool = True  # the feed-forward block is down(act(gate(x)) · up(x)), else down(act(up(x)))
     qk_norm: bool = False  # queries and keys go through a norm, head by head
     layer_norms: int = 2  # norms of a layer that are as wide as the model
-    biased: tuple[str, ...] = ()  # linear layers that have a bias
+    biased: tuple[str, ...] = ()  # linear layers that have a bias, by their path in a block
+    is_gpt2: bool = False  # in its names; its norms have a bias, and its activation is not one operation
+    positions: int = 0  # rows of a table of positions
 
     @property
     def width(self) -> int:
@@ -38,36 +48,56 @@ class Decoder:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """(out, in) of the linear layers of one layer, by the last part of their path."""
+    @property
+    def stack(self) -> str:
+        """The path of the layers."""
+        return "transformer.h" if self.is_gpt2 else "model.layers"
+
+    def linears(self) -> Mapping[str, Linear]:
+        """The linear layers of one layer, by their path in it."""
         q, kv, d, inner = self.width, self.kv_width, self.hidden, self.inner
-        shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
-        gate = {"gate_proj": (inner, d)} if self.gated else {}
-        return shapes | gate | {"up_proj": (inner, d), "down_proj": (d, inner)}
+        if self.is_gpt2:
+            return {
+                "attn.c_attn": Linear(q + 2 * kv, d, "before attention"),
+                "attn.c_proj": Linear(d, q, "heads"),
+                "mlp.c_fc": Linear(inner, d, "before feed-forward"),
+                "mlp.c_proj": Linear(d, inner, "inner"),
+            }
+        gate = {"mlp.gate_proj": Linear(inner, d, "before feed-forward")} if self.gated else {}
+        return {
+            "self_attn.q_proj": Linear(q, d, "before attention"),
+            "self_attn.k_proj": Linear(kv, d, "before attention"),
+            "self_attn.v_proj": Linear(kv, d, "before attention"),
+            "self_attn.o_proj": Linear(d, q, "heads"),
+            **gate,
+            "mlp.up_proj": Linear(inner, d, "before feed-forward"),
+            "mlp.down_proj": Linear(d, inner, "inner"),
+        }
 
     @property
     def linear_parameters(self) -> int:
         """Of the weights of all layers' linear layers, without biases and the output head."""
-        return self.layers * sum(out * in_ for out, in_ in self.linears().values())
+        return self.layers * sum(layer.out * layer.in_ for layer in self.linears().values())
 
     @property
     def vector_parameters(self) -> int:
         """Norms and biases."""
-        biases = sum(self.linears()[name][0] for name in self.biased)
-        norms = self.layer_norms * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return self.layers * (norms + biases) + self.hidden
+        biases = sum(self.linears()[name].out for name in self.biased)
+        norm = self.hidden * (2 if self.is_gpt2 else 1)
+        norms = self.layer_norms * norm + (2 * self.head_dim if self.qk_norm else 0)
+        return self.layers * (norms + biases) + norm
 
     @property
     def table_parameters(self) -> int:
-        """The embedding, and the output head where that is a matrix of its own."""
-        return self.vocab * self.hidden * (1 if self.tied else 2)
+        """The embedding, the output head where that is a matrix of its own, and a table of positions."""
+        return self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
 
     @property
     def num_parameters(self) -> int:
         return self.linear_parameters + self.vector_parameters + self.table_parameters
 
 
-QKV = ("q_proj", "k_proj", "v_proj")
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 # How config.json calls what a shape is. GPT-2's names are the older ones.
 LAYERS = ("num_hidden_layers", "n_layer")
@@ -79,6 +109,12 @@ INNER = ("intermediate_size", "n_inner")
 # it. A family stands here once its parameters and activations were compared with those of the real engines.
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        "gpt2": {
+            "tied": True,
+            "gated": False,
+            "is_gpt2": True,
+            "biased": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+        },
         "llama": {"tied": False},
         "mistral": {"tied": False},
         "qwen2": {"tied": False, "biased": QKV},
@@ -96,12 +132,18 @@ def decoder_of(config: Mapping[str, Any]) -> Decoder:
     decoder, kind = any_decoder(config), str(config.get("model_type"))
     if kind not in FAMILIES:
         raise UnknownShape(f"its model_type is {kind}; there are formulas for {', '.join(sorted(FAMILIES))}")
-    _number(config, "intermediate_size")  # which GPT-2 may leave out, and these may not
     family = dict(FAMILIES[kind])
+    if kind == "gpt2":
+        family |= {
+            "positions": _number(config, "n_positions"), "inner": config.get("n_inner") or 4 * decoder.hidden,
+            "kv_heads": decoder.heads, "head_dim": decoder.hidden // decoder.heads,
+        }  # fmt: skip
+    else:
+        _number(config, "intermediate_size")  # which GPT-2 may leave out, and these may not
     if config.get("attention_bias"):
-        family["biased"] = (*QKV, "o_proj")
+        family["biased"] = (*QKV, "self_attn.o_proj")
     if config.get("mlp_bias"):
-        family["biased"] = (*family.get("biased", ()), "gate_proj", "up_proj", "down_proj")
+        family["biased"] = (*family.get("biased", ()), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     if "tie_word_embeddings" in config:
         del family["tied"]
     return replace(decoder, **family)

@@ -19,7 +19,7 @@ from dualtune.memory.ask import (
     has_plain_loss,
     optimizer,
 )
-from dualtune.memory.shapes import QKV, Decoder
+from dualtune.memory.shapes import Decoder
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
@@ -29,6 +29,7 @@ NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
 WORTH_COMPILING = 5_000_000
 LOSS_ROWS = {"cpu": 128, "cuda": 1024}
 ATTENTION_BLOCK = 256
+GELU = 4  # tensors that GPT-2's activation keeps, which transformers writes out: its input, half of it, tanh, 1 + tanh
 # What is no tensor. CUDA: the context, kernels and all, which the allocator does not count, and cuBLAS' workspace;
 # CPU: the interpreter with torch, transformers and their libraries.
 RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "Python, torch and transformers")}
@@ -49,7 +50,7 @@ def weights(decoder: Decoder, ask: Ask) -> Part:
     if ask.quantization in AFFINE_BITS:
         return affine_weights(decoder, ask)
     plain = decoder.table_parameters + decoder.vector_parameters
-    packed = decoder.layers * sum(nf4_bytes(out * in_) for out, in_ in decoder.linears().values())
+    packed = decoder.layers * sum(nf4_bytes(layer.out * layer.in_) for layer in decoder.linears().values())
     formula = f"{n - plain:,} parameters in NF4, {plain:,} in embedding, head and norms × {c} B"
     return Part("weights", packed + c * plain, formula)
 
@@ -89,35 +90,44 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
 
 def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes for each token: what every product and every norm needs, once."""
-    names, c = adapted(decoder, ask.targets).names, ask.item_bytes
+    reads, c = adapted(decoder, ask.targets).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    kept = _norms(decoder, c if _is_compiled(decoder, ask) else 4)
-    kept += c * d * (bool(names & {*QKV}) + bool(names & {"gate_proj", "up_proj"}))  # their input, dropped
+    kept = _norms(decoder, ask, is_compiled=_is_compiled(decoder, ask))
+    kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
     kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; what attention gives, its log-sum-exp
-    kept += c * q * ("o_proj" in names and ask.dropout)
-    kept += c * i * (1 + decoder.gated)  # gate and up
-    if not _is_compiled(decoder, ask):
-        kept += c * i * (1 + ("down_proj" in names))  # act(gate), and the product; compiled, both are made again
+    kept += c * q * ("heads" in reads and ask.dropout)
+    if decoder.is_gpt2:
+        kept += c * i * (GELU + ("inner" in reads))
+    else:
+        kept += c * i * (1 + decoder.gated)  # gate and up
+        if not _is_compiled(decoder, ask):
+            kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled, both are made again
     return kept + c * ask.rank * _num_adapted(decoder, ask)
 
 
 def _plain_layer(decoder: Decoder, ask: Ask) -> int:
     """The same of transformers' own code and plain LoRA: a dropped input and a mask for every module."""
-    names, c = adapted(decoder, ask.targets).names, ask.item_bytes
+    on, c = adapted(decoder, ask.targets), ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
-    kept = _norms(decoder, 4) + c * 2 * q + 4 * decoder.heads + c * ask.rank * _num_adapted(decoder, ask)
+    kept = _norms(decoder, ask, is_compiled=False) + c * ask.rank * _num_adapted(decoder, ask)
+    kept += c * 2 * q + 4 * decoder.heads
     # Several documents in a row take a mask, for which keys and values are repeated for every head.
     kept += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv
-    kept += c * i * (1 + 2 * decoder.gated)  # gate, act(gate) and up
-    inputs = {name: in_ for name, (_, in_) in decoder.linears().items() if name in names}
+    kept += c * i * (GELU if decoder.is_gpt2 else 1 + 2 * decoder.gated)  # gate, act(gate) and up
     if ask.dropout:
-        return kept + (c + 1) * sum(inputs.values())
-    kept += c * d * (bool(names & {*QKV}) + bool(names & {"gate_proj", "up_proj"}))
-    return kept + c * i * ("down_proj" in names)
+        return kept + (c + 1) * sum(layer.in_ for name, layer in decoder.linears().items() if name in on.inside)
+    kept += c * d * (("before attention" in on.reads) + ("before feed-forward" in on.reads))
+    return kept + c * i * ("inner" in on.reads)
 
 
-def _norms(decoder: Decoder, item_bytes: int) -> int:
-    """The input of every norm, which the plain one keeps in float32, and one over its root mean square."""
+def _norms(decoder: Decoder, ask: Ask, *, is_compiled: bool) -> int:
+    """The input of every norm, which the plain RMS norm keeps in float32, and one over its root mean square.
+
+    GPT-2's norm keeps its input as it is, and a mean besides.
+    """
+    if decoder.is_gpt2:
+        return decoder.layer_norms * (ask.item_bytes * decoder.hidden + 8)
+    item_bytes = ask.item_bytes if is_compiled else 4
     heads = (decoder.heads + decoder.kv_heads) * decoder.qk_norm
     wide = decoder.layer_norms * decoder.hidden + heads * decoder.head_dim
     return item_bytes * wide + 4 * (decoder.layer_norms + heads)
@@ -125,7 +135,7 @@ def _norms(decoder: Decoder, item_bytes: int) -> int:
 
 def _num_adapted(decoder: Decoder, ask: Ask) -> int:
     """Modules of a layer."""
-    return sum(name in adapted(decoder, ask.targets).names for name in decoder.linears())
+    return len(adapted(decoder, ask.targets).inside)
 
 
 def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
@@ -167,7 +177,7 @@ def attention(decoder: Decoder, ask: Ask) -> Part:
 def feed_forward(decoder: Decoder, ask: Ask) -> Part:
     """The backward pass of a layer's down_proj, or of what is between it and its neighbours."""
     c, T, i = ask.item_bytes, ask.cells, decoder.inner
-    drops = ask.dropout and "down_proj" in adapted(decoder, ask.targets).names
+    drops = ask.dropout and "inner" in adapted(decoder, ask.targets).reads
     each = 3 * c
     if drops:  # the input made again, and dropped; three gradients. Plainly: two, and three integers for a hash
         each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12

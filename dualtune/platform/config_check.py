@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dualtune.adapter.directory import read_adapter
-from dualtune.backend import check_capabilities, get_backend
+from dualtune.backend import get_backend
+from dualtune.capabilities import check_capabilities, declared
 from dualtune.checks import Check
 from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
@@ -22,10 +23,19 @@ from dualtune.platform.budget import budget
 from dualtune.platform.choose import Choice, choose
 from dualtune.platform.config_data import look_at_data, step_rows
 from dualtune.platform.config_memory import Memory, memory_row
-from dualtune.platform.config_model import BaseModel, failure, length_row, look_at_model, look_at_tokenizer, shape_of
+from dualtune.platform.config_model import (
+    BaseModel,
+    failure,
+    length_row,
+    look_at_model,
+    look_at_tokenizer,
+    shape_of,
+    targets_rows,
+)
 from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
 from dualtune.platform.machines import named
+from dualtune.train.prepare import with_adapter_of
 from dualtune.train.run_dir import RunDir, check_usable, is_run_dir, path_of
 from dualtune.train.saver import check_space
 
@@ -57,10 +67,10 @@ def check_config(
         lines = str(error).splitlines()
         rows = [Check("schema", "fail", line, exit_code=error.exit_code) for line in lines]
         return Report(rows)
-    report = Report([Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter)])
+    config, start = _with_start(config)
+    report = Report([Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start])
     choice = _choice(platform, machine, report)
     if choice is not None:
-        # The device itself is asked too where there should be one: torch may be built without CUDA.
         device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
         report.checks += _backend_rows(config, choice, device, is_here=machine_name is None)
     model, rows = look_at_model(config)
@@ -70,6 +80,8 @@ def check_config(
     rows, seen = look_at_data(config, tokenizer)
     report.checks += [*rows, *step_rows(config, seen)]
     decoder, reason = shape_of(model)
+    if decoder is None:
+        report.checks += targets_rows(config, model)
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
         row, report.memory = _memory(config, decoder, reason, choice, machine)
         report.checks.append(row)
@@ -78,19 +90,23 @@ def check_config(
 
 
 def adapter_rows(adapter: AdapterConfig) -> list[Check]:
-    """Advice on the adapter, and a row that it can be read where training starts from one."""
+    """Advice on the adapter."""
     rows = [Check("adapter", "advice", found, mend) for found, mend in _advice(adapter)]
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
     usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}, dropout {adapter.dropout:g}, {targets}"
-    rows = rows or [Check("adapter", "ok", usual)]
-    if adapter.init_from is not None:
-        try:
-            read_adapter(Path(adapter.init_from).expanduser())
-        except DualtuneError as error:
-            rows.append(failure("start", error))
-        else:
-            rows.append(Check("start", "ok", f"training continues from {adapter.init_from}"))
-    return rows
+    return rows or [Check("adapter", "ok", usual)]
+
+
+def _with_start(config: Config) -> tuple[Config, list[Check]]:
+    """The config with the rank, alpha and targets of the adapter that training starts from, as the run has it."""
+    if config.adapter.init_from is None:
+        return config, []
+    try:
+        config = with_adapter_of(config, read_adapter(Path(config.adapter.init_from).expanduser()))
+    except DualtuneError as error:
+        return config, [failure("start", error)]
+    found = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
+    return config, [Check("start", "ok", f"{found}, alpha {config.adapter.alpha:g}")]
 
 
 def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
@@ -129,7 +145,8 @@ def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
 def _backend_rows(config: Config, choice: Choice, device: str, *, is_here: bool) -> list[Check]:
     """Whether the backend can be opened, and honours every key."""
     try:
-        backend = get_backend(choice.backend, device)
+        # A GPU is asked itself: torch may be built without CUDA. On the CPU there is nothing to ask.
+        backend = (declared(choice.backend) if device == "cpu" else None) or get_backend(choice.backend, device)
         check_capabilities(backend, config)
     except ConfigError as error:
         return [Check("backend", "fail", line, exit_code=error.exit_code) for line in str(error).splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.config.schema import SourceConfig
 from dualtune.data.batches import plan
-from dualtune.data.documents import Opened, eval_sources, held_out, open_one
+from dualtune.data.documents import Opened, eval_sources, open_one
+from dualtune.data.held_out import held_out
 from dualtune.data.hub import is_hub_name
 from dualtune.data.kinds import kind_of
-from dualtune.data.order import Order
+from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.readers import Role
 from dualtune.data.rows import BadRow, RawRow
 from dualtune.data.tokenize import State, TokenizedRow, tokenize_rows
@@ -29,6 +31,7 @@ from dualtune.train.evaluation import layout_of
 FIRST_ROWS = 100  # that are read, and tokenized where the tokenizer is here; all of them: dualtune check-data
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
 CHEAP_BYTES = 16 << 20  # files up to this size are read through to count their rows
+FEW_STEPS = 50  # so few updates teach little
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,12 @@ def look_at_data(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Chec
         seen.append(found)
     # A dataset of the hub may have validation data of its own, which only a download shows.
     local = not any(is_of_hub(source) for source in config.data.sources())
-    for source in eval_sources(config.data) if local else config.data.eval_sources():
+    own = eval_sources(config.data) if local else config.data.eval_sources()
+    for source in own:
         rows.append(_look(config, source, "valid", tokenizer)[0])
+    if held_out_share(config) and not own and [found.num_rows for found in seen] == [1]:
+        found = f"none: data.eval asks for {held_out_share(config):.0%} of the rows, and there is only one"
+        rows.append(Check("eval data", "advice", found, "Divide the row, or name evaluation data in data.eval"))
     return rows, seen
 
 
@@ -124,19 +131,49 @@ def _judge_tokens(
 
 def step_rows(config: Config, seen: list[Seen]) -> list[Check]:
     """What an optimizer step takes, and how many there will be."""
-    return [Check("step", "ok", _step(config)), _steps(config, seen)]
+    order, lengths = _estimated(config, seen)
+    return [Check("step", "ok", _step(config, order, lengths)), _steps(config, seen, order, lengths)]
 
 
-def _step(config: Config) -> str:
-    """One optimizer step in words, for documents that are as long as they may be."""
+def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarray]:
+    """The order of the rows to train on, and their tokens as if all were like the first ones.
+
+    None where rows are not counted, or not tokenized and a step takes tokens.
+    """
+    counts = [found.num_rows for found in seen]
+    lengths = [length for found in seen for length in found.lengths]
+    if None in counts or (config.train.documents_per_step is None and not lengths):
+        return None, np.array(lengths)
+    sizes = [count or 0 for count in counts]
+    chosen = held_out(sum(sizes), held_out_share(config), config.run.seed)
+    sources = np.repeat(np.arange(len(sizes)), sizes)[~chosen]
+    if not len(sources):
+        return None, np.array(lengths)
+    documents = np.resize(np.array(lengths or [config.data.max_length]), len(sources))
+    return Order(config, documents, sources, [found.weight for found in seen]), documents
+
+
+def held_out_share(config: Config) -> float:
+    """The share of the training rows to hold out, 0 where data.eval names data."""
+    return config.data.eval if isinstance(config.data.eval, int | float) else 0.0
+
+
+def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
+    """One optimizer step in words: its documents as they are, or, where they are not known, as long as they may be."""
     train, length, layout = config.train, config.data.max_length, layout_of(config)
-    number = train.documents_per_step or max(1, train.tokens_per_step // length)
-    micro_batches = len(plan(np.full(number, length), range(number), layout))
-    limit = "" if train.documents_per_step else f"up to {train.tokens_per_step} tokens: "
-    return (
-        f"{limit}{_counted(number, 'document')} of at most {length} tokens, "
-        f"in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens if all are that long"
-    )
+    tokens = MOST_TOKENS if train.tokens_per_step == "auto" else train.tokens_per_step
+    tokens = order.tokens_per_step if order else tokens
+    limit = "" if train.documents_per_step else f"up to {tokens} tokens: "
+    if order and lengths.max() < length:
+        ids = order.step(0).documents.tolist()
+        what = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
+        micro_batches, condition = len(plan(lengths, ids, layout)), ""
+    else:
+        number = train.documents_per_step or max(1, tokens // length)
+        more = "" if train.documents_per_step else " or more"
+        what = f"{_counted(number, 'document')}{more} of at most {length} tokens"
+        micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
+    return f"{limit}{what}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
 
 
 def _counted(number: int, what: str) -> str:
@@ -144,23 +181,28 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else plural}"
 
 
-def _steps(config: Config, seen: list[Seen]) -> Check:
+def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.ndarray) -> Check:
     train = config.train
-    counts = [found.num_rows for found in seen]
-    lengths = [length for found in seen for length in found.lengths]
     if train.steps is not None:
         return Check("steps", "ok", f"{train.steps}, as train.steps says")
-    if None in counts or (train.documents_per_step is None and not lengths):
+    if order is None:
         return Check("steps", "skipped", "their number shows when the data are tokenized: dualtune preview")
-    sizes = [count or 0 for count in counts]
-    share = config.data.eval
-    chosen = held_out(sum(sizes), share if isinstance(share, int | float) else 0.0, config.run.seed)
-    sources = np.repeat(np.arange(len(sizes)), sizes)[~chosen]
-    documents = np.resize(np.array(lengths or [1]), len(sources))
-    number = Order(config, documents, sources, [found.weight for found in seen]).num_steps
-    held = f", {int(chosen.sum())} rows held out" if chosen.any() else ""
-    found = f"about {number}: {train.epochs:g} epochs of {len(sources)} rows{held}"
+    number = order.num_steps
+    held_out_rows = sum(found.num_rows or 0 for found in seen) - len(lengths)
+    held = f", {held_out_rows} rows held out" if held_out_rows else ""
+    found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}"
     if train.warmup >= number:
         mend = f"--set train.warmup={max(1, number // 10)}"
         return Check("steps", "advice", f"{found}, and train.warmup takes {train.warmup} of them", mend)
+    if number < FEW_STEPS:
+        return Check("steps", "advice", f"{found}; so few steps teach little", _more_steps(config, number))
     return Check("steps", "ok", found)
+
+
+def _more_steps(config: Config, number: int) -> str:
+    train = config.train
+    if train.documents_per_step is not None and train.documents_per_step > 1:
+        return "--set train.documents_per_step=null, which takes fewer documents a step where there are few"
+    if train.documents_per_step is None and train.tokens_per_step != "auto":
+        return "--set train.tokens_per_step=auto, which takes fewer tokens a step where there are few"
+    return f"More rows, or --set train.epochs={math.ceil(FEW_STEPS / number * train.epochs)}"

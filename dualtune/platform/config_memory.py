@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +28,17 @@ class Memory:
         return self.estimate.total_bytes <= self.budget.bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Smaller:
+    """Settings with which a config fits; none where there are no such."""
+
+    settings: Mapping[str, str | int]
+    remark: str
+
+    def __str__(self) -> str:
+        return " ".join([*(f"--set {key}={value}" for key, value in self.settings.items()), self.remark])
+
+
 def memory_row(memory: Memory, decoder: Decoder, ask: Ask) -> Check:
     need, have = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
     if not memory.budget.bytes:  # no such device, which is the business of another row
@@ -35,27 +46,31 @@ def memory_row(memory: Memory, decoder: Decoder, ask: Ask) -> Check:
     found = f"needs {need}, has {have} ({memory.budget.reason})"
     if memory.fits:
         return Check("memory", "ok", found)
-    return Check("memory", "fail", found, next(_mends(decoder, ask, memory.budget.bytes)))
+    return Check("memory", "fail", found, str(smaller(decoder, ask, memory.budget.bytes)))
 
 
-def _mends(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[str]:
+def smaller(decoder: Decoder, ask: Ask, have_bytes: int) -> Smaller:
+    """The least harmful settings that fit."""
+    return next(_ways(decoder, ask, have_bytes))
+
+
+def _ways(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[Smaller]:
     """Settings that fit, the least harmful first; the last one says that there are none."""
+    tokens_key, cut = "train.micro_batch_tokens", "fits; longer documents are cut"
     if tokens := most_tokens(decoder, ask, have_bytes):
-        yield f"--set train.micro_batch_tokens={tokens} fits, and the result stays the same"
+        yield Smaller({tokens_key: tokens}, "fits, and the result stays the same")
     four_bit = replace(ask, quantization=FOUR_BIT[ask.backend])
+    packed: dict[str, str | int] = {"model.quantization": four_bit.quantization}
     if ask.quantization == "none":
         if estimate(decoder, four_bit).total_bytes <= have_bytes:
-            yield f"--set model.quantization={four_bit.quantization} fits"
+            yield Smaller(packed, "fits")
         if tokens := most_tokens(decoder, four_bit, have_bytes):
-            yield f"--set model.quantization={four_bit.quantization} --set train.micro_batch_tokens={tokens} fits"
+            yield Smaller(packed | {tokens_key: tokens}, "fits")
     if length := _longest(decoder, ask, have_bytes):
-        yield f"--set data.max_length={length} --set train.micro_batch_tokens={length} fits; longer documents are cut"
+        yield Smaller({"data.max_length": length, tokens_key: length}, cut)
     if ask.quantization == "none" and (length := _longest(decoder, four_bit, have_bytes)):
-        yield (
-            f"--set model.quantization={four_bit.quantization} --set data.max_length={length} "
-            f"--set train.micro_batch_tokens={length} fits; longer documents are cut"
-        )
-    yield "Not even the shortest documents fit: take a smaller model or a larger machine"
+        yield Smaller(packed | {"data.max_length": length, tokens_key: length}, cut)
+    yield Smaller({}, "Not even the shortest documents fit: take a smaller model or a larger machine")
 
 
 def _longest(decoder: Decoder, ask: Ask, have_bytes: int) -> int:

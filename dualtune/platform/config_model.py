@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualtune.base_model import resolve_model
+from dualtune.adapter.foreign import base_shapes
+from dualtune.adapter.targets import select_modules
+from dualtune.base_model import has_weights, learned_positions, read_config, resolve_model
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.data.hub import is_hub_name
@@ -51,18 +52,15 @@ def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[C
     name, weights = config.model.name, config.model.init == "pretrained"
     named = Path(name).expanduser().is_dir()
     try:
-        resolve_model(str(directory), weights=weights and named)
-        described: Mapping[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except EnvironmentFault as error:
+        missing = missing_files(directory, weights=weights)
+        resolve_model(str(directory), weights=weights and (named or not missing))
+        described = read_config(directory)
+    except DualtuneError as error:
         return BaseModel(directory, None), [failure("model", error)]
-    except (OSError, ValueError) as error:
-        return BaseModel(directory, None), [_fails("model", f"{directory}/config.json cannot be read: {error}")]
     row = Check("model", "ok", f"{name}, on this machine")
-    if missing := missing_files(directory, weights=weights):
+    if missing:
         lacks = f"{directory} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
         row = Check("model", "advice", f"{lacks}; the run downloads it", f"hf download {name}")
-        if named:
-            row = _fails("model", lacks, "Copy the whole model directory")
     return BaseModel(directory, described), [row, *_architecture(described)]
 
 
@@ -95,9 +93,13 @@ def look_at_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | Non
         found = f"{model.directory} has no tokenizer.json"
         return None, _fails("tokenizer", found, "Copy the whole model directory")
     try:
-        tokenizer = Tokenizer(model.directory, config.data.template)
+        tokenizer = Tokenizer(model.directory, config.data.template, config.data.special_tokens_in_text)
     except DualtuneError as error:
         return None, failure("tokenizer", error)
+    size = tokenizer.vocabulary_size
+    if size is not None and (largest := tokenizer.largest_id) >= size:
+        found = f"ids up to {largest}, and the model has embeddings for {size} tokens; data with such an id is refused"
+        return tokenizer, Check("tokenizer", "advice", found, "Use the tokenizer.json and the weights of one model")
     if tokenizer.warning:
         return tokenizer, Check("tokenizer", "advice", tokenizer.warning)
     chats = "with a chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
@@ -108,7 +110,7 @@ def length_row(config: Config, model: BaseModel) -> Check:
     """data.max_length against the positions that the model was trained on."""
     length = config.data.max_length
     text = (model.config or {}).get("text_config", model.config or {})
-    learned = text.get("n_positions")  # a table of them, as in GPT-2; rotary positions can run on
+    learned = learned_positions(text)
     longest = learned or text.get("max_position_embeddings")
     if not isinstance(longest, int):
         return Check("length", "skipped", "the model's config does not say how long a text it takes")
@@ -119,6 +121,22 @@ def length_row(config: Config, model: BaseModel) -> Check:
     if learned:
         return Check("length", "fail", f"{found} and no others", mend, ConfigError.exit_code)
     return Check("length", "advice", f"{found}; it was not trained on longer texts", mend)
+
+
+def targets_rows(config: Config, model: BaseModel) -> list[Check]:
+    """adapter.targets against the layers in the files of a model; nothing where its weights are not here.
+
+    For a model of known shape, its estimate of memory looks at them.
+    """
+    if model.directory is None or model.config is None or not has_weights(model.directory):
+        return []
+    targets = config.adapter.targets
+    try:
+        shapes = {module: shape for module, shape in base_shapes(model.directory).items() if shape is not None}
+        found = select_modules(shapes, (targets,) if isinstance(targets, str) else targets)
+    except DualtuneError as error:
+        return [failure("targets", error)]
+    return [Check("targets", "ok", f"{len(found)} linear layers")]
 
 
 def failure(name: str, error: DualtuneError) -> Check:

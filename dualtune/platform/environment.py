@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from dualtune.platform.places import (
     data_checks,
     directory_checks,
     disk_checks,
-    key_checks,
+    hub_token,
     local_model,
     model_checks,
 )
@@ -69,7 +67,7 @@ def check_environment(name: str, machine: Machine, config: Config | None) -> lis
             rows += metal_checks(machine, target)
         case _:
             rows.append(_memory("memory", machine.memory_bytes / GIB, "GiB", target))
-    return rows + place_checks(target, config, os.environ)
+    return rows + place_checks(target, config)
 
 
 def python_check(found: str) -> Check:
@@ -161,8 +159,8 @@ def _memory(name: str, found: float, unit: str, target: Target) -> Check:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def place_checks(target: Target, config: Config | None, environ: Mapping[str, str]) -> list[Check]:
-    """Disk, directories, data, model and keys."""
+def place_checks(target: Target, config: Config | None) -> list[Check]:
+    """Disk, directories, data, model and the token for the hub."""
     run_dir = Path((config.run if config else RunConfig()).dir).expanduser()
     download = config is None or local_model(config.model.name) is None
     rows = [*disk_checks(run_dir, target.download_gb if download else 0), *directory_checks(run_dir)]
@@ -170,4 +168,4 @@ def place_checks(target: Target, config: Config | None, environ: Mapping[str, st
         rows.append(Check("data and model", "skipped", "no config was given: --config CONFIG looks for both"))
     else:
         rows += [*data_checks(config), *model_checks(config)]
-    return rows + key_checks(environ, download=config is not None and download)
+    return [*rows, hub_token(download=config is not None and download)]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 from dualtune.base_model import HUB_PATTERNS
 from dualtune.checks import Check
 from dualtune.config import Config
-from dualtune.data.cache import cache_dir
 from dualtune.data.hub import is_hub_name
 from dualtune.data.kinds import kind_of
-from dualtune.disk import existing
+from dualtune.disk import cache_dir, existing
 from dualtune.platform.machine import GB
 
 RUN_GB = 5  # checkpoints: an adapter and its two moments in float32, a few times over
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
-TRACKER_KEYS = ("WANDB_API_KEY", "COMET_API_KEY", "NEPTUNE_API_TOKEN", "MLFLOW_TRACKING_URI")
 
 
 def hub_cache() -> Path:
@@ -156,17 +153,11 @@ def _get(name: str) -> str:
     return f"hf download {name}" if is_hub_name(name) else "Copy the whole model directory"
 
 
-def key_checks(environ: Mapping[str, str], *, download: bool) -> list[Check]:
-    """Which keys are set. Their values are not shown. `download`: a model has to be fetched yet."""
+def hub_token(*, download: bool) -> Check:
+    """Whether it is set; it is not shown. `download`: a model has to be fetched yet."""
     from huggingface_hub import get_token
 
-    hub = Check("hub token", "ok", "set")
-    if not get_token():
-        text = "not set; models behind a licence (Llama, Gemma and others) need one"
-        hub = Check("hub token", "advice" if download else "ok", text, "hf auth login" if download else None)
-    trackers = [key for key in TRACKER_KEYS if environ.get(key)]
-    found = f"{', '.join(trackers)} set" if trackers else f"none of {', '.join(TRACKER_KEYS)} is set"
-    return [
-        hub,
-        Check("tracker keys", "ok", f"{found}; optional: metrics.jsonl in the run directory holds every figure"),
-    ]
+    if get_token():
+        return Check("hub token", "ok", "set")
+    text = "not set; models behind a licence (Llama, Gemma and others) need one"
+    return Check("hub token", "advice" if download else "ok", text, "hf auth login" if download else None)

@@ -10,7 +10,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.memory.estimate import Estimate, ask_of, estimate
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
 from dualtune.platform.budget import Budget, budget
-from dualtune.platform.config_memory import Memory, memory_row
+from dualtune.platform.config_memory import Memory, Smaller, smaller
 from dualtune.platform.machine import Machine
 from dualtune.platform.recommend import ENGINES
 from dualtune.platform.thresholds import device_of
@@ -27,8 +27,12 @@ class Question:
     subject: str  # "a run of 12GB", "configs/rtx_16gb.yaml"
     need_bytes: int
     budget: Budget
-    mend: str | None = None  # where it does not fit
+    smaller: Smaller | None = None  # where it does not fit
     estimate: Estimate | None = None
+
+    @property
+    def mend(self) -> str | None:
+        return str(self.smaller) if self.smaller else None
 
     @property
     def fits(self) -> bool:
@@ -73,8 +77,8 @@ def about_config(machine: Machine, path: Path) -> Question:
     decoder = _decoder(config)
     ask = ask_of(config, decoder, backend, device)
     memory = Memory(estimate(decoder, ask), budget(machine, platform))
-    mend = memory_row(memory, decoder, ask).mend
-    return Question(str(path), memory.estimate.total_bytes, memory.budget, mend, memory.estimate)
+    less = None if memory.fits else smaller(decoder, ask, memory.budget.bytes)
+    return Question(str(path), memory.estimate.total_bytes, memory.budget, less, memory.estimate)
 
 
 def _decoder(config: Config) -> Decoder:

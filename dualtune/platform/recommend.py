@@ -1,4 +1,4 @@
-"""What suits a machine: the example config that was made for its kind, and the largest model that it can train."""
+"""What a machine can train: the largest model, and the longest document of one of 7B."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import MappingProxyType
 from dualtune.memory.estimate import DTYPES, Ask, Estimate, estimate, longest_that_fits
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
 from dualtune.platform.budget import budget
-from dualtune.platform.machine import GB, Machine
-from dualtune.platform.thresholds import CPU_CONFIG, CUDA_CONFIGS, MAC_CONFIG, device_of
+from dualtune.platform.machine import Machine
+from dualtune.platform.thresholds import SEVEN_B, device_of
 
 # The platform of a machine -> (backend, device, 4-bit quantization).
 ENGINES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -31,16 +31,11 @@ class Largest:
     estimate: Estimate
 
 
-def recommended_config(machine: Machine) -> str:
-    """The file in configs/ that was made for such a machine."""
-    match device_of(machine):
-        case "cuda":
-            memory = machine.gpus[0].total_bytes / GB
-            return next(name for least, name in CUDA_CONFIGS if memory >= least)
-        case "mlx":
-            return MAC_CONFIG
-        case "cpu":
-            return CPU_CONFIG
+def longest_of_7b(machine: Machine) -> int:
+    """The tokens of the longest document of a 7B model that QLoRA can train here; 0 where not even a short one fits."""
+    platform = device_of(machine)
+    longest = longest_that_fits(decoder_of(KNOWN[SEVEN_B]), qlora(platform), budget(machine, platform).bytes)
+    return min(longest, KNOWN[SEVEN_B]["max_position_embeddings"])
 
 
 def largest_model(machine: Machine) -> Largest | None:

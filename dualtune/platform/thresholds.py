@@ -6,36 +6,37 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dualtune.checks import Level
-from dualtune.platform.machine import GB, GIB, Machine
+from dualtune.platform.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """What so much memory is called. It is judged for QLoRA of the 7B class, in long documents."""
+    """What a machine is called, by the longest document of a 7B model that QLoRA can train there."""
 
-    least: float  # GB (10^9) of GPU memory, as cards are sold; GiB of unified memory, as Macs are
+    least: int  # tokens
     label: str
     level: Level
     meaning: str
 
 
-# Best first. NVML reports up to 4 % less than the label: "from 70" means cards of 80 GB.
+SEVEN_B = "mistralai/Mistral-7B-Instruct-v0.3"
+# Best first.
 CUDA_CLASSES = (
-    Class(70, "H100 class", "ok", "of the H100 class"),
-    Class(24, "adequate", "ok", "adequate for models of 7B in long documents"),
-    Class(20, "low", "advice", "low for models of 7B in long documents, for which 24 GB are adequate"),
-    Class(0, "too small", "fail", "too small for models of 7B in long documents, which want 20 GB or more"),
+    Class(16384, "H100 class", "ok", "of the H100 class"),
+    Class(4096, "adequate", "ok", "adequate for models of 7B"),
+    Class(512, "low", "advice", "low on memory for models of 7B"),
+    Class(0, "too small", "fail", "too small for models of 7B"),
 )
 MAC_CLASSES = (
-    Class(32, "good", "ok", "good for models of 7B in long documents"),
-    Class(16, "limited", "advice", "limited for models of 7B in long documents, for which 32 GiB are good"),
-    Class(0, "too small", "fail", "too small for models of 7B in long documents, which want 16 GiB or more"),
+    Class(1536, "good", "ok", "good for models of 7B"),
+    Class(512, "limited", "advice", "limited for models of 7B"),
+    Class(0, "too small", "fail", "too small for models of 7B"),
 )
-NO_ACCELERATOR = Class(0, "no accelerator", "fail", "no machine for models of 7B")
+NO_ACCELERATOR = Class(0, "no accelerator", "fail", "too slow for models of 7B")
 
-# GB of GPU memory -> the example config that was made for such cards.
-CUDA_CONFIGS = ((40, "training_config_h100.yaml"), (20, "rtx_24gb.yaml"), (0, "rtx_16gb.yaml"))
-MAC_CONFIG, CPU_CONFIG = "training_config_m4.yaml", "cpu_smoke.yaml"
+# GB of GPU memory -> the example config that was made for such cards, largest first; the last one is for a small model.
+CUDA_CONFIGS = ((40, "training_config_h100.yaml"), (20, "rtx_24gb.yaml"), (10, "rtx_16gb.yaml"), (0, "lora_chat.yaml"))
+MAC_CONFIGS, CPU_CONFIG = ("training_config_m4.yaml", "lora_chat.yaml"), "cpu_smoke.yaml"
 
 LEAST_CAPABILITY = (7, 0)  # Volta, the first with tensor cores
 LEAST_CUDA = (12, 1)  # of the driver
@@ -58,16 +59,9 @@ def device_of(machine: Machine) -> Literal["cuda", "mlx", "cpu"]:
     return machine.platform
 
 
-def class_of(machine: Machine) -> Class:
-    """By the first visible GPU, or by the unified memory."""
-    match machine.platform:
-        case "cuda":
-            return _first(machine.gpus[0].total_bytes / GB, CUDA_CLASSES)
-        case "mlx":
-            return _first(machine.memory_bytes / GIB, MAC_CLASSES)
-        case "cpu":
-            return NO_ACCELERATOR
-
-
-def _first(memory: float, classes: tuple[Class, ...]) -> Class:
-    return next(one for one in classes if memory >= one.least)
+def class_of(machine: Machine, longest: int) -> Class:
+    """By the longest document of SEVEN_B that fits."""
+    device = device_of(machine)
+    if device == "cpu":
+        return NO_ACCELERATOR
+    return next(one for one in (CUDA_CLASSES if device == "cuda" else MAC_CLASSES) if longest >= one.least)

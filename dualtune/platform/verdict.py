@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dualtune.checks import Check, exit_code
-from dualtune.config.examples import example_path
+from dualtune.checks import Check, Level, exit_code
 from dualtune.errors import EnvironmentFault
-from dualtune.platform.budget import Budget, budget
+from dualtune.platform.budget import GPU_RESERVE_BYTES, Budget, budget
 from dualtune.platform.choose import choose
 from dualtune.platform.machine import GB, GIB, Gpu, Machine
 from dualtune.platform.problems import problems
-from dualtune.platform.question import Question, about_config
-from dualtune.platform.recommend import Largest, largest_model, recommended_config
-from dualtune.platform.thresholds import class_of, device_of
+from dualtune.platform.question import Question
+from dualtune.platform.recommend import Largest, largest_model, longest_of_7b
+from dualtune.platform.start import Start, start_of
+from dualtune.platform.thresholds import Class, class_of, device_of
 from dualtune.show import in_bytes
 
 
@@ -27,7 +27,7 @@ class Report:
     checks: tuple[Check, ...]
     platform: str  # "none" where nothing that could train is installed
     reason: str
-    config: str
+    config: str | None  # None where no example fits
     largest: Largest | None
     budget: Budget
     question: Question | None
@@ -40,24 +40,24 @@ class Report:
 def judge(machine: Machine, question: Question | None = None, probed: Check | None = None) -> Report:
     """The rows and the verdict. A question replaces the thresholds: it alone decides then, and a probe's failure."""
     platform, reason = _platform(machine)
-    largest, config = largest_model(machine), recommended_config(machine)
-    rows = [*_system_rows(machine), *_accelerator_rows(machine), *problems(machine)]
+    largest, longest = largest_model(machine), longest_of_7b(machine)
+    start, kind = start_of(machine, largest), class_of(machine, longest)
+    rows = [*_system_rows(machine), *_accelerator_rows(machine, kind.level), *problems(machine)]
     rows.append(Check("packages", "ok", ", ".join(f"{n} {v}" for n, v in machine.packages.items()) or "none"))
     rows.append(Check("platform", "ok" if platform != "none" else "fail", f"{platform}: {reason}"))
-    start = _config_row(machine, config, largest)
-    rows += [_largest_row(machine, largest), start]
+    rows += [_largest_row(machine, largest), _config_row(start)]
     if question is not None:
         rows = [replace(row, level="advice") if row.level == "fail" else row for row in rows]
         rows.append(Check("asked", "ok" if question.fits else "fail", str(question), question.mend))
     if probed is not None:
         rows.append(probed)
     return Report(
-        label=class_of(machine).label,
-        sentence=_sentence(machine, largest, start) if question is None else _answer(question),
+        label=kind.label,
+        sentence=_sentence(machine, kind, longest, largest, start) if question is None else _answer(question),
         checks=tuple(rows),
         platform=platform,
         reason=reason,
-        config=config,
+        config=start and start.config,
         largest=largest,
         budget=budget(machine, device_of(machine)),
         question=question,
@@ -86,14 +86,14 @@ def _system_rows(machine: Machine) -> Iterator[Check]:
     yield Check("memory", "ok", memory + limited)
 
 
-def _accelerator_rows(machine: Machine) -> Iterator[Check]:
+def _accelerator_rows(machine: Machine, level: Level) -> Iterator[Check]:
+    """`level`: of what a run would take."""
     if machine.platform == "mlx":
-        yield Check("Metal", class_of(machine).level, budget(machine, "mlx").reason)
+        yield Check("Metal", level, budget(machine, "mlx").reason)
     elif not machine.gpus:
         yield Check("GPU", "fail", _nothing_found(machine))
     for index, gpu in enumerate(machine.gpus):
-        level = class_of(machine).level if index == 0 else "ok"
-        yield Check(f"GPU {index}", level, _described(gpu))
+        yield Check(f"GPU {index}", level if index == 0 else "ok", _described(gpu))
         if gpu.processes:
             holders = (f"{p.name} ({p.pid}{_held(p.used_bytes)})" for p in gpu.processes)
             yield Check("programs", "advice", f"on GPU {index}: {', '.join(holders)}", "nvidia-smi; kill PID ends one")
@@ -139,36 +139,34 @@ def _largest_row(machine: Machine, largest: Largest | None) -> Check:
     return Check(name, "ok", f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}{slowly}")
 
 
-def _config_row(machine: Machine, config: str, largest: Largest | None) -> Check:
-    """The config that was made for such machines, and what to set where this one is smaller."""
-    get = f"dualtune config {config.removesuffix('.yaml')} > config.yaml"
-    if device_of(machine) == "cpu":
-        return Check("config", "ok", f"configs/{config}", get)
-    question = about_config(machine, example_path(config))
-    need = f"configs/{config}, an estimated {in_bytes(question.need_bytes)}"
-    if question.fits:
-        return Check("config", "ok", need, get)
-    smaller = question.mend or ""
-    if largest is not None and not smaller.startswith("--set"):  # no setting helps, with this model
-        length = largest.max_length
-        settings = f"data.max_length={length} --set train.micro_batch_tokens={length}"
-        smaller = f"--set model.name={largest.name} --set {settings} fits"
-    return Check("config", "advice", f"{need}, too much here: {smaller}", get)
+def _config_row(start: Start | None) -> Check:
+    """The config to begin with, and what to set where this machine is smaller."""
+    if start is None:
+        return Check("config", "advice", "none of the example configs fits, with any model that dualtune knows")
+    found = f"configs/{start.config}"
+    if start.need_bytes is not None:
+        found += f", an estimated {in_bytes(start.need_bytes)}"
+    if start.smaller is not None:
+        found += f", too much here: {start.smaller}"
+    get = f"dualtune config {start.config.removesuffix('.yaml')} > config.yaml"
+    return Check("config", "advice" if start.smaller else "ok", found, get)
 
 
 # --- the sentence ----------------------------------------------------------------------------------------------------
 
 
-def _sentence(machine: Machine, largest: Largest | None, start: Check) -> str:
+def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | None, start: Start | None) -> str:
     """What the machine is, and why; what fits; where to begin; what has to be mended first."""
-    what = f"{_subject(machine)} is {class_of(machine).meaning}"
+    what = f"{_subject(machine)} is {kind.meaning}"
+    if kind.level != "fail":
+        what += f", which fit with documents up to {longest:,} tokens"
     fits = "no known model fits"
     if device_of(machine) == "cpu":
         fits = "small models can be trained with --platform cpu"
     elif largest is not None:
         fits = f"QLoRA of {largest.name} fits, with documents up to {_tokens(largest)}"
-    begin = f"Begin with configs/{recommended_config(machine)}"
-    begin += ", made smaller as said at config" if start.level == "advice" else ""
+    begin = f"Begin with configs/{start.config}" if start else "No example config fits"
+    begin += ", made smaller as said at config" if start and start.smaller else ""
     first = next((row for row in problems(machine) if row.level == "fail"), None)
     mend = f". Before that: {first.found} -> {first.mend}" if first else ""
     return f"{what}; {fits}. {begin}{mend}"
@@ -181,7 +179,11 @@ def _answer(question: Question) -> str:
 def _subject(machine: Machine) -> str:
     match machine.platform:
         case "cuda":
-            return f"{machine.gpus[0].name} with {_gb(machine.gpus[0].total_bytes)}"
+            gpu = machine.gpus[0]
+            busy = (
+                f", {_gb(gpu.free_bytes)} of it free," if gpu.free_bytes < gpu.total_bytes - GPU_RESERVE_BYTES else ""
+            )
+            return f"{gpu.name} with {_gb(gpu.total_bytes)}{busy}"
         case "mlx":
             return f"{machine.cpu} with {machine.memory_bytes / GIB:.0f} GiB of unified memory"
         case "cpu":

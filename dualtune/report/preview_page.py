@@ -1,87 +1,195 @@
-"""The page of `dualtune preview --html`: documents with what is trained in them, and the numbers of the data.
+"""The page of `dualtune preview --html`: the numbers of the data, and rows as conversations with what is trained.
 
-One file without scripts. Whatever the data hold is text here, and the page may load nothing from anywhere.
+One file without scripts that may load nothing from anywhere. Whatever the data hold is text here.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
-from dualtune.data.survey import Bar, ShownDocument, ShownToken, visible
+from dualtune.data.samples import Kind, Sample, kinds_of
+from dualtune.data.survey import Bar, ShownToken, SourceNumbers, Survey
+from dualtune.data.turns import Part, Turn
+from dualtune.escape import visible
+from dualtune.report.preview_style import STYLE, filter_style
 
-_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root { color-scheme: light dark; --text: #1b1b1b; --page: #fff; --dim: #6b6b6b; --line: #ddd; --trained: #c9efd0;
-  --bar: #3d8f53; --warning: #fff0c2 }
-@media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --page: #161616; --dim: #9a9a9a; --line: #3a3a3a;
-  --trained: #1d4a2a; --bar: #58b06f; --warning: #4a3c10 } }
-body { margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: var(--text); background: var(--page);
-  font: 1rem/1.5 system-ui, sans-serif }
-h2 { margin-top: 2rem; font-size: 1.1rem }
-h2 small { color: var(--dim); font-weight: normal }
-.text { padding: .75rem; border: 1px solid var(--line); font: .9rem/1.7 ui-monospace, monospace;
-  white-space: pre-wrap; overflow-wrap: anywhere }
-.text span { color: var(--dim) }
-.text .trained { color: var(--text); background: var(--trained) }
-.text:hover span { box-shadow: inset 1px 0 var(--line) }
-.text span:hover { outline: 1px solid var(--text) }
-.warning { padding: .5rem .75rem; background: var(--warning) }
-table { border-collapse: collapse }
-th, td { padding: .15rem 1rem .15rem 0; text-align: left; vertical-align: top; font-weight: normal;
-  overflow-wrap: anywhere }
-th { color: var(--dim); white-space: nowrap }
-.bars { width: 100% }
-.bars td:last-child { width: 100% }
-.bars div { height: .9rem; background: var(--bar) }
-</style>
-</head>
-<body>
-"""
+FOLDED = 600  # tokens from which on a row is folded up
+TAGS = {
+    "cut": "cut",
+    "duplicate": "duplicate",
+    "longest": "among the longest",
+    "control": "control token in text",
+    "evaluation": "evaluation",
+}
 
 
-def preview_page(
-    title: str,
-    documents: Sequence[ShownDocument],
-    numbers: Sequence[tuple[str, str]],
-    histogram: Sequence[Bar],
-    warnings: Sequence[str],
-) -> str:
-    """The whole page. `numbers` are (what, how much), in words."""
-    parts = [_HEAD.replace("{title}", _text(title)), f"<h1>{_text(title)}</h1>\n"]
-    parts += [f'<p class="warning">{_text(warning)}</p>\n' for warning in warnings]
-    parts.append("<h2>Numbers</h2>\n<table>\n")
-    parts += [f"<tr><th>{_text(what)}</th><td>{_text(number)}</td></tr>\n" for what, number in numbers]
-    parts += ["</table>\n<h2>Tokens of a document</h2>\n", _bars(histogram)]
-    parts += [_document(document) for document in documents]
-    return "".join([*parts, "</body>\n</html>\n"])
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the page shows. `numbers` are those of the survey, (what, how much) in words."""
+
+    title: str
+    found: Survey
+    numbers: Sequence[tuple[str, str]]
+    warnings: Sequence[str]
+    sources: Sequence[SourceNumbers]
+    samples: Sequence[Sample]
 
 
-def _document(document: ShownDocument) -> str:
-    counts = f"{len(document.tokens)} tokens, {document.num_trained} of them trained"
-    tokens = "".join(map(_token, document.tokens))
-    return f'<h2>{_text(document.where)} <small>{counts}</small></h2>\n<div class="text">{tokens}</div>\n'
+def preview_page(page: Page) -> str:
+    """The whole page."""
+    title, kinds = _text(page.title), kinds_of(page.found)
+    style = STYLE + filter_style([kind.name for kind in kinds])
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return "".join(
+        [
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; ',
+            f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\">\n",
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
+            f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n",
+            *(f'<p class="notice"><b>Warning:</b> {_text(warning)}</p>\n' for warning in page.warnings),
+            '<ul class="tiles">\n',
+            *(f"<li><b>{_text(number)}</b> {_text(what)}</li>\n" for what, number in _tiles(page.found)),
+            "</ul>\n<h2>Numbers</h2>\n<dl>\n",
+            *(f"<dt>{_text(what)}</dt><dd>{_text(number)}</dd>\n" for what, number in page.numbers if what),
+            "</dl>\n<h2>Lengths</h2>\n",
+            _histogram(page.found.histogram),
+            _sources(page.sources),
+            "<h2>Rows</h2>\n",
+            _filters(page, kinds),
+            _LEGEND,
+            *(_sample(sample, number) for number, sample in enumerate(page.samples, start=1)),
+            *map(_bad, page.found.first_bad_rows),
+            "</main>\n</body>\n</html>\n",
+        ]
+    )
+
+
+def _tiles(found: Survey) -> list[tuple[str, str]]:
+    """The numbers to see first."""
+    return [
+        ("documents to train on", f"{found.documents:,}"),
+        ("tokens", f"{found.tokens:,}"),
+        ("of them trained", f"{found.trained_share:.1%}"),
+        ("tokens of the median document", f"{found.lengths.median:,g}"),
+        ("steps", f"{found.steps:,}"),
+        ("bad rows left out", f"{found.bad_rows:,}"),
+    ]
+
+
+def _histogram(bars: Sequence[Bar]) -> str:
+    most = max(bar.documents for bar in bars)
+    usual = bars[0].last - bars[0].first + 1
+    rows = "".join(
+        f"<tr{_late(bar, usual)}><th scope=row>{bar.first:,} to {bar.last:,}</th><td>{bar.documents:,}</td>"
+        f'<td><svg aria-hidden="true"><rect height="100%" rx="2" width="{100 * bar.documents / most:.1f}%"/></svg>'
+        "</td></tr>\n"
+        for bar in bars
+    )
+    note = " The last bar is wider than the others." if len(bars) > 1 and _late(bars[-1], usual) else ""
+    return (
+        f'<table class="bars">\n<caption>Documents by their number of tokens.{note}</caption>\n'
+        "<thead><tr><th scope=col>tokens</th><th scope=col>documents</th><td></td></tr></thead>\n"
+        f"<tbody>\n{rows}</tbody></table>\n"
+    )
+
+
+def _late(bar: Bar, usual: int) -> str:
+    return ' class="late"' if bar.last - bar.first + 1 > usual else ""
+
+
+def _sources(sources: Sequence[SourceNumbers]) -> str:
+    heads = "".join(
+        f"<th scope=col>{name}</th>"
+        for name in ("source", "documents", "tokens", "trained", "median length", "90 % up to", "longest")
+    )
+    return (
+        '<h2>Sources</h2>\n<div class="scroll" role="region" aria-label="Numbers by source" tabindex="0">\n'
+        f'<table class="sources">\n<thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{''.join(map(_source, sources))}</tbody></table>\n</div>\n"
+    )
+
+
+def _source(source: SourceNumbers) -> str:
+    cells = [f"{source.documents:,}", f"{source.tokens:,}"]
+    if lengths := source.lengths:
+        cells += [
+            f"{source.trained_tokens / source.tokens:.0%}", f"{lengths.median:,g}", f"{lengths.p90:,}",
+            f"{lengths.max:,}",
+        ]  # fmt: skip
+    else:
+        cells += ["–"] * 4
+    return f"<tr><th scope=row>{_text(source.path)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+
+
+def _filters(page: Page, kinds: Sequence[Kind]) -> str:
+    shown = {kind.name: sum(kind.name in sample.kinds for sample in page.samples) for kind in kinds}
+    shown["bad"] = len(page.found.first_bad_rows)
+    choices = [("all", f"All ({len(page.samples) + len(page.found.first_bad_rows)})")]
+    choices += [(kind.name, f"{kind.title} ({_of(shown[kind.name], kind.total)})") for kind in kinds]
+    labels = "".join(
+        f'<label><input type="radio" name="show" id="show-{name}"{" checked" * (name == "all")}> {text}</label>\n'
+        for name, text in choices
+        if name == "all" or shown[name]
+    )
+    return f"<fieldset>\n<legend>Show these rows</legend>\n{labels}</fieldset>\n"
+
+
+def _of(shown: int, total: int) -> str:
+    return f"{shown:,}" if shown == total else f"{shown:,} of {total:,}"
+
+
+_LEGEND = (
+    '<p class="legend part"><span><span class="trained">underlined, on green</span> is learned</span>'
+    "<span>the rest is context</span>"
+    '<span><span class="special">token</span> is a special token</span></p>\n'
+)
+
+
+def _sample(sample: Sample, number: int) -> str:
+    kinds = " ".join(sorted(sample.kinds))
+    tags = "".join(f'<span class="tag {name}">{text}</span>' for name, text in TAGS.items() if name in sample.kinds)
+    twin = f"; the same as {_text(sample.twin)}" if sample.twin else ""
+    turns = f'<div class="turns">\n{"".join(map(_turn, sample.turns))}</div>\n'
+    if sample.num_tokens > FOLDED:
+        turns = f"<details><summary>Show {sample.num_tokens:,} tokens</summary>\n{turns}</details>\n"
+    cut = f"cut at {sample.num_tokens:,} tokens: {sample.lost:,} more are lost" if sample.lost else ""
+    return (
+        f'<article class="row {kinds}" aria-labelledby="row-{number}">\n'
+        f'<header><h3 id="row-{number}">{_place(sample.where)}</h3>{tags}'
+        f"<p>{sample.num_tokens:,} tokens, {sample.num_trained:,} of them trained{twin}</p></header>\n"
+        f"{turns}{f'<p class=cutmark>✂ {cut}</p>' if cut else ''}</article>\n"
+    )
+
+
+def _place(where: str) -> str:
+    """path:line, with its end to catch the eye."""
+    directory, slash, name = where.rpartition("/")
+    return f'<span class="dim">{_text(directory + slash)}</span>{_text(name)}'
+
+
+def _turn(turn: Turn) -> str:
+    role, parts = _text(turn.role), "".join(map(_part, turn.parts))
+    return f'<section class="turn {role}"><h4>{role}</h4>\n{parts}</section>\n'
+
+
+def _part(part: Part) -> str:
+    """A part that stands inside a line would take its own; frames are short."""
+    tag = "span" if part.kind == "frame" else "div"
+    return f'<{tag} class="part {part.kind}" dir="auto">{"".join(map(_token, part.tokens))}</{tag}>\n'
 
 
 def _token(token: ShownToken) -> str:
-    kind = ' class="trained"' if token.trained else ""
-    return f'<span title="{token.id}"{kind}>{_text(token.text)}</span>'
+    kinds = " ".join(name for name, holds in (("special", token.special), ("trained", token.trained)) if holds)
+    return f'<span title="token {token.id}"{f" class={kinds!r}" if kinds else ""}>{_text(token.text)}</span>'
 
 
-def _bars(histogram: Sequence[Bar]) -> str:
-    most = max(bar.documents for bar in histogram)
-    rows = (
-        f"<tr><th>{bar.first} to {bar.last}</th><td>{bar.documents}</td>"
-        f'<td><div style="width: {bar.documents / most:.1%}"></div></td></tr>\n'
-        for bar in histogram
-    )
-    return f'<table class="bars">\n{"".join(rows)}</table>\n'
+def _bad(reason: str) -> str:
+    return f'<article class="row bad"><p class="reason">{_text(reason)}</p></article>\n'
 
 
 def _text(text: str) -> str:

@@ -20,15 +20,8 @@ from typing import Any
 import numpy as np
 
 from dualtune.adapter.spec import parse_name
-from dualtune.backend import (
-    ADAM_BETA1,
-    ADAM_BETA2,
-    ADAM_EPS,
-    BACKEND_KEYS,
-    CLIP_EPS,
-    IGNORE_INDEX,
-    Batch,
-)
+from dualtune.backend import ADAM_BETA1, ADAM_BETA2, ADAM_EPS, CLIP_EPS, IGNORE_INDEX, Batch
+from dualtune.capabilities import BACKEND_KEYS
 from dualtune.testing import conformance_packing, conformance_state, tolerances
 from dualtune.testing.conformance_case import (
     DECAY,

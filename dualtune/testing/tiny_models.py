@@ -59,6 +59,40 @@ def write_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
     return _write(path, config, weights)
 
 
+GPT2_CONFIG: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 128,
+    "vocab_size": 96,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_tiny_gpt2(path: Path, seed: int = 0, **changes: Any) -> Path:
+    """A GPT-2 with random float32 weights, in the names of OpenAI's files. `changes` replace keys of GPT2_CONFIG."""
+    config = GPT2_CONFIG | changes
+    config["n_ctx"] = config["n_positions"]  # which only mlx-lm reads
+    d, rng = config["n_embd"], np.random.default_rng(seed)
+    linear = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "mlp.c_fc": (d, 4 * d), "mlp.c_proj": (4 * d, d)}
+    weights = {"wte.weight": rng.normal(0, 0.3, (config["vocab_size"], d)),
+               "wpe.weight": rng.normal(0, 0.3, (config["n_positions"], d))}  # fmt: skip
+    norms = ["ln_f"]
+    for i in range(config["n_layer"]):
+        norms += [f"h.{i}.ln_1", f"h.{i}.ln_2"]
+        for name, (in_dim, out_dim) in linear.items():
+            weights[f"h.{i}.{name}.weight"] = rng.normal(0, 1, (in_dim, out_dim)) / np.sqrt(in_dim)
+            weights[f"h.{i}.{name}.bias"] = rng.normal(0, 0.1, out_dim)
+    for norm in norms:
+        weights |= {f"{norm}.weight": 1 + 0.1 * rng.normal(0, 1, d), f"{norm}.bias": rng.normal(0, 0.1, d)}
+    return _write(path, config, weights)
+
+
 def write_softmax_model(path: Path, seed: int = 0, vocab: int = 31, hidden: int = 8) -> Path:
     """The model of `numpy_engine`: logits = head · tanh(mixer · embedding). `mixer` is square."""
     rng = np.random.default_rng(seed)

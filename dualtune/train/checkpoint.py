@@ -12,9 +12,11 @@ only counts if its manifest is true.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import re
+import stat
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -28,7 +30,8 @@ from dualtune import faults
 from dualtune.adapter import fields
 from dualtune.adapter.files import read_json, read_safetensors
 from dualtune.adapter.spec import Tensors
-from dualtune.backend import Engine, OptimizerState
+from dualtune.backend import Engine, OptimizerState, check_state
+from dualtune.data.order import MAX_STEPS
 from dualtune.disk import json_bytes, listing, remove_directory, write_directory
 from dualtune.errors import DiskError, FormatError, NonFiniteError
 from dualtune.train.guards import GuardState
@@ -37,9 +40,16 @@ SCHEMA_VERSION = 2  # 1 had no fingerprints and no guards
 MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STATE_BYTES = 4 << 20
-MAX_STEP = 10**12
 BYTES_PER_WEIGHT = 12  # float32: the weight and its two moments
+# What says that a checkpoint belongs to this base model and these data; without it nothing could be compared.
+FINGERPRINTS = frozenset(
+    {"base model's config", "base model's weights", "tokenizer", "chat template", "train documents", "eval documents"}
+)
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+class NewerCheckpoint(FormatError):
+    """A newer dualtune has written it. An older checkpoint must not take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +120,16 @@ def entries(directory: Path) -> list[Entry]:
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    """(the newest checkpoint that verifies, what is wrong with each newer one)."""
+    """(the newest checkpoint that verifies, what is wrong with each newer one). NewerCheckpoint if it is one of these.
+
+    Only damage is a reason to go back to an older one.
+    """
     passed_over: list[str] = []
     for path, _ in _directories(directory):
         try:
             return read(path), passed_over
+        except NewerCheckpoint:
+            raise
         except FormatError as problem:
             passed_over.append(str(problem))
     return None, passed_over
@@ -135,15 +150,43 @@ def set_aside(directory: Path, after: int) -> list[Path]:
 
 def read(path: Path) -> Checkpoint:
     """A checkpoint that verifies, or FormatError that says what is wrong with it."""
-    if problem := problem_of(path):
-        raise FormatError(f"{path}: {problem}")
-    state = _read_state(path)
+    state = _verified_state(path)
     adapter = read_safetensors(path / "adapter.safetensors")
     m, v = (read_safetensors(path / f"optimizer_{part}.safetensors") for part in "mv")
     shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, m, v)]
     if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
         raise FormatError(f"{path}: the adapter and the moments of its optimizer are not of the same tensors")
+    if not all(np.isfinite(x).all() for tensors in (adapter, m, v) for x in tensors.values()):
+        raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed since")
     return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], m, v), state)
+
+
+def restore(engine: Engine, saved: Checkpoint) -> None:
+    """Put an engine into the state of a checkpoint. FormatError, and nothing done, if it is of another adapter."""
+    try:
+        check_state(engine.adapter_state(), saved.adapter, f"{saved.path}: adapter.safetensors")
+    except ValueError as error:
+        raise FormatError(f"{error}. It was not saved by this run, or changed since") from None
+    engine.load_adapter_state(saved.adapter)
+    engine.load_optimizer_state(saved.optimizer)
+
+
+def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """FormatError unless name, manifest and state agree: a copy under another name is a state of another step."""
+    named = _NAME.fullmatch(path.name)  # a copy elsewhere may be called anything
+    said = {"its name": int(named[1]) if named else state["step"], MANIFEST: manifest.get("step")}
+    for what, step in said.items():
+        if step != state["step"]:
+            shown = fields.shown(fields.text_of(step))
+            raise FormatError(f"{path}: it holds the state after step {state['step']}, and {what} says {shown}")
+
+
+def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
+    """FormatError if something is missing that every checkpoint since schema version 2 has."""
+    found = {*state, *(f"fingerprints: {name}" for name in fields.subtable(state, "fingerprints", path))}
+    needed = {"place", "schedule", "guards", "fingerprints", *(f"fingerprints: {name}" for name in FINGERPRINTS)}
+    if missing := sorted(needed - found):
+        raise FormatError(f"{path / 'state.json'}: {missing[0]}: missing, so nothing would be compared with it")
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -151,7 +194,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     file = path / "state.json"
     state = read_json(file, max_bytes=MAX_STATE_BYTES)
     for key in ("step", "optimizer_step"):
-        if type(value := fields.required(state, key, file)) is not int or not 0 <= value < MAX_STEP:
+        if type(value := fields.required(state, key, file)) is not int or not 0 <= value <= MAX_STEPS:
             raise fields.wrong(file, key, value, "a number of steps")
     fields.required(state, "config", file)
     for section in fields.subtable(state, "config", file):
@@ -191,40 +234,80 @@ FILES = frozenset({"adapter.safetensors", "optimizer_m.safetensors", "optimizer_
 
 
 def problem_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint: every file of the manifest must be there with its size and hash."""
+    """What is wrong with a checkpoint, as far as it can be told without reading its tensors; None if nothing is."""
     try:
-        if not (path / MANIFEST).exists():
-            return f"{MANIFEST} is missing"
-        manifest = read_json(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
-        version, files = manifest["schema_version"], manifest["files"]
-        if version > SCHEMA_VERSION:
-            newer = fields.shown(fields.text_of(version))
-            return f"has schema version {newer}, this dualtune reads up to {SCHEMA_VERSION}: upgrade it"
-        if missing := FILES - {*files}:
-            return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
-        if foreign := {*files} - FILES:  # it may come from elsewhere, and name any file of this machine
-            names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
-            return f"{MANIFEST} lists {names}, which a checkpoint does not have"
-        return next(filter(None, (_problem_of_file(path / name, entry) for name, entry in files.items())), None)
+        _verified_state(path)
     except FormatError as error:
-        return f"{MANIFEST} is not a manifest ({str(error).removeprefix(f'{path / MANIFEST}: ')})"
+        return str(error).removeprefix(f"{path}: ")
+    return None
+
+
+def _verified_state(path: Path) -> dict[str, Any]:
+    """state.json, once every file is there with its size and hash, and all of them speak of the same step."""
+    try:
+        manifest = _verify(path)
+    except FormatError as problem:
+        raise type(problem)(f"{path}: {problem}") from None
+    state = _read_state(path)
+    _check_step(path, manifest, state)
+    if manifest["schema_version"] > 1:
+        _check_complete(path, state)
+    return state
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """The manifest, once the files that it lists are found to be those. FormatError says what is wrong."""
+    if path.is_symlink():
+        raise FormatError("is a symbolic link, and a checkpoint is a directory. Copy what it leads to")
+    manifest = _read_manifest(path)
+    version, files = manifest["schema_version"], manifest["files"]
+    if version > SCHEMA_VERSION:
+        raise NewerCheckpoint(
+            f"was made by a newer dualtune: it has schema version {version}, this dualtune reads up to "
+            f"{SCHEMA_VERSION}. Upgrade it"
+        )
+    if missing := FILES - {*files}:
+        raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
+    if foreign := {*files} - FILES:  # it may come from elsewhere, and name any file of this machine
+        names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
+        raise FormatError(f"{MANIFEST} lists {names}, which a checkpoint does not have")
+    for name in files:
+        if problem := _problem_of_file(path / name, fields.subtable(files, name, MANIFEST)):  # {} for null
+            raise FormatError(problem)
+    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        file.lstat()
     except OSError as error:
-        return f"{MANIFEST} cannot be read: {error.strerror}"
-    except (KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not a manifest"
+        is_gone = isinstance(error, FileNotFoundError)
+        raise FormatError(f"{MANIFEST} is missing" if is_gone else f"{MANIFEST}: {error.strerror}") from None
+    try:
+        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES)
+        fields.rank(manifest, "schema_version", MANIFEST)
+        for name in fields.subtable(manifest, "files", MANIFEST):
+            fields.subtable(manifest["files"], name, MANIFEST)
+        fields.required(manifest, "files", MANIFEST)
+    except FormatError as error:
+        raise FormatError(f"{MANIFEST} is not a manifest ({str(error).removeprefix(f'{file}: ')})") from None
+    return manifest
 
 
 def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
     try:
-        size = file.stat().st_size
-        if size != entry["bytes"]:
-            said = fields.shown(fields.text_of(entry["bytes"]))
-            return f"{file.name} has {size} bytes, and the manifest says {said}"
+        found = file.lstat()
+        if not stat.S_ISREG(found.st_mode):  # a link may lead to a file that is not ours, a pipe never ends
+            return f"{file.name} is not a plain file"
+        if found.st_size != entry.get("bytes"):
+            said = fields.shown(fields.text_of(entry.get("bytes")))
+            return f"{file.name} has {found.st_size} bytes, and the manifest says {said}"
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    return None if digest == entry["sha256"] else f"{file.name} is damaged: its sha256 is not the manifest's"
+    return None if digest == entry.get("sha256") else f"{file.name} is damaged: its sha256 is not the manifest's"
 
 
 def _directories(directory: Path) -> list[tuple[Path, int]]:
@@ -234,4 +317,7 @@ def _directories(directory: Path) -> list[tuple[Path, int]]:
 
 
 def _num_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir() if file.is_file()) if path.is_dir() else 0
+    """What its files take; 0 for what is no directory, or cannot be looked into."""
+    with contextlib.suppress(OSError):
+        return sum(file.lstat().st_size for file in path.iterdir())
+    return 0

@@ -32,7 +32,7 @@ def evaluate(
     show: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> EvalRecord:
-    """The mean loss over the targets of all documents; `show(done, total)` is called after each micro-batch.
+    """The mean loss over the targets of all documents; `show(done, total)` is told how many micro-batches are done.
 
     In a team each process computes its share. Preempted if a signal asks.
     """
@@ -41,6 +41,7 @@ def evaluate(
     groups = share(documents.lengths, ids, layout, team.rank, team.size)
     loss_sum, num_targets = 0.0, 0
     queued: list[LossSum] = []
+    show(0, len(groups))
     for done, rows in enumerate(groups, start=1):
         team.stop_if(interrupt.requested())
         queued.append(engine.evaluate(make_batch(documents, rows, seed=0, step=step)))
@@ -52,7 +53,10 @@ def evaluate(
     return EvalRecord(step=step, eval_loss=loss_sum / total_targets, eval_targets=int(total_targets))
 
 
-def exact_match(model: Model, examples: Sequence[Example], max_length: int) -> float:
+def exact_match(
+    model: Model, examples: Sequence[Example], max_length: int,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> float:  # fmt: skip
     """The share of examples whose last answer, end token included, greedy decoding gives token for token.
 
     Greedy decoding gives an answer if and only if every token of it is the most probable one after those before it, so
@@ -61,7 +65,9 @@ def exact_match(model: Model, examples: Sequence[Example], max_length: int) -> f
     documents = tokenize(examples, model.tokenizer, "last", max_length)
     whole = np.flatnonzero(documents.lengths < max_length)
     exact = 0
-    for batch in micro_batches(documents, whole.tolist(), Layout(AUTO_MICRO_BATCH_TOKENS), seed=0, step=0):
+    batches = micro_batches(documents, whole.tolist(), Layout(AUTO_MICRO_BATCH_TOKENS), seed=0, step=0)
+    for done, batch in enumerate(batches):
+        show(done, len(batches))
         interrupt.poll()
         is_target_BT = batch.labels_BT != IGNORE_INDEX
         is_right_BT = model.engine.logprobs(batch).argmax(-1) == batch.labels_BT

@@ -97,10 +97,6 @@ class Gap:
     logprob: float  # largest difference of log p, over the recorded tokens with p >= PLAUSIBLE
 
 
-def num_vocabulary(engine: Engine) -> int:
-    return engine.logprobs(_batch(np.zeros(1, np.int32))).shape[-1]
-
-
 def recorded_tops(entry: Entry) -> list[Top]:
     """What was recorded, by position, the last token's at the end."""
     return [[(int(i), float(p)) for i, p in top] for top in (*entry.get("earlier", ()), entry["top"])]

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dualtune import interrupt
-from dualtune.adapter.directory import Adapter, read_adapter
+from dualtune.adapter.chat_template import NONE, TEMPLATE_FILE, mismatch
+from dualtune.adapter.directory import Adapter, adapter_directory, read_adapter
 from dualtune.adapter.spec import LoraSpec, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
-from dualtune.base_model import resolve_model
+from dualtune.base_model import learned_positions, read_config, resolve_model
+from dualtune.data.control_tokens import Policy
 from dualtune.data.formats import Example
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
@@ -30,6 +31,8 @@ class Model:
 
     engine: Engine
     tokenizer: Tokenizer
+    note: str | None = None  # that the chat template is not the one of the training
+    positions: int | None = None  # that it has a table for
 
 
 def load_model(
@@ -40,24 +43,29 @@ def load_model(
     dtype: str = "auto",
     quantization: str = "auto",
     template: str = "auto",
+    special_tokens_in_text: Policy = "text",
     kernels: str = "auto",
+    init: str = "pretrained",
+    seed: int = 0,
 ) -> Model:
     """Load a model by directory or hub id, with the adapter of a directory in any layout, if one is given.
 
-    An adapter that was trained without the chat template is used without it, unless `template` says otherwise.
+    `template` is as in data.template, but auto is the one that the adapter was trained with, if that is known. With
+    `init` "random", the weights are those that a training with the same seed begins with on this backend.
     """
-    start = read_adapter(adapter) if adapter else None
+    adapter = adapter_directory(adapter) if adapter else None
+    start, own = read_adapter(adapter) if adapter else None, ""
     spec = BASE_ONLY
-    if start is not None:
+    if start is not None and adapter is not None:
         spec = LoraSpec(start.spec.rank, start.spec.alpha, 0.0, tuple(modules_of(start.tensors)))
-        if template == "auto" and _training(start.metadata).get("template") == "none":
-            template = "none"
-    model_dir = resolve_model(name)
-    tokenizer = Tokenizer(model_dir, template)
-    engine = backend.load(LoadRequest(model_dir, dtype, quantization, "pretrained", spec, 0.0, seed=0, kernels=kernels))
+        template, own = _template_for(start, adapter, template), str(adapter / TEMPLATE_FILE)
+    model_dir = resolve_model(name, weights=init == "pretrained")
+    tokenizer = Tokenizer(model_dir, template, special_tokens_in_text)
+    engine = backend.load(LoadRequest(model_dir, dtype, quantization, init, spec, 0.0, seed=seed, kernels=kernels))
     if start is not None:
         load_adapter(engine, start, name)
-    return Model(engine, tokenizer)
+    note = mismatch(start.template_hash, tokenizer.template_hash) if start and template != own else None
+    return Model(engine, tokenizer, note, learned_positions(read_config(model_dir)))
 
 
 def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
@@ -68,14 +76,27 @@ def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
         raise ConfigError(f"the adapter does not fit the model {model_name}: {error}") from error
 
 
-def _training(metadata: dict[str, Any]) -> dict[str, Any]:
-    return metadata.get("training") or {}
+def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
+    """The choice for a tokenizer; also a file that is not here gives way to the adapter's own."""
+    if adapter.template is not None:
+        is_here = choice == NONE or Path(choice).expanduser().is_file()
+        return choice if is_here else str(directory / TEMPLATE_FILE)
+    return NONE if choice == "auto" and adapter.template_hash == NONE else choice
 
 
 def stream_text(
     model: Model, prompt: np.ndarray, *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
 ) -> Iterator[str]:
-    """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy."""
+    """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy.
+
+    It ends where a table of positions does, and ConfigError for a prompt that is longer.
+    """
+    if model.positions is not None:
+        if len(prompt) > model.positions:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, and this model has positions up to {model.positions}. Shorten it"
+            )
+        max_tokens = min(max_tokens, model.positions - len(prompt))
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space that begins a text
     shown = model.tokenizer.decode(ids)
@@ -133,11 +154,10 @@ def answer(model: Model, example: Example, max_tokens: int = 256) -> Answer:
     tokenizer = model.tokenizer
     if tokenizer.template is not None and example.messages:
         *before, last = example.messages
-        rendered = tokenizer.render(before, tools=example.tools, add_generation_prompt=True)
-        ids = tokenizer.encode(rendered, special=False)
+        ids = tokenizer.encode_chat(before, tools=example.tools)
         shown, expected = before[-1].content, last.content
     else:
         assert example.prompt is not None and example.completion is not None
         shown, expected = example.prompt, example.completion
-        ids = tokenizer.encode(shown, special=True)
+        ids = tokenizer.encode_text(shown)
     return Answer(shown, expected, "".join(stream_text(model, ids, max_tokens=max_tokens)))

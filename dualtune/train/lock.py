@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import psutil
 
 from dualtune.disk import hidden_sibling
 from dualtune.errors import DiskError, LockedError
+from dualtune.train.replaced import fault_of
 
 LOCK_FILE = "lock"
 CLAIM_FILE = "lock.claim"  # where there is no flock
@@ -40,10 +41,12 @@ class Note:
     started: str  # for people
     state: str = "running"
     reason: str = ""
+    namespace: str = ""  # in which the pid counts, as containers have their own; "" where the system has no name for it
 
     @classmethod
     def of_this_process(cls) -> Note:
-        return cls(os.getpid(), socket.gethostname(), _boot_id(), datetime.now(UTC).isoformat(timespec="seconds"))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(os.getpid(), socket.gethostname(), _boot_id(), now, namespace=_pid_namespace())
 
 
 class Lock:
@@ -62,6 +65,10 @@ class Lock:
             self._let_go(None)
             raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
 
+    def fault(self) -> str | None:
+        """What has become of the lock file, so that another process may hold the directory; None while it is ours."""
+        return fault_of(self._path, self._file)
+
     def release(self, state: str, reason: str = "") -> None:
         """Let go, and note how the run ended."""
         self._let_go(replace(Note.of_this_process(), state=state, reason=reason))
@@ -79,7 +86,7 @@ class Lock:
 
     def _take(self) -> int:
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 held = _is_held(file, patient=True)
                 if held is None:
@@ -118,7 +125,8 @@ class Lock:
         with contextlib.suppress(OSError):  # how it ended is told by the exit code too
             if note is not None:
                 self._write(note)
-            self._claim.unlink(missing_ok=True)
+            if _is_at(self._file, self._path):  # the claim beside another lock file is another run's
+                self._claim.unlink(missing_ok=True)
         os.close(self._file)
 
     def _write(self, note: Note) -> None:
@@ -179,7 +187,11 @@ def _is_alive(note: Note) -> bool:
         return False
     if note.host != socket.gethostname():
         return True
-    if note.boot != _boot_id() or note.pid == os.getpid():
+    if note.boot != _boot_id():
+        return False
+    if note.namespace and note.namespace != _pid_namespace():  # there the pid is somebody else's, here nobody's
+        return True
+    if note.pid == os.getpid():
         return False
     try:
         return psutil.Process(note.pid).status() != psutil.STATUS_ZOMBIE
@@ -190,6 +202,13 @@ def _is_alive(note: Note) -> bool:
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # no Linux
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # no Linux
         return ""
 
@@ -211,8 +230,13 @@ def _to_bytes(note: Note) -> bytes:
 
 
 def _parse(data: bytes) -> Note | None:
+    """None for what is empty, cut, or somebody else's file. Keys of a newer version are passed over."""
     try:
-        table: dict[str, Any] = json.loads(data)
-        return Note(**table)
-    except (ValueError, TypeError):  # empty, cut, or somebody else's file
+        table: Any = json.loads(data)
+        known: dict[str, Any] = {field.name: table[field.name] for field in fields(Note) if field.name in table}
+        pid = known.get("pid")
+        if type(pid) is not int or not all(isinstance(known[name], str) for name in known if name != "pid"):
+            return None
+        return Note(**known) if 0 < pid < 1 << 31 else None
+    except (ValueError, TypeError, RecursionError):
         return None

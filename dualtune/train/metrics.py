@@ -10,19 +10,23 @@ import json
 import math
 import os
 import time
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 from dualtune.backend import Backend, StepOutput
-from dualtune.disk import write_file
+from dualtune.disk import new_file, write_file
 from dualtune.errors import DiskError
 from dualtune.hooks import EvalRecord, Event, StepRecord
 from dualtune.redaction import redact
+from dualtune.train.replaced import fault_of, set_aside
 from dualtune.train.watchers import Watchers
 
 TAIL_BYTES = 1 << 17
+_CHUNK = 1 << 20
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
 
 
@@ -30,8 +34,9 @@ class History:
     """What the rows of a run say so far."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        self.step: int | None = None  # of the last step row, with its loss
-        self.loss: float | None = None
+        self.step: int | None = None  # of the last step row
+        self.losses = array("d")  # of the step rows
+        self.verdict: str | None = None  # the word, if no step has followed
         self.evals: dict[int, EvalRecord] = {}  # by step, in the order in which they were made
         for row in rows:
             self.note(row)
@@ -40,7 +45,15 @@ class History:
         if "eval_loss" in row:
             self.evals[row["step"]] = EvalRecord(row["step"], row["eval_loss"], row["eval_targets"])
         elif "loss" in row:
-            self.step, self.loss = row["step"], row["loss"]
+            self.step, self.verdict = row["step"], None
+            self.losses.append(row["loss"])
+        elif row.get("event") == "verdict" and isinstance(word := row.get("verdict"), str):
+            self.verdict = word
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last step."""
+        return self.losses[-1] if self.losses else None
 
     @property
     def final_loss(self) -> float:
@@ -68,9 +81,10 @@ class Metrics:
     def __init__(self, path: Path, backend: Backend, watchers: Watchers, first_step: int = 0) -> None:
         try:
             self.history = History(_keep_rows(path, first_step))
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = os.open(path, _FLAGS, 0o666)
         except OSError as error:
             raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
+        self._path = path
         self._unwritten = b""
         self._is_failing = False
         self._backend = backend
@@ -128,6 +142,28 @@ class Metrics:
         """Make the rows durable: after a power cut no checkpoint may be newer than its rows."""
         with contextlib.suppress(OSError):
             os.fsync(self._file)
+
+    def copy_to(self, target: Path) -> None:
+        """Write all rows there, also those of a file that has been deleted. DiskError if that fails."""
+        offset = 0
+        with new_file(target) as file:
+            while data := os.pread(self._file, _CHUNK, offset):
+                file.write(data)
+                offset += len(data)
+
+    def put_back(self) -> str | None:
+        """Write the file again if it was deleted or replaced, and go on in it. What was found, and what was done."""
+        if (fault := fault_of(self._path, self._file)) is None:
+            return None
+        try:
+            kept = set_aside(self._path)
+            self.copy_to(self._path)
+            file = os.open(self._path, _FLAGS)
+        except OSError as error:
+            raise DiskError(f"{fault}, and cannot be written again: {error.strerror}") from error
+        os.close(self._file)
+        self._file = file
+        return f"{fault}; it is written again with all its rows{kept}"
 
     def write_rest(self) -> None:
         """The last chance of rows that a full disk has refused."""

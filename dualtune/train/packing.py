@@ -13,7 +13,7 @@ import numpy as np
 from dualtune.backend import Batch, Engine
 from dualtune.data.batches import make_batch
 from dualtune.data.documents import in_memory
-from dualtune.errors import ConfigError
+from dualtune.errors import ConfigError, NonFiniteError
 
 LENGTHS = (5, 7, 4)  # tokens of the documents; short, because what comes in from the one before fades
 ROWS = ((0, 1, 2), (2, 0))  # unlike each other: a mask of the first row must not serve for all
@@ -25,11 +25,19 @@ NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 def check_packing(engine: Engine) -> None:
     """ConfigError unless documents that share a row have the losses that they have alone.
 
+    NonFiniteError where a document that is alone has none: no packing is to blame for that.
+
     They may be apart by a tenth of what it does to make one document of them all, and in any case by the noise of the
     dtype, but never by ten times as much.
     """
     documents = _documents(engine)
     alone = np.concatenate([_losses(engine, documents, [[i]]) for i in range(len(documents))])
+    if (broken := alone[~np.isfinite(alone)]).size:
+        raise NonFiniteError(
+            f"model.name: before any training the model computes losses that are not finite ({broken[0]}) in "
+            f"{engine.description['dtype']}. Its weights hold NaN or Inf, or are too large for this dtype: use "
+            "model.dtype: float32, or download the model again"
+        )
     glued = _losses(engine, documents, ROWS, glue=True)
     try:
         packed = _losses(engine, documents, ROWS)

@@ -8,19 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from dualtune.adapter.chat_template import TEMPLATE_FILE, mismatch
 from dualtune.adapter.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, modules_of
-from dualtune.backend import Backend, Batch, check_capabilities
-from dualtune.base_model import fingerprint, resolve_model
+from dualtune.backend import Backend, Batch
+from dualtune.base_model import (
+    BaseWeights,
+    find_weights,
+    fingerprint,
+    learned_positions,
+    read_config,
+    resolve_model,
+)  # fmt: skip
+from dualtune.capabilities import check_capabilities
 from dualtune.config import Config
 from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.control_tokens import about_rows
 from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.order import Order
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
 from dualtune.train.checkpoint import Checkpoint
+from dualtune.train.ended import check_end, has_ended
 from dualtune.train.evaluation import layout_of
-from dualtune.train.resume import Change, check_config, check_fingerprints, check_place
+from dualtune.train.resume import Change, as_recorded, check_config, check_fingerprints, check_place, with_tokens
 from dualtune.train.team import Team
 
 
@@ -42,7 +53,9 @@ class Prepared:
     fingerprints: dict[str, str]  # …and, in short, base model, tokenizer and data
     saved: Checkpoint | None  # the checkpoint that the run continues from…
     changes: list[Change]  # …and what has changed since, as far as that is allowed
+    ended: list[Change] | None  # where no step is left: what has changed and makes no difference any more
     team: Team  # the processes that share the work
+    weights: BaseWeights | None  # the files of the base model; None: they are drawn
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of a step, counted from 0, that this process computes: a pure function."""
@@ -52,20 +65,26 @@ class Prepared:
 
     def summary(self) -> list[str]:
         """What will be done, a line each."""
-        train, spec, targets = self.config.train, self.spec, self.spec.targets
+        train, data, spec, targets = self.config.train, self.config.data, self.spec, self.spec.targets
         template = "chat template" if self.tokenizer.template else "no chat template: prompt and completion as they are"
         documents, tokens = train.documents_per_step, train.tokens_per_step
         per_step = f"{documents} documents" if documents else f"up to {tokens} tokens"
         chosen = " (auto)" if train.micro_batch_tokens == "auto" else ""
         packed = "packed rows" if self.layout.row_length else "one document a row"
-        doubt = self.tokenizer.warning
+        doubts = [self.tokenizer.warning]
+        if rows := self.train.with_control_text() + self.eval.with_control_text():
+            doubts.append(about_rows(len(rows), rows[0], data.special_tokens_in_text))
+        if self.start is not None:
+            doubts.append(mismatch(self.start.template_hash, self.tokenizer.template_hash))
+        copy = template_of(self.config, self.saved)
         return [
             f"model       {self.config.model.name}, {template}",
-            *([f"warning     {doubt}"] if doubt else []),
+            *([f"template    {copy}, for there is no {data.template} here"] if copy != data.template else []),
+            *(f"warning     {doubt}" for doubt in doubts if doubt),
             f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
             f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
             f"train data  {self.train.summary()}",
-            f"eval data   {self.eval.summary() if self.eval.num_rows else 'none'}",
+            f"eval data   {self.eval.summary() if self.eval.num_rows else self.eval.remark or 'none'}",
             f"steps       {self.order.num_steps} of {per_step}, "
             f"in micro-batches of up to {self.layout.max_tokens} tokens{chosen}, {packed}",
         ]
@@ -93,13 +112,18 @@ def _prepare(config: Config, backend: Backend, saved: Checkpoint | None, show: S
             "dualtune launch --on local --procs N"
         )
     start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
-    config = _with_adapter_of(config, start)
-    changes = check_config(saved, config) if saved else []
+    config = with_adapter_of(config, start)
+    changes: list[Change] = []
+    if saved is not None:
+        config = as_recorded(saved, config)
+        changes = check_config(saved, config)
     data = Data(config)
     weights = config.model.init == "pretrained"
     # Weights that have to be downloaded wait until the data are known to be good.
     is_here = Path(config.model.name).expanduser().is_dir()
-    tokenizer = Tokenizer(resolve_model(config.model.name, weights=weights and is_here), config.data.template)
+    model_dir = resolve_model(config.model.name, weights=weights and is_here)
+    _check_length(config, model_dir)
+    tokenizer = Tokenizer(model_dir, template_of(config, saved), config.data.special_tokens_in_text)
     train, eval_ = data.train_and_eval(tokenizer, show)
     for documents in (train, eval_):
         if documents.num_rows and not len(documents):
@@ -110,18 +134,41 @@ def _prepare(config: Config, backend: Backend, saved: Checkpoint | None, show: S
             )
     model_dir = resolve_model(config.model.name, weights=weights)
     order = Order(config, train.lengths, train.sources, train.weights)
+    config = with_tokens(config, order.tokens_per_step)
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
-    base = fingerprint(model_dir)
+    base_weights = find_weights(model_dir) if weights else None
+    base = fingerprint(model_dir, base_weights)
     found = _fingerprints(base, tokenizer, train, eval_)
+    ended: list[Change] | None = None
     if saved is not None:
         check_fingerprints(saved, found)
+        if has_ended(saved, config, order):
+            ended = check_end(saved, config, order)
         check_place(saved, place_of(order, saved.step))
     spec = _spec(config, start)
     return Prepared(
         config, backend, model_dir, tokenizer, train, eval_, order, layout_of(config), spec, start, base, found, saved,
-        changes, team,
+        changes, ended, team, base_weights,
     )  # fmt: skip
+
+
+def _check_length(config: Config, model_dir: Path) -> None:
+    positions = learned_positions(read_config(model_dir))
+    if positions is not None and config.data.max_length > positions:
+        raise ConfigError(
+            f"data.max_length: got {config.data.max_length}, but this model has positions up to {positions} and no "
+            f"others. Use --set data.max_length={positions}"
+        )
+
+
+def template_of(config: Config, saved: Checkpoint | None) -> str:
+    """data.template; where it names a file that is not here, the copy that came with the checkpoint."""
+    choice = config.data.template
+    if saved is None or choice in ("auto", "none") or Path(choice).expanduser().is_file():
+        return choice
+    copy = saved.path.parent.parent / TEMPLATE_FILE
+    return str(copy) if copy.is_file() else choice
 
 
 def place_of(order: Order, step: int) -> dict[str, Any]:
@@ -132,10 +179,11 @@ def place_of(order: Order, step: int) -> dict[str, Any]:
 
 
 def _fingerprints(base: dict[str, Any], tokenizer: Tokenizer, train: Documents, eval_: Documents) -> dict[str, str]:
-    weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()
+    weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()  # as every dualtune recorded it
     return {
         "base model's config": f"sha256 {base['config_sha256'][:16]}",
         "base model's weights": f"sha256 {weights[:16]}",
+        "base model's tensors": f"sha256 {base['weights_sha256'][:16]}",
         "tokenizer": f"sha256 {str(base['tokenizer_sha256'])[:16]}",
         "chat template": tokenizer.template_hash,
         "train documents": train.fingerprint(),
@@ -143,7 +191,7 @@ def _fingerprints(base: dict[str, Any], tokenizer: Tokenizer, train: Documents, 
     }
 
 
-def _with_adapter_of(config: Config, start: Adapter | None) -> Config:
+def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     """The config with the rank, alpha and targets of the adapter that training continues from.
 
     ConfigError if it states others: an adapter cannot change its shape. Whether it has "all-linear" shows when it meets

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from dualtune.config import Config
+from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 from dualtune.show import in_columns
 from dualtune.train.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ RULES: dict[str, Rule] = {
     "data.format": "recorded",
     "data.columns": "recorded",
     "data.template": "recorded",
+    "data.special_tokens_in_text": "recorded",  # where it matters, the documents' fingerprints differ
     "data.max_length": "forbidden",
     "data.packing": "free",  # the rows of a step change, its documents and its mathematics do not
     "data.loss_on": "forbidden",
@@ -68,6 +70,9 @@ RULES: dict[str, Rule] = {
 }
 
 
+UNKNOWN = "-"  # stands for the value of a key that did not exist when the checkpoint was written
+
+
 class Change(NamedTuple):
     """One line of the table of differences."""
 
@@ -77,18 +82,42 @@ class Change(NamedTuple):
     rule: Rule
 
 
+def as_recorded(saved: Checkpoint, config: Config) -> Config:
+    """The config with what `auto` stood for when the run was started.
+
+    It depends on the data and on the epochs, and a run that is continued for more epochs keeps its steps.
+    """
+    recorded = saved.state["config"].get("train", {}).get("tokens_per_step")
+    is_open = config.train.tokens_per_step == "auto" and isinstance(recorded, int) and recorded > 0
+    return with_tokens(config, recorded) if is_open else config
+
+
+def with_tokens(config: Config, tokens: int) -> Config:
+    """The config with this number of tokens per step in place of `auto`."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"tokens_per_step": tokens})})
+
+
 def check_config(saved: Checkpoint, config: Config) -> list[Change]:
     """The recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
-    old, new = saved.state["config"], config.model_dump(mode="json")
     # A key that the checkpoint's config lacks is younger than the checkpoint: there is nothing to compare.
-    changes = [
-        Change(key, _show(old[section][name]), _show(new[section][name]), rule)
-        for key, rule in RULES.items()
-        if rule != "free"
-        for section, name in [key.split(".")]
-        if name in old.get(section, {}) and old[section][name] != new[section][name]
-    ]
+    changes = [c for c in differences(saved, config) if c.rule != "free" and c.before != UNKNOWN]
     return _judge(saved, changes, "Restore these values, or choose another run.dir to start a new run.")
+
+
+def differences(saved: Checkpoint, config: Config) -> list[Change]:
+    """Every key with another value than in the checkpoint's config, whatever its rule."""
+    return list(_differences(saved.state["config"], config.model_dump(mode="json")))
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    for key, rule in RULES.items():
+        section, name = key.split(".")
+        value = new[section][name]
+        if name in old.get(section, {}):
+            if old[section][name] != value:
+                yield Change(key, _show(old[section][name]), _show(value), rule)
+        elif value != sections()[section].model_fields[name].default:
+            yield Change(key, UNKNOWN, _show(value), rule)
 
 
 def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
@@ -104,7 +133,8 @@ def check_place(saved: Checkpoint, place: Mapping[str, Any]) -> None:
     if before is not None and before != place["next_documents"]:
         raise ConfigError(
             f"{saved.path}: the next step would take other documents ({place['next_documents']}) than the checkpoint "
-            f"says ({before}): NumPy orders them otherwise here. Use the NumPy version in environment.json"
+            f"says ({before}): the weight of a source has changed, or NumPy orders them otherwise here. Restore the "
+            "weights, or use the NumPy version in environment.json"
         )
 
 

@@ -11,28 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import dualtune
+from dualtune.adapter.chat_template import TEMPLATE_FILE
 from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
+from dualtune.base_model import read_config
 from dualtune.config import Config, to_yaml
 from dualtune.data.prefetch import Ahead
 from dualtune.disk import remove_directory, write_file
 from dualtune.errors import DiskError, Preempted
 from dualtune.hooks import Event, Hook, RunInfo
-from dualtune.train.checkpoint import BYTES_PER_WEIGHT, set_aside
+from dualtune.train.checkpoint import BYTES_PER_WEIGHT, restore, set_aside
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards
 from dualtune.train.inference import load_adapter
 from dualtune.train.metrics import History, Metrics, read_rows
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, prepare
-from dualtune.train.resume import table
-from dualtune.train.run_dir import METRICS, RunDir
+from dualtune.train.resume import Change, table
+from dualtune.train.run_dir import CONFIG, ENVIRONMENT, METRICS, RunDir
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.team import Team
 from dualtune.train.together import open_together
 from dualtune.train.trainer import Job, fit
+from dualtune.train.verdict import Verdict, judge
 from dualtune.train.watchers import Watchers
 from dualtune.versions import versions_of
 
@@ -52,7 +56,9 @@ class TrainResult:
     final_loss: float
     eval_loss_before: float | None
     eval_loss: float | None
-    was_finished: bool = False  # by an earlier call; this one did nothing
+    verdict: Verdict
+    was_finished: bool = False  # by an earlier call; this one did nothing…
+    without_effect: tuple[Change, ...] = ()  # …though these keys have other values now
 
 
 def load_engine(prepared: Prepared) -> Engine:
@@ -70,6 +76,7 @@ def load_engine(prepared: Prepared) -> Engine:
             longest=max(prepared.train.longest, prepared.eval.longest),
             kernels=config.model.kernels,
             sharding=config.memory.sharding,
+            weights=prepared.weights,
         )
     )
     if prepared.start is not None:
@@ -89,19 +96,20 @@ def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume:
 def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train what `prepare` prepared, in a run directory that is open."""
     config, saved, team = prepared.config, prepared.saved, prepared.team
-    if saved is not None and team.agree(_is_finished(prepared, place)):
-        return _result(place, saved.step, History(read_rows(place.path / METRICS)), was_finished=True)
+    has_ended = saved is not None and prepared.ended is not None and _has_adapter_of(place, saved.step)
+    if saved is not None and team.agree(has_ended):
+        history, without_effect = History(read_rows(place.path / METRICS)), tuple(prepared.ended or ())
+        return replace(_result(place, saved.step, history), was_finished=True, without_effect=without_effect)
     engine = load_engine(prepared)
     first_step = 0
     if saved is not None:
-        engine.load_adapter_state(saved.adapter)
-        engine.load_optimizer_state(saved.optimizer)
+        restore(engine, saved)
         first_step = saved.step
     num_weights = engine.description["trainable_parameters"]
     if team.is_first:
         check_space(place, config, num_weights)
     place.has_begun = True
-    _write_run_dir(place.path, prepared, engine)
+    _write_records(place, prepared, engine)
 
     watchers = Watchers(hooks)
     log = Metrics(place.path / METRICS, prepared.backend, watchers, first_step)
@@ -116,8 +124,11 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
         _tell_what_was_found(prepared, place, log)
         with Ahead(prepared.batches, prepared.order.num_steps) as batches:
             num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, batches), first_step)
+        saver.check_files(num_steps)
         if config.guards.restore_best:
             _restore_best(engine, saver, log, num_steps)
+        verdict = _verdict(log.history)
+        log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
         _write_adapter(place.adapter, prepared, engine, log, guards, num_steps)
     except Preempted as stop:
         raise (_stopped(stop, saver) if team.is_first else stop) from None
@@ -125,31 +136,28 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
         log.write_rest()
         watchers.end()
         log.close()
+        saver.close()
     if saver.newest is None and saver.failure is not None:
         raise DiskError(f"{saver.failure} No checkpoint could be saved; the adapter is in {place.adapter}")
     return _result(place, num_steps, log.history)
 
 
-def _is_finished(prepared: Prepared, place: RunDir) -> bool:
-    """Whether the run came to its end before: to run its command again does nothing."""
-    saved = prepared.saved
-    assert saved is not None
-    guards = Guards(prepared.config, lambda step: [], saved.state.get("guards"))
-    is_last = saved.step >= prepared.order.num_steps or guards.stops_early
-    return is_last and _steps_of_adapter(place.adapter) == saved.step
-
-
-def _result(place: RunDir, num_steps: int, history: History, *, was_finished: bool = False) -> TrainResult:
-    losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    return TrainResult(place.path, place.adapter, num_steps, *losses, was_finished)
-
-
-def _steps_of_adapter(path: Path) -> int | None:
-    """How long the adapter was trained. One of a shorter run, which was continued since, is not the result."""
+def _has_adapter_of(place: RunDir, step: int) -> bool:
+    """Whether the adapter after this step is there. One of a shorter run, continued since, is not the result."""
     try:
-        return json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8"))["training"]["steps"]
+        manifest = json.loads((place.adapter / MANIFEST_FILE).read_text(encoding="utf-8"))
+        return manifest["training"]["steps"] == step
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return False
+
+
+def _result(place: RunDir, num_steps: int, history: History) -> TrainResult:
+    losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
+    return TrainResult(place.path, place.adapter, num_steps, *losses, _verdict(history))
+
+
+def _verdict(history: History) -> Verdict:
+    return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
 
 
 def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> None:
@@ -193,11 +201,13 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
     return Preempted(f"{stop}; saved in {saver.newest}")
 
 
-def _write_run_dir(run_dir: Path, prepared: Prepared, engine: Engine) -> None:
+def _write_records(place: RunDir, prepared: Prepared, engine: Engine) -> None:
     found = environment(prepared.backend, engine.description) | {"processes": prepared.team.size}
-    text = json.dumps(found, indent=2)
-    write_file(run_dir / "config.yaml", to_yaml(prepared.config))
-    write_file(run_dir / "environment.json", text + "\n")
+    place.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
+    if prepared.tokenizer.template is not None:  # data.template may name a file that another machine lacks
+        place.records[TEMPLATE_FILE] = prepared.tokenizer.template.source
+    for name, text in place.records.items():
+        write_file(place.path / name, text)
 
 
 def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,7 +227,7 @@ def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
 def _write_adapter(
     path: Path, prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, num_steps: int
 ) -> None:
-    config = prepared.config
+    config, verdict = prepared.config, _verdict(log.history)
     record = {
         "base": prepared.base
         | {
@@ -233,6 +243,7 @@ def _write_adapter(
             "final_loss": _finite(log.history.final_loss),
             "eval_loss_before": _finite(log.history.eval_loss_before),
             "eval_loss": _finite(log.history.eval_loss),
+            "verdict": {"word": verdict.word, "because": verdict.because},
             "best_step": guards.state.best_step,
             "best_eval_loss": guards.state.best_loss,
             "train_documents": len(prepared.train),
@@ -247,7 +258,11 @@ def _write_adapter(
     if not prepared.team.is_first:
         return  # but for the fingerprints, which all of them have to compute together where the base is sharded
     tensors = engine.adapter_state()
-    adapter = Adapter(_written_spec(prepared, tensors), tensors, config.model.name)
+    template = prepared.tokenizer.template
+    adapter = Adapter(
+        _written_spec(prepared, tensors), tensors, config.model.name, template=template.source if template else None,
+        fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model_dir)),
+    )  # fmt: skip
     if path.exists():  # of the finished run that is continued here; its checkpoints remain
         remove_directory(path)
     write_adapter(path, adapter, metadata=record)

@@ -2,6 +2,7 @@
 
 config.yaml         every key with its value
 environment.json    versions and devices
+chat_template.jinja the chat template, if the run has one: data.template may name a file that another machine lacks
 metrics.jsonl       steps, evaluations, events
 checkpoints/        step-00000100, …
 adapter/            the result
@@ -24,10 +25,13 @@ from dualtune.redaction import redact
 from dualtune.train import checkpoint
 from dualtune.train.checkpoint import Checkpoint
 from dualtune.train.lock import CLAIM_FILE, LOCK_FILE, Lock
+from dualtune.train.replaced import Opened
 
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
 METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
 CHECKPOINT_NOW = "checkpoint-now"
 RESUME = "auto, never, or the path of a checkpoint or a run directory"
 
@@ -40,6 +44,14 @@ class RunDir:
     saved: Checkpoint | None
     notes: list[str] = field(default_factory=lambda: [])  # what was found and done on opening
     has_begun: bool = False  # whether anything of this run is in it
+    records: dict[str, str] = field(default_factory=lambda: {})  # the files that say how it is trained
+    lock: Lock | None = None  # where this process holds it
+    opened: Opened | None = None
+
+    def fault(self) -> str | None:
+        """Why the directory is not this run's any more; None while it is."""
+        found = self.opened.fault() if self.opened else None
+        return found or (self.lock.fault() if self.lock else None)
 
     @property
     def checkpoints(self) -> Path:
@@ -64,11 +76,19 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
-    with interrupt.handled():
-        lock = Lock(path)
-        place, state, reason = RunDir(path, None), "failed", "interrupted"
+    place, lock = RunDir(path, None), None
+
+    def abandon() -> bool:
+        """Leave a run that has not begun as it was found."""
+        if lock is not None and not place.has_begun:
+            _leave(lock, place, made, "preempted", "stopped before it began")
+        return not place.has_begun
+
+    with interrupt.handled(abandon=abandon):
+        lock, state, reason = Lock(path), "failed", "interrupted"
         try:
-            place = _open(path, resume)
+            _open(place, resume)
+            place.lock, place.opened = lock, Opened(path)
             yield place
             state, reason = "done", ""
         except Preempted as stop:
@@ -78,12 +98,18 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
             reason = redact(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
         finally:
-            if place.has_begun:
-                lock.release(state, reason)
-            elif _is_unused(path):
-                _remove(lock, made)  # a run that failed before it wrote anything leaves nothing behind
-            else:
-                lock.give_back(state, reason)
+            if place.opened:
+                place.opened.close()
+            _leave(lock, place, made, state, reason)
+
+
+def _leave(lock: Lock, place: RunDir, made: list[Path], state: str, reason: str) -> None:
+    if place.has_begun:
+        lock.release(state, reason)
+    elif _is_unused(place.path):
+        _remove(lock, made)  # a run that failed before it wrote anything leaves nothing behind
+    else:
+        lock.give_back(state, reason)
 
 
 def path_of(config: Config) -> Path:
@@ -150,8 +176,8 @@ def _remove(lock: Lock, made: list[Path]) -> None:
             directory.rmdir()
 
 
-def _open(path: Path, resume: str) -> RunDir:
-    removed = remove_leftovers(path) + remove_leftovers(path / CHECKPOINTS)
+def _open(place: RunDir, resume: str) -> None:
+    removed = remove_leftovers(place.path) + remove_leftovers(place.checkpoints)
     notes = [f"removed {found}: left half-written by a run that was killed" for found in removed]
-    saved, problems = find_saved(path, resume)
-    return RunDir(path, saved, notes + problems)
+    place.saved, problems = find_saved(place.path, resume)
+    place.notes = notes + problems

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from typing import Any
 
 from dualtune.backend import Engine
-from dualtune.config import Config
+from dualtune.config import Config, to_yaml
+from dualtune.disk import free_name, write_file
 from dualtune.errors import DiskError, FormatError
 from dualtune.hooks import Event
 from dualtune.show import in_bytes
@@ -16,7 +18,8 @@ from dualtune.train.checkpoint import Checkpoint
 from dualtune.train.guards import Guards
 from dualtune.train.metrics import Metrics
 from dualtune.train.prepare import Prepared, place_of
-from dualtune.train.run_dir import CHECKPOINT_NOW, RunDir
+from dualtune.train.replaced import Opened, set_aside
+from dualtune.train.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir
 from dualtune.train.schedule import is_due, learning_rate
 from dualtune.train.together import shared
 
@@ -38,16 +41,22 @@ class Saver:
         self._saved_step = prepared.saved.step if prepared.saved else None
         self.newest = prepared.saved.path if prepared.saved else None
         self.failure: DiskError | None = None  # of the last attempt
+        self._opened: Opened | None = None  # the directory of the checkpoints
+        self._open_checkpoints()
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless this step has one. Of several processes the first does it for all."""
+        self.check_files(step)
         if step == self._saved_step or not self._team.is_first:
             return
-        state = {"place": place_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
-        state["guards"] = self._guards.saved_state()
         self._log.sync()
         try:
-            self.newest = checkpoint.save(self._place.checkpoints, step, self._engine, state)
+            self.newest = checkpoint.save(self._place.checkpoints, step, self._engine, self._state(step))
+            self._open_checkpoints()
         except DiskError as error:
             self.failure = error
             kept = f"{self.newest} remains" if self.newest else "there is none yet"
@@ -58,6 +67,23 @@ class Saver:
             checkpoint.prune(self._place.checkpoints, self._config.run.keep, self._protected())
         except DiskError as error:
             self._log.event(Event(step, "prune_failed", str(error)))
+
+    def check_files(self, step: int) -> None:
+        """Notice what was deleted or replaced since the last time, and put it back.
+
+        Where the run directory is not ours any more, another run may be in it, or somebody wanted it gone. Nothing is
+        written there: the state goes into a new directory, and DiskError names it.
+        """
+        if not self._team.is_first:
+            return
+        if fault := self._place.fault():
+            raise self._moved_out(step, fault)
+        try:
+            found = [self._log.put_back(), *map(self._put_back_record, self._place.records), self._check_checkpoints()]
+        except DiskError as error:
+            found = [str(error)]
+        for note in filter(None, found):
+            self._log.event(Event(step, "replaced", note))
 
     def asked(self) -> bool:
         """Whether somebody has made the file checkpoint-now. It is removed."""
@@ -80,6 +106,67 @@ class Saver:
         """The checkpoint with the best evaluation, if there was one and it verifies."""
         step = self._guards.state.best_step
         return shared(self._team, None if step is None else self._read(step))
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """What state.json holds."""
+        state = {"place": place_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
+        return state | {"guards": self._guards.saved_state()}
+
+    def _moved_out(self, step: int, fault: str) -> DiskError:
+        """Save everything in a new run directory beside the old one; the error that ends the run."""
+        old = self._place.path
+        new = free_name(old.with_name(f"{old.name}-rescued"))
+        moved = self._config.model_copy(update={"run": self._config.run.model_copy(update={"dir": str(new)})})
+        try:
+            new.mkdir(parents=True)
+            for name, text in self._place.records.items():
+                write_file(new / name, to_yaml(moved) if name == CONFIG else text)
+            self._log.copy_to(new / METRICS)
+            self.newest = checkpoint.save(new / CHECKPOINTS, step, self._engine, self._state(step))
+        except (OSError, DiskError) as error:
+            return DiskError(f"run.dir: {fault} while the run trained, and nothing could be saved in {new}: {error}")
+        return DiskError(
+            f"run.dir: {fault} while the run trained, so nothing more is written there. The state after step {step} "
+            f"is saved in {new}. Continue with: --set run.dir={new}"
+        )
+
+    def _put_back_record(self, name: str) -> str | None:
+        """Restore one of the files that say how the run is trained. They are compared by content: editors replace."""
+        path, text = self._place.path / name, self._place.records[name]
+        try:
+            is_same = (
+                path.is_file()
+                and path.stat().st_size == len(text.encode())
+                and path.read_text(encoding="utf-8") == text
+            )
+        except (OSError, ValueError):
+            is_same = False
+        if is_same:
+            return None
+        fault = f"{path} was {'changed' if os.path.lexists(path) else 'deleted'}, which changes nothing in this run"
+        try:
+            kept = set_aside(path)
+        except OSError as error:
+            raise DiskError(f"{fault}, and cannot be renamed: {error.strerror}") from error
+        write_file(path, text)
+        return f"{fault}; it is written again as it was{kept}"
+
+    def _check_checkpoints(self) -> str | None:
+        """Whether the checkpoints are where they were saved. Others are kept aside, and saving begins anew."""
+        fault = self._opened.fault() if self._opened else None
+        if self._opened is None or fault is None:
+            return None
+        self._opened.close()
+        self._opened = self._saved_step = self.newest = None
+        try:
+            kept = set_aside(self._place.checkpoints)
+        except OSError as error:
+            raise DiskError(f"{fault}, and cannot be renamed: {error.strerror}") from error
+        return f"{fault}: the checkpoints in it are gone, and the next one is saved anew{kept}"
+
+    def _open_checkpoints(self) -> None:
+        if self._opened is None and self._team.is_first and self._place.checkpoints.is_dir():
+            self._opened = Opened(self._place.checkpoints)
 
     def _read(self, step: int) -> Checkpoint | None:
         with contextlib.suppress(FormatError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dualtune import faults, interrupt
 from dualtune.backend import Batch, Engine
 from dualtune.hooks import Event, StepRecord
+from dualtune.train.checkpoint import restore
 from dualtune.train.evaluation import evaluate
 from dualtune.train.guards import Guards
 from dualtune.train.metrics import Metrics
@@ -125,8 +126,7 @@ def _roll_back(job: Job, step: int) -> int:
         job.log.event(Event(spike, "no_rollback", "there is no older checkpoint to return to, so the run goes on"))
         return step
     job.log.discard()
-    job.engine.load_adapter_state(saved.adapter)
-    job.engine.load_optimizer_state(saved.optimizer)
+    restore(job.engine, saved)
     job.guards.rolled_back(saved.step, spike, saved.state.get("guards", {}))
     text = f"back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are left out"
     job.log.event(Event(spike, "rollback", text, {"to_step": saved.step}))

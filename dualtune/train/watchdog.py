@@ -11,11 +11,12 @@ from collections.abc import Callable, Generator
 
 from dualtune.backend import WAIT_VARIABLE, wait_limit_s
 from dualtune.errors import EnvironmentFault
+from dualtune.escape import visible
 
 
 def end_process(message: str) -> None:
     """Say it, and end with exit code 4 at once."""
-    sys.stderr.write(f"Error: {message}\n")
+    sys.stderr.write(f"Error: {visible(message)}\n")
     sys.stderr.flush()
     os._exit(EnvironmentFault.exit_code)
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualtune import interrupt
@@ -18,10 +18,13 @@ from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.train.listing import list_runs
 from dualtune.train.run_dir import METRICS, is_run_dir
 from dualtune.transfer import bundle, signature
+from dualtune.transfer.binding import Wanted
 from dualtune.transfer.bundle import Report
 from dualtune.transfer.manifest import ADAPTER
+from dualtune.transfer.names import IN_DIRECTORY
 from dualtune.transfer.pack import pack
 from dualtune.transfer.places import hub, target
+from dualtune.transfer.places.folder import umask
 from dualtune.transfer.places.hub import Hub
 from dualtune.transfer.places.patience import AbsentFault, Patience
 from dualtune.transfer.places.target import Target
@@ -82,47 +85,62 @@ def push(text: str, choice: Choice, *, force: bool, public: bool, patience: Pati
         raise ConfigError(f"--public: is for hf:// alone, got {text}; elsewhere the place itself says who may read")
     if isinstance(place, Hub) and choice.step is not None:
         raise ConfigError("--checkpoint: the hub takes an adapter. Push the checkpoint to a directory, ssh or a bucket")
-    with interrupt.handled(), _bundle_of(choice, for_hub=isinstance(place, Hub)) as (file, notes):
+    with interrupt.handled(), _bundle_of(choice, place) as (file, notes):
         report = bundle.inspect(file)
+        notes += _notes_on_name(report.bundle.name, place.name)
         interrupt.poll()
         if isinstance(place, Hub):
             is_new = _push_to_hub(place, file, report, public=public, force=force, patience=patience)
         else:
             if (signed := signature.path_of(file)).is_file():  # before the bundle: who sees that one finds this one
                 place.push(signed, ending=SIGNATURE_ENDING, force=force, patience=_quiet(patience))
-            is_new = place.push(file, force=force, patience=patience)
+            is_new = place.push(file, verified=report.sha256, force=force, patience=patience)
     return Pushed(str(place), is_new, report, notes)
 
 
-def pull(text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None, patience: Patience) -> Pulled:
+def _notes_on_name(bound: str | None, name: str) -> list[str]:
+    if bound in (None, name):
+        return []
+    return [f"the bundle is bound to the name {bound!r}: who pulls it from here with a signature needs --name {bound}"]
+
+
+def pull(
+    text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None, wanted: Wanted, patience: Patience
+) -> Pulled:
     """Fetch a bundle, verify it, and unpack it into a new directory, or keep the file.
 
     FormatError if it cannot be trusted: then nothing is left. After a cut the next pull goes on with what has arrived.
     """
     place = _place(text)
+    wanted = replace(wanted, found_as=place.name)
     dest = dest or Path(f"{place.name}.tar" if keep_packed else place.name)
     dest = Path(os.path.abspath(dest.expanduser()))  # noqa: PTH100  resolve() would follow a link at the target
     if os.path.lexists(dest) and (keep_packed or dest.is_symlink() or not dest.is_dir() or any(dest.iterdir())):
         kind = "" if keep_packed else " and is not an empty directory"
         raise ConfigError(f"{dest}: already exists{kind}. Choose another path or remove it")
     if isinstance(place, Hub):
-        if trust is not None:
-            raise ConfigError("--verify-signature: a repository of the hub has none; pull a signed bundle instead")
+        if trust is not None or wanted.name is not None or wanted.max_age is not None:
+            raise ConfigError(
+                "--verify-signature, --name, --max-age: a repository of the hub has nothing signed. Pull a bundle"
+            )
         with interrupt.handled(), _bundle_from_hub(place, dest, patience) as file:
-            return _settled(file, dest, str(place), keep_packed=keep_packed, trust=None)
+            return _settled(file, dest, str(place), keep_packed=keep_packed, trust=None, wanted=wanted)
     with interrupt.handled():
-        return _pull_bundle(place, dest, keep_packed=keep_packed, trust=trust, patience=patience)
+        return _pull_bundle(place, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
 
 
-def _pull_bundle(place: Target, dest: Path, *, keep_packed: bool, trust: Trust | None, patience: Patience) -> Pulled:
+def _pull_bundle(
+    place: Target, dest: Path, *, keep_packed: bool, trust: Trust | None, wanted: Wanted, patience: Patience
+) -> Pulled:
     file = place.pull(dest, patience=patience)
     signed = signature.path_of(file)
     if trust is not None:
         with contextlib.suppress(AbsentFault):  # the check of the signature says it better
-            place.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience)).replace(signed)
+            most = signature.MAX_SIGNATURE_BYTES
+            place.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience), most=most).replace(signed)
     interrupt.poll()
     try:
-        done = _settled(file, dest, str(place), keep_packed=keep_packed, trust=trust)
+        done = _settled(file, dest, str(place), keep_packed=keep_packed, trust=trust, wanted=wanted)
     except FormatError:
         _remove(file, signed)
         raise
@@ -130,22 +148,27 @@ def _pull_bundle(place: Target, dest: Path, *, keep_packed: bool, trust: Trust |
     return done
 
 
-def _settled(file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None) -> Pulled:
+def _settled(file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None, wanted: Wanted) -> Pulled:
     """Give what has arrived its place, once it is verified."""
     try:
         if not keep_packed:
-            return Pulled(where, dest, bundle.unpack(file, dest, trust))
-        report = bundle.inspect(file, trust)
+            return Pulled(where, dest, bundle.unpack(file, dest, trust, wanted))
+        report = bundle.inspect(file, trust, wanted)
     except FormatError as error:
         raise FormatError(str(error).replace(str(file), where)) from error
     try:
         if trust is not None:
-            signature.path_of(file).rename(signature.path_of(dest))
-        file.rename(dest)
+            _publish(signature.path_of(file), signature.path_of(dest))
+        _publish(file, dest)
         fsync(dest.parent)
     except OSError as error:
         raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
     return Pulled(where, dest, report)
+
+
+def _publish(part: Path, final: Path) -> None:
+    part.chmod(0o666 & ~umask())  # until now it was for this user alone
+    part.rename(final)
 
 
 def _remove(*files: Path) -> None:
@@ -163,9 +186,9 @@ def _place(text: str) -> Target | Hub:
 
 
 @contextlib.contextmanager
-def _bundle_of(choice: Choice, *, for_hub: bool) -> Generator[tuple[Path, list[str]]]:
-    """The bundle to push, and notes. One that is packed for this is removed afterwards."""
-    source = choice.source
+def _bundle_of(choice: Choice, place: Target | Hub) -> Generator[tuple[Path, list[str]]]:
+    """The bundle to push, and notes. One that is packed for this is bound to its place, and removed afterwards."""
+    source, for_hub = choice.source, isinstance(place, Hub)
     if not source.exists():
         raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
     if source.is_file():
@@ -179,9 +202,11 @@ def _bundle_of(choice: Choice, *, for_hub: bool) -> Generator[tuple[Path, list[s
         raise ConfigError("--tokenizer, --sign: the hub takes the files of an adapter directory alone")
     is_adapter_dir = (source / "adapter_config.json").is_file()
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
-        file = Path(directory) / target.IN_DIRECTORY
+        file = Path(directory) / IN_DIRECTORY
         adapter = choice.adapter or (for_hub and not is_adapter_dir)
-        notes = pack(source, file, step=choice.step, adapter=adapter, tokenizer=choice.tokenizer, key=choice.key)
+        notes = pack(
+            source, file, step=choice.step, adapter=adapter, tokenizer=choice.tokenizer, key=choice.key, name=place.name
+        )
         yield file, notes
 
 
@@ -208,7 +233,7 @@ def _bundle_from_hub(place: Hub, dest: Path, patience: Patience) -> Generator[Pa
             file.unlink(missing_ok=True)
         except OSError as error:
             raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
-        pack(adapter, file)
+        pack(adapter, file, name=place.name)
         try:
             yield file
         finally:

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from safetensors import SafetensorError, safe_open
-
 from dualtune.adapter.canonical import to_pairs
 from dualtune.adapter.directory import Adapter
-from dualtune.adapter.fields import shown
 from dualtune.adapter.spec import is_target
-from dualtune.base_model import fingerprint, weight_files
+from dualtune.base_model import find_weights, fingerprint
 from dualtune.data.tokenizer import Tokenizer
-from dualtune.errors import EnvironmentFault
 from dualtune.train.fingerprints import PROMPTS, Entry
 
 PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes of weights that are not packed
@@ -32,15 +28,21 @@ class Part:
     found: str
 
 
-def compare(recorded: Mapping[str, Any], training: Mapping[str, Any], entries: list[Entry], base: Path) -> list[Part]:
-    """config, tokenizer, template, weights and quantization of the model in `base`, against dualtune.json's records."""
+def compare(
+    recorded: Mapping[str, Any], training: Mapping[str, Any], entries: list[Entry], base: Path,
+    template: str | None = None,
+) -> list[Part]:  # fmt: skip
+    """config, tokenizer, template, weights and quantization of the model in `base`, against dualtune.json's records.
+
+    `template` is the one that the adapter brings.
+    """
     here, tokenizer = fingerprint(base), Tokenizer(base)
     requantized = recorded.get("quantization") != here["quantization"]
     return [
         _by_hash("config", recorded.get("config_sha256"), here["config_sha256"], requantized),
         _tokenizer(recorded.get("tokenizer_sha256"), here["tokenizer_sha256"], entries, tokenizer),
-        _template(recorded, training, here, tokenizer),
-        _by_hash("weights", recorded.get("tensors"), here["tensors"], requantized),
+        _template(recorded, training, here, tokenizer, template),
+        _weights(recorded, here, requantized),
         Part("quantization", "note", f"recorded {_form(recorded)}, here {_form(here)}")
         if requantized
         else Part("quantization", "same", _form(here)),
@@ -62,6 +64,14 @@ def _by_hash(name: str, before: object, now: object, requantized: bool) -> Part:
     return Part(name, "differs", "another hash")
 
 
+def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: bool) -> Part:
+    """By the sampled tensors, which tell what differs, and then by the hash over all that an older dualtune lacks."""
+    by_tensor = _by_hash("weights", recorded.get("tensors"), here["tensors"], requantized)
+    if by_tensor.state != "same" or "weights_sha256" not in recorded:
+        return by_tensor
+    return _by_hash("weights", recorded["weights_sha256"], here["weights_sha256"], requantized)
+
+
 def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tokenizer) -> Part:
     """By what it does with the fixed prompts: the same tokenizer may be saved in files that differ."""
     for i, entry in enumerate(entries):
@@ -75,8 +85,9 @@ def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tok
 
 
 def _template(
-    recorded: Mapping[str, Any], training: Mapping[str, Any], here: Mapping[str, Any], tokenizer: Tokenizer
-) -> Part:
+    recorded: Mapping[str, Any], training: Mapping[str, Any], here: Mapping[str, Any], tokenizer: Tokenizer,
+    brought: str | None,
+) -> Part:  # fmt: skip
     before, now = training.get("template_hash"), tokenizer.template_hash
     if before == now:
         return Part("template", "same", "none" if now == "none" else "the same hash")
@@ -84,6 +95,8 @@ def _template(
         return Part("template", "same", "the adapter was trained without one")
     if before is None:
         return Part("template", "unknown", "not recorded")
+    if brought is not None:
+        return Part("template", "note", "not the base's: the adapter brings its own")
     if recorded.get("chat_template_sha256") == here["chat_template_sha256"]:
         return Part("template", "note", "the base's is unchanged; the training used one of its own (data.template)")
     return Part("template", "differs", f"trained with {before[:19]}, here {now[:19]}")
@@ -135,17 +148,9 @@ def fit(adapter: Adapter, base: Path) -> Fit:
 def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:
     """Module -> [out, in] of every matrix; None for one that is packed."""
     shapes: dict[str, tuple[int, int] | None] = {}
-    for file in weight_files(base):
-        try:
-            with cast(Any, safe_open)(file, framework="np") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    info = tensors.get_slice(name)
-                    shape = tuple(info.get_shape())
-                    module, dot, last = name.rpartition(".")
-                    if dot and last == "weight" and len(shape) == 2:
-                        shapes[module] = shape if info.get_dtype() in PLAIN else None
-        except (SafetensorError, OSError) as error:
-            raise EnvironmentFault(
-                f"{file}: not a safetensors file: {shown(str(error))}. Download the base again"
-            ) from error
+    for name, tensor in find_weights(base).tensors.items():
+        module, dot, last = name.rpartition(".")
+        if dot and last == "weight" and len(tensor.shape) == 2:
+            out_dim, in_dim = tensor.shape
+            shapes[module] = (out_dim, in_dim) if tensor.dtype in PLAIN else None
     return shapes

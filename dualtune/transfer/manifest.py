@@ -1,7 +1,9 @@
 """BUNDLE.json: what a bundle holds, with the size and sha256 of every file, and a digest of itself.
 
-schema_version   1
+schema_version   2; 1 has neither name nor created, and is still read
 kind             adapter | checkpoint
+name             what it was packed for: the last part of where it was to lie
+created          when the newest file of the adapter or the checkpoints was written: 2026-01-31T23:59:59+00:00
 dualtune         the version that packed it
 step             of the checkpoint to continue from; null for an adapter
 base             the base model: its name and what identifies it
@@ -17,6 +19,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, NamedTuple, cast
 
 from dualtune.adapter import fields
@@ -25,11 +28,14 @@ from dualtune.disk import json_bytes
 from dualtune.errors import FormatError
 from dualtune.transfer import names
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ADAPTER, CHECKPOINT = "adapter", "checkpoint"
 KINDS = (ADAPTER, CHECKPOINT)
-KEYS = ("schema_version", "kind", "dualtune", "step", "base", "data", "relocate", "files", "digest")
+_BINDING = ("name", "created")
+KEYS = ("schema_version", "kind", *_BINDING, "dualtune", "step", "base", "data", "relocate", "files", "digest")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", re.ASCII)
+MAX_NAME = 200
 _CONFIG_KEY = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+", re.ASCII)
 
 
@@ -50,6 +56,8 @@ class Bundle:
     relocate: tuple[str, ...]
     files: dict[str, File]
     digest: str
+    name: str | None = None  # None, as created, in schema version 1
+    created: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -58,9 +66,11 @@ class Bundle:
 
 def to_bytes(bundle: Bundle) -> bytes:
     """BUNDLE.json; the digest is made here."""
+    is_bound = bundle.created is not None
     table = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION if is_bound else 1,
         "kind": bundle.kind,
+        **({"name": bundle.name, "created": bundle.created} if is_bound else {}),
         "dualtune": bundle.version,
         "step": bundle.step,
         "base": bundle.base,
@@ -77,26 +87,24 @@ def parse(raw: bytes, where: object) -> Bundle:
     table = parse_object(raw, where)
     if (version := fields.rank(table, "schema_version", where)) > SCHEMA_VERSION:
         raise FormatError(f"{where}: schema_version {version}, this dualtune reads up to {SCHEMA_VERSION}: upgrade it")
-    if wrong := sorted(table.keys() ^ set(KEYS)):
-        state = "missing" if wrong[0] in KEYS else "unknown"
-        raise FormatError(f"{where}: {names.shown(wrong[0])}: {state}; the keys are {', '.join(KEYS)}")
-    if table["kind"] not in KINDS:
-        raise fields.wrong(where, "kind", table["kind"], " or ".join(KINDS))
-    step = table["step"]
-    if table["kind"] == ADAPTER and step is not None:
-        raise fields.wrong(where, "step", step, "null for an adapter")
-    if table["kind"] == CHECKPOINT and not (type(step) is int and step >= 0):
-        raise fields.wrong(where, "step", step, "an integer >= 0")
+    keys = KEYS if version == SCHEMA_VERSION else tuple(key for key in KEYS if key not in _BINDING)
+    if wrong := sorted(table.keys() ^ set(keys)):
+        state = "missing" if wrong[0] in keys else "unknown"
+        raise FormatError(f"{where}: {names.shown(wrong[0])}: {state}; the keys are {', '.join(keys)}")
+    _check_kind(table, where)
     relocate = fields.texts(table, "relocate", where) or []
     for key in relocate:
         if not _CONFIG_KEY.fullmatch(key):
             raise fields.wrong(where, "relocate", key, "keys of a config")
     base = fields.subtable(table, "base", where)
     fields.name(base, "name", where)
+    name, created = _binding(table, where) if version == SCHEMA_VERSION else (None, None)
     bundle = Bundle(
         kind=table["kind"],
+        name=name,
+        created=created,
         version=fields.name(table, "dualtune", where) or "",
-        step=step,
+        step=table["step"],
         base=base,
         data=fields.subtable(table, "data", where),
         relocate=tuple(relocate),
@@ -106,6 +114,29 @@ def parse(raw: bytes, where: object) -> Bundle:
     _check_completeness(bundle, where)
     _check_digest(raw, bundle, where)
     return bundle
+
+
+def _check_kind(table: Mapping[str, Any], where: str) -> None:
+    kind, step = table["kind"], table["step"]
+    if kind not in KINDS:
+        raise fields.wrong(where, "kind", kind, " or ".join(KINDS))
+    if kind == ADAPTER and step is not None:
+        raise fields.wrong(where, "step", step, "null for an adapter")
+    if kind == CHECKPOINT and not (type(step) is int and step >= 0):
+        raise fields.wrong(where, "step", step, "an integer >= 0")
+
+
+def _binding(table: Mapping[str, Any], where: str) -> tuple[str, str]:
+    name, created = table["name"], table["created"]
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise fields.wrong(where, "name", name, f"1 to {MAX_NAME} printable characters")
+    try:
+        is_date = isinstance(created, str) and bool(_CREATED.fullmatch(created) and datetime.fromisoformat(created))
+    except ValueError:  # the 31st of February
+        is_date = False
+    if not is_date:
+        raise fields.wrong(where, "created", created, "a date and time such as 2026-01-31T23:59:59+00:00")
+    return name, created
 
 
 def _files(table: Mapping[str, Any], where: str) -> dict[str, File]:

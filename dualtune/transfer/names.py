@@ -8,30 +8,33 @@ from __future__ import annotations
 import re
 
 BUNDLE_FILE = "BUNDLE.json"
+IN_DIRECTORY = "bundle.tar"  # what a bundle is called where a directory was named for it
 CONFIG = "config.yaml"
 MIB = 1 << 20
 MAX_BUNDLE_FILE_BYTES = MIB // 8
 MAX_LISTING_BYTES = MIB // 2  # of the manifests that are parsed here: JSON takes up to sixty times its size in memory
 MAX_CONFIG_BYTES = MIB
 MAX_STATE_BYTES = 4 * MIB  # which is what `dualtune.train.checkpoint` reads
-MAX_TEXT_BYTES = 64 * MIB  # the tokenizer.json of a vocabulary of 262,144 tokens has 33 MiB
+MAX_TEXT_BYTES = 64 * MIB  # of a tokenizer: the tokenizer.json of a vocabulary of 262,144 tokens has 33 MiB
 MAX_WEIGHTS_BYTES = (1 << 33) - 1  # what eleven octal digits can say
 MAX_TOTAL_BYTES = 32 << 30
 MAX_ENTRIES = 32
 MAX_CHECKPOINTS = 2  # the one to continue from, and the best one, which guards.restore_best returns to
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json")
+TEMPLATE = "chat_template.jinja"  # of a run that is to be continued
+ADAPTER_FILES = (
+    "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json", TEMPLATE,
+)  # fmt: skip
 CHECKPOINT_FILES = (
     "MANIFEST.json", "adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json",
 )  # fmt: skip
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja",
+    "vocab.json", "merges.txt", TEMPLATE,
 )  # fmt: skip
 
 _STEP = re.compile(r"checkpoints/step-(\d{8,12})/(.+)", re.ASCII)
 LISTINGS = ("MANIFEST.json", "dualtune.json")  # of checkpoint and adapter: they hash the files beside them once more
-_LARGE_TEXT = set(TOKENIZER_FILES)
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1", ".js", ".pth")
 _PICKLES = (".pkl", ".pickle", ".bin", ".pt", ".ckpt", ".joblib", ".npy", ".npz")
 _ARCHIVES = (".tar", ".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".whl", ".rar")
@@ -41,7 +44,7 @@ def is_allowed(name: str) -> bool:
     folder, _, file = name.rpartition("/")
     if folder in ("adapter", "tokenizer"):
         return file in (ADAPTER_FILES if folder == "adapter" else TOKENIZER_FILES)
-    return name in (BUNDLE_FILE, CONFIG) or step_of(name) is not None
+    return name in (BUNDLE_FILE, CONFIG, TEMPLATE) or step_of(name) is not None
 
 
 def step_of(name: str) -> int | None:
@@ -53,10 +56,10 @@ def step_of(name: str) -> int | None:
 
 def max_bytes(name: str) -> int:
     """How large a member of an allowed name may be."""
-    file = name.rpartition("/")[2]
+    folder, _, file = name.rpartition("/")
     if file.endswith(".safetensors"):
         return MAX_WEIGHTS_BYTES
-    if file in _LARGE_TEXT:
+    if folder == "tokenizer":
         return MAX_TEXT_BYTES
     if file == "state.json":
         return MAX_STATE_BYTES

@@ -1,6 +1,7 @@
 """Packing: the files of a run or an adapter directory, freed of what belongs to one machine, into one file.
 
-The same content gives the same bytes: names are sorted, and a header holds neither times nor owners.
+The same content under the same name gives the same bytes: names are sorted, a header holds neither times nor owners,
+and the date of a bundle is that of the newest file in it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO, cast
 
 import dualtune
+from dualtune.adapter.chat_template import hash_of, read_template
 from dualtune.adapter.directory import read_adapter
 from dualtune.adapter.manifest import MANIFEST_FILE
-from dualtune.base_model import resolve_model
+from dualtune.base_model import file_in, resolve_model
 from dualtune.config import Config, load_config, to_yaml
 from dualtune.disk import json_bytes, listing, new_file, write_file
 from dualtune.errors import ConfigError, FormatError
-from dualtune.redaction import environment_secrets, secret_in
+from dualtune.redaction import SecretSearch
 from dualtune.train import checkpoint
 from dualtune.train.checkpoint import MANIFEST, Checkpoint
 from dualtune.train.run_dir import ADAPTER, CHECKPOINTS, is_run_dir
 from dualtune.transfer import archive, manifest, names, signature
+from dualtune.transfer.bundle import name_of
 from dualtune.transfer.content import Content
 from dualtune.transfer.manifest import Bundle, File
+from dualtune.transfer.places.folder import open_regular
 
 # The keys of a JSON file whose value may be, or hold, a path of this machine. Elsewhere "/" may be a token or a text.
 _PATHS = {
@@ -54,10 +59,11 @@ class Payload:
 
 def pack(
     source: Path, target: Path, *, step: int | None = None, adapter: bool = False, tokenizer: str | None = None,
-    key: Path | None = None,
+    key: Path | None = None, name: str | None = None,
 ) -> list[str]:  # fmt: skip
     """Write a bundle of a run directory (its newest valid checkpoint, or the one of a step, or its adapter) or of an
-    adapter directory. Returns notes for the user. Nothing is written unless all is well.
+    adapter directory, bound to a name: that of the target if none is given. Returns notes for the user. Nothing is
+    written unless all is well.
 
     Raises ConfigError, FormatError (damaged, or a secret in a file), DiskError.
     """
@@ -65,32 +71,44 @@ def pack(
         if os.path.lexists(path):
             raise ConfigError(f"{path}: already exists. Choose another name or remove it")
     payload = _gather(source, step, adapter)
+    created = _written_at(payload)  # of what was trained: a tokenizer's files may be those of a later download
     if tokenizer is not None:
         _add_tokenizer(payload, resolve_model(tokenizer, weights=False))
-    files = {name: _measure(name, content) for name, content in sorted(payload.files.items())}
+    files = {file: _measure(file, content) for file, content in sorted(payload.files.items())}
     bundle = Bundle(
-        payload.kind,
-        dualtune.__version__,
-        payload.step,
-        payload.base,
-        payload.data,
-        tuple(sorted(payload.relocate)),
-        files,
-        "",
+        kind=payload.kind,
+        name=name or name_of(target),
+        created=created,
+        version=dualtune.__version__,
+        step=payload.step,
+        base=payload.base,
+        data=payload.data,
+        relocate=tuple(sorted(payload.relocate)),
+        files=files,
+        digest="",
     )
     raw = manifest.to_bytes(bundle)
-    _refuse_secrets(names.BUNDLE_FILE, raw.decode())
+    search = SecretSearch()
+    search.feed(raw)
+    _refuse_secret(names.BUNDLE_FILE, search)
     manifest.parse(raw, target)  # what a reader would refuse is not written
     with new_file(target) as file:
-        _write(file, payload, files, raw)
+        sha256 = _write(file, payload, files, raw)
         text = None
         if key is not None:
             file.flush()
             with Path(file.name).open("rb") as written:
-                text = signature.sign(written, key)
+                text, signed = signature.sign(written, key)
+            if signed != sha256:
+                raise FormatError(f"{target}: was changed while it was signed. Pack it where nobody else may write")
     if text is not None:
         write_file(signature.path_of(target), text)
     return payload.notes
+
+
+def _written_at(payload: Payload) -> str:
+    seconds = max(int(content.stat().st_mtime) for content in payload.files.values() if isinstance(content, Path))
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _gather(source: Path, step: int | None, adapter: bool) -> Payload:
@@ -147,6 +165,7 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
     payload.base = {"name": _portable(saved.state["config"])["model"]["name"], **_fingerprints(saved, of_data=False)}
     payload.data = _fingerprints(saved, of_data=True)
     config = _add_config(payload, run)
+    _add_template(payload, run, saved)
     _add_checkpoint(payload, saved)
     best = cast("dict[str, Any]", saved.state.get("guards") or {}).get("best_step")
     if config.guards.restore_best and best is not None and best != saved.step:
@@ -156,6 +175,17 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
         except FormatError as problem:  # the run itself would go on without
             payload.notes.append(f"guards.restore_best will not find its checkpoint: {problem}")
     return payload
+
+
+def _add_template(payload: Payload, run: Path, saved: Checkpoint) -> None:
+    """The chat template of the checkpoint: data.template may name a file of this machine."""
+    template = read_template(run)
+    if template is None:
+        return
+    if hash_of(template) == saved.state.get("fingerprints", {}).get("chat template"):
+        payload.files[names.TEMPLATE] = run / names.TEMPLATE
+    else:
+        payload.notes.append(f"left out {run / names.TEMPLATE}: it is not the template of the checkpoint")
 
 
 def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
@@ -179,11 +209,11 @@ def _add_config(payload: Payload, run: Path) -> Config:
 
 
 def _add_tokenizer(payload: Payload, directory: Path) -> None:
-    found = [name for name in names.TOKENIZER_FILES if (directory / name).is_file()]
+    found = [name for name in names.TOKENIZER_FILES if os.path.lexists(directory / name)]
     if not {"tokenizer.json", "tokenizer.model"} & {*found}:
         raise ConfigError(f"--tokenizer: {directory} has neither tokenizer.json nor tokenizer.model")
     for name in found:
-        payload.files[f"tokenizer/{name}"] = directory / name
+        payload.files[f"tokenizer/{name}"] = file_in(directory, name)
     if "tokenizer_config.json" in found:
         _localized(payload, "tokenizer/tokenizer_config.json")
 
@@ -230,49 +260,65 @@ def _fingerprints(saved: Checkpoint, *, of_data: bool) -> dict[str, Any]:
 
 
 def _measure(name: str, content: bytes | Path) -> File:
-    """Size and sha256 of a file that is fit for a bundle; no secret is in it, and nothing that a reader refuses."""
-    num_bytes, sha256 = _sum(content)
+    """Size and sha256 of a file that is fit for a bundle; no secret is in it, and nothing that a reader refuses.
+
+    Read once: another look could be at other bytes. What is written later has to have this sha256.
+    """
+    num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
     if num_bytes > names.max_bytes(name):
         raise FormatError(f"{name}: has {num_bytes} bytes, a bundle takes at most {names.max_bytes(name)}")
-    check = Content(name, num_bytes, "cannot be packed")
+    digest, check, search = hashlib.sha256(), Content(name, num_bytes, "cannot be packed"), SecretSearch()
+    done = text_bytes = 0
     for chunk in _pieces(content):
+        text_bytes = text_bytes or _text_bytes(name, chunk)
+        digest.update(chunk)
         check.feed(chunk)
+        search.feed(chunk[: max(0, text_bytes - done)])
+        done += len(chunk)
     check.finish()
-    if not name.endswith((".safetensors", ".model")):
-        _refuse_secrets(name, b"".join(_pieces(content)).decode())
-    elif name.endswith(".safetensors"):
-        head = next(_pieces(content), b"")
-        _refuse_secrets(name, head[8 : 8 + int.from_bytes(head[:8], "little")].decode("utf-8", "replace"))
-    return File(num_bytes, sha256)
+    _refuse_secret(name, search)
+    return File(done, digest.hexdigest())
 
 
-def _refuse_secrets(name: str, text: str) -> None:
-    kind = secret_in(text) or ("the value of a secret environment variable" if _has_environment(text) else None)
-    if kind:
-        raise FormatError(f"{name}: holds {kind} (not shown). Take it out, and revoke it if the file was shared")
+def _text_bytes(name: str, beginning: bytes) -> int:
+    """How much of a file is text, where a secret would be one."""
+    if name.endswith(".safetensors"):
+        return 8 + int.from_bytes(beginning[:8], "little")
+    return names.max_bytes(name)  # a tokenizer.model may be anything, such as a renamed key
 
 
-def _has_environment(text: str) -> bool:
-    return any(spelling in text for secret in environment_secrets() for spelling in (secret, json.dumps(secret)[1:-1]))
+def _refuse_secret(name: str, search: SecretSearch) -> None:
+    if search.found:
+        raise FormatError(
+            f"{name}: holds {search.found} (not shown). Take it out, and revoke it if the file was shared"
+        )
 
 
-def _write(file: BinaryIO, payload: Payload, files: Mapping[str, File], raw: bytes) -> None:
-    _write_member(file, names.BUNDLE_FILE, raw, File(len(raw), hashlib.sha256(raw).hexdigest()))
+def _write(file: BinaryIO, payload: Payload, files: Mapping[str, File], raw: bytes) -> str:
+    """Write all of a bundle. The sha256 of what was written."""
+    digest = hashlib.sha256()
+
+    def write(data: bytes) -> None:
+        digest.update(data)
+        file.write(data)
+
+    _write_member(write, names.BUNDLE_FILE, raw, File(len(raw), hashlib.sha256(raw).hexdigest()))
     for name, entry in files.items():
-        _write_member(file, name, payload.files[name], entry)
-    file.write(archive.END)
+        _write_member(write, name, payload.files[name], entry)
+    write(archive.END)
+    return digest.hexdigest()
 
 
-def _write_member(file: BinaryIO, name: str, content: bytes | Path, entry: File) -> None:
-    file.write(archive.header(name, entry.num_bytes))
+def _write_member(write: Callable[[bytes], None], name: str, content: bytes | Path, entry: File) -> None:
+    write(archive.header(name, entry.num_bytes))
     digest, num_bytes = hashlib.sha256(), 0
     for chunk in _pieces(content):
         digest.update(chunk)
         num_bytes += len(chunk)
-        file.write(chunk)
+        write(chunk)
     if (num_bytes, digest.hexdigest()) != (entry.num_bytes, entry.sha256):
         raise FormatError(f"{content}: changed while it was packed. Pack again when nothing writes there")
-    file.write(bytes(archive.padding(entry.num_bytes)))
+    write(bytes(archive.padding(entry.num_bytes)))
 
 
 def _sum(content: bytes | Path) -> tuple[int, str]:
@@ -289,7 +335,7 @@ def _pieces(content: bytes | Path) -> Iterator[bytes]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(content.open("rb"))
+            file = stack.enter_context(open_regular(content))
         except OSError as error:
             raise FormatError(f"{content}: cannot be read: {error.strerror}") from None
         while chunk := file.read(archive.CHUNK):

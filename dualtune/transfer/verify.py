@@ -11,17 +11,17 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from dualtune.adapter.directory import Adapter, read_adapter
+from dualtune.adapter.directory import Adapter, adapter_directory, read_adapter
 from dualtune.adapter.manifest import MANIFEST_FILE
 from dualtune.backend import Backend, Engine
-from dualtune.base_model import resolve_model
+from dualtune.base_model import resolve_model, vocabulary_size
 from dualtune.checks import Check, Level
-from dualtune.train.fingerprints import Gap, effect, gap, num_vocabulary, recompute, recorded_tops, without_adapter
+from dualtune.train.fingerprints import Gap, effect, gap, recompute, recorded_tops, without_adapter
 from dualtune.train.inference import load_model
-from dualtune.transfer import identity
+from dualtune.transfer import identity, unpacked
+from dualtune.transfer.binding import ANY, Wanted
 from dualtune.transfer.identity import Fit, Part
 from dualtune.transfer.recorded import Recorded, recorded_in
 from dualtune.transfer.thresholds import LEAST_EFFECT_IN_16_BITS, Limit, Precision, limit_for, pair_of, with_control
@@ -55,30 +55,32 @@ def verify(
     *,
     dtype: str = "auto",
     quantization: str = "auto",
+    wanted: Wanted = ANY,
 ) -> Verification:
-    """Verify an adapter directory on a base model given by directory or hub id.
+    """Verify an adapter directory, or an unpacked bundle of one, on a base model given by directory or hub id.
 
-    FormatError if the directory is damaged, EnvironmentFault if the base cannot be had, ConfigError if the backend
-    does not honour dtype or quantization. The backend is opened once the files are known to fit.
+    FormatError if it is damaged or its bundle is not the wanted one, EnvironmentFault if the base cannot be had,
+    ConfigError if the backend does not honour dtype or quantization. The backend is opened once the files are known
+    to fit.
     """
-    path = Path(directory)
+    path, origin = unpacked.find(adapter_directory(directory), wanted)
     adapter = read_adapter(path)
     recorded = recorded_in(adapter.metadata, path / MANIFEST_FILE)
     model_dir = resolve_model(base)
     fit = identity.fit(adapter, model_dir)
     if recorded is None:
-        return _nothing_recorded(adapter, fit)
+        return _nothing_recorded(adapter, fit, origin)
     if recorded.base_model.get("init") == "random":
         text = "it was trained on random weights (model.init: random), which nobody can load again"
-        return _result(Verdict("nothing-recorded", False, text), [])
-    parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir)
-    checks = [Check("files", "ok", f"as {MANIFEST_FILE} lists them"), *_part_checks(parts), _fit_check(fit)]
+        return _result(Verdict("nothing-recorded", False, text), origin)
+    if problem := _beyond_vocabulary(recorded, vocabulary_size(model_dir)):
+        verdict = Verdict("wrong-base", False, f"the base is not the recorded one: {problem}")
+        return _result(verdict, [*origin, _fit_check(fit), Check("vocabulary", "fail", problem)])
+    parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir, adapter.template)
+    checks = [*origin, Check("files", "ok", f"as {MANIFEST_FILE} lists them"), *_part_checks(parts), _fit_check(fit)]
     if fit.problems:
         return _result(does_not_fit(parts, fit), checks)
     engine = load_model(open_backend(), base, path, dtype=dtype, quantization=quantization).engine
-    if problem := _beyond_vocabulary(engine, recorded):
-        checks.append(Check("vocabulary", "fail", problem))
-        return _result(Verdict("wrong-base", False, f"the base is not the recorded one: {problem}"), checks)
     function = compute(engine, recorded)
     return _result(judge(parts, fit, function), [*checks, *_function_checks(function)], function)
 
@@ -107,19 +109,21 @@ def _result(verdict: Verdict, checks: Sequence[Check], function: Function | None
     return Verification(verdict.kind, verdict.ok, verdict.sentence, tuple(checks), function)
 
 
-def _beyond_vocabulary(engine: Engine, recorded: Recorded) -> str | None:
-    """Looked at before anything is computed: what a backend does with a token that it does not have is its own."""
+def _beyond_vocabulary(recorded: Recorded, size: int | None) -> str | None:
+    """Looked at before anything is loaded: what a backend does with a token that it does not have is its own."""
     entries = (*recorded.base, *recorded.adapter)
     largest = max(max([*entry["tokens"], *(i for top in recorded_tops(entry) for i, _ in top)]) for entry in entries)
-    size = num_vocabulary(engine)
-    return None if largest < size else f"token {largest} was recorded, and the vocabulary here has {size}"
+    if size is None or largest < size:
+        return None
+    return f"token {largest} was recorded, and the vocabulary here has {size}"
 
 
-def _nothing_recorded(adapter: Adapter, fit: Fit) -> Verification:
+def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verification:
     """An adapter of another tool, or one whose dualtune.json has no fingerprints: only shapes can be looked at."""
     num_idle = sum(not x.any() for name, x in adapter.tensors.items() if ".lora_B." in name)
     finite = f"{len(adapter.tensors)} tensors, all finite"
     checks = [
+        *origin,
         Check("files", "ok", f"readable, layout {adapter.layout}"),
         Check("numbers", "advice" if num_idle else "ok", f"{finite}; B is zero in {num_idle} modules"),
         _fit_check(fit),

@@ -108,6 +108,8 @@ def test_a_huge_header_is_refused_before_it_is_read(file, length):
         ({"x": tensor(0, 4, dtype="I32")}, 4, "dtype 'I32'"),
         ({"x": {"dtype": "F32"}}, 4, "data_offsets"),
         ({"x": [1]}, 4, "data_offsets"),
+        ({"__metadata__": "x"}, 0, "must be an object of texts"),
+        ({"__metadata__": {"x": 1}}, 0, "must be an object of texts"),
         ([], 0, "must be an object"),
         (b"{", 0, "not valid JSON"),
         (b'{"x": NaN}', 0, "not valid JSON"),
@@ -121,6 +123,12 @@ def test_forged_headers_are_refused(file, header, data, message):
     with pytest.raises(FormatError, match=message) as error:
         read_safetensors(file)
     assert str(file) in str(error.value)
+
+
+def test_notes_may_be_null(file):
+    """As MLX writes them."""
+    file.write_bytes(encode({"__metadata__": None, "x": tensor(0, 4)}, b"\0" * 4))
+    assert list(read_safetensors(file)) == ["x"]
 
 
 def test_a_git_lfs_pointer_is_recognised(file):

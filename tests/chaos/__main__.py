@@ -54,6 +54,8 @@ def main() -> int:
             for job in waiting:
                 results.append(job.get())
                 _tell(results, count)
+            pool.close()  # the end of the block alone would kill its workers, one of which may hold a lock of the pool
+            pool.join()
         failed += [result for result in results if result.failed]
         rows[backend] = _count(results, plan, time.monotonic() - began)
     print(_table(rows))

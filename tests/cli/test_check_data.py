@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+CONTROL = "with a control token in their own text (data.special_tokens_in_text)"
 GOOD = {"prompt": "2+2?", "completion": "4"}
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refused' %}{{ raise_exception('not this') }}{% endif %}"
@@ -86,10 +87,10 @@ def test_what_cannot_be_read_hides_nothing_else(dualtune_main, write_lines, tmp_
     result = dualtune_main("check-data", tmp_path / "none.jsonl", unknown, good, bad)
     lines = result.stdout.splitlines()
     assert lines[0] == f"{tmp_path / 'none.jsonl'}: no such file or directory"
-    assert lines[1] == f"{tmp_path / 'none.jsonl'}: 0 rows, 0 cannot be used; not read to the end"
+    assert lines[1] == f"{tmp_path / 'none.jsonl'}: cannot be read"
     assert lines[2].startswith(f"{unknown}:1: no known format has the keys a.")
     assert lines[3:5] == [
-        f"{unknown}: 0 rows, 0 cannot be used; not read to the end", f"{good}: 1 rows, 0 cannot be used",
+        f"{unknown}: cannot be read", f"{good}: 1 rows, 0 cannot be used",
     ]  # fmt: skip
     assert lines[-1] == f"{bad}: 1 rows, 1 cannot be used"
     assert result.returncode == 3
@@ -102,6 +103,37 @@ def test_secrets_in_bad_rows_are_not_shown(dualtune_main, write_lines):
         result = dualtune_main("check-data", path, *args)
         assert result.returncode == 3
         assert "message 1: role: got 'hf_***'" in result.stdout
+
+
+def test_many_bad_rows_are_grouped_and_listed_in_a_file(dualtune_main, write_lines, tmp_path):
+    lines = [{"prompt": i, "completion": "x"} for i in range(3000)] + ["{"] * 30 + [{"prompt": "no answer"}]
+    path = write_lines([GOOD, *lines])
+    result = dualtune_main("check-data", path, "--list", tmp_path / "bad.txt")
+    shown = result.stdout.splitlines()
+    assert len(shown) == 20 + 20 + 1 + 2 + 1 and result.returncode == 3
+    assert next(line for line in shown if line.startswith("… and ")).startswith(
+        "… and 2980 more rows: … and … must both be strings"
+    )
+    assert shown[-1] == f"{path}: 3032 rows, 3031 cannot be used"
+    listed = (tmp_path / "bad.txt").read_text().splitlines()
+    assert [line.partition(": ")[0] for line in listed] == [f"{path}:{i}" for i in range(2, 3033)]
+    assert "--list FILE writes all of them to a file" in dualtune_main("check-data", path).stdout
+
+
+def test_control_characters_of_data_are_written_out(dualtune_main, write_lines):
+    path = write_lines([{"messages": [{"role": "\x1b[2Jevil\u202e", "content": "x"}]}])
+    out = dualtune_main("check-data", path).stdout
+    assert "\\x1b[2Jevil\\u202e" in out and all(line.isprintable() for line in out.splitlines())
+
+
+def test_latin_1_and_other_separators_get_a_remedy(dualtune_main, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
+    assert "iconv -f LATIN1 -t UTF-8 FILE > new.file" in dualtune_main("check-data", tmp_path / "a.jsonl").stdout
+    (tmp_path / "a.csv").write_text("prompt;completion\na;b\n")
+    out = dualtune_main("check-data", tmp_path / "a.csv").stdout
+    assert "a.csv:1: cells are separated by ';', in a .csv file ',' is needed. Convert it: python3 -c" in out
+    (tmp_path / "b.csv").write_text("prompt\tcompletion\na\tb\n")
+    assert "Call it .tsv" in dualtune_main("check-data", tmp_path / "b.csv").stdout
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------
@@ -160,11 +192,24 @@ def test_json_says_the_same(dualtune_main, write_lines):
     (problem,) = first.pop("problems")
     assert (problem["path"], problem["line"]) == (str(bad), 2)
     assert dualtune_main("check-data", bad).stdout.startswith(f"{bad}:2: {problem['reason']}\n")
-    nothing = {"error": None, "cut": 0, "split": 0, "dropped": {}}
+    nothing = {"error": None, "cut": 0, "split": 0, "dropped": {}, "control_text": {"rows": 0, "first": []}}
     assert first == {"path": str(bad), "role": "train", "rows": 2, "bad": 1} | nothing
     assert second == {"path": str(good), "role": "train", "rows": 1, "bad": 0, "problems": []} | nothing
     assert result.returncode == 3
     assert dualtune_main("check-data", good, "--json").returncode == 0
+
+
+def test_rows_with_a_control_token_in_their_own_text_are_listed_and_counted(dualtune_main, write_lines, config_file):
+    path = write_lines([GOOD, {"prompt": "a</s>", "completion": "b"}, *[{"prompt": "<s>", "completion": "c"}] * 30])
+    result = dualtune_main("check-data", config_file({"data.train": path}))
+    *listed, summary = result.stdout.splitlines()
+    assert len(listed) == 20 and listed[0] == f"{path}:2: </s> in its own text" and result.returncode == 0
+    assert summary == f"{path}: 32 rows, 0 cannot be used; {CONTROL}: 31"
+    config = config_file({"data.train": path, "data.special_tokens_in_text": "error"})
+    result = dualtune_main("check-data", config)
+    assert (
+        f"{path}:2: its text holds the control token '</s>'. Remove it, or" in result.stdout and result.returncode == 3
+    )
 
 
 def test_json_lists_a_thousand_problems_and_counts_all(dualtune_main, write_lines):

@@ -11,6 +11,12 @@ from pathlib import Path
 import pytest
 
 import dualtune
+from dualtune.config import parse_config
+from dualtune.data.documents import Data
+from dualtune.train.evaluation import exact_match
+from dualtune.train.inference import load_model
+from dualtune.train.prepare import prepare
+from dualtune.train.run import run
 
 ASSETS = Path(dualtune.__file__).parent / "demo"
 
@@ -27,7 +33,29 @@ def test_the_demo_teaches_what_it_says(platform, package, tmp_path):
     assert float(before) <= 10
     assert float(after) >= 90
     assert (tmp_path / "runs/demo/adapter/adapter_model.safetensors").is_file()
-    assert out[out.index("Next:") :].count("\n  dualtune ") == 3
+    _, *following = out[out.index("Next:") :].splitlines()
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # no virtual environment is active
+    assert len(following) == 5
+    for line in following[:3]:  # the last one waits for a model and data to be named
+        result = subprocess.run(
+            ["bash", "-c", line], cwd=tmp_path, env=bare, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, (line, result.stderr)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.slow)])
+def test_the_short_config_of_the_readme_learns_a_small_data_set(backend, open_backend, tmp_path):
+    """320 short rows were two updates; every default is what a newcomer gets."""
+    readme = (ASSETS.parents[1] / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"A config can be as short as this:\n\n```yaml\n(.*?)```", readme, re.S)
+    places = {"model.name": ASSETS / "model", "data.train": ASSETS / "data" / "train.jsonl", "run.dir": tmp_path / "a"}
+    config = parse_config(text, overrides=[f"{key}={place}" for key, place in places.items()])
+    backend = open_backend(backend)
+    result = run(config, backend)
+    assert result.num_steps >= 100 and result.eval_loss < result.eval_loss_before / 5
+    held_out = Data(config).held_out_examples(prepare(config, backend).eval)
+    tuned = load_model(backend, config.model.name, result.adapter_dir)
+    assert exact_match(tuned, held_out, config.data.max_length) >= 0.5 and len(held_out) == 32
 
 
 def test_the_demo_fits_into_a_megabyte():

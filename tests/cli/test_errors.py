@@ -89,10 +89,12 @@ def test_values_that_the_backend_does_not_honour(config_file, refused):
 def test_an_unknown_target_module_is_answered_with_those_of_the_model(config_file, refused, tiny_llama):
     file = config_file({"model.name": tiny_llama, "adapter.targets": ["q_proj", "qkv_proj"]})
     pytest.importorskip("torch")
-    assert refused(2, "train", file, "--platform", "cpu") == (
-        "adapter.targets: no linear layer is called 'qkv_proj'. "
-        "This model has: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
-    )
+    for more in ((), ("--dry-run",)):
+        assert refused(2, "train", file, "--platform", "cpu", *more) == (
+            "adapter.targets: no linear layer is called 'qkv_proj'. "
+            "This model has: down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj. "
+            "Use --set adapter.targets=all-linear, or names: --set 'adapter.targets=[down_proj, gate_proj]'"
+        )
 
 
 def test_an_unknown_platform(config_file, refused):
@@ -178,7 +180,10 @@ def test_a_model_directory_that_holds_no_model(config_file, refused, tmp_path, t
     bare.mkdir()
     assert message(bare) == f"model.name: {bare} has no config.json; a model directory in Hugging Face layout is needed"
     shutil.copyfile(tiny_softmax / "config.json", bare / "config.json")
-    assert message(bare) == f"model.name: {bare} has no weights (*.safetensors); it holds: config.json."
+    assert message(bare) == (
+        f"model.name: {bare} has no weights (model.safetensors, or model.safetensors.index.json and the files it "
+        "names); it holds: config.json."
+    )
     (bare / "pytorch_model.bin").touch()
     assert message(bare).endswith(" It has pytorch_model.bin: convert to safetensors, other formats are not loaded.")
     (bare / "pytorch_model.bin").unlink()
@@ -240,7 +245,7 @@ def test_what_is_no_adapter(refused, adapter, tmp_path):
 def test_an_adapter_of_another_model(refused, adapter, tmp_path, tiny_llama):
     pytest.importorskip("torch")
     other = tmp_path / "other"
-    write_tiny_llama(other, num_hidden_layers=1)
+    write_tiny_llama(other, num_hidden_layers=1, vocab_size=262)
     for file in tiny_llama.glob("*token*"):
         shutil.copyfile(file, other / file.name)
     message = refused(2, "generate", other, "--adapter", adapter, "--prompt", "x", "--platform", "cpu")

@@ -34,30 +34,27 @@ def planned(config_file, tiny_softmax):
 
 
 class Page(HTMLParser):
-    """The texts of the documents on a page, its tokens as (id, class, text), and every tag."""
+    """The rows of a page: the kinds of each, and its tokens as (id, classes, text)."""
 
     def __init__(self, text):
         super().__init__()
-        self.documents, self.tokens, self.tags, self._depth = [], [], [], 0
+        self.rows, self._in_token = [], False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        self.tags.append((tag, attrs))
-        if attrs.get("class") == "text":
-            self.documents.append("")
-            self._depth = 1
-        elif self._depth and tag == "span":
-            self.tokens.append([int(attrs["title"]), attrs.get("class"), ""])
+        self._in_token = tag == "span" and "title" in attrs
+        if tag == "article":
+            self.rows.append({"kinds": attrs["class"].split()[1:], "tokens": []})
+        elif self._in_token:
+            self.rows[-1]["tokens"].append([int(attrs["title"].split()[1]), attrs.get("class", "").split(), ""])
 
     def handle_endtag(self, tag):
-        if tag == "div":
-            self._depth = 0
+        self._in_token = False
 
     def handle_data(self, data):
-        if self._depth:
-            self.documents[-1] += data
-            self.tokens[-1][2] += data
+        if self._in_token:
+            self.rows[-1]["tokens"][-1][2] += data
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -162,27 +159,31 @@ def test_an_override_changes_what_is_shown(dualtune_main, config_file):
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_holds_every_token_and_the_data_stay_text(dualtune_main, config_file, write_rows, planned, tmp_path):
+def test_the_page_holds_every_token_of_the_first_rows_and_the_data_stay_text(
+    dualtune_main, config_file, write_rows, planned, tmp_path
+):
     write_rows([{"prompt": EVIL, "completion": "日 & <b>"}, {"prompt": "2", "completion": "3"}])
     config = config_file({"data.eval": 0, "data.max_length": 256})
     result = dualtune_main("preview", config, "--html", tmp_path / "page.html", "--rows", 2)
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, f"page        {tmp_path / 'page.html'}")
-    text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    page, documents = Page(text), planned(config)[:2]
-    expected = {
+    page, documents = Page((tmp_path / "page.html").read_text(encoding="utf-8")), planned(config)[:2]
+    first = [row for row in page.rows if "first" in row["kinds"]]
+    for row, document in zip(first, documents, strict=True):
+        assert [token[0] for token in row["tokens"]] == document.tokens.tolist()
+        assert ["trained" in token[1] for token in row["tokens"]] == document.trained.tolist()
+    assert {"".join(token[2] for token in row["tokens"]) for row in first} == {
         f"<s><|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
         for prompt, answer in ((EVIL.replace("\x1b", "␛"), "日 & <b>"), ("2", "3"))
     }
-    assert set(page.documents) == expected
-    assert [token[0] for token in page.tokens] == [id for document in documents for id in document.tokens]
-    assert [token[1] == "trained" for token in page.tokens] == [
-        trained for document in documents for trained in document.trained
-    ]
-    assert "".join(token[2] for token in page.tokens) == "".join(page.documents)
-    # No scripts, nothing from elsewhere, whatever the data say.
-    assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "object", "b"}
-    assert not {name for _, attrs in page.tags for name in attrs} & {"src", "href", "onclick", "onload"}
-    assert "http:" not in text and "https:" not in text and "url(" not in text
+
+
+def test_the_page_shows_evaluation_rows_and_bad_ones_too(dualtune_main, config_file, write_rows, qa_rows, tmp_path):
+    write_rows([*qa_rows, {"prompt": 3, "completion": "<b>"}])
+    config = config_file({"data.on_bad_row": "skip", "data.max_bad_rows": 1})
+    assert dualtune_main("preview", config, "--html", tmp_path / "page.html", "--rows", 2).returncode == 0
+    kinds = [row["kinds"] for row in Page((tmp_path / "page.html").read_text(encoding="utf-8")).rows]
+    assert kinds.count(["evaluation"]) == 2 and kinds.count(["bad"]) == 1
+    assert sum("first" in names for names in kinds) == sum("longest" in names for names in kinds) == 2
 
 
 def test_the_page_has_the_numbers_and_warnings_of_the_text(dualtune_main, config_file, write_rows, tmp_path):
@@ -255,3 +256,27 @@ def test_a_directory_is_read_for_training_and_for_evaluation(dualtune_main, conf
         config = config_file({"data.train": tmp_path / "data", "data.eval": 0.1, "data.max_length": 60 + len(command)})
         result = dualtune_main(command[0], config, *command[1:])
         assert (result.returncode, result.stdout.count("tokenized   ")) == (0, 2), result.stderr
+
+
+def test_control_tokens_in_a_row_s_own_text_are_marked_and_counted(dualtune_main, config_file, write_rows, tmp_path):
+    data = write_rows([{"prompt": f"{i}", "completion": "</s>" if i == 3 else "x"} for i in range(8)])
+    config = config_file({"data.train": data, "data.eval": 0})
+    found = json.loads(dualtune_main("preview", config, "--rows", 8, "--json").stdout)
+    assert (found["control_text_rows"], found["first_control_text_row"]) == (1, f"{data}:4")
+    assert [d["where"] for d in found["shown"] if d["has_control_text"]] == [f"{data}:4"]
+    (warning,) = (text for text in found["warnings"] if "control token" in text)
+    assert "it is plain text" in warning and "data.special_tokens_in_text: allow" in warning
+    page = tmp_path / "page.html"
+    shown = dualtune_main("preview", config, "--rows", 8, "--html", page).stdout
+    assert shown.count("; a control token in its own text") == 1
+    assert page.read_text().count('<span class="tag control">control token in text</span>') == 1
+    allowed = dualtune_main("preview", config, "--set", "data.special_tokens_in_text=allow", "--json").stdout
+    assert "taken for the control token" in json.loads(allowed)["warnings"][0]
+
+
+def test_a_share_that_cannot_be_held_out_is_a_warning(dualtune_main, config_file, write_rows):
+    data = write_rows([{"text": "one long row " * 50}])
+    found = json.loads(dualtune_main("preview", config_file({"data.train": data, "data.eval": 0.1}), "--json").stdout)
+    assert "evaluation data: none: data.eval asks for 10% of the rows, and there is only one to learn from" in (
+        " ".join(found["warnings"])
+    )

@@ -5,8 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from dualtune.cli.runs import table
+from dualtune.train.listing import list_runs
 
 NUMPY = ["--platform", "numpy"]
 
@@ -43,18 +47,25 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
 
     found = states()
     assert {name: run["state"] for name, run in found.items()} == {
-        "done": "done", "killed": "failed", "failed": "failed", "preempted": "preempted",
+        "done": "done", "killed": "killed", "failed": "failed", "preempted": "preempted",
     }  # fmt: skip
     assert (found["done"]["step"], found["done"]["num_steps"], found["done"]["checkpoint"]) == (4, 4, 4)
     assert found["done"]["loss"] > 0 and found["done"]["eval_loss"] > 0
-    assert (found["killed"]["checkpoint"], "was killed" in found["killed"]["reason"]) == (2, True)
+    assert found["done"]["verdict"] == "too few steps" and found["done"]["seconds"] > 0
+    assert found["done"]["best_eval_loss"] == found["done"]["eval_loss"]
+    assert (found["done"]["model"].endswith("softmax"), found["done"]["learning_rate"]) == (True, 0.01)
+    assert found["done"]["date"].startswith("20") and found["done"]["date"].endswith("+00:00")
+    assert found["killed"]["checkpoint"] == 2
+    assert found["killed"]["reason"].endswith(" was killed; the same command continues it after step 2")
     assert "6 steps in a row" in found["failed"]["reason"]
     assert (found["preempted"]["step"], found["preempted"]["checkpoint"]) == (1, 1)
     assert "Stopped by SIGTERM" in found["preempted"]["reason"]
 
-    table = dualtune_main("runs", tmp_path / "runs").stdout.splitlines()
-    assert table[0].split() == ["run", "state", "step", "loss", "eval", "loss", "checkpoint"]
-    assert [line.split()[1] for line in table[1:]] == ["done", "failed", "failed", "preempted"]
+    header, *lines = dualtune_main("runs", tmp_path / "runs").stdout.splitlines()
+    assert header.split() == [
+        "run", "state", "verdict", "step", "loss", "eval", "best", "lr", "model", "date", "time", "saved",
+    ]  # fmt: skip
+    assert [line.split()[1] for line in lines if not line.startswith(" ")] == ["done", "failed", "killed", "preempted"]
 
 
 def test_a_command_that_is_refused_does_not_change_what_is_said_of_a_run(dualtune_main, config_file, states):
@@ -91,6 +102,118 @@ def test_looking_does_not_keep_a_run_from_starting(config_file, tmp_path):
                 Lock(tmp_path / "runs" / "a").release("done")
         finally:
             reader.kill()
+
+
+# --- runs that are made by hand --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A run directory with these losses, by step, and this note in its lock file."""
+
+    def make(name, losses=(2.0, 1.5), lock=None, config="{model: {name: org/m}, train: {learning_rate: 1e-4}}"):
+        path = tmp_path / "runs" / name
+        path.mkdir(parents=True)
+        rows = [{"step": step, "loss": loss, "step_s": 60.0} for step, loss in enumerate(losses, start=1)]
+        rows.append({"step": len(losses), "eval_loss": losses[-1] + 0.1, "eval_targets": 5})
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (path / "config.yaml").write_text(config)
+        note = {"pid": 1, "host": "h", "boot": "", "started": "2026-01-02T03:04:05+00:00", "state": "done"}
+        (path / "lock").write_text(json.dumps(note | (lock or {})))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "lock", [{"state": [1]}, {"pid": "x"}, {"host": None}, {"started": {"a": 1}}, {"reason": 3}, {"pid": -1}]
+)
+def test_a_lock_file_of_wrong_types_hides_no_run(made, states, lock):
+    made("bad", lock=lock)
+    made("good")
+    found = states()
+    assert found["good"]["state"] == "done"
+    assert (found["bad"]["state"], found["bad"]["loss"]) == ("failed", 1.5)
+    assert found["bad"]["reason"] == "it has a lock file that cannot be read to tell why"
+
+
+def test_a_lock_file_of_a_newer_version_is_read(made, states):
+    made("run", lock={"surprise": [1]})
+    assert states()["run"]["state"] == "done"
+
+
+def test_a_run_that_cannot_be_read_is_listed_with_the_reason(made, states, monkeypatch, dualtune_main, tmp_path):
+    made("bad")
+    made("good")
+    (tmp_path / "runs" / "closed").mkdir()
+    iterdir = Path.iterdir
+
+    def refuse(path):
+        if path.name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # root may read everything
+    (tmp_path / "runs" / "bad" / "metrics.jsonl").unlink()
+    (tmp_path / "runs" / "bad" / "metrics.jsonl").symlink_to("metrics.jsonl")
+    (tmp_path / "runs" / "bad" / "config.yaml").unlink()
+    (tmp_path / "runs" / "bad" / "config.yaml").mkdir()
+    found = states()
+    assert (found["closed"]["state"], found["closed"]["reason"]) == ("unreadable", "Permission denied")
+    assert found["good"]["state"] == "done" and found["bad"]["model"] is None
+    assert "Permission denied" in dualtune_main("runs", tmp_path / "runs").stdout
+
+
+def test_whatever_goes_wrong_with_one_run_the_others_are_listed(made, states, monkeypatch):
+    from dualtune.train import listing
+
+    made("bad")
+    made("good")
+    read = listing.read_note
+    monkeypatch.setattr(listing, "read_note", lambda path: read(path) if path.name == "good" else 1 / 0)
+    assert {name: run["state"] for name, run in states().items()} == {"good": "done", "bad": "unreadable"}
+
+
+@pytest.mark.parametrize(
+    ("order", "names"),
+    [("name", "a b c"), ("loss", "b c a"), ("eval", "b c a"), ("date", "c a b"), ("time", "c a b"), ("best", "b c a")],
+)
+def test_runs_are_sorted(made, dualtune_main, tmp_path, order, names):
+    made("a", (3.0, 2.0), {"started": "2026-02-02T00:00:00+00:00"})
+    made("b", (1.0,), {"started": "2026-01-01T00:00:00+00:00"})
+    made("c", (3.0, 2.0, 1.5), {"started": "2026-03-03T00:00:00+00:00"})
+    lines = dualtune_main("runs", tmp_path / "runs", "--sort", order).stdout.splitlines()[1:]
+    assert [line.split()[0][-1] for line in lines] == names.split()
+
+
+@pytest.mark.parametrize("columns", [30, 50, 80, 120])
+def test_the_table_fits_the_terminal(made, tmp_path, columns):
+    made("a-run-with-a-long-name")
+    made("b", lock={"state": "failed", "reason": "ConfigError: " + "something is wrong here, and it is said " * 4})
+    lines = table(sorted(list_runs(tmp_path / "runs"), key=lambda run: run.path), columns)
+    needed = max(columns, 12 + len("  unreadable  2  1.5000"))
+    assert max(map(len, lines)) <= needed, lines
+    assert lines[0].split()[:2] == ["run", "state"] and "loss" in lines[0]
+    assert any("too narrow for: saved, time" in line for line in lines) == (columns < 120 or "model" not in lines[0])
+
+
+def test_a_long_metrics_file_is_not_read_whole(made, states, monkeypatch):
+    from dualtune.train import listing
+
+    made("run")
+    monkeypatch.setattr(listing, "MAX_METRICS_BYTES", 10)
+    monkeypatch.setattr(listing, "read_rows", lambda path: pytest.fail("read whole"))
+    assert (states()["run"]["loss"], states()["run"]["seconds"]) == (1.5, None)
+
+
+def test_the_verdict_of_a_run_that_went_on_is_not_its_verdict(made, states):
+    path = made("run")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "event": "verdict", "message": "flat: x", "verdict": "flat"}\n')
+    assert states()["run"]["verdict"] == "flat"
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n')
+    assert states()["run"]["verdict"] is None
 
 
 def test_a_directory_without_runs_and_none_at_all(dualtune_main, tmp_path):

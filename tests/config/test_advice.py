@@ -1,11 +1,14 @@
 """Unknown and missing keys: did you mean …?"""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualtune.config import parse_config
 from dualtune.config.advice import FOREIGN_KEYS
+from dualtune.config.not_there import NO_SUCH_KEY
 from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 
@@ -67,15 +70,38 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
     assert error == f"c.yaml:5: {section}.{name}: unknown key. Did you mean '{ours}'?"
 
 
-def test_the_table_of_foreign_names_leads_to_keys_that_exist() -> None:
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("train: {optimizer: adamw_8bit}", "train.optimizer: unknown key. The optimizer is always AdamW; set 'train."),
+        ("optimizer: {name: adamw}", "optimizer: unknown key. The optimizer is always AdamW"),
+        ("adapter: {use_dora: true}", "adapter.use_dora: unknown key. DoRA is not there yet"),
+        ("adapter: {num_layers: 16}", "adapter.num_layers: unknown key. It is not there yet; 'adapter.targets'"),
+        ("run: {report_to: wandb}", "run.report_to: unknown key. There is no tracker yet; metrics.jsonl"),
+        ("train: {resume_from_checkpoint: x}", "train.resume_from_checkpoint: unknown key. A run that was stopped"),
+    ],
+)
+def test_a_key_of_other_trainers_that_has_no_counterpart_is_answered_in_words(line: str, answer: str) -> None:
+    assert error_of(with_(line)).startswith(f"c.yaml:5: {answer}")
+
+
+def test_inside_a_section_no_section_is_suggested() -> None:
+    assert error_of(with_("adapter: {peft: 1}")).startswith("c.yaml:5: adapter.peft: unknown key. Allowed here: rank,")
+
+
+def test_the_tables_of_foreign_names_lead_to_keys_that_exist() -> None:
     ours = {f"{section}.{key}" for section, key in KEYS} | sections().keys()
+    names = {key for _, key in KEYS} | sections().keys()
     assert set(FOREIGN_KEYS.values()) <= ours
-    assert not FOREIGN_KEYS.keys() & ({key for _, key in KEYS} | sections().keys())
+    assert not FOREIGN_KEYS.keys() & names
+    assert not NO_SUCH_KEY.keys() & (names | FOREIGN_KEYS.keys())
+    named = {name for answer in NO_SUCH_KEY.values() for name in re.findall(r"'(\w+\.\w+)'", answer)}
+    assert named and named <= ours
 
 
 def _shortened() -> list[tuple[str, str, str]]:
     """(section, key, key without one of its letters), except where that is a name in its own right."""
-    taken = {name for pair in KEYS for name in pair} | FOREIGN_KEYS.keys()
+    taken = {name for pair in KEYS for name in pair} | FOREIGN_KEYS.keys() | NO_SUCH_KEY.keys()
     return [
         (section, key, key[:at] + key[at + 1 :])
         for section, key in KEYS

@@ -94,7 +94,7 @@ runn:
         ("data.packing", "yes", "got 'yes', must be true or false"),
         ("data.on_bad_row", "ignore", "got 'ignore', allowed: error, skip"),
         ("data.max_bad_rows", "1.5", "got 1.5, must be a number >= 0 and < 1, or an integer >= 1"),
-        ("data.format", "dpo", "sharegpt, preference. Did you mean 'preference'?"),
+        ("data.format", "dpo", "kin) is not there yet: pairs are read and checked, but not trained on"),
         ("data.packing", "1", "got 1, must be true or false"),
         ("data.max_length", "1", "got 1, must be >= 2"),
         ("data.columns", "[a]", "got a list, must be a mapping from our column names to the file's"),
@@ -283,9 +283,9 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, raw: bytes, message
 
 
 def test_a_huge_wrong_list_is_refused_in_time() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert "adapter.targets[0]: got 1" in error_of(with_(f"adapter: {{targets: [{', '.join(['1'] * 20_000)}]}}"))
-    assert time.perf_counter() - start < 5  # a quadratic search took minutes
+    assert time.process_time() - start < 20  # a quadratic search took minutes; it takes two seconds
 
 
 # --- Lookup ----------------------------------------------------------------------------------------------------------
@@ -316,3 +316,35 @@ def test_get_value_refuses_what_is_not_there(key: str, message: str) -> None:
 def test_a_config_error_exits_with_2() -> None:
     assert ConfigError.exit_code == 2
     assert isinstance(parse_config(MINIMAL), Config)
+
+
+# --- from Python -----------------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_is_a_config_like_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(MINIMAL + "adapter: {targets: [q_proj]}\n")
+    given = {"model": {"name": "m"}, "data": {"train": Path("t")}, "adapter": {"targets": ("q_proj",)}}
+    assert load_config(given) == load_config(file)
+    assert load_config(given, ["train.steps=7", "adapter.rank=2"]).train.steps == 7
+    assert given == {"model": {"name": "m"}, "data": {"train": Path("t")}, "adapter": {"targets": ("q_proj",)}}
+
+
+def test_what_is_wrong_with_a_mapping_is_said_by_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": {"name": "m", "dtype": "fp32"}, "data": {}})
+    assert str(caught.value).splitlines() == [
+        "<mapping>: model.dtype: got 'fp32', allowed: auto, float32, bfloat16, float16. Did you mean 'float32'?",
+        error_of("model:\n  name: m\ndata: {}\n").replace("c.yaml:3", "<mapping>"),
+    ]
+
+
+@pytest.mark.parametrize("source", [None, 3, ["model"], b"c.yaml"])
+def test_what_is_neither_a_path_nor_a_mapping_is_refused_in_words(source) -> None:
+    with pytest.raises(ConfigError, match="needed: the path of a YAML file, or a mapping"):
+        load_config(source)
+
+
+def test_an_empty_mapping_is_told_what_it_needs() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name: missing"):
+        load_config({})

@@ -23,6 +23,7 @@ DEFAULTS = {
         "template": "auto",
         "max_length": 2048,
         "packing": True,
+        "special_tokens_in_text": "text",
         "loss_on": "assistant",
         "on_bad_row": "error",
         "max_bad_rows": 0.01,
@@ -30,7 +31,7 @@ DEFAULTS = {
     "train": {
         "epochs": 3,
         "steps": None,
-        "tokens_per_step": 16384,
+        "tokens_per_step": "auto",
         "documents_per_step": None,
         "micro_batch_tokens": "auto",
         "learning_rate": 2.0e-4,

@@ -48,6 +48,27 @@ def test_documents_per_step_wins_over_tokens_and_the_last_step_is_smaller():
     assert [len(order.step(i).documents) for i in range(6)] == [4, 4, 2, 4, 4, 2]
 
 
+@pytest.mark.parametrize("epochs", [0.5, 1, 3])
+def test_a_small_data_set_has_a_hundred_steps_by_default(epochs):
+    """A handful of updates taught nothing: 320 short rows were two steps an epoch."""
+    lengths = np.random.default_rng(0).integers(20, 60, 320)
+    order = order_of(lengths, epochs=epochs)
+    assert 100 <= order.num_steps < 200
+    assert order.tokens_per_step == int(epochs * lengths.sum() / 100)
+
+
+def test_a_handful_of_documents_has_a_step_for_each():
+    assert order_of([50] * 16, epochs=2).num_steps == 32
+
+
+@pytest.mark.parametrize("train", [{"epochs": 3}, {"epochs": 1, "steps": 5}, {"epochs": 1, "documents_per_step": 4}])
+def test_a_large_data_set_and_a_number_of_steps_keep_the_usual_tokens(train):
+    lengths = [200] * (3000 if len(train) == 1 else 30)
+    order, usual = order_of(lengths, **train), order_of(lengths, tokens_per_step=16384, **train)
+    assert order.tokens_per_step == 16384 and order.num_steps == usual.num_steps
+    assert all(np.array_equal(order.step(i).documents, usual.step(i).documents) for i in range(order.num_steps))
+
+
 def test_every_epoch_and_every_seed_has_another_permutation():
     runs = [np.concatenate(e) for seed in (1, 2) for e in epochs_of(order_of([1] * 50, seed, documents_per_step=8), 3)]
     assert len({tuple(run) for run in runs}) == 6

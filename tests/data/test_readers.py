@@ -159,24 +159,26 @@ def test_json_columns_of_parquet_are_decoded_however_deep(rows_of):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.text", "a.txt.gz"])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-def test_plain_text_comes_in_blocks_of_whole_lines(rows_of, name, newline):
-    lines = [f"{i} é".encode() * 50 for i in range(12_000)]
+@pytest.mark.parametrize("blank_lines", [True, False])
+def test_plain_text_comes_in_whole_paragraphs_or_else_lines(rows_of, name, newline, blank_lines):
+    lines = [f"{i} é".encode() * 5 if i % 7 or not blank_lines else b"" for i in range(12_000)]
     data = newline.join(lines)
     rows = rows_of(name, gzip.compress(data, 1) if name.endswith("gz") else data)
     texts = [fields["text"] for _, fields in rows]
     assert "".join(texts) == b"\n".join(lines).decode()
     assert [line for line, _ in rows] == ["".join(texts[:i]).count("\n") + 1 for i in range(len(texts))]
-    assert len(texts) > 3 and all(text.endswith("\n") for text in texts[:-1])
-    assert all(900_000 < len(text.encode()) <= 1 << 20 for text in texts[:-1])
+    assert all(text.endswith("\n\n" if blank_lines else "\n") for text in texts[:-1])
+    sizes = [len(text.encode()) + text.count("\n") * (len(newline) - 1) for text in texts[:-1]]
+    assert len(sizes) > 10 and all(15_000 < size <= 1 << 14 for size in sizes)
 
 
 @pytest.mark.parametrize("char", ["x", "é", "語", "😀"])
 def test_a_line_without_end_is_cut_between_characters(rows_of, char):
-    text = "ab\n-" + char * ((5 << 19) // len(char.encode()))
+    text = "ab\n-" + char * ((5 << 13) // len(char.encode()))
     rows = rows_of("a.txt", text.encode())
     assert "".join(fields["text"] for _, fields in rows) == text
     assert [line for line, _ in rows] == [1, 2, 2, 2]
-    assert all(len(fields["text"].encode()) <= 1 << 20 for _, fields in rows)
+    assert all(len(fields["text"].encode()) <= 1 << 14 for _, fields in rows)
 
 
 # --- progress and identity -------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from dualtune.backend import IGNORE_INDEX
 from dualtune.config import parse_config
 from dualtune.data.batches import micro_batches
 from dualtune.data.documents import Data
-from dualtune.data.order import Order
+from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.train.evaluation import layout_of
+from dualtune.train.resume import with_tokens
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 END = "<|im_end|>"
@@ -78,6 +79,7 @@ def test_rows_tokens_and_trained_tokens_are_those_of_an_independent_count(real, 
 
 def test_the_packed_rows_of_an_epoch_have_all_tokens_and_targets_and_are_98_percent_full(real):
     config, documents, _ = real
+    config = with_tokens(config, MOST_TOKENS)  # a small set has smaller steps, which fill rows less well
     order, layout = Order(config, documents.lengths), layout_of(config)
     seen = np.zeros(3, np.int64)
     for step in range(order.num_steps):

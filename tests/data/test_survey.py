@@ -18,9 +18,10 @@ from dualtune.data.documents import Data, tokenize
 from dualtune.data.formats import Example
 from dualtune.data.order import Order
 from dualtune.data.store import Document
-from dualtune.data.survey import first_documents, histogram, pieces, show_document, steps_per_epoch, survey, visible
+from dualtune.data.survey import first_documents, histogram, pieces, show_document, steps_per_epoch, survey
 from dualtune.data.survey import warnings as warnings_of
 from dualtune.data.tokenizer import Tokenizer
+from dualtune.escape import visible
 from dualtune.train.evaluation import layout_of
 
 WORDS = st.text("abcé", min_size=1, max_size=12)
@@ -294,7 +295,14 @@ def test_the_documents_shown_are_those_that_are_trained_first(bare):
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("a\tb\n é 日", "a\tb\n é 日"), ("\x1b[31m", "␛[31m"), ("\r\0\x7f", "␍␀␡"), ("\x9b", "\\x9b"), ("\udcff", "?")],
+    [
+        ("a\tb\n é 日", "a\tb\n é 日"),
+        ("\x1b[31m", "␛[31m"),
+        ("\r\0\x7f", r"␍␀\u007f"),
+        ("\x9b", r"\u009b"),
+        ("\udcff", r"\udcff"),
+        ("a\u202eb", r"a\u202eb"),
+    ],
 )
 def test_control_characters_become_visible(text, shown):
     assert visible(text) == shown

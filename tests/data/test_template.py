@@ -156,7 +156,7 @@ def test_equal_sources_have_equal_hashes_and_others_do_not():
         ("{{ messages[0].content + 1 }}", "str"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ raise_exception('x ' * 20000000) }}", "(x ){99}x$"),
+        ("{{ raise_exception('x ' * 5000000) }}", "(x ){99}x$"),
     ],
 )
 def test_what_goes_wrong_in_a_template_is_a_matter_of_the_row(source, reason):
@@ -181,7 +181,8 @@ def test_what_is_not_json_does_not_reach_a_template():
         ("{% autoescape true %}{% endautoescape %}", "autoescape is not available"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled"),
         ("{% for x in y %}" * 200 + "{% endfor %}" * 200, "cannot be compiled"),
-        ("{{ 1" + " + 1" * 50000 + " }}", "cannot be compiled"),
+        ("{{ 1" + " + 1" * 10000 + " }}", "cannot be compiled"),
+        ("{{ 1" + " + 1" * 50000 + " }}", "line 1 of the chat template: more than 30000 words and signs"),
         ("x" * (MAX_SOURCE + 1), "has 262145 characters, allowed: 262144"),
     ],
 )
@@ -231,8 +232,8 @@ def test_a_template_does_not_get_out_of_its_sandbox(source):
 DOUBLED = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
 LAUGHS = DOUBLED.replace("START", "['ha']").replace("STEP", "[ns.x, ns.x]")
 # A list that holds a namespace in many places, which becomes large afterwards.
-HOLDER = "{% set ns = namespace(x='') %}{% set many = [ns] * 90000 %}{% set ns.x = 'a' * 9000000 %}"
-BIG = "{% set big = 'a' * 9000000 %}"
+HOLDER = "{% set ns = namespace(x='') %}{% set many = [ns] * 90000 %}{% set ns.x = 'a' * 2000000 %}"
+BIG = "{% set big = 'a' * 2000000 %}"
 LIMITS = {
     "nested loops": "{% for i in range(100000) %}" * 3 + "{% endfor %}" * 3,
     "nested loops over one list": "{% set r = range(100000) %}" + "{% for i in r %}" * 3 + "{% endfor %}" * 3,
@@ -278,19 +279,19 @@ LIMITS = {
     "a namespace in many places, mapped": HOLDER + "{{ many | map(attribute='x') | list | length }}",
     "a namespace in many places, sorted": HOLDER + "{{ many | map(attribute='x') | sort | length }}",
     "a default in many places": BIG + "{{ range(100000) | map(attribute='no', default=big) | list | length }}",
-    "slices in many variables": "{% set x = [0] * 300000 %}" + "".join(f"{{% set v{i} = x[:] %}}" for i in range(9000)),
+    "slices in many variables": "{% set x = [0] * 100000 %}" + "".join(f"{{% set v{i} = x[:] %}}" for i in range(2500)),
     "literals that are kept": "{% set ns = namespace(k=[]) %}{% for i in range(100000) %}"
-    "{% set ns.k = [[" + "0," * 20000 + "], ns.k] %}{% endfor %}",
-    "copies in many variables": "{% set x = [0] * 300000 %}"
-    + "".join(f"{{% set v{i} = x.copy() %}}" for i in range(9000)),
-    "a text in small pieces": "{% set big = 'ab ' * 9000000 %}{{ big.split() | length }}",
-    "a text in characters": "{% set big = 'é語' * 1000000 %}{{ big | list | length }}",
+    "{% set ns.k = [[" + "0," * 10000 + "], ns.k] %}{% endfor %}",
+    "copies in many variables": "{% set x = [0] * 100000 %}"
+    + "".join(f"{{% set v{i} = x.copy() %}}" for i in range(2500)),
+    "a text in small pieces": "{% set big = 'ab ' * 2000000 %}{{ big.split() | length }}",
+    "a text in characters": "{% set big = 'é語' * 500000 %}{{ big | list | length }}",
     "a text in characters, joined": BIG + "{{ big | join(big) | length }}",
     "a long text joined to others": BIG + "{{ big.join(['', ''] * 500) | length }}",
     "a long text joined to others by the filter": BIG + "{{ (['', ''] * 500) | join(big) | length }}",
     "a long text formatted often": BIG + "{{ ('%(x)s' * 500) % {'x': big} }}",
     "a long text formatted often by the filter": BIG + "{{ ('%(x)s' * 500) | format(x=big) }}",
-    "a long text as JSON": "{% set big = '\\x01' * 60000000 %}{{ big | tojson | length }}",
+    "a long text as JSON": "{% set big = '\\x01' * 12000000 %}{{ big | tojson | length }}",
     "a wide field": "{{ '%1000000000d' % 1 }}",
     "a precise field": "{{ '%.1000000000f' % 1 }}",
     "a field of given width": "{{ '%*d' % (1000000000, 1) }}",
@@ -312,18 +313,18 @@ LIMITS = {
     "a search from the right": "{% set big = 'a' * 4000000 %}{{ big.rfind('a' * 20000 + 'b' + 'a' * 20000) }}",
     "a strip of many characters": BIG + "{{ big.strip('b' * 1000000 + 'a') | length }}",
     "a strip of many characters by the filter": BIG + "{{ big | trim('b' * 1000000 + 'a') | length }}",
-    "a text in words": "{% set big = 'é語-' * 1000000 %}{{ big | title | length }}",
-    "a text in lines": "{% set big = 'é語\n' * 1000000 %}{{ big.splitlines() | length }}",
-    "a text in lines, indented": "{% set big = 'é語\n' * 1000000 %}{{ big | indent | length }}",
-    "a text as arguments": "{% set big = 'é語' * 1000000 %}{{ cycler(*big) }}",
-    "many searches without a loop": BIG + "{% if 'aaaaaaaaab' in big %}{% endif %}" * 5000,
+    "a text in words": "{% set big = 'é語-' * 500000 %}{{ big | title | length }}",
+    "a text in lines": "{% set big = 'é語\n' * 500000 %}{{ big.splitlines() | length }}",
+    "a text in lines, indented": "{% set big = 'é語\n' * 500000 %}{{ big | indent | length }}",
+    "a text as arguments": "{% set big = 'é語' * 500000 %}{{ cycler(*big) }}",
+    "many searches without a loop": BIG + "{% if 'aaaaaaaaab' in big %}{% endif %}" * 2900,
     "an error that shows much": HOLDER + "{{ [].index(many) }}",
     "an exception that shows much": HOLDER + "{{ raise_exception(many) }}",
     "a filter's argument that shows much": HOLDER + "{{ 1 | attr(many) }}",
     "a format that shows much": HOLDER + "{{ many | format }}",
-    "many tests without a loop": BIG + "{% if big is lower %}{% endif %}" * 5000,
+    "many tests without a loop": BIG + "{% if big is lower %}{% endif %}" * 2900,
     "a long date": "{{ strftime_now('%1000000000d' * 1000) }}",
-    "a number of many digits": "{{ ('f' * 5000000) | int(0, 16) }}",
+    "a number of many digits": "{{ ('f' * 4000000) | int(0, 16) }}",
 }  # fmt: skip
 
 ATTACK = """
@@ -361,7 +362,7 @@ def test_a_template_that_runs_away_is_stopped(outcomes, name):
 
 @pytest.mark.parametrize(
     "prepared",
-    ["'a' * 9000000", "'ab ' * 9000000", "'é語-' * 1000000", "[0] * 300000", "[ns] * 90000"],
+    ["'a' * 2000000", "'ab ' * 2000000", "'é語-' * 500000", "[0] * 100000", "[ns] * 90000"],
 )
 def test_what_the_attacks_prepare_is_within_the_limits(prepared):
     assert any(prepared in attack for attack in LIMITS.values())
@@ -370,7 +371,7 @@ def test_what_the_attacks_prepare_is_within_the_limits(prepared):
 
 def test_a_limit_is_no_matter_of_a_row_and_says_what_to_do():
     with pytest.raises(
-        TemplateLimit, match=r"more than 64 MiB of text .* set data.template to another Jinja file"
+        TemplateLimit, match=r"more than 16 MiB of text .* set data.template to another Jinja file"
     ) as caught:
         render(LIMITS["a huge string"])
     assert isinstance(caught.value, DataError) and not isinstance(caught.value, RowError)

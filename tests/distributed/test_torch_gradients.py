@@ -85,7 +85,7 @@ def test_families_are_computed_alike_whole_and_split(start, tmp_path):
         assert process.code == 0, process.output
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
-        assert len(found) == 13
+        assert len(found) == 14
         for family, (whole, split) in found.items():
             assert whole["kernels"] == split["kernels"], family
             assert np.linalg.norm(whole["gradient"]) > 0.1

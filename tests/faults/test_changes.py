@@ -149,9 +149,11 @@ def test_another_model_under_the_same_name_is_refused(box, what):
         tensors = load_file(model / "model.safetensors")
         tensors["head.weight"][0, 0] = np.nextafter(tensors["head.weight"][0, 0], np.float32(9))
         save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    (_, line, _) = refused(box)
-    assert line.startswith(f"{what} sha256 ")
-    assert line.count("sha256 ") == 2
+    _, *lines, _ = refused(box)
+    names = [what, "base model's tensors"] if what == "base model's weights" else [what]
+    for name, line in zip(names, lines, strict=True):
+        assert line.startswith(f"{name} sha256 ")
+        assert line.count("sha256 ") == 2
 
 
 @pytest.mark.fault(
@@ -211,5 +213,8 @@ def test_a_checkpoint_of_a_newer_schema_is_refused(old):
     manifest = json.loads((path / "MANIFEST.json").read_text())
     (path / "MANIFEST.json").write_text(json.dumps(manifest | {"schema_version": 99}))
     complaint = old.resume(6).stderr
-    assert f"{path}: has schema version 99, this dualtune reads up to 2: upgrade it" in complaint
+    assert (
+        f"{path}: was made by a newer dualtune: it has schema version 99, this dualtune reads up to 2. Upgrade it"
+        in complaint
+    )
     assert json.loads((path / "MANIFEST.json").read_text())["schema_version"] == 99

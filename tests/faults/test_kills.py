@@ -23,7 +23,7 @@ def test_a_kill_inside_a_write_leaves_what_was_there_before(box, number, share):
     box.settings["run.keep"] = 99
     straight, ref = box.straight(), box.home / "ref"
     written = [*sorted((ref / "checkpoints").iterdir()), ref / "adapter"]
-    first = sum((ref / name).stat().st_size for name in ("config.yaml", "environment.json"))
+    first = sum((ref / name).stat().st_size for name in ("config.yaml", "environment.json", "chat_template.jinja"))
     at = first + sum(map(sizes, written[:number])) + int(share * sizes(written[number]))
 
     box.train(-9, fault=f"write:{at}")

@@ -107,6 +107,24 @@ def test_without_flock_the_note_decides(tmp_path, no_flock, neighbour, holder):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.fault(
+    row=35,
+    fault="two containers of one machine where the file system knows no locks",
+    injection="the note of a holder in another PID namespace, where its pid is nobody's here",
+    expected="refused; taken over after a restart of the machine",
+)
+@pytest.mark.parametrize("boot", ["this", "earlier"])
+def test_without_flock_a_pid_of_another_namespace_counts_as_alive(tmp_path, no_flock, boot):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    leave_note(tmp_path, pid=dead.pid, namespace="pid:[1]", **({} if boot == "this" else {"boot": "another"}))
+    if boot == "this":
+        with pytest.raises(LockedError):
+            Lock(tmp_path)
+    else:
+        Lock(tmp_path).release("done")
+
+
 @pytest.fixture
 def overtaken(tmp_path, monkeypatch, neighbour):
     """Let a neighbour take the lock at the moment when this process enters a function of the lock's module."""

@@ -42,6 +42,8 @@ def large_inputs(*, few: bool) -> Iterator[tuple[str, Files]]:
         ("adapter", "adapter_model.safetensors", MAX_HEADER_BYTES), ("checkpoint", "MANIFEST.json", MAX_MANIFEST_BYTES),
         ("checkpoint", "state.json", MAX_STATE_BYTES), ("base model", "config.json", MAX_MODEL_CONFIG_BYTES),
         ("base model", "model.safetensors", MAX_HEADER_BYTES), ("bundle list", "BUNDLE.json", 1 << 17),
+        ("base model", "model.safetensors.index.json", MAX_HEADER_BYTES),
+        ("tokenizer", "tokenizer.json", 4 << 20), ("tokenizer", "tokenizer_config.json", 4 << 20),
     ):  # fmt: skip
         if few and file != "adapter_model.safetensors":
             continue

@@ -15,12 +15,16 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import readers_template
+import readers_tokenizer
 import safetensors
 import safetensors.numpy
+from readers_data import DATA_SEEDS, read_data
 
 from dualtune.adapter.diff import diff_adapters
 from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
@@ -29,7 +33,7 @@ from dualtune.adapter.inspect import inspect_adapter, render_report
 from dualtune.adapter.manifest import read_manifest
 from dualtune.adapter.repair import import_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
-from dualtune.base_model import fingerprint, resolve_model
+from dualtune.base_model import find_weights, fingerprint, resolve_model, staged
 from dualtune.config import load_config, parse_config, to_yaml
 from dualtune.disk import json_bytes, listing
 from dualtune.testing.tiny_models import write_tiny_llama
@@ -52,6 +56,7 @@ class Reader(NamedTuple):
     seeds: Callable[[], list[Files]]
     read: Callable[[Path, Path, random.Random], None]
     rehash: Callable[[Files], None]  # makes the hashes of a changed directory right
+    max_growth_bytes: int = 64 << 20
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
@@ -159,7 +164,7 @@ def checkpoint_seeds() -> list[Files]:
     state = json.loads(golden["state.json"]) | {
         "schedule": {"num_steps": 6, "next_learning_rate": 0.01}, "place": {"next_documents": [1, 2]},
         "guards": {"losses": [1.0, 2], "in_spike": False, "best_step": None, "eval_step": 2, "best_loss": 1.5},
-        "fingerprints": {"data": "sha256 0123", "tokenizer": "sha256 4567"},
+        "fingerprints": dict.fromkeys(checkpoint.FINGERPRINTS, "sha256 0123"),
     }  # fmt: skip
     newer = golden | {"state.json": json_bytes(state)}
     table = json.loads(golden["MANIFEST.json"]) | {"schema_version": 2}
@@ -178,15 +183,26 @@ def read_a_checkpoint(place: Path, out: Path, draw: random.Random) -> None:
 
 
 def base_model_seeds() -> list[Files]:
+    """Two shards with their index, and one file with a template."""
     files = {file.name: file.read_bytes() for file in base().iterdir()}
-    config = json.loads(files["config.json"]) | {"quantization": {"group_size": 64, "bits": 4}}
     template = json_bytes({"chat_template": [{"name": "default", "template": "{{ messages }}"}], "eos_token": "</s>"})
-    return [files | {"tokenizer_config.json": template}, files | {"config.json": json_bytes(config)}]
+    tensors = safetensors.numpy.load(files["model.safetensors"])
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    index = {"metadata": {}, "weight_map": {name: file for file, mine in parts.items() for name in mine}}
+    shards = {file: safetensors.numpy.save({name: tensors[name] for name in mine}) for file, mine in parts.items()}
+    return [
+        {"config.json": files["config.json"], "model.safetensors.index.json": json_bytes(index), **shards},
+        files | {"tokenizer_config.json": template},
+    ]
 
 
 def read_a_base_model(place: Path, out: Path, draw: random.Random) -> None:
     resolve_model(str(place))
     json.dumps(fingerprint(place), allow_nan=True)
+    with staged(place, find_weights(place)) as directory:
+        theirs = {n for file in directory.glob("*.safetensors") for n in safetensors.numpy.load_file(file)}
+    assert theirs == set(find_weights(place).tensors), "the loaders see other tensors"
     if draw.random() < 0.5:
         source = out.parent / "adapter"
         source.mkdir()
@@ -203,8 +219,9 @@ ADAPTER = adapter_seeds()[4]
 
 def bundle_list_seeds() -> list[Files]:
     files = {f"adapter/{n}": manifest.File(len(d), hashlib.sha256(d).hexdigest()) for n, d in sorted(ADAPTER.items())}
-    listed = manifest.Bundle("adapter", "1", None, {"name": "b"}, {"data": "x"}, ("data.train",), files, "")
-    return [{"BUNDLE.json": manifest.to_bytes(listed)}]
+    unbound = manifest.Bundle("adapter", "1", None, {"name": "b"}, {"data": "x"}, ("data.train",), files, "")
+    bound = replace(unbound, name="first", created="2026-01-31T23:59:59+00:00")
+    return [{"BUNDLE.json": manifest.to_bytes(listed)} for listed in (unbound, bound)]
 
 
 def read_a_bundle_list(place: Path, out: Path, draw: random.Random) -> None:
@@ -262,5 +279,12 @@ READERS = {
     "bundle list": Reader(bundle_list_seeds, read_a_bundle_list, rehash_bundle_list),
     "config": Reader(config_seeds, read_a_config, nothing),
     "metrics": Reader(metrics_seeds, read_metrics, nothing),
+    "tokenizer": Reader(readers_tokenizer.tokenizer_seeds, readers_tokenizer.read_a_tokenizer, nothing, 256 << 20),
+    "template": Reader(readers_template.template_seeds, readers_template.read_a_template, nothing),
+    "data": Reader(DATA_SEEDS["data"], read_data, nothing),
+    "parquet": Reader(DATA_SEEDS["parquet"], read_data, nothing, 256 << 20),
 }
-SHARES = {"adapter": 6, "checkpoint": 3, "base model": 2, "bundle list": 2, "config": 1, "metrics": 1}
+SHARES = {
+    "adapter": 6, "checkpoint": 3, "base model": 2, "bundle list": 2, "config": 1, "metrics": 1, "tokenizer": 1,
+    "template": 1, "data": 4, "parquet": 0.02,
+}  # fmt: skip

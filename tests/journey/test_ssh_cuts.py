@@ -88,8 +88,8 @@ def test_what_is_wrong_in_a_part_is_sent_again_whatever_its_size(cluster, file, 
     else:
         raw += b"more"
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    part = cluster.home / "runs" / f".a.tar.part-{digest[:16]}"
-    part.parent.mkdir()
+    part = cluster.home / "runs" / f".a.tar.part-{digest[:16]}" / "data"
+    part.parent.mkdir(parents=True)
     part.write_bytes(raw)
     assert cluster.push(file, "cut:runs/a.tar") is True
     assert (cluster.home / "runs" / "a.tar").read_bytes() == file.read_bytes()
@@ -163,11 +163,13 @@ def test_a_signal_leaves_a_part_that_the_next_push_continues(cluster, file, tmp_
     cluster.use(prelude=f"PATH={slow}:$PATH; export PATH")
     process = subprocess.Popen([sys.executable, "-c", PUSH, str(file)], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and [p.stat().st_size for p in cluster.home.glob("runs/.a.tar.part-*")] != [few]:
+    while time.monotonic() < deadline:
+        if [p.stat().st_size for p in cluster.home.glob("runs/.a.tar.part-*/data")] == [few]:
+            break
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert "Preempted: Stopped by SIGTERM" in process.communicate(timeout=20)[1]
-    (part,) = cluster.home.glob("runs/.*")
+    (part,) = cluster.home.glob("runs/.*/data")
     assert part.read_bytes() == file.read_bytes()[:few]
     cluster.use()
     assert cluster.push(file, "cut:runs/a.tar") is True

@@ -27,6 +27,10 @@ CONFIG = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_head": 4, "n_layer": 4,
+    "n_positions": 256, "max_position_embeddings": 256, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
 SHORT = [64] * 4
 ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max_length=64)
 
@@ -35,7 +39,7 @@ ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max
 def measure(open_backend, tmp_path):
     """(estimate, bytes that are always there, peak of a step) for documents of these lengths."""
 
-    def measure_(lengths=SHORT, *, asked=ASK, **changes):
+    def measure_(lengths=SHORT, *, asked=ASK, steps=3, **changes):
         backend, config = open_backend("mlx"), CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
         spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
@@ -51,7 +55,7 @@ def measure(open_backend, tmp_path):
         take_step(engine, batch)
         held = active() - before
         backend.reset_peak_memory()
-        for _ in range(3):  # MLX frees an array in another thread, so one step may have one less at its peak
+        for _ in range(steps):  # MLX frees arrays in another thread, so a step may have one or two less at its peak
             take_step(engine, batch)
         asked = replace(asked, micro_batch_tokens=batch.tokens_BT.size, max_length=max(lengths))
         return estimate(decoder_of(config), asked), held, backend.memory().peak_bytes - before
@@ -109,13 +113,20 @@ def test_another_family_takes_what_was_estimated(measure, kind):
     assert_alike(*measure(model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"]))
 
 
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
+def test_gpt2_takes_what_was_estimated(measure, dropout):
+    asked = replace(ASK, targets=("c_attn", "c_proj", "c_fc"), dropout=dropout)
+    assert_alike(*measure(asked=asked, **GPT2))
+
+
 def test_fewer_targets_take_what_was_estimated(measure):
     assert_alike(*measure(asked=replace(ASK, targets=("q_proj", "v_proj"))))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "fused"])
 def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels):
-    estimated, held, peak = measure([32], asked=replace(ASK, rank=128, kernels=kernels), vocab_size=64)
+    # Here an array is a fifteenth of the peak, and on a busy machine three steps in a row have two of them less.
+    estimated, held, peak = measure([32], asked=replace(ASK, rank=128, kernels=kernels), steps=16, vocab_size=64)
     assert "update" in estimated.parts[4].formula
     assert_alike(estimated, held, peak)
 

@@ -29,6 +29,10 @@ CONFIG = {
 }  # fmt: skip
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+GPT2 = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 128, "n_head": 4, "n_layer": 3,
+    "n_positions": 512, "max_position_embeddings": 512,
+}  # fmt: skip
 SHORT, LONG = [60] * 8, [512]
 ASK = Ask("torch", "cpu", "none", "bfloat16", 16, SEVEN, micro_batch_tokens=512, max_length=512)
 
@@ -45,7 +49,7 @@ def measure(open_backend, tmp_path, monkeypatch):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0 if compiles else 10**12)
         config = CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
-        spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
+        spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, targets_of(asked))
         request = LoadRequest(
             tmp_path, asked.dtype, asked.quantization, "random", spec, 0.0, seed=1, kernels=asked.kernels
         )
@@ -57,6 +61,10 @@ def measure(open_backend, tmp_path, monkeypatch):
         return estimate(decoder_of(config), asked), found_in(engine, batch)
 
     return measure_
+
+
+def targets_of(asked):
+    return (asked.targets,) if isinstance(asked.targets, str) else asked.targets
 
 
 def one_batch(lengths, asked, vocab):
@@ -103,6 +111,17 @@ def test_a_quantized_base_takes_what_was_estimated(measure, lengths, quantizatio
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=lambda family: family["model_type"])
 def test_another_family_takes_what_was_estimated(measure, family):
     assert_alike(*measure(SHORT, **family))
+
+
+@pytest.mark.parametrize(
+    ("compiles", "changes"),
+    [(True, {}), (False, {"dtype": "float32"}), (False, {"kernels": "reference"}), (False, {"targets": ("c_attn",)})],
+    ids=["compiled", "float32", "plain", "c_attn"],
+)
+def test_gpt2_takes_what_was_estimated(measure, compiles, changes):
+    """Its norms and its activation are transformers' own in every case."""
+    asked = replace(ASK, **{"targets": "all-linear"} | changes)
+    assert_alike(*measure(SHORT, compiles=compiles, asked=asked, **GPT2), kept=0.02, peak=0.12)
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj"), ("up_proj",)])

@@ -39,7 +39,7 @@ SHAPE = {
 }  # fmt: skip
 REFUSED = {
     "absolute positions": {
-        "model_type": "gpt2", "n_ctx": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
+        "model_type": "gpt_bigcode", "n_inner": 128, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
         "layer_norm_epsilon": 1e-5, "vocab_size": 96,
     },
     "convolutions": SHAPE | {

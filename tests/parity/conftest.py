@@ -17,7 +17,7 @@ from dualtune.backend import IGNORE_INDEX, Backend, Batch
 from dualtune.config import Config
 from dualtune.testing import tolerances
 from dualtune.testing.oracles import llama_oracle
-from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
 from dualtune.train.inference import load_model
 
 EOS = 2  # of both models
@@ -95,9 +95,20 @@ class Material:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Material:
-    """A random Llama with three layers and a tokenizer of characters, one of whose merges joins question and answer."""
+    """A random Llama with three layers."""
     directory = tmp_path_factory.mktemp("tiny")
-    model_dir = write_tiny_llama(directory / "model", num_hidden_layers=3, intermediate_size=192)
+    return _sums(directory, write_tiny_llama(directory / "model", num_hidden_layers=3, intermediate_size=192))
+
+
+@pytest.fixture(scope="session")
+def gpt2(tmp_path_factory) -> Material:
+    """A random GPT-2, whose linear layers are transformers' Conv1D and whose positions are learned."""
+    directory = tmp_path_factory.mktemp("gpt2")
+    return _sums(directory, write_tiny_gpt2(directory / "model", n_positions=40))
+
+
+def _sums(directory: Path, model_dir: Path) -> Material:
+    """A tokenizer of characters, one of whose merges joins question and answer, and rows for it."""
     pieces = [*"abcdefghijklmnopqrstuvwxyz0123456789+= .?", "=1", "an", "and"]
     vocab = {piece: i for i, piece in enumerate(["<unk>", "<s>", "</s>", *pieces])}
     merges = [("=", "1"), ("a", "n"), ("an", "d")]

@@ -9,12 +9,13 @@ import pytest
 
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.oracles import llama_oracle, loss_of
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.train.inference import load_model
+from dualtune.train.metrics import read_rows
 from dualtune.train.run import run
 
 torch = pytest.importorskip("torch")
@@ -255,7 +256,7 @@ def test_an_unknown_target_lists_the_available_names(tied, backend, tmp_path):
     """A tied output head is the embedding, so it cannot be adapted and is not listed."""
     model_dir = write_tiny_llama(tmp_path / "model", tie_word_embeddings=tied)
     names = f"down_proj, gate_proj, k_proj, {'' if tied else 'lm_head, '}o_proj, q_proj, up_proj, v_proj"
-    with pytest.raises(ConfigError, match=f"no linear layer is called 'qproj'. This model has: {names}$"):
+    with pytest.raises(ConfigError, match=f"no linear layer is called 'qproj'. This model has: {names}\\. Use "):
         load(backend, model_dir, spec=replace(SPEC, targets=("q_proj", "qproj")))
 
 
@@ -280,7 +281,7 @@ def test_random_init_needs_no_weights_and_learns(quantize, tiny, backend, tmp_pa
         train={"steps": 12, "learning_rate": 3e-2, "warmup": 0},
     )
     result = run(config, backend)
-    losses = [json.loads(line)["loss"] for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in read_rows(result.run_dir / "metrics.jsonl") if "loss" in row]
     assert abs(losses[0] - np.log(96)) < 0.5  # knows nothing
     assert losses[-1] < losses[0] - 0.2
     environment = json.loads((result.run_dir / "environment.json").read_text())
@@ -297,12 +298,11 @@ def test_code_in_a_model_directory_is_never_executed(model_type, tiny, backend, 
     file = model_dir / "tokenizer_config.json"
     tokenizer = json.loads(file.read_text()) | {"auto_map": {"AutoTokenizer": [None, "canary.Canary"]}}
     file.write_text(json.dumps(tokenizer))
+    with pytest.raises(FormatError, match="runs no code of a model"):
+        load_model(backend, str(model_dir))
     for init in ("pretrained", "random"):
-        try:
-            load_model(backend, str(model_dir))
+        with pytest.raises(FormatError, match="runs no code of a model"):
             load(backend, model_dir, init=init)
-        except EnvironmentFault as refusal:
-            assert str(model_dir) in str(refusal)
     assert not canary.exists()
 
 

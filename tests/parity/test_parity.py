@@ -1,7 +1,6 @@
 """One config on two backends, and an independent loop of transformers and PEFT: the same losses, step by step."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ from dualtune.data.order import Order
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import random_batch
+from dualtune.train.metrics import read_rows
 from dualtune.train.run import run
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,7 @@ CARRIED = 5e-5  # losses after the state went over to the other backend
 
 def losses_of(config, backend):
     """The per-step losses of a run, and its per-step target counts."""
-    rows = [json.loads(line) for line in (run(config, backend).run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in read_rows(run(config, backend).run_dir / "metrics.jsonl") if "event" not in row]
     assert [row["step"] for row in rows] == list(range(1, config.train.steps + 1))
     return np.array([row["loss"] for row in rows]), [row["num_targets"] for row in rows]
 

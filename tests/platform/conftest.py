@@ -2,10 +2,15 @@
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from dualtune.config.examples import example_path
+from dualtune.platform.config_check import Report, check_config
+
+DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 MIB = 2**20
 LIBRARY_NOT_FOUND, NOT_LOADED, MISMATCH, NO_PERMISSION, NOT_SUPPORTED, NOT_FOUND, IS_LOST = 12, 9, 18, 4, 3, 6, 15
 
@@ -112,3 +117,15 @@ def nvml(monkeypatch):
 def card():
     """A card of the made-up driver."""
     return Card
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """check_config of an example for a machine, with the demo's data and a run directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides: str, name: str = "training_config_h100", machine: str | None = "h100-80", **options) -> Report:
+        here = [f"data.train={DEMO / 'data' / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}", *overrides]
+        return check_config(example_path(name), here, machine_name=machine, **options)
+
+    return run

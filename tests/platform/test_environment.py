@@ -26,8 +26,6 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     monkeypatch.chdir(tmp_path)
-    for key in places.TRACKER_KEYS:
-        monkeypatch.delenv(key, raising=False)
     return tmp_path
 
 
@@ -236,8 +234,8 @@ def test_there_must_be_room_for_the_model(home, free_gb, target, gb, level):
 def test_a_model_that_is_here_needs_no_room(home, free_gb, make_config, tiny_llama):
     free_gb(6)
     config = make_config("x.jsonl", {"run.dir": str(home / "run")})
-    with_it = environment.place_checks(TARGETS["h100"], config, {})
-    without = environment.place_checks(TARGETS["h100"], None, {})
+    with_it = environment.place_checks(TARGETS["h100"], config)
+    without = environment.place_checks(TARGETS["h100"], None)
     assert (only(with_it, "disk").level, only(without, "disk").level) == ("ok", "fail")
 
 
@@ -335,17 +333,17 @@ def test_a_model_directory_that_is_not_there_is_a_failure(home, make_config):
     assert check.level == "fail" and str(home / "nowhere") in check.found
 
 
-def test_keys_are_named_and_never_shown(home, monkeypatch):
+def test_the_hub_token_is_named_and_never_shown(home, monkeypatch):
     secret = "hf_" + "a1B2" * 9
     monkeypatch.setattr("huggingface_hub.get_token", lambda: secret)
-    rows = places.key_checks({"WANDB_API_KEY": secret, "OTHER": "x"}, download=True)
-    assert [check.found.split(";")[0] for check in rows] == ["set", "WANDB_API_KEY set"]
-    assert secret not in str(rows)
+    check = places.hub_token(download=True)
+    assert (check.level, check.found) == ("ok", "set")
+    assert secret not in str(check)
 
 
 @pytest.mark.parametrize(("download", "level"), [(True, "advice"), (False, "ok")])
 def test_a_missing_token_is_advice_only_where_a_model_is_to_be_downloaded(home, download, level):
-    assert only(places.key_checks({}, download=download), "hub token").level == level
+    assert places.hub_token(download=download).level == level
 
 
 # --- dualtune check-env -----------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_memory_that_is_in_use_is_not_promised(check_gpu):
 
 def test_of_two_cards_the_first_is_judged_and_the_larger_named(check_gpu):
     _, report = check_gpu(FAKE_NVML_CARDS="t4,h100")
-    assert report["label"] == "too small"
+    assert report["label"] == "low"
     assert row(report, "larger GPU")["mend"] == "export CUDA_VISIBLE_DEVICES=GPU-11111111-aaaa"
     _, followed = check_gpu(FAKE_NVML_CARDS="t4,h100", CUDA_VISIBLE_DEVICES="GPU-11111111-aaaa")
     assert followed["label"] == "H100 class"

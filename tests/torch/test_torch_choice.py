@@ -39,6 +39,7 @@ FAMILIES = {
     "Gemma3Text": (GROUPED | {"sliding_window": 8}, ALL | BLOCKS),
     "Phi": ({}, ALL | {"rotary"}),
     "Phi3": ({"num_key_value_heads": 2}, ALL | {"norms", "rotary"}),
+    "GPT2": ({}, ALL),  # Conv1D, LayerNorm, learned positions
     "Granite": ({"num_key_value_heads": 2, "logits_scaling": 1.0}, ALL | BLOCKS),
     "Cohere": ({"num_key_value_heads": 2}, {"lora", "attention", "mlp"}),  # scaled logits, interleaved rotation
     "Mixtral": (GROUPED | {"num_local_experts": 4}, ALL | {"norms", "rotary"}),

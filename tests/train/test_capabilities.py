@@ -2,7 +2,8 @@
 
 import pytest
 
-from dualtune.backend import check_value, get_backend
+from dualtune.backend import get_backend
+from dualtune.capabilities import check_value
 from dualtune.errors import ConfigError
 from dualtune.train.prepare import prepare
 

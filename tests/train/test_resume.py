@@ -4,9 +4,14 @@ import json
 
 import pytest
 
+from dualtune.config import parse_config
+from dualtune.data.order import Order
 from dualtune.errors import ConfigError
 from dualtune.hooks import Hook
 from dualtune.train import checkpoint
+from dualtune.train.ended import LENGTH, WITHOUT_EFFECT
+from dualtune.train.prepare import prepare
+from dualtune.train.resume import RULES
 
 RUN = {
     "train__micro_batch_tokens": 64,
@@ -123,6 +128,13 @@ def test_resume_with_another_config_is_refused_with_a_table(lab, stopped):
     assert caught.value.exit_code == 2
     after = {path: path.read_bytes() for path in (lab.tmp_path / "run").rglob("*") if path.is_file()}
     assert {p: d for p, d in after.items() if p.name != "lock"} == {p: d for p, d in before.items() if p.name != "lock"}
+
+
+def test_every_key_is_either_refused_or_without_effect():
+    assert {*WITHOUT_EFFECT, *LENGTH} <= RULES.keys()
+    observing = {key for key, rule in RULES.items() if rule == "free"} & WITHOUT_EFFECT
+    assert observing == {"run.dir", "run.log_every", "run.eval_every", "run.save_every", "run.keep"}
+    assert not [key for key, rule in RULES.items() if rule == "forbidden" and key in WITHOUT_EFFECT]
 
 
 def test_what_does_not_change_the_result_may_change(lab, stopped, weights_of):
@@ -243,3 +255,29 @@ def test_checkpoints_are_safetensors_and_json_and_name_no_backend(lab):
         else:
             assert isinstance(json.loads(path.read_text()), dict)
             assert lab.backend.name not in path.read_text().replace(str(lab.model), "").replace(str(lab.tmp_path), "")
+
+
+SMALL = {"train__steps": None, "train__documents_per_step": None, "train__epochs": 1, "run__save_every": 2}
+
+
+def test_the_tokens_of_a_step_are_recorded_and_kept_for_more_epochs(lab, stopped, rows_of):
+    """They follow from the data and the epochs, and the steps of a run must not change when it is made longer."""
+    stopped("run", 5, **SMALL)
+    more = lab.run("run", **SMALL | {"train__epochs": 2})
+    assert more.num_steps == 32  # 16 rows of one document each
+    recorded = parse_config((more.run_dir / "config.yaml").read_text()).train.tokens_per_step
+    tokens = Order(lab.config(**SMALL), prepare(lab.config(**SMALL), lab.backend).train.lengths).tokens_per_step
+    assert recorded == tokens < Order(lab.config(**SMALL | {"train__epochs": 2}), [50] * 16).tokens_per_step
+    assert [row["step"] for row in rows_of(more.run_dir)[0]] == list(range(1, 33))
+
+
+def test_a_run_from_before_auto_goes_on_with_its_tokens(lab, stopped, weights_of):
+    """Its checkpoint says 16384, the config nothing."""
+    old = SMALL | {"train__tokens_per_step": 16384, "train__epochs": 6}
+    straight = lab.run("straight", **old)
+    assert straight.num_steps == 6
+    stopped("run", 3, **old)
+    resumed = lab.run("run", **old | {"train__tokens_per_step": "auto"})
+    assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
+    with pytest.raises(ConfigError, match=r"train.tokens_per_step +16384 +100 +forbidden"):
+        lab.run("run", **old | {"train__tokens_per_step": 100})

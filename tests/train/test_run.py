@@ -99,12 +99,14 @@ def test_the_run_directory_holds_what_is_documented_and_nothing_else(lab, rows_o
     }  # fmt: skip
     adapter = {
         f"adapter/{name}" for name in
-        ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json")
+        ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "chat_template.jinja",
+         "dualtune.json")
     }  # fmt: skip
-    assert files == {"config.yaml", "environment.json", "metrics.jsonl", "lock"} | checkpoints | adapter
+    beside = {"config.yaml", "environment.json", "chat_template.jinja", "metrics.jsonl", "lock"}
+    assert files == beside | checkpoints | adapter
     assert load_config(result.run_dir / "config.yaml") == lab.config(
-        train__steps=3, run__save_every=1, run__keep=2, data__eval=0.25
-    )
+        train__steps=3, run__save_every=1, run__keep=2, data__eval=0.25, train__tokens_per_step=16384
+    )  # auto, as it was decided
     record = json.loads((result.adapter_dir / "dualtune.json").read_text())
     steps, evals = rows_of(result.run_dir)
     assert record["training"]["final_loss"] == steps[-1]["loss"]
@@ -184,9 +186,9 @@ def test_numbers_that_are_not_finite_end_the_run_without_an_adapter(lab, steps, 
 def test_hooks_are_called_in_order(lab):
     recorder = Recorder()
     lab.run(hooks=[recorder], train__steps=3, data__eval=0.25, run__eval_every=2)
-    batch = ("eval batch", 1, 1)
+    batches = ("eval batch", 0, 1), ("eval batch", 1, 1)
     assert recorder.events == [
-        ("start", 0, 3), batch, ("eval", 0), ("step", 1), ("step", 2), batch, ("eval", 2), ("step", 3), batch,
+        ("start", 0, 3), *batches, ("eval", 0), ("step", 1), ("step", 2), *batches, ("eval", 2), ("step", 3), *batches,
         ("eval", 3), ("end",),
     ]  # fmt: skip
 

@@ -128,9 +128,9 @@ def test_the_tokenizer_comes_along(adapter, tiny_llama, tmp_path):
 
 
 def test_the_same_content_gives_the_same_bytes(adapter, tmp_path):
-    elsewhere = shutil.copytree(adapter, tmp_path / "copied later" / "b", copy_function=shutil.copyfile)
-    pack(adapter, tmp_path / "a.tar")
-    pack(elsewhere, tmp_path / "b.tar")
+    elsewhere = shutil.copytree(adapter, tmp_path / "copied later" / "b")
+    pack(adapter, tmp_path / "a.tar", name="first")
+    pack(elsewhere, tmp_path / "b.tar", name="first")
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
 
 

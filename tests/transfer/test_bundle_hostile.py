@@ -246,7 +246,14 @@ def test_another_format_is_named(forge, refused, tmp_path):
 BIG = 1 << 40
 CHANGES = {
     "kind": ({"kind": "code"}, "kind: got 'code', must be adapter or checkpoint"),
-    "version": ({"schema_version": 2}, "schema_version 2, this dualtune reads up to 1: upgrade it"),
+    "version": ({"schema_version": 3}, "schema_version 3, this dualtune reads up to 2: upgrade it"),
+    "older version": ({"schema_version": 1}, "'created': unknown; the keys are schema_version, kind, dualtune"),
+    "no name": ({"name": None}, "name: got 'None', must be 1 to 200 printable characters"),
+    "name that moves a cursor": ({"name": "a\x1b[2J"}, "must be 1 to 200 printable characters"),
+    "long name": ({"name": "a" * 201}, "must be 1 to 200 printable characters"),
+    "no date": ({"created": 0}, "created: got '0', must be a date and time such as 2026-01-31T23:59:59+00:00"),
+    "impossible date": ({"created": "2026-02-31T00:00:00+00:00"}, "must be a date and time such as"),
+    "date without a zone": ({"created": "2026-02-01T00:00:00"}, "must be a date and time such as"),
     "no version": ({"schema_version": "1"}, "schema_version: got '1', must be an integer >= 1"),
     "unknown key": ({"run_after": "x"}, "'run_after': unknown; the keys are"),
     "step of another": ({"step": 5}, "and step is 5"),

@@ -202,7 +202,7 @@ def test_a_run_goes_through_a_file_system_of_fsspec(place, dualtune_main, memory
     done = dualtune_main("push", "memory://bucket/first", "runs/first")
     assert (done.returncode, done.stderr) == (0, "")
     assert memory.find("/") == ["/bucket/first/bundle.tar"]
-    pack(place / "runs" / "first", place / "expected.tar")
+    pack(place / "runs" / "first", place / "expected.tar", name="first")
     assert memory.cat_file("/bucket/first/bundle.tar") == (place / "expected.tar").read_bytes()
     assert "was there " in dualtune_main("push", "memory://bucket/first", "runs/first").stdout
     assert dualtune_main("push", "memory://bucket/first", "runs/first", "--checkpoint", 2).returncode == 2
@@ -342,6 +342,7 @@ def test_what_is_no_target_is_refused(text):
 def test_a_store_that_announces_too_much_is_not_believed(tmp_path, monkeypatch):
     goal = target.parse("host:a.tar")
     monkeypatch.setattr(SshStore, "chunks", lambda self, path: Chunks(1 << 40, ("0" * 64,)))
-    with pytest.raises(Exception, match=rf"^host:a.tar: has {1 << 40} bytes, a bundle at most {store.MAX_FILE_BYTES}"):
+    words = rf"^host:a.tar: has {1 << 40} bytes, at most {store.MAX_FILE_BYTES} are allowed"
+    with pytest.raises(Exception, match=words):
         goal.pull(tmp_path / "x", patience=Patience())
     assert names_in(tmp_path) == []

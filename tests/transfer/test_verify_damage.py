@@ -146,13 +146,13 @@ def other_template(path):
     template.write_text(template.read_text() + "{{ '!' }}")
 
 
-def unsampled_weight(path):
-    """Of a tensor that is none of those whose hashes are recorded."""
+def unsampled_weight(path, rows=slice(16, 32)):
+    """Of a tensor [64, 64] that is none of those whose hashes are recorded, and between the places that are hashed."""
     from dualtune.base_model import fingerprint
 
     tensors = load_file(path / "model.safetensors")
-    (name, *_) = (n for n in tensors if n not in fingerprint(path)["tensors"] and n.endswith("_proj.weight"))
-    tensors[name] = tensors[name] * 1.1
+    (name, *_) = (n for n in tensors if n not in fingerprint(path)["tensors"] and n.endswith("q_proj.weight"))
+    tensors[name][rows] *= 1.5
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
@@ -163,7 +163,9 @@ BASES = {  # what became of the base -> what the sentence names
         "it computes something else. It differs in config (another hash)",
     ),
     "another tokenizer": (swap_tokens, {}, "It differs in tokenizer ('The capital of France is' becomes ["),
-    "another template": (other_template, {}, "It differs in template (trained with sha256 "),
+    "a weight of another tensor": (
+        lambda path: unsampled_weight(path, slice(None)), {}, "something else. It differs in weights (another hash)",
+    ),
     "a weight that is not sampled": (unsampled_weight, {}, "its sampled hashes agree, and yet it computes something"),
     "another width": (
         lambda path: None, {"hidden_size": 96, "num_attention_heads": 6},
@@ -205,6 +207,20 @@ def test_files_that_only_look_different_are_no_wrong_base(trained, write_model, 
     result = check(trained("torch"), base=base, dtype="float32")
     assert (result.verdict, result.ok) == ("same", True), result.sentence
     assert {row.name for row in result.checks if row.level == "advice"} == {"tokenizer", "config", "weights"}
+
+
+def test_another_template_is_told_where_the_adapter_brings_none(trained, write_model, check, tmp_path):
+    """As adapters of an older dualtune: a hash alone."""
+    base, old = write_model(tmp_path / "base"), shutil.copytree(trained("torch"), tmp_path / "old")
+    other_template(base)
+    (old / "chat_template.jinja").unlink()
+    edit_json(old / "dualtune.json", lambda record: record["files"].pop("chat_template.jinja"))
+    result = check(old, base=base)
+    assert (result.verdict, result.ok) == ("wrong-base", False), result.sentence
+    assert "It differs in template (trained with sha256 " in result.sentence
+    result = check(trained("torch"), base=base)
+    assert (result.verdict, result.ok) == ("same", True), result.sentence
+    assert "not the base's: the adapter brings its own" in {row.found for row in result.checks}
 
 
 def test_a_template_that_was_not_used_may_change(train, write_model, check, tmp_path):

@@ -69,7 +69,8 @@ def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
     body: Any = getattr(model, "model", None)
     if not isinstance(body, nn.Module):
         return "this model has no body apart from its head"
-    for layer in (getattr(model, "lm_head", None), getattr(body, "embed_tokens", None)):
+    embedding = getattr(body, "embed_tokens", getattr(body, "wte", None))
+    for layer in (getattr(model, "lm_head", None), embedding):
         if not isinstance(layer, (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)):
             continue
         apply = getattr(layer, "as_linear", layer)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import yaml
 
+from dualtune.adapter.chat_template import TEMPLATE_FILE, described
 from dualtune.adapter.directory import Adapter
 from dualtune.config import Config
 
@@ -38,6 +39,7 @@ def card(repo: str, adapter: Adapter, config: Config | None) -> str:
         _section("Data", _rows_of_data(training, config)),
         _section("Measured", _rows_of_numbers(training)) or "## Measured\n\nNothing was recorded.",
         _usage(repo, base if base and _HUB_NAME.fullmatch(base) else "BASE_MODEL"),
+        _text_of_template(repo) if adapter.template is not None else "",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -62,6 +64,8 @@ def _text_of_base(base: str | None) -> str:
 def _rows_of_training(adapter: Adapter, training: Mapping[str, Any], config: Config | None) -> list[tuple[str, Any]]:
     spec = adapter.spec
     rows: list[tuple[str, Any]] = [("method", "LoRA")] if training else []
+    if adapter.template_hash is not None:
+        rows.append(("chat template", described(adapter.template, adapter.metadata)))
     rows += [("rank", spec.rank), ("scale (alpha / rank)", spec.scale), ("modules", ", ".join(spec.targets))]
     rows += [(key, training[key]) for key in ("backend", "steps", "skipped_steps", "seed") if key in training]
     if config is not None:
@@ -117,6 +121,16 @@ model, tokenizer = load("{base}", adapter_path=snapshot_download("{repo}"))
 ```sh
 dualtune pull hf://{repo} pulled
 dualtune verify pulled/adapter --base {base}    # does it compute the same here?
+```"""
+
+
+def _text_of_template(repo: str) -> str:
+    return f"""The base's tokenizer needs the chat template of the training:
+
+```python
+from huggingface_hub import hf_hub_download
+
+tokenizer.chat_template = open(hf_hub_download("{repo}", "{TEMPLATE_FILE}"), encoding="utf-8").read()
 ```"""
 
 

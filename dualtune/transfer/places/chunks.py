@@ -7,9 +7,13 @@ at the other end, never by its size alone.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from dualtune.transfer.places.folder import open_regular
 
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 256 << 10, 8 << 20
 MANY_CHUNKS = 256  # so many, until a chunk has MOST_CHUNK_BYTES
@@ -46,12 +50,27 @@ def chunk_bytes(num_bytes: int) -> int:
 
 
 def chunks_of(path: Path, of_bytes: int | None = None) -> Chunks:
-    """The chunks of a file; of one that is to become `of_bytes` long, in the chunk size of that."""
-    num_bytes = path.stat().st_size
+    """The chunks of a regular file; of one that is to become `of_bytes` long, in the chunk size of that."""
+    with open_regular(path) as file:
+        return chunks_in(file, of_bytes)
+
+
+def chunks_in(file: BinaryIO, of_bytes: int | None = None) -> Chunks:
+    """The same of a file that is open."""
+    num_bytes = os.fstat(file.fileno()).st_size
     size = chunk_bytes(num_bytes if of_bytes is None else of_bytes)
-    with path.open("rb") as file:
-        hashes = [hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: file.read(size), b"")]
+    file.seek(0)
+    hashes = [hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: file.read(size), b"")]
     return Chunks(num_bytes, tuple(hashes))
+
+
+def sha256_in(file: BinaryIO) -> str:
+    """Of all of a file that is open."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while piece := file.read(PIECE_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def missing(wanted: Chunks, found: Chunks | None) -> list[range]:
@@ -68,11 +87,10 @@ def missing(wanted: Chunks, found: Chunks | None) -> list[range]:
     return runs
 
 
-def pieces_of(path: Path, chunks: Chunks, run: range) -> Iterator[bytes]:
-    """The bytes of a run of chunks of a local file."""
+def pieces_of(file: BinaryIO, chunks: Chunks, run: range) -> Iterator[bytes]:
+    """The bytes of a run of chunks of a file that is open."""
     left = chunks.bytes_in(run)
-    with path.open("rb") as file:
-        file.seek(run.start * chunks.chunk_bytes)
-        while left and (piece := file.read(min(PIECE_BYTES, left))):
-            left -= len(piece)
-            yield piece
+    file.seek(run.start * chunks.chunk_bytes)
+    while left and (piece := file.read(min(PIECE_BYTES, left))):
+        left -= len(piece)
+        yield piece

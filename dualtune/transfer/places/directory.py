@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from dualtune import interrupt
-from dualtune.adapter.files import sha256_of
-from dualtune.disk import fsync
 from dualtune.errors import DiskError, EnvironmentFault
-from dualtune.transfer.places.chunks import Chunks, chunks_of, pieces_of
+from dualtune.transfer.places.chunks import Chunks, chunks_in, chunks_of, pieces_of, sha256_in
+from dualtune.transfer.places.folder import Folder, open_regular
 from dualtune.transfer.places.patience import Cut, Patience
 from dualtune.transfer.places.store import Found, Upload
 
@@ -23,53 +21,44 @@ class DirectoryStore:
         return path
 
     def look(self, upload: Upload) -> Found:
-        final, part = Path(upload.path), Path(upload.part)
-        size = upload.chunks.num_bytes
-        with _writing(final):
-            final.parent.mkdir(parents=True, exist_ok=True)
+        final, part_name, size = Path(upload.path), Path(upload.part).name, upload.chunks.num_bytes
+        with _writing(final), Folder(final.parent) as folder:
             if final.is_dir():
                 raise IsADirectoryError(None, "is a directory")
-            if part.exists() and part.stat().st_size > size:
-                part.unlink()
-            is_there = os.path.lexists(final)
-            is_equal = is_there and final.stat().st_size == size
-            return Found(is_there, chunks_of(final) if is_equal else None, _chunks_if_there(part, size))
+            there = chunks_of(final) if final.is_file() and final.stat().st_size == size else None
+            begun = None
+            if (part := folder.find_part(part_name)) is not None:
+                with part:
+                    begun = chunks_in(part, size)
+            return Found(folder.holds(final.name), there, begun)
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
-        final, part, chunks = Path(upload.path), Path(upload.part), upload.chunks
+        final, part_name, chunks = Path(upload.path), Path(upload.part).name, upload.chunks
         done = chunks.num_bytes - sum(map(chunks.bytes_in, runs))
-        with _writing(final):
-            part.touch()
-            with part.open("r+b") as out:
-                for run in runs:
-                    out.seek(run.start * chunks.chunk_bytes)
-                    for piece in pieces_of(upload.file, chunks, run):
-                        interrupt.poll()
-                        out.write(piece)
-                        done += len(piece)
-                        patience.show(done, chunks.num_bytes)
-            fsync(part)
-            if sha256_of(part) != upload.sha256:
-                raise Cut(f"{part} has another sha256 than what was written")
-            if os.path.lexists(final) and not upload.force:
+        with _writing(final), Folder(final.parent) as folder, folder.part(part_name) as part:
+            folder.check_space(chunks.num_bytes, part)
+            for run in runs:
+                part.seek(run.start * chunks.chunk_bytes)
+                for piece in pieces_of(upload.file, chunks, run):
+                    interrupt.poll()
+                    part.write(piece)
+                    done += len(piece)
+                    patience.show(done, chunks.num_bytes)
+            part.truncate(chunks.num_bytes)
+            if sha256_in(part) != upload.sha256:
+                raise Cut(f"{final.with_name(part_name)} has another sha256 than what was to be written")
+            if folder.holds(final.name) and not upload.force:
                 raise FileExistsError(None, "is there already")
-            part.replace(final)
-            fsync(final.parent)
-            for stale in final.parent.iterdir():
-                if stale.name.startswith(f"{part.name.rpartition('-')[0]}-"):
-                    stale.unlink(missing_ok=True)
+            folder.publish(part, part_name, final.name)
+            folder.remove_parts(part_name)
 
     def chunks(self, path: str) -> Chunks | None:
         with _reading(path):
-            return _chunks_if_there(Path(path), None)
+            return chunks_of(Path(path)) if Path(path).is_file() else None
 
     def read(self, path: str, chunks: Chunks, run: range) -> Generator[bytes]:
-        with _reading(path):
-            yield from pieces_of(Path(path), chunks, run)
-
-
-def _chunks_if_there(path: Path, of_bytes: int | None) -> Chunks | None:
-    return chunks_of(path, of_bytes) if path.is_file() else None
+        with _reading(path), open_regular(Path(path)) as file:
+            yield from pieces_of(file, chunks, run)
 
 
 @contextlib.contextmanager

@@ -7,18 +7,20 @@ name of its own first, which becomes the final one when its size is right. https
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import secrets
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from dualtune import interrupt
-from dualtune.disk import fsync
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault, FormatError
 from dualtune.transfer.places.chunks import MOST_CHUNK_BYTES
+from dualtune.transfer.places.folder import Folder
 from dualtune.transfer.places.patience import AbsentFault, Cut, Patience
-from dualtune.transfer.places.store import MAX_FILE_BYTES
+from dualtune.transfer.places.store import MAX_FILE_BYTES, open_to_send
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +33,25 @@ class RemoteFiles:
     def shown(self, path: str) -> str:
         return str(self.fs.unstrip_protocol(path))
 
-    def push(self, file: Path, path: str, *, force: bool, patience: Patience) -> bool:
+    def push(self, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
         """Bring a file there. False if the same one was there already; ConfigError if another is, unless `force`."""
-        where, num_bytes = self.shown(path), file.stat().st_size
+        where = self.shown(path)
+        with open_to_send(file, verified) as (source, sha256):
 
-        def attempt() -> bool:
-            with self._told(where):
-                self.fs.invalidate_cache()
-                if self.fs.exists(path):
-                    if self._is_same(file, path):
-                        return False
-                    if not force:
-                        raise ConfigError(f"{where}: another file is there already. Replace it with --force")
-                self._put(file, path, num_bytes, patience)
-                return True
+            def attempt() -> bool:
+                with self._told(where):
+                    self.fs.invalidate_cache()
+                    if self.fs.exists(path):
+                        if self._is_same(source, path):
+                            return False
+                        if not force:
+                            raise ConfigError(f"{where}: another file is there already. Replace it with --force")
+                    self._put(source, path, sha256, patience)
+                    return True
 
-        return patience.keep_trying(attempt, where)
+            return patience.keep_trying(attempt, where)
 
-    def pull(self, path: str, target: Path, patience: Patience) -> Path:
+    def pull(self, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
         """Fetch a file into a hidden file beside the target; the caller verifies and renames it."""
         where, part = self.shown(path), target.with_name(f".{target.name}.part-{self.protocol}")
 
@@ -59,34 +62,36 @@ class RemoteFiles:
                 return int(self.fs.info(path)["size"])
 
         num_bytes = patience.keep_trying(look, where)
-        if num_bytes > MAX_FILE_BYTES:
-            raise FormatError(f"{where}: has {num_bytes} bytes, a bundle at most {MAX_FILE_BYTES}")
+        if num_bytes > most:
+            raise FormatError(f"{where}: has {num_bytes} bytes, at most {most} are allowed")
         try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as out:
+            with Folder(part.parent) as folder, _removed_if_cut(folder, part.name), folder.part(part.name) as out:
+                folder.check_space(num_bytes, out)
                 for start in range(0, num_bytes, MOST_CHUNK_BYTES):
                     end = min(start + MOST_CHUNK_BYTES, num_bytes)
                     out.write(patience.keep_trying(lambda start=start, end=end: self._read(path, start, end), where))
                     patience.reached(end, num_bytes)
-            fsync(part)
+                out.truncate(num_bytes)
+                os.fsync(out.fileno())
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise DiskError(f"{part}: cannot be written: {error.strerror or error}") from error
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
         return part
 
-    def _put(self, file: Path, path: str, num_bytes: int, patience: Patience) -> None:
+    def _put(self, source: BinaryIO, path: str, sha256: str, patience: Patience) -> None:
         folder, _, name = path.rpartition("/")
         part = f"{folder}/.{name}.part-{secrets.token_hex(8)}"
+        num_bytes, digest = os.fstat(source.fileno()).st_size, hashlib.sha256()
         try:
             self.fs.makedirs(folder, exist_ok=True)
-            with file.open("rb") as source, self.fs.open(part, "wb") as out:
+            source.seek(0)
+            with self.fs.open(part, "wb") as out:
                 while piece := source.read(MOST_CHUNK_BYTES):
                     interrupt.poll()
                     out.write(piece)
+                    digest.update(piece)
                     patience.show(source.tell(), num_bytes)
+            if digest.hexdigest() != sha256:
+                raise FormatError(f"{self.shown(path)}: the file here was changed while it was sent. Send it again")
             if (got := int(self.fs.info(part)["size"])) != num_bytes:
                 raise Cut(f"{got} of {num_bytes} bytes are there")
             self.fs.mv(part, path)
@@ -95,13 +100,13 @@ class RemoteFiles:
                 self.fs.rm(part)
             raise
 
-    def _is_same(self, file: Path, path: str) -> bool:
+    def _is_same(self, source: BinaryIO, path: str) -> bool:
         """By size, and by everything up to the first chunk's end, where a bundle lists the sha256 of all it holds."""
-        if int(self.fs.info(path)["size"]) != (num_bytes := file.stat().st_size):
+        if int(self.fs.info(path)["size"]) != (num_bytes := os.fstat(source.fileno()).st_size):
             return False
         end = min(MOST_CHUNK_BYTES, num_bytes)
-        with file.open("rb") as ours:
-            return self._read(path, 0, end) == ours.read(end)
+        source.seek(0)
+        return self._read(path, 0, end) == source.read(end)
 
     def _read(self, path: str, start: int, end: int) -> bytes:
         with self._told(self.shown(path)):
@@ -126,6 +131,16 @@ class RemoteFiles:
             raise Cut(f"{type(error).__name__}: {error}") from error
         except Exception as error:  # no common base: each service's client has its own
             raise EnvironmentFault(f"{where}: {self.protocol} failed: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _removed_if_cut(folder: Folder, name: str) -> Generator[None]:
+    """Of an object store nothing is known of a part that could be compared: the next pull begins again."""
+    try:
+        yield
+    except BaseException:
+        folder.remove(name)
+        raise
 
 
 def open_url(url: str) -> tuple[RemoteFiles, str]:

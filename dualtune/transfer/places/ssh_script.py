@@ -1,12 +1,19 @@
 """What runs on the other machine of a transfer over ssh: POSIX sh and the tools that every Linux and macOS has.
 
-Nothing of dualtune is needed there. Each script is one line without single quotes, backslashes and `!`, so that it can
-stand in them whatever the login shell is (csh and fish among them); names of files reach it as arguments alone. It
-answers in lines that begin with `dualtune`, and whatever else a login shell prints is passed over.
+Nothing of dualtune is needed there. The login shell there may be any, and shells disagree about quotes: in fish a
+backslash inside single quotes hides the closing one. So a script is one line without single quotes, backslashes and
+`!`, which all shells pass on as it is between single quotes, and the arguments (names of files among them) are written
+with letters, digits, `_./-` and octal codes alone. A script answers in lines that begin with `dualtune`, and whatever
+else a login shell prints is passed over.
+
+A part is a directory with mode 0700, `.NAME.part-HASH`, and the bytes are in a file `data` in it: sh cannot open a file
+without following a link, but where nobody else may write, nobody can plant one.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 
 NO_TOOL, NO_FILE = 69, 73  # exit codes: EX_UNAVAILABLE and EX_CANTCREAT of sysexits.h
@@ -28,22 +35,35 @@ _LIST = (
 )
 _END = 'echo "dualtune end"'
 
+# absolute PATH: it as $p, with the links of the directories above it.
+_ABSOLUTE = 'absolute() { case "$1" in /*) p=$1;; *) p=$PWD/$1;; esac; }; '
+# enter PART: make it, and go in. What is no directory makes room; one of somebody else, or behind a link, is refused.
+_ENTER = (
+    _ABSOLUTE + 'enter() { absolute "$1"; if [ -L "$p" ]; then rm -f "$p"; fi; [ -d "$p" ] || rm -f "$p"; '
+    'mkdir -m 700 "$p" 2>/dev/null; cd -P "$p" && [ "${PWD##*/}" = "${p##*/}" ] && [ -O . ] || '
+    f'{{ echo "$p: is not a directory of yours; remove it" >&2; exit {NO_FILE}; }}; }}; '
+)
+_REFUSE_DIRECTORY = f'if [ -d "$1" ]; then echo "$1: is a directory" >&2; exit {NO_FILE}; fi; '
+
 # FINAL PART TOTAL: make the directory; what is under the final name, and in the part.
 LOOK = (
-    _HASH + _LIST + f'mkdir -p "${{1%/*}}/" || exit {NO_FILE}; '
-    f'if [ -d "$1" ]; then echo "$1: is a directory" >&2; exit {NO_FILE}; fi; '
-    'if [ -e "$1" ]; then echo "dualtune there"; if [ "$(($(wc -c <"$1")))" -eq "$3" ]; then list final "$1" "$3"; fi; '
-    'fi; if [ -e "$2" ] && [ "$(($(wc -c <"$2")))" -gt "$3" ]; then rm -f "$2"; fi; '
-    'if [ -e "$2" ]; then list part "$2" "$3"; fi; ' + _END
+    _HASH + _LIST + _ENTER + f'mkdir -p "${{1%/*}}/" || exit {NO_FILE}; ' + _REFUSE_DIRECTORY + 'if [ -e "$1" ] || '
+    '[ -L "$1" ]; then echo "dualtune there"; if [ -f "$1" ] && [ "$(($(wc -c <"$1")))" -eq "$3" ]; then '
+    'list final "$1" "$3"; fi; fi; '
+    'if [ -L "$2" ]; then :; elif [ -d "$2" ]; then enter "$2"; '
+    'if [ -f data ] && [ "$(($(wc -c <data)))" -gt "$3" ]; then rm -f data; fi; '
+    'if [ -f data ]; then list part data "$3"; fi; fi; ' + _END
 )
 # PART CHUNK FIRST: what comes in, from chunk FIRST on. dd seeks in units of CHUNK and writes what it gets.
-WRITE = f'dd of="$1" bs="$2" seek="$3" conv=notrunc || exit {NO_FILE}; ' + _END
+WRITE = _ENTER + f'enter "$1"; dd of=data bs="$2" seek="$3" conv=notrunc || exit {NO_FILE}; ' + _END
 # FINAL PART SHA256 MODE: make the part durable, verify it, name it, and remove the parts of other contents.
 FINISH = (
-    _HASH + 'if [ -e "$2" ]; then dd if=/dev/null of="$2" conv=notrunc,fsync 2>/dev/null || sync; s=$(h <"$2"); '
+    _HASH + _ENTER + _REFUSE_DIRECTORY + 'absolute "$1"; f=$p; enter "$2"; '
+    "if [ -f data ]; then dd if=/dev/null of=data conv=notrunc,fsync 2>/dev/null || sync; s=$(h <data); "
     'else s=none; fi; if [ "${s%% *}" = "$3" ]; then '
-    f'if [ "$4" = keep ] && [ -e "$1" ]; then echo "$1: is there already" >&2; exit {NO_FILE}; fi; '
-    f'mv -f "$2" "$1" || exit {NO_FILE}; rm -f "${{2%-*}}"-*; echo "dualtune done"; '
+    f'if [ "$4" = keep ] && {{ [ -e "$f" ] || [ -L "$f" ]; }}; then '
+    f'echo "$1: is there already" >&2; exit {NO_FILE}; fi; '
+    f'mv -f data "$f" || exit {NO_FILE}; cd / && rm -rf "${{p%-*}}"-*; echo "dualtune done"; '
     'else echo "dualtune differs"; fi; ' + _END
 )
 # FILE: its size and chunks, or nothing where it is not there.
@@ -52,8 +72,15 @@ CHUNKS = _HASH + _LIST + 'if [ -f "$1" ]; then list final "$1" "$(($(wc -c <"$1"
 READ = 'echo "dualtune data"; dd if="$1" bs="$2" skip="$3" count="$4"'
 
 START_OF_DATA = b"dualtune data\n"
+_DECODE = 'for a do shift; a=$(printf %b. "$a"); set -- "$@" "${a%.}"; done; '
+_TO_ENCODE = re.compile(rb"[^A-Za-z0-9_./-]")
 
 
 def command(script: str, *arguments: object) -> str:
     """What ssh is to run: one text, which the login shell there takes apart again."""
-    return shlex.join(["sh", "-c", script, "dualtune", *map(str, arguments)])
+    return shlex.join(["sh", "-c", _DECODE + script, "dualtune", *map(_encoded, arguments)])
+
+
+def _encoded(argument: object) -> str:
+    """The argument as `printf %b` reads it: a code such as \\0047 in place of each byte that a shell might read."""
+    return _TO_ENCODE.sub(lambda byte: b"\\0%03o" % byte[0][0], os.fsencode(str(argument))).decode("ascii")

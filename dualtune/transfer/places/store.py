@@ -12,14 +12,13 @@ import os
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from dualtune import interrupt
-from dualtune.adapter.files import sha256_of
-from dualtune.disk import fsync
 from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.transfer.names import MAX_TOTAL_BYTES, MIB
-from dualtune.transfer.places.chunks import Chunks, chunks_of, missing
+from dualtune.transfer.places.chunks import Chunks, chunks_in, missing, sha256_in
+from dualtune.transfer.places.folder import Folder, open_regular
 from dualtune.transfer.places.patience import AbsentFault, Cut, Patience
 
 MAX_FILE_BYTES = MAX_TOTAL_BYTES + MIB  # a bundle with its headers
@@ -29,7 +28,7 @@ MAX_FILE_BYTES = MAX_TOTAL_BYTES + MIB  # a bundle with its headers
 class Upload:
     """A file on its way to a store."""
 
-    file: Path
+    file: BinaryIO  # opened once: what was hashed is what is sent
     chunks: Chunks
     sha256: str
     path: str  # in the store
@@ -70,71 +69,85 @@ class Store(Protocol):
         ...
 
 
-def push(store: Store, file: Path, path: str, *, force: bool, patience: Patience) -> bool:
+def push(store: Store, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
     """Bring a file to a path of the store. False if the same file was there already.
 
-    ConfigError if another one is there, unless `force`; EnvironmentFault if it could not be brought.
+    ConfigError if another one is there, unless `force`; EnvironmentFault if it could not be brought; FormatError if it
+    is not the one with the sha256 that was verified before.
     """
-    sha256, chunks = sha256_of(file), chunks_of(file)
-    upload = Upload(file, chunks, sha256, path, _part_of(path, sha256), force)
+    with open_to_send(file, verified) as (source, sha256):
+        chunks = chunks_in(source)
+        upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
 
-    def attempt() -> bool:
-        found = store.look(upload)
-        if found.final == chunks:
-            return False
-        if found.is_there and not force:
-            raise ConfigError(f"{store.shown(path)}: another file is there already. Replace it with --force")
-        runs = missing(chunks, found.part)
-        patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
-        store.send(upload, runs, patience)
-        patience.reached(chunks.num_bytes, chunks.num_bytes)
-        return True
+        def attempt() -> bool:
+            found = store.look(upload)
+            if found.final == chunks:
+                return False
+            if found.is_there and not force:
+                raise ConfigError(f"{store.shown(path)}: another file is there already. Replace it with --force")
+            runs = missing(chunks, found.part)
+            patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
+            store.send(upload, runs, patience)
+            patience.reached(chunks.num_bytes, chunks.num_bytes)
+            return True
 
-    return patience.keep_trying(attempt, store.shown(path))
+        return patience.keep_trying(attempt, store.shown(path))
 
 
-def pull(store: Store, path: str, target: Path, patience: Patience) -> Path:
+@contextlib.contextmanager
+def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, str]]:
+    """The file and its sha256, which is the one that was verified before, where there is one."""
+    try:
+        source = open_regular(file)
+    except OSError as error:
+        raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
+    with source:
+        sha256 = sha256_in(source)
+        if verified not in (None, sha256):
+            raise FormatError(f"{file}: was changed after it was verified. Nothing was sent")
+        yield source, sha256
+
+
+def pull(store: Store, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
     """Fetch a file of the store into a hidden file beside the target, every chunk verified. The caller renames it.
 
-    AbsentFault if it is not there, EnvironmentFault if it could not be fetched, FormatError if it is too large.
+    AbsentFault if it is not there, EnvironmentFault if it could not be fetched, FormatError if it has more than `most`
+    bytes.
     """
 
     def attempt() -> Path:
         chunks = store.chunks(path)
         if chunks is None:
             raise AbsentFault(store.shown(path))
-        if chunks.num_bytes > MAX_FILE_BYTES:
-            raise FormatError(f"{store.shown(path)}: has {chunks.num_bytes} bytes, a bundle at most {MAX_FILE_BYTES}")
+        if chunks.num_bytes > most:
+            raise FormatError(f"{store.shown(path)}: has {chunks.num_bytes} bytes, at most {most} are allowed")
         part = target.with_name(_part_of(target.name, chunks.identity))
-        _fetch(store, path, chunks, part, patience)
+        try:
+            with Folder(part.parent) as folder:
+                _fetch(store, path, chunks, folder, part.name, patience)
+        except OSError as error:
+            raise DiskError(f"{part}: cannot be written: {error.strerror or error}") from error
         return part
 
-    part = patience.keep_trying(attempt, store.shown(path))
-    for stale in part.parent.glob(f"{_escaped(part.name.rpartition('-')[0])}-*"):
-        if stale != part:
-            stale.unlink(missing_ok=True)
-    return part
+    return patience.keep_trying(attempt, store.shown(path))
 
 
-def _fetch(store: Store, path: str, chunks: Chunks, part: Path, patience: Patience) -> None:
-    try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-        runs = missing(chunks, chunks_of(part, chunks.num_bytes))
+def _fetch(store: Store, path: str, chunks: Chunks, folder: Folder, name: str, patience: Patience) -> None:
+    with folder.part(name) as part:
+        folder.check_space(chunks.num_bytes, part)
+        runs = missing(chunks, chunks_in(part, chunks.num_bytes))
         done = chunks.num_bytes - sum(map(chunks.bytes_in, runs))
         patience.reached(done, chunks.num_bytes)
-        with part.open("r+b") as out:
-            for run in runs:
-                out.seek(run.start * chunks.chunk_bytes)
-                for chunk in _verified(store.read(path, chunks, run), chunks, run):
-                    out.write(chunk)
-                    out.flush()
-                    done += len(chunk)
-                    patience.reached(done, chunks.num_bytes)
-            out.truncate(chunks.num_bytes)
-        fsync(part)
-    except OSError as error:
-        raise DiskError(f"{part}: cannot be written: {error.strerror or error}") from error
+        for run in runs:
+            part.seek(run.start * chunks.chunk_bytes)
+            for chunk in _verified(store.read(path, chunks, run), chunks, run):
+                part.write(chunk)
+                part.flush()
+                done += len(chunk)
+                patience.reached(done, chunks.num_bytes)
+        part.truncate(chunks.num_bytes)
+        os.fsync(part.fileno())
+    folder.remove_parts(name, kept=name)
 
 
 def _verified(pieces: Generator[bytes], chunks: Chunks, run: range) -> Iterator[bytes]:
@@ -158,7 +171,3 @@ def _verified(pieces: Generator[bytes], chunks: Chunks, run: range) -> Iterator[
 def _part_of(path: str, sha256: str) -> str:
     whole = PurePosixPath(path)
     return os.fspath(whole.with_name(f".{whole.name}.part-{sha256[:16]}"))
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -17,15 +17,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from dualtune.errors import ConfigError
+from dualtune.transfer.names import IN_DIRECTORY
 from dualtune.transfer.places import remote_files, store
 from dualtune.transfer.places.directory import DirectoryStore
 from dualtune.transfer.places.patience import Patience
 from dualtune.transfer.places.remote_files import RemoteFiles
 from dualtune.transfer.places.ssh import SshStore
-from dualtune.transfer.places.store import Store
+from dualtune.transfer.places.store import MAX_FILE_BYTES, Store
 
 FILE_ENDS = (".tar", ".dualtune")
-IN_DIRECTORY = "bundle.tar"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SCP = re.compile(r"((?:[^/:@\[\]]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[^/:@\[\]]+)):(.*)", re.DOTALL)
 
@@ -41,19 +41,21 @@ class Target:
     def __str__(self) -> str:
         return self.place.shown(self.path)
 
-    def push(self, file: Path, *, ending: str = "", force: bool = False, patience: Patience) -> bool:
-        """Bring a file under the bundle's name, with an ending. False if it was there."""
+    def push(
+        self, file: Path, *, ending: str = "", verified: str | None = None, force: bool = False, patience: Patience
+    ) -> bool:
+        """Bring a file, the one that was verified, under the bundle's name with an ending. False if it was there."""
         path = self.path + ending
         if isinstance(self.place, RemoteFiles):
-            return self.place.push(file, path, force=force, patience=patience)
-        return store.push(self.place, file, path, force=force, patience=patience)
+            return self.place.push(file, path, verified=verified, force=force, patience=patience)
+        return store.push(self.place, file, path, verified=verified, force=force, patience=patience)
 
-    def pull(self, target: Path, *, ending: str = "", patience: Patience) -> Path:
-        """Fetch what has that name into a hidden file beside a local path."""
+    def pull(self, target: Path, *, ending: str = "", patience: Patience, most: int = MAX_FILE_BYTES) -> Path:
+        """Fetch what has that name, and at most so many bytes, into a hidden file beside a local path."""
         path = self.path + ending
         if isinstance(self.place, RemoteFiles):
-            return self.place.pull(path, target, patience)
-        return store.pull(self.place, path, target, patience)
+            return self.place.pull(path, target, patience, most=most)
+        return store.pull(self.place, path, target, patience, most=most)
 
 
 def parse(text: str) -> Target:

@@ -1,0 +1,66 @@
+"""mlx-lm's GPT-2 for the models that transformers writes: their names, their keys, and several documents in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import gpt2
+
+from dualtune.errors import ConfigError
+
+# What mlx-lm's class computes, whatever config.json says: the first value is transformers' default.
+COMPUTED: Mapping[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+
+
+class Model(gpt2.Model):
+    """Reads `transformer.h.0…`, as transformers writes it, beside the `h.0…` of OpenAI's own files."""
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        # Masks of old files, and the output head, which is the embedding.
+        needless = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+        bare = {name.removeprefix("transformer."): w for name, w in weights.items() if not name.endswith(needless)}
+        return super().sanitize(bare)
+
+
+class PerToken:
+    """A table of positions that also takes an offset for each token of packed rows.
+
+    mlx-lm adds 0, 1, 2, … to the offset of a row; where there are offsets [B, T], the first of each sum is the token's.
+    """
+
+    def __call__(self, positions: mx.array) -> mx.array:
+        return super().__call__(positions[..., 0] if positions.ndim == 3 else positions)  # type: ignore[misc]
+
+
+def classes(config: Mapping[str, Any]) -> tuple[type[Model], type[gpt2.ModelArgs]]:
+    return Model, gpt2.ModelArgs
+
+
+def config_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that mlx-lm asks for and transformers leaves out. ConfigError for what mlx-lm would ignore."""
+    for key, (default, *others) in COMPUTED.items():
+        if config.get(key, default) not in (default, *others):
+            raise ConfigError(
+                f"model.name: {key} is {config[key]} in the config.json of this GPT-2, and mlx-lm computes with "
+                f"{default}. Train it with --platform cpu or cuda"
+            )
+    if config.get("n_inner") not in (None, 4 * config["n_embd"]):
+        raise ConfigError(
+            f"model.name: n_inner is {config['n_inner']} in the config.json of this GPT-2, and mlx-lm knows 4 x n_embd "
+            "alone. Train it with --platform cpu or cuda"
+        )
+    return {"n_ctx": config.get("n_ctx", config["n_positions"])}
+
+
+def as_stored(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The weights in the names and the orientation of OpenAI's files, which transformers and mlx-lm both read."""
+    bare = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    return {n: w.T if n.startswith("h.") and w.ndim == 2 else w for n, w in bare.items()}

@@ -1,0 +1,117 @@
+"""The config.json of a base model: data, and never a way to code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from dualtune.adapter import fields
+from dualtune.adapter.fields import shown
+from dualtune.adapter.files import read_json
+from dualtune.base_model.inside import file_in
+from dualtune.base_model.weights import BaseWeights, has_weights, weights_in
+from dualtune.errors import ConfigError, FormatError
+
+MAX_CONFIG_BYTES = 4 << 20
+# Keys by which a config makes a library import code or open files of the config's own choice.
+REFUSED = {
+    "auto_map": "names code of its own, which transformers would import",
+    "model_file": "names code of its own, which mlx-lm would run",
+    "transformers_weights": "names a weight file of its own choice",
+}
+TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families that do not call their number n_positions
+# The implementation of attention. Any other name is a repository of the hub, from which transformers takes a kernel.
+ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
+_EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|embeddings?|(word|tok)_embeddings)\.weight")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a model directory. FormatError for a broken one, and for one that leads to code."""
+    file = file_in(path, "config.json")
+    config = read_json(file, max_bytes=MAX_CONFIG_BYTES, strict=False)
+    fields.name(config, "model_type", file)  # which is looked up in tables
+    for table in _tables(config):
+        for key in REFUSED.keys() & {name for name, value in table.items() if value}:
+            raise FormatError(
+                f"{file}: the key '{key}' {REFUSED[key]} ({shown(str(table[key]))}). dualtune runs no code of a model. "
+                "Where transformers and mlx-lm know the model_type themselves, copy the model's directory (hf download "
+                f"NAME --local-dir DIR), take '{key}' out of config.json there, and use the copy"
+            )
+        for key in ATTENTION_KEYS:
+            for name in _names(table.get(key)):
+                if not isinstance(name, str) or name not in ATTENTION:
+                    raise FormatError(
+                        f"{file}: {key}: got {shown(repr(name))}, allowed: {', '.join(sorted(ATTENTION))}. Any other "
+                        "name would be fetched from the hub and run. Remove the key: the backend chooses its kernels"
+                    )
+    return config
+
+
+def learned_positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions the model has a table for, as GPT-2; None where they are computed, and can run on."""
+    key = "max_position_embeddings" if config.get("model_type") in TABLES_OF_POSITIONS else "n_positions"
+    found = config.get(key)
+    return found if isinstance(found, int) else None
+
+
+def _tables(value: object) -> Iterator[dict[str, Any]]:
+    """The object and every object inside of it."""
+    if isinstance(value, dict):
+        table = cast("dict[str, Any]", value)
+        yield table
+        for inner in table.values():
+            yield from _tables(inner)
+    elif isinstance(value, list):
+        for inner in cast("list[object]", value):
+            yield from _tables(inner)
+
+
+def _names(value: object) -> list[object]:
+    """One name, or one for each part of a model, as transformers takes them; nothing where nothing is chosen."""
+    if isinstance(value, dict):
+        return [name for name in cast("dict[str, object]", value).values() if name is not None]
+    return [] if value is None else [value]
+
+
+def config_for_loaders(path: Path) -> dict[str, Any]:
+    """The config of a model directory without the keys that may lead to code.
+
+    The implementation of attention is chosen by `model.kernels`, and even a plain name of one may lead to the hub:
+    without the package flash-attn transformers fetches a kernel that does the same.
+    """
+    config = read_config(path)
+    for table in _tables(config):
+        for key in (*REFUSED, *ATTENTION_KEYS):
+            table.pop(key, None)
+    return config
+
+
+def check_storage(config: Mapping[str, Any], weights: BaseWeights) -> None:
+    """ConfigError where config.json says that the weights are packed as MLX does it, and they are plain."""
+    is_packed = any(name.endswith(".scales") or t.dtype == "U32" for name, t in weights.tensors.items())
+    if config.get("quantization") and not is_packed:
+        raise ConfigError(
+            f"model.name: the config.json in {weights.directory} says that it is quantized, but its weights are plain. "
+            "Remove the key 'quantization' there, or download the model again"
+        )
+
+
+def vocabulary_size(directory: Path) -> int | None:
+    """How many tokens a model has an embedding for, by its config or else by its weights; None if neither says.
+
+    That the two agree shows when the model is loaded.
+    """
+    if not (directory / "config.json").is_file():
+        return None
+    config = read_config(directory)
+    text = config.get("text_config")
+    found = cast("dict[str, Any]", text if isinstance(text, dict) else config).get("vocab_size")
+    if type(found) is int:
+        return found
+    if not has_weights(directory):
+        return None
+    rows = [tensor.shape[0] for name, tensor in weights_in(directory).tensors.items() if _EMBEDDING.fullmatch(name)]
+    return rows[0] if len(rows) == 1 else None  # several: a model with an encoder, or of images

@@ -1,0 +1,78 @@
+"""Directories made of a model directory: one to load from, and one to put merged weights into."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dualtune.adapter.files import open_file
+from dualtune.base_model.config_file import config_for_loaders
+from dualtune.base_model.inside import file_in
+from dualtune.base_model.weights import INDEX, SINGLE, BaseWeights
+from dualtune.errors import FormatError
+from dualtune.redaction import SecretSearch
+
+# What belongs to a model besides its weights. Whatever else is in the directory stays there.
+COPIED = (
+    "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
+    "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
+    "vocab.txt", "merges.txt", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt",
+)  # fmt: skip
+MAX_COPIED_BYTES = 64 << 20
+
+
+@contextmanager
+def staged(directory: Path, weights: BaseWeights | None) -> Generator[Path]:
+    """A directory for a library's loader, with nothing to choose from: the checked config, links to the weight files.
+
+    Libraries look for more in a model directory than its weights: for an adapter that names another base, for other
+    formats, for whatever matches model*.safetensors. Here they find one model. Without weights it is the config alone.
+    """
+    config = config_for_loaders(directory)
+    with tempfile.TemporaryDirectory(prefix="dualtune-model-") as name:
+        place = Path(name)
+        with (place / "config.json").open("w", encoding="utf-8") as file:
+            json.dump(config, file)
+        if weights is not None:
+            _link(place, weights)
+        yield place
+
+
+def _link(place: Path, weights: BaseWeights) -> None:
+    count = len(weights.files)
+    names = {file: f"model-{i:05d}-of-{count:05d}.safetensors" for i, file in enumerate(weights.files, start=1)}
+    if count == 1:
+        names = {weights.files[0]: SINGLE}
+    for file, name in names.items():
+        (place / name).symlink_to(file.resolve())
+    if count > 1:
+        weight_map = {tensor: names[stored.file] for tensor, stored in weights.tensors.items()}
+        (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+
+
+def copy_without_weights(source: Path, target: Path) -> None:
+    """Make `target` a new model directory with the config, tokenizer, template and licence files of `source`.
+
+    FormatError for a link that leaves `source`, and for a file with a secret in it: the copy will be shared.
+    """
+    contents = {name: _content(source, name) for name in COPIED if os.path.lexists(source / name)}
+    target.mkdir(parents=True)
+    for name, content in contents.items():
+        (target / name).write_bytes(content)
+
+
+def _content(source: Path, name: str) -> bytes:
+    file = file_in(source, name)
+    with open_file(file) as stream:
+        content = stream.read(MAX_COPIED_BYTES + 1)
+    if len(content) > MAX_COPIED_BYTES:
+        raise FormatError(f"{file}: {file.stat().st_size} bytes, at most {MAX_COPIED_BYTES} are copied")
+    search = SecretSearch()
+    search.feed(content)
+    if search.found:
+        raise FormatError(f"{file}: holds {search.found} (not shown), and would be copied. Take it out, and revoke it")
+    return content

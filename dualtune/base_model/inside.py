@@ -1,0 +1,30 @@
+"""Files of a model directory that are really in it: a link may lead to somebody's private key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dualtune.errors import FormatError
+
+
+def file_in(directory: Path, name: str) -> Path:
+    """The regular file of this name in a model directory. FormatError if there is none, or if a link leaves it.
+
+    The hub's cache is the exception: there each file of models--ORG--NAME/snapshots/REVISION is a link to
+    models--ORG--NAME/blobs/HASH.
+    """
+    path = directory / name
+    try:
+        root, target = directory.resolve(), path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        reason = error.strerror if isinstance(error, OSError) else "its links go round in a circle"
+        raise FormatError(f"{path}: cannot be read: {reason}") from None
+    is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
+    if not (target.is_relative_to(root) or is_blob):
+        raise FormatError(
+            f"{path}: is a link to {target}, outside of the model directory. If that file belongs to the model, put a "
+            "copy in place of the link"
+        )
+    if not target.is_file():
+        raise FormatError(f"{path}: is not a regular file")
+    return path

@@ -1,0 +1,61 @@
+"""Finding a base model by its name, and checking all of it before anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dualtune.base_model.config_file import check_storage, read_config
+from dualtune.base_model.weights import BaseWeights, weights_in
+from dualtune.errors import EnvironmentFault
+
+# No `*.py` and no pickle: a base model is data, never code.
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+# The same weights once more in their maker's own names (Mistral, Llama): twice the download, and nobody's business.
+CONSOLIDATED = "consolidated*.safetensors"
+NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
+
+
+def resolve_model(name: str, *, weights: bool = True) -> Path:
+    """The directory of a model given as a directory or a Hugging Face hub id, downloaded if needed.
+
+    `weights=False` asks only for config and tokenizer (`model.init: random`). EnvironmentFault, naming every place
+    that was looked at, if the model cannot be found or has no safetensors weights; FormatError for a broken or unsafe
+    config, for damaged weights, and for links that leave the directory.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        path = _download(name, weights)
+    if not (path / "config.json").is_file():
+        raise EnvironmentFault(
+            f"model.name: {path} has no config.json; a model directory in Hugging Face layout is needed"
+        )
+    if weights:
+        find_weights(path)
+    else:
+        read_config(path)
+    return path
+
+
+def find_weights(path: Path) -> BaseWeights:
+    """The weights of a model directory, checked as far as config.json and the headers of the files tell."""
+    config, weights = read_config(path), weights_in(path)
+    check_storage(config, weights)
+    return weights
+
+
+def _download(name: str, weights: bool) -> Path:
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).exists():
+        raise EnvironmentFault(f"model.name: there is no model directory {Path(name).expanduser()}")
+    from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = HUB_PATTERNS if weights else [p for p in HUB_PATTERNS if p != "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FROM_HUB))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise EnvironmentFault(
+            f"model.name: '{name}' was not found. Looked for a directory {Path(name).resolve()}, in the hub cache "
+            f"{constants.HF_HUB_CACHE}, and on {constants.ENDPOINT} ({type(error).__name__}: {reason}). "
+            "Give a directory, or download the model while online."
+        ) from error

@@ -1,0 +1,146 @@
+"""Which files are the weights of a base model, and what tensors are in them, by their headers alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dualtune.adapter.containers import check_shard, shards_of
+from dualtune.adapter.fields import shown
+from dualtune.adapter.files import FLOAT_BITS, open_file, read_header
+from dualtune.base_model.inside import file_in
+from dualtune.errors import EnvironmentFault, FormatError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
+REMEDY = "For a model of the hub: hf download NAME --force-download; in a git clone: git lfs pull"
+# The numbers that safetensors knows, with their size in bits.
+DTYPE_BITS = FLOAT_BITS | {
+    "I64": 64, "U64": 64, "C64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8,
+    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """A tensor where it lies."""
+
+    file: Path
+    begin: int  # byte of the file
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """The weights of a base model: exactly the files that are checked, fingerprinted and loaded."""
+
+    directory: Path
+    files: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+
+
+def weights_in(directory: Path) -> BaseWeights:
+    """The weights of a model directory, with the header of every file read and its size checked.
+
+    They are what model.safetensors.index.json names, or else model.safetensors, or else the numbered shards of one
+    model. Other files beside them are not the model, and nobody loads them. Both an index and a model.safetensors are
+    two models, of which libraries choose differently.
+
+    EnvironmentFault if there are no weights; FormatError for damaged files, links that leave the directory, an index
+    that disagrees with the files, and a tensor that two files hold.
+    """
+    listed = _chosen(directory)
+    tensors: dict[str, StoredTensor] = {}
+    for file, names in listed.items():
+        found = _tensors(directory, file.name)
+        if names is not None:
+            check_shard(file, set(found), names, directory / INDEX)
+        if twice := sorted(found.keys() & tensors.keys()):
+            other = tensors[twice[0]].file.name
+            raise FormatError(f"{file}: the tensor {shown(repr(twice[0]))} is in {other} too. {REMEDY}")
+        tensors |= found
+    return BaseWeights(directory, tuple(listed), tensors)
+
+
+def has_weights(directory: Path) -> bool:
+    return any(directory.glob("model*.safetensors"))
+
+
+def _chosen(directory: Path) -> dict[Path, set[str] | None]:
+    """File -> the tensors that the index says are in it; None where there is no index."""
+    single = directory / SINGLE
+    if os.path.lexists(directory / INDEX):
+        listed = shards_of(file_in(directory, INDEX))
+        if os.path.lexists(single) and single not in listed:
+            raise FormatError(
+                f"{directory}: holds two models: {SINGLE}, and the files that {INDEX} names. Remove one of the two"
+            )
+        return {file: listed[file] for file in sorted(listed)}
+    if os.path.lexists(single):
+        return {single: None}
+    return dict.fromkeys(_numbered(directory))
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """All shards of a model without an index, by their names."""
+    matches = [match for path in directory.iterdir() if (match := _SHARD.fullmatch(path.name))]
+    if not matches:
+        raise _no_weights(directory)
+    count = matches[0][2]
+    whole = {f"model-{i:0{len(count)}d}-of-{count}.safetensors" for i in range(1, min(int(count), 1000) + 1)}
+    if odd := sorted(whole ^ {match[0] for match in matches}):
+        fault = "is missing" if odd[0] in whole else "belongs to another set of files"
+        raise FormatError(f"{directory}: there is no {INDEX}, and {odd[0]} {fault}. {REMEDY}")
+    return sorted(directory / name for name in whole)
+
+
+def _no_weights(directory: Path) -> EnvironmentFault:
+    found = sorted(path.name for path in directory.iterdir())
+    unsafe = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+    hint = f" It has {', '.join(unsafe[:3])}: convert to safetensors, other formats are not loaded." if unsafe else ""
+    holds = f"{', '.join(found[:20])}{', …' if len(found) > 20 else ''}" if found else "nothing"
+    return EnvironmentFault(
+        f"model.name: {directory} has no weights ({SINGLE}, or {INDEX} and the files it names); it holds: "
+        f"{holds}.{hint}"
+    )
+
+
+def _tensors(directory: Path, name: str) -> dict[str, StoredTensor]:
+    """What the header of a file says, once it covers the file exactly."""
+    try:
+        file = file_in(directory, name)
+        with open_file(file) as stream:
+            entries, start = read_header(stream, file, DTYPE_BITS)
+    except FormatError as error:
+        raise FormatError(f"model.name: {str(error).rstrip('.')}. {REMEDY}") from None
+    return {e.name: StoredTensor(file, start + e.begin, e.end - e.begin, e.dtype, e.shape) for e in entries}
+
+
+def check_complete(
+    directory: Path, *, missing: Collection[str], unexpected: Collection[str], mismatched: Mapping[str, str]
+) -> None:
+    """FormatError, with names, unless the tensors of a directory are exactly those of the model in its config.json.
+
+    Of a model with missing tensors a library would draw the rest at random. `mismatched`: name -> both shapes.
+    """
+    faults = {
+        "missing": [shown(name) for name in sorted(missing)],
+        "not in the model": [shown(name) for name in sorted(unexpected)],
+        "of another shape": [f"{shown(name)} ({shapes})" for name, shapes in sorted(mismatched.items())],
+    }
+    told = [
+        f"{len(names)} {fault}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+        for fault, names in faults.items()
+        if names
+    ]
+    if told:
+        raise FormatError(
+            f"model.name: {directory}: the tensors are not those of the model in config.json; {'; '.join(told)}. "
+            "Nothing was loaded. Use the config.json and the weights of one model, both unchanged; if they are, this "
+            "backend does not know the model in this form, and the other one may"
+        )

@@ -1,0 +1,68 @@
+"""Did you mean …? For commands that do not exist: words that other tools use, and slips of the finger."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+import click
+
+# What other tools call it -> the command here, or a sentence where there is none.
+WORDS = {
+    word: answer
+    for answer, words in {
+        "train": "finetune fine-tune tune fit learn sft lora qlora run start resume continue",
+        "generate": "chat infer inference predict complete completion prompt ask sample",
+        "eval": "evaluate evaluation score perplexity ppl test accuracy",
+        "preview": "show view look inspect-data tokenize dry-run",
+        "runs": "ls list status history experiments logs",
+        "config": "init new template defaults schema example",
+        "check-gpu": "gpu gpus device devices info machine",
+        "check-env": "doctor env environment setup diagnose",
+        "check-data": "data dataset datasets lint",
+        "check-config": "check memory estimate fits",
+        "bench": "benchmark profile speed",
+        "launch": "distributed torchrun accelerate slurm sbatch mpirun multi-gpu",
+        "push": "upload publish share",
+        "pull": "download fetch",
+        "adapter merge": "fuse merge merge-lora merge-adapter",
+        "adapter convert": "convert export to-peft to-mlx",
+        "adapter inspect": "inspect",
+        "adapter import": "import",
+        "adapter diff": "diff compare",
+        "bundle pack": "pack package archive zip",
+        "bundle unpack": "unpack unzip",
+        "There is none for preferences: dualtune trains on answers, not yet on comparisons of them": (
+            "dpo orpo kto rlhf ppo grpo reward"
+        ),
+        "There is no server here. Write a whole model with `dualtune adapter merge`, and serve that": (
+            "api serve server"
+        ),
+        "Quantization belongs to the config: model.quantization": "quantize quantise",
+    }.items()
+    for word in words.split()
+}
+
+
+def advice(name: str, commands: list[str], group: str) -> str:
+    """What to do about a command that does not exist. `commands` are those of `group`, as in "dualtune adapter"."""
+    word = name.lower().replace("_", "-")
+    close = get_close_matches(word, commands, n=1, cutoff=0.7)
+    known = word if word in WORDS else next(iter(get_close_matches(word, WORDS, n=1, cutoff=0.75)), None)
+    if close:
+        return f"Did you mean '{group} {close[0]}'?"
+    if known is None:
+        return f"There are: {', '.join(commands)}."
+    answer = WORDS[known]
+    return f"{answer}." if answer[0].isupper() else f"Did you mean 'dualtune {answer}'?"
+
+
+class Group(click.Group):
+    """A group of commands that answers a wrong name with the right one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            ctx.fail(f"No such command '{name}'. {advice(name, self.list_commands(ctx), ctx.command_path)}")
+        return super().resolve_command(ctx, args)

@@ -1,0 +1,61 @@
+"""Keys and values of other trainers that have no counterpart here: what is said instead of `Did you mean …?`"""
+
+from __future__ import annotations
+
+NO_SUCH_KEY = {
+    name: answer
+    for answer, names in {
+        "The optimizer is always AdamW; set 'train.learning_rate' and 'train.weight_decay'": (
+            "adam_beta1 adam_beta2 adam_epsilon adamw beta1 beta2 betas eps optim optim_args optimizer optimizers "
+            "optimizer_config"
+        ),
+        "Preference training (DPO and its kin) is not there yet": (
+            "beta dpo dpo_beta kto orpo ref_model reward_model rl simpo"
+        ),
+        "A run that was stopped continues by itself; the option --resume of `dualtune train` chooses from where": (
+            "auto_resume resume resume_from resume_from_checkpoint"
+        ),
+        "There is no tracker yet; metrics.jsonl in the run directory holds every figure": (
+            "comet mlflow report_to run_name tensorboard tracker trackers use_wandb wandb wandb_entity wandb_project"
+        ),
+        "It is not part of a config: `dualtune push hf://…` publishes an adapter": (
+            "hub_model_id hub_strategy hub_token push_to_hub"
+        ),
+        "Nothing is ever run from a model's repository, so there is nothing to trust": (
+            "trust_remote_code tokenizer_trust_remote_code"
+        ),
+        "DoRA is not there yet": "dora use_dora",
+        "rsLoRA is not there yet; it is LoRA with an 'adapter.alpha' of rank**0.5 times as much": "rslora use_rslora",
+        "Each LoRA matrix has the same learning rate; LoRA+ is not there yet": (
+            "lora_plus loraplus_lr_ratio loraplus_ratio"
+        ),
+        "Only LoRA matrices are trained; biases and whole modules are not there yet": (
+            "bias lora_bias modules_to_save unfreeze trainable_modules"
+        ),
+        "It is not there yet; 'adapter.targets' chooses modules in all layers": (
+            "layers_to_transform lora_layers num_layers"
+        ),
+        "NEFTune is not there yet": "neftune neftune_noise_alpha noise_alpha",
+        "The model's own tokenizer is used, always": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_type",
+        "Batches are made while the step before runs; there is nothing to set": (
+            "dataloader_num_workers dataset_num_proc num_proc num_workers preprocessing_num_workers"
+        ),
+        "The fastest way that keeps the numbers is chosen by itself; see 'model.kernels'": (
+            "attn_implementation flash_attention sdp_attention sdpa_attention use_flash_attention xformers_attention"
+        ),
+        "The number of processes is chosen by `dualtune launch`, and 'memory.sharding' splits the base among them": (
+            "ddp deepspeed deepspeed_config distributed fsdp fsdp_config num_gpus num_processes "
+            "tensor_parallel world_size"
+        ),
+        "The device is chosen by the option --platform": "device device_map devices gpu use_cpu",
+        "How often is set in steps; see 'run.eval_every' and 'run.save_every'": (
+            "eval_strategy evaluation_strategy logging_strategy save_strategy"
+        ),
+    }.items()
+    for name in names.split()
+}
+
+NO_SUCH_VALUE: dict[str, str] = dict.fromkeys(
+    ("dpo", "kto", "orpo", "rl", "rlhf"),
+    "Preference training (DPO and its kin) is not there yet: pairs are read and checked, but not trained on",
+)

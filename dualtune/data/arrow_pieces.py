@@ -1,0 +1,110 @@
+"""Arrow batches in pieces that take little memory as Python objects.
+
+Also a program: the Parquet file on standard input becomes an Arrow stream of such pieces on standard output. A thousand
+bytes of Parquet can unpack to gigabytes, and the library has no limit of its own, so a process whose memory is limited
+reads it. It imports nothing of dualtune, and starts quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+BATCH_ROWS = 1000
+PIECE = 16 << 20  # bytes, of a piece as Python objects
+ROW = 36 << 20  # of one row
+OBJECT = 64  # bytes that Python takes for a small value
+WIDE = 4  # bytes of a character, at the most
+FAILED = 3  # the exit status, with the reason on standard error
+NUM_ROWS = b"dualtune.rows"  # key of the schema's metadata
+
+
+def pieces(batch: Any) -> Iterator[Any]:
+    """The batch in order, cut into pieces of at most PIECE; a piece without rows stands for a row of more than ROW."""
+    size = sum(map(_size, batch.columns))
+    if size <= PIECE or (batch.num_rows == 1 and size <= ROW):
+        yield batch
+    elif batch.num_rows == 1:
+        yield batch.slice(0, 0)
+    else:
+        half = batch.num_rows // 2
+        yield from pieces(batch.slice(0, half))
+        yield from pieces(batch.slice(half))
+
+
+def _size(array: Any) -> int:
+    """What an array can take as Python objects."""
+    import pyarrow
+
+    types = cast(Any, pyarrow).types
+    kind = array.type
+    if isinstance(kind, cast(Any, pyarrow).BaseExtensionType):
+        return _size(array.storage)
+    own = OBJECT * len(array)
+    if types.is_struct(kind):
+        return own + sum(_size(array.field(i)) for i in range(kind.num_fields))
+    if types.is_dictionary(kind):
+        return _size(array.dictionary_decode())
+    if types.is_nested(kind):
+        return own + (_size(array.flatten()) if hasattr(array, "flatten") else WIDE * array.nbytes)
+    return own + WIDE * array.nbytes
+
+
+def main() -> int:
+    import pyarrow
+    from pyarrow import parquet
+
+    arrow, ParquetFile = cast(Any, pyarrow), cast(Any, parquet).ParquetFile
+    arrow.set_memory_pool(arrow.system_memory_pool())
+    arrow.set_cpu_count(1)
+    _limit_memory(int(sys.argv[1]))
+    try:
+        # The defaults hold a whole row group in memory, which can be the whole file.
+        file = ParquetFile(os.fdopen(0, "rb"), buffer_size=1 << 20, pre_buffer=False)
+        num_rows = {NUM_ROWS: str(file.metadata.num_rows).encode()}
+        schema = file.schema_arrow.with_metadata((file.schema_arrow.metadata or {}) | num_rows)
+        with os.fdopen(1, "wb") as out, arrow.ipc.new_stream(out, schema) as stream:
+            for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
+                for piece in pieces(batch):
+                    stream.write_batch(piece)
+    except BrokenPipeError:
+        return 0  # nobody wants more
+    except (arrow.ArrowException, OSError, MemoryError, ValueError) as error:
+        memory = isinstance(error, MemoryError)
+        sys.stderr.write("" if memory else " ".join(str(error).split())[:500])
+        return FAILED
+    return 0
+
+
+def _batch_rows(metadata: Any) -> int:
+    """How many rows to unpack at once, by the sizes that the file itself states."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    largest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
+    return max(1, min(BATCH_ROWS, int(PIECE / max(1, largest))))
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let this process become so much larger; what needs more fails, or ends it."""
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text()
+        used = 1024 * int(status[status.index("VmData:") :].split()[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, used + num_bytes))
+        return
+    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def watch() -> None:
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < start + num_bytes:  # in bytes, on a Mac
+            time.sleep(0.01)
+        os._exit(FAILED)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

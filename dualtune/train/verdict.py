@@ -1,0 +1,200 @@
+"""What came of a run, from its losses alone, in a word and the numbers behind it.
+
+A loss jumps from batch to batch, so nothing is concluded from single ones. Medians of windows are compared, each a
+tenth of the steps, against the noise of such a median. The noise is estimated from the differences of neighbouring
+steps, which hardly contain the trend, by the median absolute deviation, which outliers do not move. An evaluation
+always takes the same documents: its noise is only what a step changes, and where there are evaluations they decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+MIN_STEPS = 20  # with fewer, warm-up and decay of the learning rate are most of the run
+WINDOWS = 10
+SURE = 5.0  # standard errors; at a million runs that learn nothing, about one is called otherwise
+NOTHING = 0.01  # of the loss: a smaller change is not worth a word
+WORSE = 0.03  # of the best evaluation: a later one this much above it has turned
+BLOWN_UP = 0.1  # of the lowest loss: a rise this large is no jitter
+LATE_SHARE = 0.15  # of the whole fall, in the last third; a straight line has 0.33, a run that has settled 0
+MIN_EVALS = 6  # to tell the jitter of evaluations from their trend
+
+Word = Literal["learning", "still falling", "flat", "diverged", "overfitting", "too few steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a run."""
+
+    word: Word
+    because: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return ". ".join(filter(None, (f"{self.word}: {self.because}", self.advice)))
+
+
+def judge(losses: Sequence[float], evals: Mapping[int, float]) -> Verdict:
+    """The verdict on a run with these training losses, in order, and these evaluation losses by step."""
+    train, judged = _Train(losses), _Evals(evals)
+    return (
+        _diverged(train, judged)
+        or _too_few(train, judged)
+        or _overfitting(train, judged)
+        or _flat(train, judged)
+        or _still_falling(train, judged)
+        or Verdict("learning", _both(train, judged))
+    )
+
+
+class _Train:
+    """The training losses in windows."""
+
+    def __init__(self, losses: Sequence[float]) -> None:
+        everything = np.asarray(losses, np.float64)
+        finite = everything[np.isfinite(everything)]
+        self.num_steps = len(everything)
+        self.num_lost = int(np.count_nonzero(~np.isfinite(everything[-max(1, len(everything) // 5) :])))
+        size = max(3, len(finite) // WINDOWS) if self.num_steps >= MIN_STEPS else max(1, len(finite) // 3)
+        parts = np.array_split(finite, max(1, len(finite) // size))
+        self.windows = [float(np.median(part)) for part in parts if len(part)]
+        self.noise = _noise(np.diff(finite)) / math.sqrt(2)  # of one step
+        self.error = 1.25 * self.noise / math.sqrt(size)  # of the median of a window
+        self.first = float(finite[0]) if len(finite) else math.nan  # before any update
+
+    @property
+    def start(self) -> float:
+        return self.windows[0]
+
+    @property
+    def end(self) -> float:
+        return self.windows[-1]
+
+    def at(self, step: float) -> float:
+        """Around a step."""
+        index = int(step / max(1, self.num_steps) * len(self.windows))
+        return self.windows[min(index, len(self.windows) - 1)]
+
+    def has_fallen(self, since: float, by: float) -> bool:
+        """Whether the end lies surely below a window's median, by at least a share of it."""
+        fall = since - self.end
+        return fall > SURE * math.sqrt(2) * self.error and fall > by * abs(since)
+
+
+class _Evals:
+    """The evaluation losses in order. `known`: whether there are two at least, so that they tell anything."""
+
+    def __init__(self, evals: Mapping[int, float]) -> None:
+        self.steps = sorted(evals)
+        self.losses = [evals[step] for step in self.steps]
+        self.known = len(self.steps) > 1
+        # Of second differences, which contain neither level nor slope; without the base model's, from which all fall.
+        second = np.diff([x for x in self.losses[1:] if math.isfinite(x)], 2)
+        self.jitter = _noise(second) / math.sqrt(3) if len(self.steps) >= MIN_EVALS else 0.0
+
+    @property
+    def start(self) -> float:
+        return self.losses[0]
+
+    @property
+    def end(self) -> float:
+        return self.losses[-1]
+
+    @property
+    def best_step(self) -> int:
+        return min(zip(self.losses, self.steps, strict=True))[1]
+
+    @property
+    def best(self) -> float:
+        return min(self.losses)
+
+    def before(self, share: float) -> float | None:
+        """The evaluation nearest to a share of the steps, if there is one near."""
+        last = self.steps[-1]
+        found = [(abs(step / last - share), x) for step, x in zip(self.steps[1:-1], self.losses[1:-1], strict=True)]
+        distance, loss = min(found, default=(1.0, math.nan))
+        return loss if distance < 0.25 else None
+
+
+def _noise(differences: np.ndarray) -> float:
+    """The standard deviation, times the square root of two, of what was differenced: 1.4826 · MAD estimates it."""
+    if not len(differences):
+        return 0.0
+    return 1.4826 * float(np.median(np.abs(differences - np.median(differences))))
+
+
+def _diverged(train: _Train, evals: _Evals) -> Verdict | None:
+    advice = "Lower train.learning_rate; the adapter is not worth using"
+    if train.num_lost and 2 * train.num_lost > max(1, train.num_steps // 5):
+        return Verdict("diverged", f"{train.num_lost} of the last steps had a loss that is not finite", advice)
+    if evals.known and not math.isfinite(evals.end):
+        return Verdict("diverged", f"the last evaluation loss is {evals.end}", advice)
+    if not train.windows:
+        return None
+    low = min(train.windows)
+    rise = train.end - low
+    is_sure = rise > (SURE + 2) * train.error and rise > BLOWN_UP * abs(low) and 2 * rise > train.start - low
+    is_sure |= train.end - train.first > max(SURE * train.noise, BLOWN_UP * abs(train.first))
+    if evals.known:
+        is_sure |= evals.end > (1 + BLOWN_UP) * evals.start and not train.has_fallen(train.start, NOTHING)
+    if train.num_steps < MIN_STEPS:  # too few to know the noise
+        is_sure = train.end > 2 * abs(train.start) or (evals.known and evals.end > 1.5 * abs(evals.start))
+    return Verdict("diverged", _both(train, evals), advice) if is_sure else None
+
+
+def _too_few(train: _Train, evals: _Evals) -> Verdict | None:
+    if train.num_steps >= MIN_STEPS:
+        return None
+    steps = f"{train.num_steps} optimizer step{'' if train.num_steps == 1 else 's'}"
+    because = f"{steps}; {_both(train, evals)}" if train.windows else steps
+    return Verdict("too few steps", because, "Raise train.epochs or train.steps, or lower train.tokens_per_step")
+
+
+def _overfitting(train: _Train, evals: _Evals) -> Verdict | None:
+    if not evals.known:
+        return None
+    rise = evals.end - evals.best
+    has_turned = rise > max(WORSE * abs(evals.best), 2 * evals.jitter)  # which the curve's own bend enlarges
+    if has_turned and train.end < train.at(evals.best_step):
+        because = f"{_both(train, evals)}; the best evaluation was {evals.best:.4f} after step {evals.best_step}"
+        return Verdict("overfitting", because, "Take fewer epochs or more data, or set guards.restore_best: true")
+    if evals.start - evals.best < NOTHING * abs(evals.start) and train.has_fallen(train.start, BLOWN_UP):
+        advice = "Take more data, or data.eval of the same kind as data.train"
+        return Verdict("overfitting", f"{_both(train, evals)}: only the training data are learned", advice)
+    return None
+
+
+def _flat(train: _Train, evals: _Evals) -> Verdict | None:
+    if evals.known:
+        is_flat = evals.start - evals.end <= NOTHING * abs(evals.start)
+    else:
+        is_flat = not train.has_fallen(train.start, NOTHING)
+    if not is_flat:
+        return None
+    noise = "" if evals.known else f", within the noise of {SURE * math.sqrt(2) * train.error:.2g}"
+    advice = "Raise train.learning_rate or train.steps, and look at the data with dualtune preview"
+    return Verdict("flat", f"{_both(train, evals)}{noise}", advice)
+
+
+def _still_falling(train: _Train, evals: _Evals) -> Verdict | None:
+    middle = evals.before(2 / 3) if evals.known else None
+    if middle is not None:
+        fall, late, end, error = evals.start - evals.end, middle - evals.end, evals.end, evals.jitter
+    else:
+        fall, end, error = train.start - train.end, train.end, math.sqrt(2) * train.error
+        late = train.at(2 / 3 * train.num_steps) - train.end
+    if late > LATE_SHARE * fall and late > NOTHING * abs(end) and late > SURE * error:
+        because = f"{_both(train, evals)}, {late / fall:.0%} of it in the last third"
+        return Verdict("still falling", because, "More train.steps or train.epochs should lower it further")
+    return None
+
+
+def _both(train: _Train, evals: _Evals) -> str:
+    """The two curves in numbers."""
+    said = f"training loss {train.start:.4f} -> {train.end:.4f}"
+    return f"{said}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else said

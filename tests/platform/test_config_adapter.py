@@ -1,0 +1,67 @@
+"""What check-config says of the adapter: its targets against the model, and the adapter that a run starts from."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.platform.config_check import check_config
+from dualtune.testing.tiny_models import write_tiny_gpt2
+
+DATA = Path(__file__).parents[2] / "dualtune" / "demo" / "data" / "train.jsonl"
+
+
+@pytest.fixture
+def check(tmp_path):
+    """The rows of check-config by their name, of a config that says nothing but the model."""
+
+    def run(model, *overrides):
+        path = tmp_path / "config.yaml"
+        path.write_text(f"model: {{name: {model}}}\n")
+        overrides = [f"data.train={DATA}", f"run.dir={tmp_path / 'run'}", *overrides]
+        report = check_config(path, overrides, machine_name="h100-80")
+        return {row.name: row for row in report.checks}, report.memory
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gpt2", "memory"), ("gpt_neox", "targets")], ids=["of a known shape", "by its files"]
+)
+def test_the_default_targets_of_a_gpt2_are_answered_with_its_layers_and_the_line_that_works(
+    check, tmp_path, kind, name
+):
+    """As `train` answers them, whether or not there is an estimate for the model."""
+    model = write_tiny_gpt2(tmp_path / "gpt2")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    row = check(model, "data.max_length=128")[0][name]
+    assert (row.level, row.exit_code) == ("fail", 2)
+    assert row.found == (
+        "adapter.targets: no linear layer is called 'q_proj'. This model has: c_attn, c_fc, c_proj. "
+        "Use --set adapter.targets=all-linear, or names: --set 'adapter.targets=[c_attn, c_fc]'"
+    )
+    for targets in ("all-linear", "[c_attn, c_fc]"):
+        assert check(model, "data.max_length=128", f"adapter.targets={targets}")[0][name].level == "ok"
+
+
+def test_a_run_from_an_adapter_is_reported_and_estimated_with_that_adapter_s_rank(check, tmp_path):
+    """Not with the schema's, which the run does not take either."""
+    shapes = {
+        f"model.layers.{i}.self_attn.{name}": (rows, 4096)
+        for i in range(32)
+        for name, rows in {"q_proj": 4096, "v_proj": 1024}.items()
+    }
+    tensors = {name: x + 0.01 for name, x in init_adapter(shapes, 48, seed=0).items()}
+    write_adapter(tmp_path / "a", Adapter(LoraSpec(48, 96.0, 0.0, ("q_proj", "v_proj")), tensors))
+    settings = ("mistralai/Mistral-7B-Instruct-v0.3", "model.quantization=nf4", f"adapter.init_from={tmp_path / 'a'}")
+    rows, memory = check(*settings)
+    assert rows["start"].found == f"training continues from {tmp_path / 'a'}: rank 48, alpha 96"
+    num_weights = 48 * 32 * (4096 + 4096 + 1024 + 4096)
+    assert memory.estimate["optimizer"] == 12 * num_weights
+    assert rows["disk"].found.endswith(f"{num_weights:,} trainable weights")
+    contradicted, _ = check(*settings, "adapter.rank=8")
+    assert (contradicted["start"].level, contradicted["start"].exit_code) == ("fail", 2)
+    assert contradicted["start"].found.startswith("adapter.rank: got 8, but the adapter in adapter.init_from has 48")

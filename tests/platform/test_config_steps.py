@@ -1,0 +1,80 @@
+"""What check-config says of the steps of a run: what one takes, how many there are, and whether they suffice."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dualtune.config.examples import example_path
+from dualtune.platform.config_check import Report
+
+DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
+
+
+def row(report: Report, name: str):
+    """The one row of this name."""
+    (found,) = [check for check in report.checks if check.name == name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "16 documents of at most 4096 tokens, in 6 micro-batches of up to 12288 tokens if all are that long"),
+        (["train.documents_per_step=1"], "1 document of at most 4096 tokens, in 1 micro-batch of up to 12288 tokens"),
+        (
+            ["train.documents_per_step=null", "train.tokens_per_step=20000", "train.micro_batch_tokens=auto"],
+            "up to 20000 tokens: 4 documents or more of at most 4096 tokens, in 4 micro-batches of up to 4096 tokens",
+        ),
+    ],
+)
+def test_a_step_is_told_in_words(check, overrides, words):
+    assert row(check(*overrides), "step").found.startswith(words)
+
+
+def test_the_documents_of_a_step_are_those_that_fit(check, tiny_llama, write_rows):
+    """Not those that would fit if all were as long as they may be."""
+    path = write_rows([{"prompt": "a" * 20, "completion": "b" * 11}] * 3000)
+    report = check(f"model.name={tiny_llama}", f"data.train={path}", "train.documents_per_step=null",
+                   "train.tokens_per_step=16384")  # fmt: skip
+    length = int(re.search(r"(\d+) on average", row(report, "data").found)[1])
+    expected = f"up to 16384 tokens: about {16384 // length} documents of {length} tokens on average, in "
+    assert row(report, "step").found.startswith(expected) and 16384 // length > 150
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mend"),
+    [
+        (["train.documents_per_step=8"], "--set train.documents_per_step=null"),
+        (["train.documents_per_step=null", "train.tokens_per_step=16384"], "--set train.tokens_per_step=auto"),
+        (["train.documents_per_step=null"], "More rows, or --set train.epochs=4"),
+    ],
+)
+def test_few_steps_are_told_with_a_way_to_more(check, tiny_llama, write_rows, qa_rows, overrides, mend):
+    here = [f"model.name={tiny_llama}", f"data.train={write_rows(qa_rows[:14])}"]
+    steps = row(check(*here, *overrides), "steps")
+    assert steps.level == "advice" and "; so few steps teach little" in steps.found
+    assert steps.mend is not None and steps.mend.startswith(mend)
+    assert row(check(*here, "train.documents_per_step=null", "train.epochs=12"), "steps").level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("size", "tolerance"),
+    [("train.documents_per_step=16", 0), ("train.documents_per_step=null train.tokens_per_step=2000", 0.05)],
+)
+def test_the_number_of_steps_is_that_of_the_run(check, tiny_llama, open_backend, dualtune_main, size, tolerance):
+    """Exact for documents; for tokens, as far as the first rows are like the others."""
+    open_backend("torch")
+    overrides = [f"model.name={tiny_llama}", "data.max_length=512", *size.split()]
+    found = row(check(*overrides), "steps").found
+    assert found.endswith(": 3 epochs of 288 rows, 32 rows held out")
+    more = [f"data.train={DEMO / 'data' / 'train.jsonl'}", "model.quantization=none", "run.dir=runs/x"]
+    sets = [part for override in overrides + more for part in ("--set", override)]
+    result = dualtune_main("train", example_path("training_config_h100"), "--platform", "cpu", "--dry-run", *sets)
+    number = int(re.search(r"steps +(\d+) of ", result.stdout)[1])
+    assert number > 50 and abs(int(found.split()[1].rstrip(":")) - number) <= tolerance * number
+
+
+def test_a_warm_up_longer_than_the_run_is_told(check, write_rows, qa_rows):
+    report = check(f"data.train={write_rows(qa_rows)}", "train.warmup=3")
+    assert (row(report, "steps").level, row(report, "steps").mend) == ("advice", "--set train.warmup=1")

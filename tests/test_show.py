@@ -1,0 +1,44 @@
+"""Text that fits: fields of a line, and prose."""
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dualtune.show import fitted, in_time, wrapped
+
+FIELDS = [("step   12/30", "step 12/30"), ("loss 1.2345",), ("grad norm 1.00e+00", "grad 1.0e+00"), ("peak 0.41 GiB",)]
+PROSE = st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=40).map(" ".join)
+
+
+def test_a_line_is_shortened_before_anything_is_left_out():
+    assert fitted(FIELDS, 80) == "step   12/30  loss 1.2345  grad norm 1.00e+00  peak 0.41 GiB"
+    assert fitted(FIELDS, 56) == "step   12/30  loss 1.2345  grad 1.0e+00  peak 0.41 GiB"
+    assert fitted(FIELDS, 53) == "step 12/30  loss 1.2345  grad 1.0e+00  peak 0.41 GiB"
+    assert fitted(FIELDS, 40) == "step 12/30  loss 1.2345  grad 1.0e+00"
+    assert fitted(FIELDS, 3) == "step 12/30"
+
+
+@given(text=PROSE, width=st.integers(24, 100))
+@example(text="aaa", width=24)
+def test_prose_keeps_its_words_and_fits(text, width):
+    lines = wrapped(f"label       {text}", width).split("\n")
+    assert all(len(line) <= width for line in lines)
+    assert all(line.startswith(" " * 12) for line in lines[1:])
+    assert " ".join(lines).split() == ["label", *text.split()]
+
+
+def test_a_path_stays_whole_and_the_commas_of_json_are_broken_behind():
+    path = "/a" * 20
+    assert wrapped(f"adapter     {path} and more", 30) == f"adapter     {path}\n            and more"
+    lines = wrapped('expected    {"customer":"Ann","item":"pillows","day":"Monday"}', 34).split("\n")
+    assert [line[12:] for line in lines] == ['{"customer":"Ann",', '"item":"pillows",', '"day":"Monday"}']
+
+
+def test_what_continues_a_row_of_a_table_stands_below_its_last_column():
+    lines = wrapped("ok    python  3.11 is here and will do for all", 30).split("\n")
+    assert lines == ["ok    python  3.11 is here and", "              will do for all"]
+
+
+def test_times_are_read_at_a_glance():
+    assert [in_time(seconds) for seconds in (0.4, 59.4, 61, 3600, 7500)] == [
+        "0 s", "59 s", "1 min 01 s", "1 h 00 min", "2 h 05 min",
+    ]  # fmt: skip

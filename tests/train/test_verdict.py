@@ -1,0 +1,133 @@
+"""The word at the end of a run: right on real curves, and on made-up ones whatever the noise."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dualtune
+from dualtune.train.verdict import MIN_STEPS, judge
+
+# --- real runs -------------------------------------------------------------------------------------------------------
+
+DEMO = Path(dualtune.__file__).parent / "demo"
+RUNS = {
+    "learning": {"train__steps": 60, "train__learning_rate": 0.005},
+    "still falling": {"train__steps": 30, "train__learning_rate": 0.0005, "train__schedule": "constant"},
+    "flat": {"train__steps": 24, "train__learning_rate": 1e-9},
+    "diverged": {"train__steps": 24, "train__learning_rate": 50.0, "train__max_grad_norm": None},
+    "overfitting": {"train__steps": 100, "train__learning_rate": 0.01, "adapter__rank": 8, "adapter__alpha": 16},
+    "too few steps": {"train__steps": 3},
+}
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+@pytest.mark.parametrize("word", RUNS)
+def test_the_verdict_on_a_real_run(lab, word, write_rows):
+    """Of the demo's model, which has been trained: a fresh one has nothing to lose."""
+    if word == "overfitting":  # nothing can be learned from the answers but themselves
+        rng = np.random.default_rng(0)
+        rows = [{"prompt": f"Word {i}?", "completion": "".join(rng.choice([*"abcdefgh"], 8))} for i in range(24)]
+    else:
+        rows = [json.loads(line) for line in (DEMO / "data" / "train.jsonl").read_text().splitlines()[:120]]
+    lab.model, lab.data = DEMO / "model", write_rows(rows[:-12])
+    held_out = write_rows(rows[-12:], "heldout.jsonl")
+    result = lab.run(**{"data__eval": str(held_out), "data__max_length": 512, "run__eval_every": 10} | RUNS[word])
+    assert result.verdict.word == word, str(result.verdict)
+    event = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["verdict"], event["message"]) == ("verdict", word, str(result.verdict))
+    record = json.loads((result.adapter_dir / "dualtune.json").read_text())["training"]["verdict"]
+    assert record == {"word": word, "because": result.verdict.because}
+    if word != "diverged":  # what a run that is not evaluated can tell
+        return
+    losses = [json.loads(line).get("loss") for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert judge([loss for loss in losses if loss is not None], {}).word == "diverged"
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_a_finished_run_says_its_verdict_again(lab):
+    assert lab.run().verdict == lab.run().verdict
+    assert lab.run().was_finished
+
+
+# --- made-up curves --------------------------------------------------------------------------------------------------
+
+SEEDS = 50
+t = np.linspace(0, 1, 400)
+CURVES = {
+    "flat": 2 + 0 * t,
+    "learning": 1 + 2 * np.exp(-8 * t),
+    "still falling": 3 - 2 * t,
+    "diverged": np.where(t < 0.5, 3 - 2 * t, 2 + 8 * (t - 0.5)),
+}
+
+
+def evaluated(curve, times, rng, rise=0.0):
+    """Evaluations along a curve, with a little jitter, and at the end so much above it."""
+    steps = np.linspace(0, len(curve), times + 1).astype(int)
+    last = len(curve) - 1
+    return {int(s): float((curve[min(s, last)] + rise * (s / last) ** 2) * rng.normal(1, 0.002)) for s in steps}
+
+
+@pytest.mark.parametrize("word", CURVES)
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("evals", [0, 1, 8])
+def test_noise_does_not_change_the_word(word, noise, evals):
+    """One loss in a hundred curves may mislead; a straight line needs evaluations to be told from one that settles."""
+    rng, said = np.random.default_rng(7), Counter()
+    for _ in range(SEEDS):
+        losses = CURVES[word] * rng.lognormal(0, noise, len(t))
+        said[judge(losses.tolist(), evaluated(CURVES[word], evals, rng) if evals else {}).word] += 1
+    is_hard = word == "still falling" and noise == 0.3 and evals < 8
+    right = said[word] + (said["learning"] if is_hard else 0)
+    assert right >= 0.99 * SEEDS, said
+
+
+@pytest.mark.parametrize("num_steps", [MIN_STEPS, 50, 200, 1000])
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.5])
+def test_a_run_that_learns_nothing_is_never_praised_and_seldom_blamed(num_steps, noise):
+    rng, said = np.random.default_rng(3), Counter()
+    for _ in range(SEEDS * 3):
+        said[judge(rng.lognormal(0.7, noise, num_steps).tolist(), {}).word] += 1
+    assert said["flat"] >= 0.99 * said.total(), said
+
+
+@pytest.mark.parametrize("evals", [3, 8])
+def test_overfitting_is_told_from_learning_by_the_evaluations(evals):
+    rng, said = np.random.default_rng(5), Counter()
+    for rise in (0.0, 1.5):
+        for _ in range(SEEDS):
+            losses = CURVES["still falling"] * rng.lognormal(0, 0.1, len(t))
+            settled = CURVES["learning"]
+            said[rise, judge(losses.tolist(), evaluated(settled, evals, rng, rise)).word] += 1
+    assert said[1.5, "overfitting"] == SEEDS, said
+    assert said[0.0, "overfitting"] == 0, said
+
+
+@pytest.mark.parametrize(
+    ("losses", "evals", "word"),
+    [
+        ([], {}, "too few steps"),
+        ([2.0], {}, "too few steps"),
+        ([5.3, 12.7, 12.0], {}, "diverged"),
+        ([5.3, 5.2, 5.1], {0: 5.3, 3: 12.7}, "diverged"),
+        ([2.0] * 30, {}, "flat"),
+        ([2.0] * 30 + [float("nan")] * 6, {}, "diverged"),
+        ([2.0 - i / 99 for i in range(30)], {0: 2.0, 30: float("nan")}, "diverged"),
+        ([2.0 - i / 99 for i in range(30)], {0: 2.0}, "still falling"),
+        ([3.0 - i / 15 for i in range(30)], {0: 3.0, 30: 2.99}, "overfitting"),
+        ([0.0] * 30, {0: 0.0, 30: 0.0}, "flat"),
+    ],
+)
+def test_the_verdict_on_short_and_odd_curves(losses, evals, word):
+    verdict = judge(losses, evals)
+    assert verdict.word == word, str(verdict)
+    assert str(verdict).startswith(f"{word}: ") and "nan" not in str(verdict).replace("loss is nan", "")
+
+
+def test_a_single_spike_is_no_divergence():
+    losses = (1 + 2 * np.exp(-8 * t)).tolist()
+    losses[200:203] = [50.0, 40.0, 30.0]
+    assert judge(losses, {}).word == "learning"
