@@ -5,7 +5,7 @@ from __future__ import annotations
 NO_SUCH_KEY = {
     name: answer
     for answer, names in {
-        "The optimizer is always AdamW; set 'train.learning_rate' and 'train.weight_decay'": (
+        "'train.optimizer' is adamw or sgd, with torch's constants; see also 'train.weight_decay'": (
             "adam_beta1 adam_beta2 adam_epsilon adamw beta1 beta2 betas eps optim optim_args optimizer optimizers "
             "optimizer_config"
         ),

@@ -14,6 +14,7 @@ from dualtune.data.documents import in_memory
 from dualtune.memory import mlx_parts
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
+from dualtune.optimizer import OptimizerSpec
 
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
@@ -45,7 +46,16 @@ def measure(open_backend, tmp_path):
         spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
         before = active()
         engine = backend.load(
-            LoadRequest(tmp_path, asked.dtype, asked.quantization, "random", spec, 0.0, seed=1, kernels=asked.kernels)
+            LoadRequest(
+                tmp_path,
+                asked.dtype,
+                asked.quantization,
+                "random",
+                spec,
+                OptimizerSpec(),
+                seed=1,
+                kernels=asked.kernels,
+            )
         )
         rng = np.random.default_rng(0)
         documents = in_memory(

@@ -14,6 +14,7 @@ from dualtune.data.documents import in_memory
 from dualtune.memory import torch_parts
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
+from dualtune.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -51,7 +52,7 @@ def measure(open_backend, tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text(json.dumps(config))
         spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, targets_of(asked))
         request = LoadRequest(
-            tmp_path, asked.dtype, asked.quantization, "random", spec, 0.0, seed=1, kernels=asked.kernels
+            tmp_path, asked.dtype, asked.quantization, "random", spec, OptimizerSpec(), seed=1, kernels=asked.kernels
         )
         engine = open_backend("torch").load(request)
         batch = one_batch(lengths, asked, config["vocab_size"])

@@ -285,7 +285,8 @@ def test_a_secret_of_the_environment_is_refused_whatever_its_form(adapter, tmp_p
 
 def test_the_specification_names_what_the_reader_allows():
     text = (Path(__file__).parents[2] / "docs" / "adapter_format.md").read_text(encoding="utf-8")
-    files = [*names.ADAPTER_FILES, *names.CHECKPOINT_FILES, *names.TOKENIZER_FILES, names.CONFIG, names.BUNDLE_FILE]
+    files = [*names.ADAPTER_FILES, *names.CHECKPOINT_FILES, *names.SLOT_FILES, *names.TOKENIZER_FILES]
+    files += [names.CONFIG, names.BUNDLE_FILE]
     (table,) = re.findall(r"### Names\n(.*?)\n### ", text, re.S)
     assert {*re.findall(r"`([\w.]+\.\w+)`", table)} == {*files}
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB - 1": 1 << 30}
