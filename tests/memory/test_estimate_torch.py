@@ -118,9 +118,9 @@ def test_a_quantized_base_takes_what_was_estimated(measure, lengths, quantizatio
 
 def test_sgd_takes_what_was_estimated(measure):
     """A third of AdamW's state: the gradient alone."""
-    estimated, found = measure(SHORT, asked=replace(ASK, optimizer="sgd"))
+    estimated, found = measure(SHORT, compiles=False, asked=replace(ASK, optimizer="sgd"))
     assert estimated["optimizer"] * 3 == estimate(decoder_of(CONFIG), ASK)["optimizer"]
-    assert_alike(estimated, found)
+    assert_alike(estimated, found, peak=0.12)
 
 
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=lambda family: family["model_type"])
