@@ -29,6 +29,7 @@ from dualtune.backend import Backend, LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
 from dualtune.data.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
+from dualtune.optimizer import OptimizerSpec
 from dualtune_torch.kernels import attention, cross_entropy
 
 VARIANTS = (
@@ -95,7 +96,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
         raise SystemExit(f"variant {variant!r}: there is no {', '.join(given)}")
     defaults = AdapterConfig()
     spec = LoraSpec(defaults.rank, defaults.alpha, float(dropout), tuple(defaults.targets))
-    engine = backend.load(LoadRequest(model, dtype, "auto", "random", spec, 0.0, seed=1, kernels=kernels))
+    engine = backend.load(LoadRequest(model, dtype, "auto", "random", spec, OptimizerSpec(), seed=1, kernels=kernels))
     num_targets = sum(batch.num_targets for batch in batches)
 
     def step() -> float:

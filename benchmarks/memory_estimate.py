@@ -28,6 +28,7 @@ from dualtune.data.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import KNOWN, decoder_of
+from dualtune.optimizer import OptimizerSpec
 
 LLAMA_19M = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES["llama-19m"]
 CONFIGS = {"llama-19m": LLAMA_19M} | {name.split("/")[1]: dict(config) for name, config in KNOWN.items()}
@@ -93,7 +94,7 @@ def load(backend: Any, config: dict[str, Any], asked: Ask, spec: AdapterConfig) 
     lora = LoraSpec(spec.rank, spec.alpha, spec.dropout, tuple(spec.targets))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        request = LoadRequest(Path(folder), asked.dtype, asked.quantization, "random", lora, 0.0, seed=1)
+        request = LoadRequest(Path(folder), asked.dtype, asked.quantization, "random", lora, OptimizerSpec(), seed=1)
         return backend.load(request)
 
 

@@ -62,6 +62,7 @@ def worker(model: str, home: str, sharding: str, quantization: str, dtype: str) 
 
     from dualtune.adapter.spec import LoraSpec
     from dualtune.backend import LoadRequest, get_backend
+    from dualtune.optimizer import OptimizerSpec
     from dualtune.testing.tiny_models import random_batch
 
     torch.set_num_threads(1)
@@ -71,7 +72,7 @@ def worker(model: str, home: str, sharding: str, quantization: str, dtype: str) 
     spec = LoraSpec(rank=8, alpha=16.0, dropout=0.0, targets=("all-linear",))
     # Nothing is compiled: the compiler's own memory would be in the figures.
     request = LoadRequest(
-        Path(model), dtype, quantization, "pretrained", spec, 0.0, 0, kernels="reference", sharding=sharding
+        Path(model), dtype, quantization, "pretrained", spec, OptimizerSpec(), 0, kernels="reference", sharding=sharding
     )
     before = own_bytes()
     with Peak() as loading:

@@ -25,12 +25,11 @@ from dualtune.adapter.spec import LoraSpec, Tensors
 from dualtune.base_model import BaseWeights, find_weights
 from dualtune.capabilities import ENTRY_POINT_GROUP
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.optimizer import OptimizerSpec
 
 IGNORE_INDEX = -100  # a label that carries no loss
 
-# The numbers on which the backends must agree, here once. AdamW as in Loshchilov & Hutter (arXiv 1711.05101), with
-# bias correction; torch's defaults for the constants.
-ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.999, 1e-8
+# The numbers on which the backends must agree, here once; those of the optimizers are in `optimizer.py`.
 CLIP_EPS = 1e-6  # gradients are scaled by min(1, max_norm / (norm + CLIP_EPS))
 FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; the scale is taken out again in float32
 
@@ -116,11 +115,10 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """AdamW's moments in the adapter's names and shapes, float32, and the number of updates made."""
+    """The number of updates made, and the optimizer's slots: tensors in the adapter's names and shapes, float32."""
 
     step: int
-    m: Tensors
-    v: Tensors
+    slots: Mapping[str, Tensors]  # by the names that `dualtune.optimizer` has, such as m and v; empty for plain SGD
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ class LoadRequest:
     quantization: str  # "auto" (as stored), "none", "nf4", ...
     init: str  # "pretrained" or "random"
     adapter: LoraSpec
-    weight_decay: float
+    optimizer: OptimizerSpec
     seed: int
     longest: int = 0  # tokens of the longest document that will be shown, where that is known
     kernels: str = "auto"  # "auto", "fused" or "reference"
@@ -212,11 +210,11 @@ class Engine(Protocol):
         ...
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
-        """Clip by the global norm, apply AdamW (decoupled decay: w ← w·(1 − lr·decay)), zero the gradients.
+        """Clip by the global norm, update the weights as the request's optimizer does, zero the gradients.
 
         In a world of several processes the gradient is the sum of theirs.
 
-        Where the step's loss or norm is not finite, nothing is updated: weights, moments and count stay bitwise as
+        Where the step's loss or norm is not finite, nothing is updated: weights, slots and count stay bitwise as
         they were, and the output reports the loss and norm as they are. The device decides this; nobody waits for it.
         """
         ...
@@ -229,7 +227,9 @@ class Engine(Protocol):
 
     def optimizer_state(self) -> OptimizerState: ...
 
-    def load_optimizer_state(self, state: OptimizerState) -> None: ...
+    def load_optimizer_state(self, state: OptimizerState) -> None:
+        """Replace it. ValueError unless slots, names and shapes are those of `optimizer_state()`."""
+        ...
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         """log p of every vocabulary entry after every token, float32 [B, T, V]. For verification of small batches."""
@@ -313,6 +313,15 @@ def check_state(current: Tensors, given: Tensors, what: str) -> None:
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise ValueError(f"{what}: tensors {problem}: {shown}")
+
+
+def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState) -> None:
+    """ValueError unless the state has the slots of this optimizer, each with the adapter's names and shapes."""
+    if {*state.slots} != {*optimizer.entry.slots}:
+        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.entry.slots))
+        raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
+    for slot, tensors in state.slots.items():
+        check_state(adapter, tensors, f"optimizer {slot}")
 
 
 def check_mergeable(description: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ BACKEND_KEYS = (
     "model.init",
     "model.kernels",
     "data.packing",
+    "train.optimizer",
     "memory.checkpointing",
     "memory.offload",
     "memory.limit",

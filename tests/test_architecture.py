@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"escape", "secret_forms"},
     {"errors", "redaction", "faults", "show", "versions"},
-    {"disk", "interrupt", "checks"},
+    {"disk", "interrupt", "checks", "optimizer"},
     {"adapter", "config", "limits"},
     {"base_model", "capabilities"},
     {"backend", "hooks"},
@@ -28,7 +28,7 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FACADE = "dualtune"  # __init__.py: the version for everybody, and the way in from outside, with imports in functions
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "transformers", "bitsandbytes", "accelerate"}
-FOR_BACKENDS = {"backend", "base_model", "adapter", "config", "errors"}
+FOR_BACKENDS = {"backend", "base_model", "adapter", "config", "errors", "optimizer"}
 NUMPY_ENGINE = "dualtune/testing/numpy_engine.py"
 MAX_LINES = 400
 

@@ -39,6 +39,7 @@ class MlxBackend:
             "model.init": frozenset({"pretrained", "random"}),
             "model.kernels": frozenset({"auto", "fused", "reference"}),
             "data.packing": frozenset({False, True}),
+            "train.optimizer": frozenset({"adamw", "sgd"}),
             "memory.checkpointing": frozenset({"auto", "none"}),
             "memory.sharding": frozenset({"auto", "none"}),
         }

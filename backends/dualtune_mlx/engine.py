@@ -1,4 +1,4 @@
-"""The MLX engine: one model, one adapter, AdamW."""
+"""The MLX engine: one model, one adapter, one optimizer."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from dualtune.backend import (
     OptimizerState,
     StepOutput,
     check_mergeable,
+    check_slots,
     check_state,
     needs_positions,
 )
@@ -36,7 +37,7 @@ from dualtune_mlx.kernels.cross_entropy import target_loss, targets
 from dualtune_mlx.lora import LoRALinear, Noise, add_lora, linear_shape, storage
 from dualtune_mlx.losses import loss_sum
 from dualtune_mlx.model import check_names
-from dualtune_mlx.optimizer import Arrays, Layout, adamw, clip
+from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, Layout, clip
 from dualtune_mlx.packing import packed_cache
 
 
@@ -54,7 +55,8 @@ class MlxEngine:
         fresh = init_adapter(shapes, request.adapter.rank, request.seed)
         self._layout = Layout({name: tensor.shape for name, tensor in fresh.items()})
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
-        self._m, self._v, self._grads = (mx.zeros_like(self._params) for _ in range(3))
+        self._slots = {slot: mx.zeros_like(self._params) for slot in request.optimizer.entry.slots}
+        self._grads = mx.zeros_like(self._params)
         self._step = mx.array(0.0)  # on the device, because the device decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = learned_positions(read_config(request.model_dir))
@@ -88,11 +90,12 @@ class MlxEngine:
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         max_norm = math.inf if max_grad_norm is None else max_grad_norm
-        numbers = (mx.array(number) for number in (lr, 1 - lr * self._request.weight_decay, max_norm))
-        state = (self._params, self._m, self._v, self._step)
+        shrink = 1 - lr * self._request.optimizer.settings["weight_decay"]
+        numbers = (mx.array(number) for number in (lr, shrink, max_norm))
+        state = (self._params, self._slots, self._step)
         loss, self._loss = added_up(self._loss), mx.array(0.0)
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
-        self._params, self._m, self._v, self._step = state
+        self._params, self._slots, self._step = state
         self._grads = mx.zeros_like(self._params)
         self._bind(self._layout.named(self._params))
         mx.async_eval(*state, self._grads, loss, norm)
@@ -107,14 +110,12 @@ class MlxEngine:
         self._bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
-        return OptimizerState(int(self._step.item()), self._to_numpy(self._m), self._to_numpy(self._v))
+        return OptimizerState(int(self._step.item()), {s: self._to_numpy(flat) for s, flat in self._slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        shapes = self.adapter_state()
-        check_state(shapes, state.m, "optimizer m")
-        check_state(shapes, state.v, "optimizer v")
+        check_slots(self._request.optimizer, self.adapter_state(), state)
         self._step = mx.array(float(state.step))
-        self._m, self._v = self._from_numpy(state.m), self._from_numpy(state.v)
+        self._slots = {slot: self._from_numpy(tensors) for slot, tensors in state.slots.items()}
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         logits_BTV = self._apply(self.model, self._inputs(batch)).astype(mx.float32)
@@ -162,15 +163,17 @@ class MlxEngine:
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
 
     def _updated(
-        self, params: mx.array, m: mx.array, v: mx.array, step: mx.array, grads: mx.array, loss: mx.array,
+        self, params: mx.array, slots: Arrays, step: mx.array, grads: mx.array, loss: mx.array,
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
-    ) -> tuple[mx.array, ...]:  # fmt: skip
-        """(params, m, v, step) after an update, unless the loss or a gradient is not finite; and the gradient norm."""
+    ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
+        """(params, slots, step) after an update, unless the loss or a gradient is not finite; and the gradient norm."""
         grads, norm = clip(grads / self._loss_scale, max_norm)
-        new = adamw(params, m, v, grads, step=step + 1, lr=lr, shrink=shrink)
+        optimizer = self._request.optimizer
+        update = OPTIMIZERS[optimizer.name]
+        new, new_slots = update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, settings=optimizer.settings)
         good = mx.isfinite(loss) & mx.isfinite(norm)
-        kept = [mx.where(good, n, o) for n, o in zip(new, (params, m, v), strict=True)]
-        return *kept, step + good, norm
+        kept = {slot: mx.where(good, new_slots[slot], old) for slot, old in slots.items()}
+        return mx.where(good, new, params), kept, step + good, norm
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:

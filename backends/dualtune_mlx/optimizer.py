@@ -1,4 +1,4 @@
-"""AdamW with bias correction, written out: MLX's own leaves the correction out by default, and torch's does not.
+"""The optimizers by name, written out, on MLX. MLX's own AdamW leaves the bias correction out by default.
 
 All adapter tensors lie behind one another in one flat array, so that an update is a handful of kernels and not ten for
 each tensor. The formulas are those of any array: applied tensor by tensor they are the plain version.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from dualtune.backend import ADAM_BETA1, ADAM_BETA2, ADAM_EPS, CLIP_EPS
+from dualtune.backend import CLIP_EPS
+from dualtune.optimizer import OptimizerName, Settings
 
 Arrays = dict[str, mx.array]
 NORM_BLOCK = 1024  # squares are summed in blocks of this many: one long float32 sum would lose digits
@@ -46,13 +48,35 @@ def one_minus_power(beta: float, step: mx.array) -> mx.array:
     return -mx.expm1(step * math.log(beta))
 
 
+class Update(Protocol):
+    """(params, slots) after update number `step`, counted from 1. `shrink` = 1 − lr · decay, which the host computes
+    with more digits."""
+
+    def __call__(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
+    ) -> tuple[mx.array, Arrays]: ...  # fmt: skip
+
+
 def adamw(
-    params: mx.array, m: mx.array, v: mx.array, grads: mx.array, *, step: mx.array, lr: mx.array, shrink: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    """(params, m, v) after the `step`-th update, counted from 1. Loshchilov & Hutter, arXiv 1711.05101, algorithm 2;
-    `shrink` = 1 − lr · decay, which the host computes with more digits."""
-    correction1, correction2 = one_minus_power(ADAM_BETA1, step), one_minus_power(ADAM_BETA2, step)
-    m = ADAM_BETA1 * m + (1 - ADAM_BETA1) * grads
-    v = ADAM_BETA2 * v + (1 - ADAM_BETA2) * mx.square(grads)
-    denominator = mx.sqrt(v) / mx.sqrt(correction2) + ADAM_EPS
-    return params * shrink - (lr / correction1) * m / denominator, m, v
+    params: mx.array, slots: Arrays, grads: mx.array, *,
+    step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
+) -> tuple[mx.array, Arrays]:  # fmt: skip
+    """Loshchilov & Hutter, arXiv 1711.05101, algorithm 2."""
+    beta1, beta2 = settings["beta1"], settings["beta2"]
+    correction1, correction2 = one_minus_power(beta1, step), one_minus_power(beta2, step)
+    m = beta1 * slots["m"] + (1 - beta1) * grads
+    v = beta2 * slots["v"] + (1 - beta2) * mx.square(grads)
+    denominator = mx.sqrt(v) / mx.sqrt(correction2) + settings["eps"]
+    return params * shrink - (lr / correction1) * m / denominator, {"m": m, "v": v}
+
+
+def sgd(
+    params: mx.array, slots: Arrays, grads: mx.array, *,
+    step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
+) -> tuple[mx.array, Arrays]:  # fmt: skip
+    """Plain gradient descent."""
+    return params * shrink - lr * grads, {}
+
+
+OPTIMIZERS: Mapping[OptimizerName, Update] = {"adamw": adamw, "sgd": sgd}

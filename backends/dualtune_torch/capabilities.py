@@ -11,6 +11,7 @@ CAPABILITIES: Mapping[str, frozenset[Any]] = {
     "model.init": frozenset({"pretrained", "random"}),
     "model.kernels": frozenset({"auto", "fused", "reference"}),
     "data.packing": frozenset({False, True}),
+    "train.optimizer": frozenset({"adamw", "sgd"}),
     "memory.checkpointing": frozenset({"auto", "none"}),
     "memory.sharding": frozenset({"auto", "none", "full"}),
 }

@@ -1,4 +1,4 @@
-"""The torch engine: one model, one adapter, AdamW."""
+"""The torch engine: one model, one adapter, one optimizer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from transformers.pytorch_utils import Conv1D
 
 from dualtune.adapter.spec import Tensors, init_adapter
 from dualtune.backend import (
-    ADAM_BETA1,
-    ADAM_BETA2,
-    ADAM_EPS,
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
     Batch,
@@ -29,6 +26,7 @@ from dualtune.backend import (
     OptimizerState,
     StepOutput,
     check_mergeable,
+    check_slots,
     check_state,
     needs_positions,
 )
@@ -42,6 +40,7 @@ from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
 from dualtune_torch.kernels.lora import add_groups
 from dualtune_torch.lora import Noise, add_lora, storage
 from dualtune_torch.losses import loss_sum
+from dualtune_torch.optimizer import FlatOptimizer
 from dualtune_torch.sharding import check_whole, whole
 
 
@@ -78,22 +77,9 @@ class TorchEngine:
         }
 
     @cached_property
-    def _optimizer(self) -> torch.optim.AdamW:
+    def _optimizer(self) -> FlatOptimizer:
         """Made when first needed: torch has no optimizer over nothing, and a base without adapter is fine to use."""
-        optimizer = torch.optim.AdamW(
-            [self._adapter.flat],
-            betas=(ADAM_BETA1, ADAM_BETA2),
-            eps=ADAM_EPS,
-            weight_decay=self._request.weight_decay,
-            fused=True,
-        )
-        # As AdamW makes it at the first step; here it may be asked for, or restored, before.
-        optimizer.state[self._adapter.flat] = {
-            "step": torch.zeros((), device=self._adapter.flat.device),
-            "exp_avg": torch.zeros_like(self._adapter.flat),
-            "exp_avg_sq": torch.zeros_like(self._adapter.flat),
-        }
-        return optimizer
+        return FlatOptimizer(self._adapter.flat, self._request.optimizer)
 
     def evaluate(self, batch: Batch) -> LossSum:
         with torch.no_grad(), self._together():
@@ -116,11 +102,7 @@ class TorchEngine:
         add_up([flat.grad, self._loss])
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
         loss, self._loss = self._loss, torch.zeros_like(self._loss)
-        self._optimizer.param_groups[0]["lr"] = lr
-        # As torch's GradScaler says it: where this is 1, the fused kernels update nothing and the count is taken back.
-        self._optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=False)
+        self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._adapter.refresh()
         return StepOutput(loss, norm)
 
@@ -133,17 +115,14 @@ class TorchEngine:
         self._adapter.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        state = self._optimizer.state[self._adapter.flat]
-        m, v = (self._adapter.to_numpy(state[key]) for key in ("exp_avg", "exp_avg_sq"))
-        return OptimizerState(int(state["step"]), m, v)
+        slots = {slot: self._adapter.to_numpy(flat) for slot, flat in self._optimizer.slots.items()}
+        return OptimizerState(int(self._optimizer.count), slots)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_state(self._adapter.empty(), state.m, "optimizer m")
-        check_state(self._adapter.empty(), state.v, "optimizer v")
-        into = self._optimizer.state[self._adapter.flat]
-        self._adapter.load(into["exp_avg"], state.m)
-        self._adapter.load(into["exp_avg_sq"], state.v)
-        into["step"].fill_(state.step)
+        check_slots(self._request.optimizer, self._adapter.empty(), state)
+        for slot, flat in self._optimizer.slots.items():
+            self._adapter.load(flat, state.slots[slot])
+        self._optimizer.count.fill_(state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad(), self._together():

@@ -120,6 +120,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     from dualtune.base_model import resolve_model
     from dualtune.cli.options import backend_for
     from dualtune.cli.screen import phases
+    from dualtune.optimizer import OptimizerSpec
     from dualtune.train.inference import load_adapter
 
     _check_free(out)
@@ -129,7 +130,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
         dtype = _plain_dtype(model_dir)
         backend = backend_for(platform)
         spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha, 0.0, tuple(modules_of(adapter.tensors)))
-        request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, 0.0, seed=0)
+        request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, OptimizerSpec(), seed=0)
         shown.begin("loading", "the model")
         engine = backend.load(request)
         load_adapter(engine, adapter, base)

@@ -24,7 +24,7 @@ PHASES = {
     "data": "waiting for the batches; to make them takes {making_ms:.1f} ms, while the step before runs",
     "forward": "as in evaluation: without dropout, keeping nothing for the backward pass",
     "backward": "the rest of forward and backward",
-    "optimizer": "clipping and AdamW",
+    "optimizer": "clipping and the update",
 }
 
 

@@ -44,6 +44,7 @@ FOREIGN_KEYS = {
         "train.learning_rate": "lr peak_lr",
         "train.schedule": "lr_schedule lr_scheduler lr_scheduler_type scheduler",
         "train.warmup": "warmup_ratio warmup_steps",
+        "train.optimizer": "optim optimizers",
         "train.weight_decay": "wd",
         "train.max_grad_norm": "clip_grad_norm grad_clip gradient_clipping max_norm",
         "memory.checkpointing": "activation_checkpointing grad_checkpoint gradient_checkpointing",

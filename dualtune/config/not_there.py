@@ -5,9 +5,8 @@ from __future__ import annotations
 NO_SUCH_KEY = {
     name: answer
     for answer, names in {
-        "The optimizer is always AdamW; set 'train.learning_rate' and 'train.weight_decay'": (
-            "adam_beta1 adam_beta2 adam_epsilon adamw beta1 beta2 betas eps optim optim_args optimizer optimizers "
-            "optimizer_config"
+        "An optimizer has torch's constants; set 'train.optimizer', 'train.learning_rate' and 'train.weight_decay'": (
+            "adam_beta1 adam_beta2 adam_epsilon adamw beta1 beta2 betas eps momentum optim_args optimizer_config"
         ),
         "Preference training (DPO and its kin) is not there yet": (
             "beta dpo dpo_beta kto orpo ref_model reward_model rl simpo"

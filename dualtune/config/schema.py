@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from dualtune.config.problem import KeyPath, dotted
+from dualtune.optimizer import OptimizerName
 from dualtune.redaction import secret_in
 
 _RULES = ConfigDict(
@@ -253,8 +254,10 @@ class TrainConfig(Section):
     """How the learning rate falls after the warm-up."""
     warmup: Fraction | Count = 0.03
     """The warm-up of the learning rate: below 1 a share of the steps, from 1 on a number of steps."""
+    optimizer: OptimizerName = "adamw"
+    """How an update is made of a gradient; sgd keeps no state, and needs a far larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """The decoupled weight decay of AdamW."""
+    """The decoupled weight decay: what each update takes off a weight, as a share of the learning rate."""
     max_grad_norm: Positive | None = 0.3
     """The norm to which a larger gradient is clipped; null clips nothing."""
 

@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Literal
 
 from dualtune.memory.shapes import Decoder
+from dualtune.optimizer import OPTIMIZERS, OptimizerName
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 AUTO_MICRO_BATCH_TOKENS = 2048
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
 AFFINE_GROUP = 64  # weights that share a scale and a bias
-MASTER_BYTES = 4  # adapter, gradient and moments are float32 whatever the model computes in
+MASTER_BYTES = 4  # adapter, gradient and the optimizer's slots are float32 whatever the model computes in
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Ask:
     packing: bool = True
     kernels: str = "auto"
     dropout: bool = True  # whether the adapter has any
+    optimizer: OptimizerName = "adamw"
 
     @property
     def item_bytes(self) -> int:
@@ -103,7 +105,9 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
 def optimizer(decoder: Decoder, ask: Ask) -> Part:
     """The same on every backend."""
     n = ask.rank * adapted(decoder, ask.targets).num_weights
-    return Part("optimizer", 3 * MASTER_BYTES * n, f"gradient and two moments × {n:,} weights × {MASTER_BYTES} B")
+    slots = OPTIMIZERS[ask.optimizer].slots
+    what = " and ".join(("gradient", *slots))
+    return Part("optimizer", (1 + len(slots)) * MASTER_BYTES * n, f"{what} × {n:,} weights × {MASTER_BYTES} B")
 
 
 def affine_weights(decoder: Decoder, ask: Ask) -> Part:

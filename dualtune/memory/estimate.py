@@ -58,6 +58,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         packing=config.data.packing,
         kernels=config.model.kernels,
         dropout=config.adapter.dropout > 0,
+        optimizer=config.train.optimizer,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, affine_weights, has_plain_loss, optimizer, padded
 from dualtune.memory.shapes import Decoder
+from dualtune.optimizer import OPTIMIZERS
 
 # As `dualtune_mlx.kernels` has them: queries of a chunk of attention, logits of a chunk of the loss.
 ATTENTION_CHUNK = 512
@@ -16,7 +17,7 @@ LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
-UPDATE, UPDATE_COMPILED = 12, 8  # adapters
+UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapters: without slots, and more for each
 GELU = 4  # what GPT-2's activation keeps, its input and output included
 # What is no array: Python with its libraries, on a Mac Metal's kernels and command buffers.
 RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, MLX and Metal")}
@@ -122,6 +123,8 @@ def feed_forward(decoder: Decoder, ask: Ask) -> Part:
 
 def update(decoder: Decoder, ask: Ask, kept: Part) -> Part:
     """The optimizer's step, when the activations are gone."""
-    n, alive = ask.rank * adapted(decoder, ask.targets).num_weights, UPDATE_COMPILED if _is_compiled(ask) else UPDATE
-    formula = f"update of {n:,} weights × {alive} × {MASTER_BYTES} B, less the activations, which are gone by then"
-    return Part("workspace", alive * MASTER_BYTES * n - kept.bytes, formula)
+    n = ask.rank * adapted(decoder, ask.targets).num_weights
+    always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
+    alive = always + for_slot * len(OPTIMIZERS[ask.optimizer].slots)
+    formula = f"update of {n:,} weights × {alive:g} × {MASTER_BYTES} B, less the activations, which are gone by then"
+    return Part("workspace", int(alive * MASTER_BYTES * n) - kept.bytes, formula)

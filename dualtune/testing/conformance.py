@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from dualtune.adapter.spec import parse_name
-from dualtune.backend import ADAM_BETA1, ADAM_BETA2, ADAM_EPS, CLIP_EPS, IGNORE_INDEX, Batch
+from dualtune.backend import CLIP_EPS, IGNORE_INDEX, Batch
 from dualtune.capabilities import BACKEND_KEYS
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import conformance_packing, conformance_state, tolerances
 from dualtune.testing.conformance_case import (
     DECAY,
@@ -30,10 +31,13 @@ from dualtune.testing.conformance_case import (
     assert_equal,
     assert_same_learning,
     gradient,
+    gradient_in,
+    in_float64,
     llama_case,
     norm_of,
     random_adapter,
     softmax_case,
+    with_each_optimizer,
 )
 from dualtune.testing.oracles import loss_of
 from dualtune.testing.tiny_models import row_of, with_rubbish
@@ -169,32 +173,41 @@ def check_clipping(case: Case) -> None:
         engine.forward_backward(batch, num_targets=batch.num_targets)
         engine.optim_step(lr=0.0, max_grad_norm=max_norm)
         scale = min(1.0, max_norm / (norm + CLIP_EPS))
-        clipped = {n: m / (1 - ADAM_BETA1) for n, m in engine.optimizer_state().m.items()}
-        assert_close(clipped, {n: g * scale for n, g in free.items()}, tolerances.GRADIENT)
+        assert_close(
+            gradient_in(engine.optimizer_state()), {n: g * scale for n, g in free.items()}, tolerances.GRADIENT
+        )
 
 
-def check_adamw_is_the_formula(case: Case) -> None:
-    """Three steps against Loshchilov & Hutter's algorithm 2 in float64, with bias correction and decoupled decay."""
-    engine, lr = case.engine(), 1e-2
-    w = {n: a.astype(np.float64) for n, a in engine.adapter_state().items()}
-    m_before = {n: np.zeros_like(a) for n, a in w.items()}
-    v = {n: np.zeros_like(a) for n, a in w.items()}
-    for step in (1, 2, 3):
-        batch = case.batch(seed=step)
+@with_each_optimizer
+def check_optimizer_is_its_formula(case: Case) -> None:
+    """Three steps against the formula in float64, of a gradient that is clipped in the second; weights and slots.
+
+    The gradient is what AdamW's first step shows of it, in an engine of the same weights.
+    """
+    engine, lr, max_norms = case.engine(), 1e-2, (None, 0.05, 1e9)
+    optimizer = OptimizerSpec(case.optimizer, {"weight_decay": DECAY})
+    w = in_float64(engine.adapter_state())
+    slots = {n: {slot: np.zeros_like(a) for slot in optimizer.entry.slots} for n, a in w.items()}
+    for step, max_norm in enumerate(max_norms, start=1):
+        batch, twin = case.batch(seed=step), replace(case, optimizer="adamw").engine()
+        twin.load_adapter_state(engine.adapter_state())
+        g = in_float64(gradient(twin, batch))
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(g) + CLIP_EPS))
         engine.forward_backward(batch, num_targets=batch.num_targets)
-        engine.optim_step(lr=lr, max_grad_norm=None)
-        state = engine.optimizer_state()
-        assert state.step == step
-        for n, m in state.m.items():
-            g = (m.astype(np.float64) - ADAM_BETA1 * m_before[n]) / (1 - ADAM_BETA1)
-            v[n] = ADAM_BETA2 * v[n] + (1 - ADAM_BETA2) * g**2
-            m_hat, v_hat = m / (1 - ADAM_BETA1**step), v[n] / (1 - ADAM_BETA2**step)
-            w[n] = w[n] * (1 - lr * DECAY) - lr * m_hat / (np.sqrt(v_hat) + ADAM_EPS)
-            m_before[n] = m.astype(np.float64)
-        assert_close(state.v, v, tolerances.GRADIENT)
+        engine.optim_step(lr=lr, max_grad_norm=max_norm)
+        for n in w:
+            w[n], slots[n] = optimizer.entry.update(
+                w[n], clip * g[n], slots[n], step=step, lr=lr, settings=optimizer.settings
+            )
+    state = engine.optimizer_state()
+    assert state.step == len(max_norms)
+    assert {*state.slots} == {*optimizer.entry.slots}
+    for slot, tensors in state.slots.items():
+        assert_close(tensors, {n: slots[n][slot] for n in w}, tolerances.GRADIENT)
     assert_close(engine.adapter_state(), w, tolerances.GRADIENT)
 
 
+@with_each_optimizer
 def check_weight_decay_without_gradient(case: Case) -> None:
     """Where the gradient is zero a weight shrinks by the factor 1 − lr · decay and by nothing else."""
     engine = case.engine()

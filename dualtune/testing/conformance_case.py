@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dualtune.adapter.spec import LoraSpec, Tensors
-from dualtune.backend import ADAM_BETA1, Backend, Batch, Engine, LoadRequest
+from dualtune.backend import Backend, Batch, Engine, LoadRequest, OptimizerState
+from dualtune.optimizer import OPTIMIZERS, OptimizerName, OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
@@ -28,11 +31,13 @@ class Case:
     vocab: int
     spec: LoraSpec = field(default=SPEC)
     kernels: str = "auto"
+    optimizer: OptimizerName = "adamw"
 
     def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
         """A float32 engine; `trained` gives it an adapter whose B is not zero. `changes` are fields of the spec."""
+        optimizer = OptimizerSpec(self.optimizer, {"weight_decay": DECAY})
         request = LoadRequest(
-            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), DECAY, seed=7,
+            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), optimizer, seed=7,
             kernels=self.kernels,
         )  # fmt: skip
         engine = self.backend.load(request)
@@ -60,13 +65,40 @@ def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
     return {n: (0.3 * rng.normal(size=w.shape) / np.sqrt(w.shape[1])).astype(np.float32) for n, w in like.items()}
 
 
+def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]:
+    """The check, made with each optimizer that the backend honours."""
+
+    @wraps(check)
+    def check_each(case: Case) -> None:
+        honoured = case.backend.capabilities().get("train.optimizer", frozenset({"adamw"}))
+        for name in OPTIMIZERS:
+            if name in honoured:
+                try:
+                    check(replace(case, optimizer=name))
+                except AssertionError as error:
+                    error.add_note(f"with train.optimizer: {name}")
+                    raise
+
+    return check_each
+
+
 def gradient(engine: Engine, *batches: Batch) -> Tensors:
-    """The gradient of the mean loss over all targets of the batches. Changes the adapter."""
+    """The gradient of the mean loss over all targets of the batches, by an engine with AdamW. Changes its state."""
     num_targets = sum(batch.num_targets for batch in batches)
     for batch in batches:
         engine.forward_backward(batch, num_targets=num_targets)
     engine.optim_step(lr=0.0, max_grad_norm=None)
-    return {n: m / np.float32(1 - ADAM_BETA1) for n, m in engine.optimizer_state().m.items()}
+    return gradient_in(engine.optimizer_state())
+
+
+def gradient_in(state: OptimizerState) -> Tensors:
+    """The clipped gradient of the only step made so far: AdamW's m is then (1 − β1) · g."""
+    beta1 = np.float32(1 - OPTIMIZERS["adamw"].defaults["beta1"])
+    return {n: m / beta1 for n, m in state.slots["m"].items()}
+
+
+def in_float64(tensors: Tensors) -> Tensors:
+    return {n: w.astype(np.float64) for n, w in tensors.items()}
 
 
 def norm_of(tensors: Tensors) -> float:

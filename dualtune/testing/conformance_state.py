@@ -1,4 +1,4 @@
-"""The conformance checks of what an engine remembers: the adapter, the moments and the count of updates."""
+"""The conformance checks of what an engine remembers: the adapter, the optimizer's slots and the count of updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from dualtune.adapter.spec import Tensors
 from dualtune.backend import IGNORE_INDEX, Batch, Engine, OptimizerState
-from dualtune.testing.conformance_case import Case, assert_equal
+from dualtune.testing.conformance_case import Case, assert_equal, with_each_optimizer
 from dualtune.testing.tiny_models import row_of
 
 
@@ -36,17 +36,19 @@ def state_of(engine: Engine) -> tuple[Tensors, OptimizerState]:
 
 
 def assert_same_state(engine: Engine, adapter: Tensors, optimizer: OptimizerState) -> None:
-    """Weights, moments and count, bit by bit."""
+    """Weights, slots and count, bit by bit."""
     now = engine.optimizer_state()
     assert now.step == optimizer.step, f"{now.step} updates, expected {optimizer.step}"
     assert_equal(engine.adapter_state(), adapter)
-    assert_equal(now.m, optimizer.m)
-    assert_equal(now.v, optimizer.v)
+    assert now.slots.keys() == optimizer.slots.keys()
+    for slot, tensors in optimizer.slots.items():
+        assert_equal(now.slots[slot], tensors)
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------
 
 
+@with_each_optimizer
 def check_state_round_trip(case: Case) -> None:
     """Adapter and optimizer state carried into a fresh engine: the next steps are bitwise the same."""
     batches = [case.batch(seed=s) for s in range(4)]
@@ -69,10 +71,11 @@ def check_states_are_copies(case: Case) -> None:
     engine.forward_backward(batch, num_targets=batch.num_targets)
     engine.optim_step(lr=1e-2, max_grad_norm=1.0)
     adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
-    kept = [{n: w.copy() for n, w in tensors.items()} for tensors in (adapter, optimizer.m, optimizer.v)]
+    handed_out = (adapter, *optimizer.slots.values())
+    kept = [{n: w.copy() for n, w in tensors.items()} for tensors in handed_out]
     engine.forward_backward(batch, num_targets=batch.num_targets)
     engine.optim_step(lr=1e-2, max_grad_norm=1.0)
-    for now, then in zip((adapter, optimizer.m, optimizer.v), kept, strict=True):
+    for now, then in zip(handed_out, kept, strict=True):
         assert_equal(now, then)
 
 
@@ -95,6 +98,24 @@ def check_foreign_state_is_refused(case: Case) -> None:
     assert_equal(engine.adapter_state(), state)
 
 
+@with_each_optimizer
+def check_foreign_slots_are_refused(case: Case) -> None:
+    """Slots of another optimizer, and one with a tensor missing: nothing of them is taken."""
+    engine = case.engine()
+    train(engine, case.batch())
+    before = state_of(engine)
+    good, adapter = before[1].slots, before[0]
+    some = {n: adapter[n] for n in list(adapter)[1:]}
+    for slots in ({**good, "x": adapter}, *({**good, slot: some} for slot in good), *({} for _ in good)):
+        try:
+            engine.load_optimizer_state(OptimizerState(0, slots))
+        except ValueError:
+            continue
+        raise AssertionError("slots that the optimizer has not were accepted, or one without all tensors")
+    assert_same_state(engine, *before)
+
+
+@with_each_optimizer
 def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
     """A NaN or Inf weight in some micro-batches of a step: it is reported and changes nothing, and training goes on
     exactly as if the step had not been, whether it was the first step or a later one."""
@@ -117,6 +138,7 @@ def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
         assert_same_state(engine, *state_of(twin))
 
 
+@with_each_optimizer
 def check_a_gradient_alone_that_is_not_finite_changes_nothing(case: Case) -> None:
     """A NaN weight under a micro-batch without targets leaves the loss finite. The gradient is 0 or, as 0 · NaN, NaN:
     either the step is made or nothing changes, and the reported norm says which."""

@@ -1,8 +1,8 @@
 """A complete backend in NumPy: the example for authors of new ones, and an oracle in float64.
 
 The model predicts the next token from the last: logits = head · tanh(mixer · embedding[token]), with LoRA on `mixer`
-and `head`, and gradients written by hand. Master weights and moments are float32, as in every engine; all arithmetic
-is float64.
+and `head`, and gradients written by hand. Master weights and the optimizer's slots are float32, as in every
+engine; all arithmetic is float64.
 
 Legend: N tokens of the micro-batch in one row, D hidden, V vocabulary, r rank.
 """
@@ -22,9 +22,6 @@ from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnkn
 from dualtune.adapter.dropout import channel_keys, keep_mask
 from dualtune.adapter.spec import Tensors, init_adapter, select_modules, tensor_name
 from dualtune.backend import (
-    ADAM_BETA1,
-    ADAM_BETA2,
-    ADAM_EPS,
     CLIP_EPS,
     IGNORE_INDEX,
     Alone,
@@ -36,9 +33,11 @@ from dualtune.backend import (
     OptimizerState,
     Profile,
     StepOutput,
+    check_slots,
     check_state,
 )
 from dualtune.errors import EnvironmentFault
+from dualtune.optimizer import OPTIMIZERS
 
 MODEL_TYPE = "dualtune-softmax"
 
@@ -51,6 +50,7 @@ class NumpyBackend:
             "model.dtype": frozenset({"auto"}),
             "model.quantization": frozenset({"auto", "none"}),
             "model.init": frozenset({"pretrained"}),
+            "train.optimizer": frozenset(OPTIMIZERS),  # it computes with the formulas of the table themselves
             "data.packing": frozenset({False, True}),  # no token sees another, so packing needs no mask
         }
 
@@ -97,7 +97,7 @@ class NumpyEngine:
         shapes = select_modules(available, request.adapter.targets)
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = init_adapter(shapes, request.adapter.rank, request.seed)
-        self._m, self._v = _zeros(self._params), _zeros(self._params)
+        self._slots = {slot: _zeros(self._params) for slot in request.optimizer.entry.slots}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
@@ -169,20 +169,22 @@ class NumpyEngine:
         clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + CLIP_EPS))
         loss, self._loss = self._loss, 0.0
         if math.isfinite(loss) and math.isfinite(norm):
-            self._adamw(lr, clip)
+            self._update(lr, clip)
         for g in self._grads.values():
             g[:] = 0
         return StepOutput(loss, norm)
 
-    def _adamw(self, lr: float, clip: float) -> None:
+    def _update(self, lr: float, clip: float) -> None:
+        optimizer = self._request.optimizer
         self._step += 1
         for name, w in self._params.items():
-            g = self._grads[name] * clip
-            m = ADAM_BETA1 * self._m[name] + (1 - ADAM_BETA1) * g
-            v = ADAM_BETA2 * self._v[name] + (1 - ADAM_BETA2) * g**2
-            m_hat, v_hat = m / (1 - ADAM_BETA1**self._step), v / (1 - ADAM_BETA2**self._step)
-            w = w * (1 - lr * self._request.weight_decay) - lr * m_hat / (np.sqrt(v_hat) + ADAM_EPS)
-            self._params[name], self._m[name], self._v[name] = (a.astype(np.float32) for a in (w, m, v))
+            before = {slot: tensors[name] for slot, tensors in self._slots.items()}
+            w, after = optimizer.entry.update(
+                w, self._grads[name] * clip, before, step=self._step, lr=lr, settings=optimizer.settings
+            )
+            self._params[name] = w.astype(np.float32)
+            for slot, array in after.items():
+                self._slots[slot][name] = array.astype(np.float32)
 
     # --- states ---------------------------------------------------------------------------------------------------
 
@@ -194,12 +196,11 @@ class NumpyEngine:
         self._params = {n: state[n].copy() for n in self._params}
 
     def optimizer_state(self) -> OptimizerState:
-        return OptimizerState(self._step, dict(self._m), dict(self._v))
+        return OptimizerState(self._step, {slot: dict(tensors) for slot, tensors in self._slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        check_state(self._params, state.m, "optimizer m")
-        check_state(self._params, state.v, "optimizer v")
-        self._step, self._m, self._v = state.step, dict(state.m), dict(state.v)
+        check_slots(self._request.optimizer, self._params, state)
+        self._step, self._slots = state.step, {slot: dict(tensors) for slot, tensors in state.slots.items()}
 
     # --- use ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,7 @@
 """Checkpoints: the whole training state in a directory of safetensors and JSON, with no word about the backend.
 
     adapter.safetensors        PEFT names, float32
-    optimizer_m.safetensors    AdamW's moments in the same names
-    optimizer_v.safetensors
+    optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has the slots m and v, plain SGD none
     state.json                 step, place in the data, guards, config, fingerprints of base model, tokenizer and data
     MANIFEST.json              schema version; size and sha256 of each other file
 
@@ -34,13 +33,16 @@ from dualtune.backend import Engine, OptimizerState, check_state
 from dualtune.data.order import MAX_STEPS
 from dualtune.disk import json_bytes, listing, remove_directory, write_directory
 from dualtune.errors import DiskError, FormatError, NonFiniteError
+from dualtune.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.train.guards import GuardState
 
-SCHEMA_VERSION = 2  # 1 had no fingerprints and no guards
+# 1 had no fingerprints and no guards, 2 has AdamW's slots. 3 is written where the slots are others, so that a dualtune
+# which knows AdamW alone says that it is too old, and does not take the checkpoint for a damaged one.
+SCHEMA_VERSION, ADAMW_VERSION = 3, 2
 MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STATE_BYTES = 4 << 20
-BYTES_PER_WEIGHT = 12  # float32: the weight and its two moments
+BYTES_PER_WEIGHT = 4  # float32
 # What says that a checkpoint belongs to this base model and these data; without it nothing could be compared.
 FINGERPRINTS = frozenset(
     {"base model's config", "base model's weights", "tokenizer", "chat template", "train documents", "eval documents"}
@@ -77,19 +79,28 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+def bytes_per_weight(optimizer: OptimizerName) -> int:
+    """What a checkpoint takes for each weight of the adapter: the weight, and the optimizer's state of it."""
+    return BYTES_PER_WEIGHT + OPTIMIZERS[optimizer].bytes_per_parameter
+
+
+def slot_file(slot: str) -> str:
+    return f"optimizer_{slot}.safetensors"
+
+
 def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any]) -> Path:
     """Write the state after `step` steps. DiskError if that fails; NonFiniteError if it is not worth keeping."""
     adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
-    for name, tensor in (*adapter.items(), *optimizer.m.items(), *optimizer.v.items()):
+    for name, tensor in (item for tensors in (adapter, *optimizer.slots.values()) for item in tensors.items()):
         if not np.isfinite(tensor).all():
             raise NonFiniteError(f"step {step}: {name} holds NaN or Inf. Nothing was saved. Lower train.learning_rate")
     files = {
         "adapter.safetensors": to_bytes(adapter),
-        "optimizer_m.safetensors": to_bytes(optimizer.m),
-        "optimizer_v.safetensors": to_bytes(optimizer.v),
+        **{slot_file(slot): to_bytes(dict(tensors)) for slot, tensors in optimizer.slots.items()},
         "state.json": json_bytes({"step": step, "optimizer_step": optimizer.step, **state}),
     }
-    files[MANIFEST] = json_bytes({"schema_version": SCHEMA_VERSION, "step": step, "files": listing(files)})
+    version = ADAMW_VERSION if {*optimizer.slots} == {*OPTIMIZERS["adamw"].slots} else SCHEMA_VERSION
+    files[MANIFEST] = json_bytes({"schema_version": version, "step": step, "files": listing(files)})
     path = path_of(directory, step)
     write_directory(path, files)
     return path
@@ -152,13 +163,13 @@ def read(path: Path) -> Checkpoint:
     """A checkpoint that verifies, or FormatError that says what is wrong with it."""
     state = _verified_state(path)
     adapter = read_safetensors(path / "adapter.safetensors")
-    m, v = (read_safetensors(path / f"optimizer_{part}.safetensors") for part in "mv")
-    shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, m, v)]
-    if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
-        raise FormatError(f"{path}: the adapter and the moments of its optimizer are not of the same tensors")
-    if not all(np.isfinite(x).all() for tensors in (adapter, m, v) for x in tensors.values()):
+    slots = {slot: read_safetensors(path / slot_file(slot)) for slot in OPTIMIZERS[optimizer_of(state)].slots}
+    shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
+    if any(shapes[0] != other for other in shapes):
+        raise FormatError(f"{path}: the adapter and the state of its optimizer are not of the same tensors")
+    if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values()) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed since")
-    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], m, v), state)
+    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state)
 
 
 def restore(engine: Engine, saved: Checkpoint) -> None:
@@ -169,6 +180,17 @@ def restore(engine: Engine, saved: Checkpoint) -> None:
         raise FormatError(f"{error}. It was not saved by this run, or changed since") from None
     engine.load_adapter_state(saved.adapter)
     engine.load_optimizer_state(saved.optimizer)
+
+
+def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
+    """The optimizer whose state a checkpoint holds. Before there was a choice, this was AdamW."""
+    train: Mapping[str, Any] = state["config"].get("train") or {}
+    return train.get("optimizer", "adamw")
+
+
+def files_of(saved: Checkpoint) -> list[str]:
+    """The names of its files."""
+    return sorted([MANIFEST, *FILES, *map(slot_file, saved.optimizer.slots)])
 
 
 def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -199,6 +221,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     fields.required(state, "config", file)
     for section in fields.subtable(state, "config", file):
         fields.subtable(state["config"], section, f"{file}: config")
+    if type(name := optimizer_of(state)) is not str:
+        raise fields.wrong(file, "config: train.optimizer", name, "a name")
     for key, value in fields.subtable(state, "fingerprints", file).items():
         if not isinstance(value, str):
             raise fields.wrong(f"{file}: fingerprints", key, value, "a text")
@@ -230,7 +254,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-FILES = frozenset({"adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json"})
+FILES = frozenset({"adapter.safetensors", "state.json"})  # and one for each slot of the optimizer
+_SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
 def problem_of(path: Path) -> str | None:
@@ -252,7 +277,31 @@ def _verified_state(path: Path) -> dict[str, Any]:
     _check_step(path, manifest, state)
     if manifest["schema_version"] > 1:
         _check_complete(path, state)
+    _check_slots(path, manifest, state)
     return state
+
+
+def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """FormatError unless the manifest lists the slots of the optimizer that the config names, and no others."""
+    name = optimizer_of(state)
+    if name not in OPTIMIZERS:
+        raise NewerCheckpoint(
+            f"{path}: was made by a newer dualtune: its optimizer is {fields.shown(name)!r}, this dualtune has "
+            f"{', '.join(OPTIMIZERS)}. Upgrade it"
+        )
+    try:
+        _check_listed({*manifest["files"]}, FILES | {slot_file(slot) for slot in OPTIMIZERS[name].slots})
+    except FormatError as problem:
+        raise FormatError(f"{path}: {problem}, and its optimizer is {name}") from None
+
+
+def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
+    """FormatError unless both are the same. A manifest may come from elsewhere, and name any file of this machine."""
+    if missing := {*needed} - {*listed}:
+        raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
+    if foreign := {*listed} - {*needed}:
+        names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
+        raise FormatError(f"{MANIFEST} lists {names}, which a checkpoint does not have")
 
 
 def _verify(path: Path) -> dict[str, Any]:
@@ -266,11 +315,7 @@ def _verify(path: Path) -> dict[str, Any]:
             f"was made by a newer dualtune: it has schema version {version}, this dualtune reads up to "
             f"{SCHEMA_VERSION}. Upgrade it"
         )
-    if missing := FILES - {*files}:
-        raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
-    if foreign := {*files} - FILES:  # it may come from elsewhere, and name any file of this machine
-        names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
-        raise FormatError(f"{MANIFEST} lists {names}, which a checkpoint does not have")
+    _check_listed({*files}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
     for name in files:
         if problem := _problem_of_file(path / name, fields.subtable(files, name, MANIFEST)):  # {} for null
             raise FormatError(problem)

@@ -21,6 +21,7 @@ from dualtune.data.control_tokens import Policy
 from dualtune.data.formats import Example
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 
 BASE_ONLY = LoraSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
 
@@ -61,7 +62,8 @@ def load_model(
         template, own = _template_for(start, adapter, template), str(adapter / TEMPLATE_FILE)
     model_dir = resolve_model(name, weights=init == "pretrained")
     tokenizer = Tokenizer(model_dir, template, special_tokens_in_text)
-    engine = backend.load(LoadRequest(model_dir, dtype, quantization, init, spec, 0.0, seed=seed, kernels=kernels))
+    request = LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
+    engine = backend.load(request)
     if start is not None:
         load_adapter(engine, start, name)
     note = mismatch(start.template_hash, tokenizer.template_hash) if start and template != own else None

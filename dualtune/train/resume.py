@@ -49,6 +49,7 @@ RULES: dict[str, Rule] = {
     "train.learning_rate": "recorded",
     "train.schedule": "recorded",
     "train.warmup": "recorded",
+    "train.optimizer": "forbidden",  # its state means nothing to another one
     "train.weight_decay": "recorded",
     "train.max_grad_norm": "recorded",
     "memory.checkpointing": "free",
@@ -70,6 +71,8 @@ RULES: dict[str, Rule] = {
 }
 
 
+# What a checkpoint was trained with where its config lacks a key, because there was no choice yet.
+BEFORE_THE_KEY = {"train.optimizer": "adamw"}
 UNKNOWN = "-"  # stands for the value of a key that did not exist when the checkpoint was written
 
 
@@ -113,9 +116,10 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Cha
     for key, rule in RULES.items():
         section, name = key.split(".")
         value = new[section][name]
-        if name in old.get(section, {}):
-            if old[section][name] != value:
-                yield Change(key, _show(old[section][name]), _show(value), rule)
+        known = {name: BEFORE_THE_KEY[key]} if key in BEFORE_THE_KEY else {}
+        if name in (recorded := known | old.get(section, {})):
+            if recorded[name] != value:
+                yield Change(key, _show(recorded[name]), _show(value), rule)
         elif value != sections()[section].model_fields[name].default:
             yield Change(key, UNKNOWN, _show(value), rule)
 

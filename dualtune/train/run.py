@@ -23,7 +23,8 @@ from dualtune.data.prefetch import Ahead
 from dualtune.disk import remove_directory, write_file
 from dualtune.errors import DiskError, Preempted
 from dualtune.hooks import Event, Hook, RunInfo
-from dualtune.train.checkpoint import BYTES_PER_WEIGHT, restore, set_aside
+from dualtune.optimizer import OptimizerSpec
+from dualtune.train.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune.train.guards import Guards
 from dualtune.train.inference import load_adapter
@@ -71,7 +72,7 @@ def load_engine(prepared: Prepared) -> Engine:
             quantization=config.model.quantization,
             init=config.model.init,
             adapter=prepared.spec,
-            weight_decay=config.train.weight_decay,
+            optimizer=OptimizerSpec(config.train.optimizer, {"weight_decay": config.train.weight_decay}),
             seed=config.run.seed,
             longest=max(prepared.train.longest, prepared.eval.longest),
             kernels=config.model.kernels,
@@ -117,7 +118,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     saver = Saver(place, prepared, engine, guards, log)
     info = RunInfo(
         place.path, prepared.backend.name, prepared.order.num_steps, first_step, len(prepared.train),
-        len(prepared.eval), engine.description, num_weights * BYTES_PER_WEIGHT,
+        len(prepared.eval), engine.description, num_weights * bytes_per_weight(config.train.optimizer),
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)

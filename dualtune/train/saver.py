@@ -191,7 +191,7 @@ class Saver:
 
 def check_space(place: RunDir, config: Config, num_weights: int) -> None:
     """DiskError if the checkpoints and the adapter of an adapter with so many weights will not fit on the disk."""
-    each = num_weights * checkpoint.BYTES_PER_WEIGHT
+    each = num_weights * checkpoint.bytes_per_weight(config.train.optimizer)
     kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # one is written before one is removed; the best one
     needed = max(each, kept * each - checkpoint.total_bytes(place.checkpoints)) + num_weights * ADAPTER_BYTES_PER_WEIGHT
     free = shutil.disk_usage(place.path).free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -40,7 +41,8 @@ def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:
     """The checkpoint that the first process has, in all of them."""
     if team.size == 1 or not team.agree(saved is not None):
         return saved
-    names = sorted({*checkpoint.FILES, checkpoint.MANIFEST})
+    listed = json.dumps(checkpoint.files_of(saved) if saved else []).encode()
+    names: list[str] = json.loads(team.of_first(listed))
     files = {name: team.of_first((saved.path / name).read_bytes() if saved else b"") for name in names}
     if team.is_first:
         return saved

@@ -183,9 +183,10 @@ def _check_completeness(bundle: Bundle, where: str) -> None:
         if len(steps) > names.MAX_CHECKPOINTS or (steps and bundle.step not in steps):
             raise FormatError(f"{where}: lists the checkpoints of steps {sorted(steps)}, and step is {bundle.step}")
         wanted = steps or {cast(int, bundle.step)}
-        needed = {names.CONFIG} | {
-            f"checkpoints/step-{s:08d}/{file}" for s in wanted for file in names.CHECKPOINT_FILES
-        }
+        needed = {names.CONFIG}
+        for folder in (f"checkpoints/step-{step:08d}/" for step in wanted):
+            files = [name.removeprefix(folder) for name in found if name.startswith(folder)]
+            needed |= {folder + name for name in names.files_of_checkpoint(files)}
     if missing := sorted(needed - found):
         raise FormatError(f"{where}: {missing[0]} is missing from the list of a bundle of kind {bundle.kind}")
 

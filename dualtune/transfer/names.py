@@ -6,6 +6,10 @@ What matters is the list: a name that is not in it is refused, whatever it is. T
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+
+from dualtune.optimizer import OPTIMIZERS
+from dualtune.train.checkpoint import slot_file
 
 BUNDLE_FILE = "BUNDLE.json"
 IN_DIRECTORY = "bundle.tar"  # what a bundle is called where a directory was named for it
@@ -25,9 +29,8 @@ TEMPLATE = "chat_template.jinja"  # of a run that is to be continued
 ADAPTER_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json", TEMPLATE,
 )  # fmt: skip
-CHECKPOINT_FILES = (
-    "MANIFEST.json", "adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json",
-)  # fmt: skip
+CHECKPOINT_FILES = ("MANIFEST.json", "adapter.safetensors", "state.json")  # and those of the optimizer's slots
+SLOT_FILES = frozenset(slot_file(slot) for optimizer in OPTIMIZERS.values() for slot in optimizer.slots)
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json", "merges.txt", TEMPLATE,
@@ -50,8 +53,15 @@ def is_allowed(name: str) -> bool:
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's file; None for any other name, and for one that no checkpoint has."""
     match = _STEP.fullmatch(name)
-    is_ours = match and match[2] in CHECKPOINT_FILES and match[1] == f"{int(match[1]):08d}"
+    is_ours = match and match[2] in {*CHECKPOINT_FILES, *SLOT_FILES} and match[1] == f"{int(match[1]):08d}"
     return int(match[1]) if match and is_ours else None
+
+
+def files_of_checkpoint(found: Collection[str]) -> set[str]:
+    """What a checkpoint has in which these files were found: of the slots of an optimizer, all or none."""
+    optimizers = [{slot_file(slot) for slot in optimizer.slots} for optimizer in OPTIMIZERS.values()]
+    fitting = [slots for slots in optimizers if SLOT_FILES & {*found} <= slots] or [SLOT_FILES]
+    return {*CHECKPOINT_FILES, *min(fitting, key=len)}
 
 
 def max_bytes(name: str) -> int:
@@ -94,7 +104,7 @@ def problem_of(name: str) -> str | None:
 
 def is_allowed_in_any_case(lower: str) -> bool:
     folder, _, file = lower.rpartition("/")
-    spellings = {known.lower(): known for known in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES)}
+    spellings = {known.lower(): known for known in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES, *SLOT_FILES)}
     proper = spellings.get(file, file)
     return is_allowed(f"{folder}/{proper}" if folder else proper)
 

@@ -17,6 +17,7 @@ from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.base_model import fingerprint, resolve_model
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.train.inference import load_model
 from dualtune.train.run import run
@@ -37,7 +38,9 @@ def load(request, open_backend):
     backend = open_backend(request.param)
 
     def load_(path, **options):
-        return backend.load(LoadRequest(path, "float32", "auto", "pretrained", SPEC, 0.0, seed=0, **options))
+        return backend.load(
+            LoadRequest(path, "float32", "auto", "pretrained", SPEC, OptimizerSpec(), seed=0, **options)
+        )
 
     return load_
 
@@ -106,7 +109,7 @@ def test_what_older_files_hold_and_no_model_reads_is_no_fault(load, model):
 @pytest.mark.parametrize("quantization", ["nf4", "affine4"])
 def test_tensors_are_checked_where_the_base_is_quantized_on_loading(open_backend, model, quantization):
     backend = open_backend("torch")
-    request = LoadRequest(model, "float32", quantization, "pretrained", SPEC, 0.0, seed=0)
+    request = LoadRequest(model, "float32", quantization, "pretrained", SPEC, OptimizerSpec(), seed=0)
     backend.load(request)
     edit(model, lambda t: t.pop(NORM))
     with pytest.raises(FormatError, match=f"1 missing: {NORM}"):
@@ -347,7 +350,7 @@ def test_a_config_that_leads_to_code_is_refused_by_every_way_in(model, open_back
         resolve_model(str(model), weights=init == "pretrained")
     for name in ("torch", "mlx"):
         with pytest.raises(FormatError, match=r"config\.json: "):
-            open_backend(name).load(LoadRequest(model, "float32", "auto", init, SPEC, 0.0, seed=0))
+            open_backend(name).load(LoadRequest(model, "float32", "auto", init, SPEC, OptimizerSpec(), seed=0))
 
 
 def test_a_plain_name_of_attention_is_no_fault_and_does_not_reach_the_library(load, model):

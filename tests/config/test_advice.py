@@ -73,8 +73,9 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
-        ("train: {optimizer: adamw_8bit}", "train.optimizer: unknown key. The optimizer is always AdamW; set 'train."),
-        ("optimizer: {name: adamw}", "optimizer: unknown key. The optimizer is always AdamW"),
+        ("train: {optimizer: adamw_8bit}", "train.optimizer: got 'adamw_8bit', allowed: adamw, sgd. Did you mean"),
+        ("train: {optim: adamw_torch}", "train.optim: unknown key. Did you mean 'optimizer'?"),
+        ("train: {betas: 1}", "train.betas: unknown key. An optimizer has torch's constants; set 'train.optimizer'"),
         ("adapter: {use_dora: true}", "adapter.use_dora: unknown key. DoRA is not there yet"),
         ("adapter: {num_layers: 16}", "adapter.num_layers: unknown key. It is not there yet; 'adapter.targets'"),
         ("run: {report_to: wandb}", "run.report_to: unknown key. There is no tracker yet; metrics.jsonl"),

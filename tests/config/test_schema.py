@@ -37,6 +37,7 @@ DEFAULTS = {
         "learning_rate": 2.0e-4,
         "schedule": "cosine",
         "warmup": 0.03,
+        "optimizer": "adamw",
         "weight_decay": 0.01,
         "max_grad_norm": 0.3,
     },

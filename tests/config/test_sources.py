@@ -135,7 +135,7 @@ def test_the_json_schema_agrees_with_the_config(train: object, is_valid: bool) -
 
 
 def checkpoint_of(config: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(Path("c"), 1, {}, OptimizerState(1, {}, {}), {"config": config})
+    return Checkpoint(Path("c"), 1, {}, OptimizerState(1, {}), {"config": config})
 
 
 def test_a_changed_list_is_shown_as_json() -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from dualtune.backend import LoadRequest, get_backend
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance_case import random_adapter
 
 
@@ -34,7 +35,9 @@ def main(choice: str, out: str) -> None:
 
 def gradients(backend, model, spec, batches, sharding):
     """Of this process alone: nothing is summed."""
-    engine = backend.load(LoadRequest(model, "float32", "auto", "pretrained", spec, 0.0, seed=4, sharding=sharding))
+    engine = backend.load(
+        LoadRequest(model, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=4, sharding=sharding)
+    )
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     for batch in batches:
         engine.forward_backward(batch, num_targets=batch.num_targets)

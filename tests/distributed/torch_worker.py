@@ -1,7 +1,6 @@
 """What one process computes of a step, in every way that a base can be held: `main` writes it down."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest, get_backend
 from dualtune.data.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance_case import random_adapter
 from dualtune.testing.tiny_models import random_batch
 from dualtune.train.team import Team
@@ -39,7 +39,15 @@ def main(model: str, tied: str, out: str) -> None:
         sharding = sharding if team.size > 1 else "none"
         directory = Path(tied if name == "tied" else model)
         request = LoadRequest(
-            directory, dtype, quantization, "pretrained", SPEC, 0.0, seed=1, kernels=kernels, sharding=sharding
+            directory,
+            dtype,
+            quantization,
+            "pretrained",
+            SPEC,
+            OptimizerSpec("sgd"),
+            seed=1,
+            kernels=kernels,
+            sharding=sharding,
         )
         engine = backend.load(request)
         assert engine.description["sharding"] == sharding
@@ -56,16 +64,13 @@ def step(engine, team, documents, layout, count):
     """The gradient of the first documents, and the loss after a step of plain gradient descent."""
     share = micro_batches(documents, range(count), layout, seed=1, step=0, rank=team.rank, size=team.size)
     num_targets, _ = team.total(sum(batch.num_targets for batch in share))
-    before, adapter = engine.optimizer_state(), engine.adapter_state()
+    before = engine.adapter_state()
     for batch in share:
         engine.forward_backward(batch, num_targets=int(num_targets))
-    output = engine.optim_step(lr=0.0, max_grad_norm=None)
-    # Without clipping m' = 0.9 m + 0.1 g, so the gradient can be read from it, whatever AdamW makes of it.
-    gradient = {n: (m - 0.9 * before.m[n]) / 0.1 for n, m in engine.optimizer_state().m.items()}
-    engine.load_optimizer_state(replace(before, step=0))
-    engine.load_adapter_state({n: adapter[n] - gradient[n] for n in adapter})
+    output = engine.optim_step(lr=1.0, max_grad_norm=None)
+    gradient = {n: before[n] - w for n, w in engine.adapter_state().items()}
     after, _ = team.total(sum(engine.evaluate(batch).loss_sum for batch in share))
-    engine.load_adapter_state(adapter)
+    engine.load_adapter_state(before)
     return gradient | {
         "loss": float(output.loss),
         "norm": float(output.grad_norm),

@@ -76,14 +76,15 @@ def test_recorded_keys_are_said_and_written_down(box, key, value, shown):
 @pytest.mark.fault(
     row=32,
     fault="resume with a forbidden key changed",
-    injection="rank, alpha, targets, max_length, loss_on, documents_per_step, seed",
+    injection="rank, alpha, targets, max_length, loss_on, documents_per_step, optimizer, seed",
     expected="a table of checkpoint and now, exit 2; nothing in the run directory changed",
 )
 def test_forbidden_keys_are_refused_in_a_table(box):
     begun(box)
     changed = {
         "adapter.rank": 4, "adapter.alpha": 8, "adapter.targets": ["head"], "data.max_length": 60,
-        "data.loss_on": "all", "train.documents_per_step": 8, "run.seed": 2,
+        "data.loss_on": "all", "train.documents_per_step": 8, "train.optimizer": "sgd",
+        "run.seed": 2,
     }  # fmt: skip
     box.settings |= changed
     lines = refused(box)
@@ -94,6 +95,7 @@ def test_forbidden_keys_are_refused_in_a_table(box):
         "data.max_length 64 60 forbidden",
         "data.loss_on assistant all forbidden",
         "train.documents_per_step 4 8 forbidden",
+        "train.optimizer adamw sgd forbidden",
         "run.seed 1 2 forbidden",
     ]
     assert lines[-1] == "Restore these values, or choose another run.dir to start a new run."
@@ -202,6 +204,12 @@ def test_a_checkpoint_of_schema_1_is_continued(old):
     assert old.adapter == old.straight()
 
 
+def test_an_older_checkpoint_is_one_of_adamw(old):
+    """Its config has no train.optimizer, and its files are AdamW's."""
+    old.settings["train.optimizer"] = "sgd"
+    assert "train.optimizer adamw sgd forbidden" in refused(old)
+
+
 @pytest.mark.fault(
     row=48,
     fault="checkpoint of a newer schema",
@@ -214,7 +222,7 @@ def test_a_checkpoint_of_a_newer_schema_is_refused(old):
     (path / "MANIFEST.json").write_text(json.dumps(manifest | {"schema_version": 99}))
     complaint = old.resume(6).stderr
     assert (
-        f"{path}: was made by a newer dualtune: it has schema version 99, this dualtune reads up to 2. Upgrade it"
+        f"{path}: was made by a newer dualtune: it has schema version 99, this dualtune reads up to 3. Upgrade it"
         in complaint
     )
     assert json.loads((path / "MANIFEST.json").read_text())["schema_version"] == 99

@@ -330,21 +330,22 @@ def test_a_run_without_a_true_checkpoint_is_not_begun_anew(box):
     injection="the engine's state gets a NaN in step 5",
     expected="never written: exit 7, the checkpoints before are intact, no adapter",
 )
-@pytest.mark.parametrize("what", ["_params", "_m", "_v"])
+@pytest.mark.parametrize("what", ["adapter", "m", "v"])
 @pytest.mark.parametrize("save_every", [2, None])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_nan_is_never_written(box, monkeypatch, what, save_every):
     from dualtune.testing.numpy_engine import NumpyEngine
 
     box.settings |= {"data.eval": 0, "run.save_every": save_every, "guards.nonfinite_limit": 99}
-    adamw = NumpyEngine._adamw
+    update = NumpyEngine._update
 
     def poisoned(engine, lr, clip):
-        adamw(engine, lr, clip)
+        update(engine, lr, clip)
         if engine._step == 5:
-            next(iter(getattr(engine, what).values())).flat[3] = float("nan")
+            tensors = engine._params if what == "adapter" else engine._slots[what]
+            next(iter(tensors.values())).flat[3] = float("nan")
 
-    monkeypatch.setattr(NumpyEngine, "_adamw", poisoned)
+    monkeypatch.setattr(NumpyEngine, "_update", poisoned)
     complaint = box.resume(7).stderr
     assert "holds NaN or Inf. Nothing was saved" in complaint
     assert box.checkpoints == (["step-00000002", "step-00000004"] if save_every else [])

@@ -14,6 +14,7 @@ from dualtune.data.documents import in_memory
 from dualtune.memory import mlx_parts
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
+from dualtune.optimizer import OptimizerSpec
 
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
@@ -45,7 +46,16 @@ def measure(open_backend, tmp_path):
         spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
         before = active()
         engine = backend.load(
-            LoadRequest(tmp_path, asked.dtype, asked.quantization, "random", spec, 0.0, seed=1, kernels=asked.kernels)
+            LoadRequest(
+                tmp_path,
+                asked.dtype,
+                asked.quantization,
+                "random",
+                spec,
+                OptimizerSpec(asked.optimizer),
+                seed=1,
+                kernels=asked.kernels,
+            )
         )
         rng = np.random.default_rng(0)
         documents = in_memory(
@@ -123,10 +133,12 @@ def test_fewer_targets_take_what_was_estimated(measure):
     assert_alike(*measure(asked=replace(ASK, targets=("q_proj", "v_proj"))))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("kernels", ["auto", "fused"])
-def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels):
+def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, optimizer):
     # Here an array is a fifteenth of the peak, and on a busy machine three steps in a row have two of them less.
-    estimated, held, peak = measure([32], asked=replace(ASK, rank=128, kernels=kernels), steps=16, vocab_size=64)
+    asked = replace(ASK, rank=128, kernels=kernels, optimizer=optimizer)
+    estimated, held, peak = measure([32], asked=asked, steps=16, vocab_size=64)
     assert "update" in estimated.parts[4].formula
     assert_alike(estimated, held, peak)
 

@@ -14,6 +14,7 @@ from dualtune.data.documents import in_memory
 from dualtune.memory import torch_parts
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
+from dualtune.optimizer import OptimizerSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -51,7 +52,14 @@ def measure(open_backend, tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text(json.dumps(config))
         spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, targets_of(asked))
         request = LoadRequest(
-            tmp_path, asked.dtype, asked.quantization, "random", spec, 0.0, seed=1, kernels=asked.kernels
+            tmp_path,
+            asked.dtype,
+            asked.quantization,
+            "random",
+            spec,
+            OptimizerSpec(asked.optimizer),
+            seed=1,
+            kernels=asked.kernels,
         )
         engine = open_backend("torch").load(request)
         batch = one_batch(lengths, asked, config["vocab_size"])
@@ -106,6 +114,13 @@ def test_a_step_that_is_not_compiled_takes_what_was_estimated(measure, lengths, 
 def test_a_quantized_base_takes_what_was_estimated(measure, lengths, quantization):
     pytest.importorskip("bitsandbytes")
     assert_alike(*measure(lengths, asked=replace(ASK, quantization=quantization)))
+
+
+def test_sgd_takes_what_was_estimated(measure):
+    """A third of AdamW's state: the gradient alone."""
+    estimated, found = measure(SHORT, compiles=False, asked=replace(ASK, optimizer="sgd"))
+    assert estimated["optimizer"] * 3 == estimate(decoder_of(CONFIG), ASK)["optimizer"]
+    assert_alike(estimated, found, peak=0.12)
 
 
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=lambda family: family["model_type"])

@@ -10,6 +10,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
 
@@ -42,7 +43,7 @@ def load(open_backend, tmp_path):
             model_dir.mkdir(exist_ok=True)
             (model_dir / "config.json").write_text(json.dumps(config))
         spec = replace(SPEC, targets=targets)
-        request = LoadRequest(model_dir, "float32", "auto", init, spec, 0.01, seed=4, kernels=kernels)
+        request = LoadRequest(model_dir, "float32", "auto", init, spec, OptimizerSpec(), seed=4, kernels=kernels)
         engine = open_backend("mlx").load(request)
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         return engine

@@ -9,6 +9,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.tiny_models import pack, random_batch, row_of, write_tiny_llama
 from dualtune.train.packing import check_packing
@@ -63,7 +64,7 @@ def load(open_backend):
     backend = open_backend("mlx")
 
     def load_(model_dir, init="pretrained"):
-        return backend.load(LoadRequest(model_dir, "float32", "auto", init, SPEC, 0.0, seed=4))
+        return backend.load(LoadRequest(model_dir, "float32", "auto", init, SPEC, OptimizerSpec(), seed=4))
 
     return load_
 

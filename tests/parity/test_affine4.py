@@ -11,6 +11,7 @@ from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest, get_backend
 from dualtune.errors import EnvironmentFault
 from dualtune.hooks import Hook
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, norm_of, random_adapter
 from dualtune.testing.tiny_models import random_batch
@@ -40,7 +41,7 @@ def converted(material, tmp_path_factory):
 @pytest.fixture(scope="module")
 def load(backends):
     def load_(name, model_dir, quantization="affine4", *, spec=ALL, **options):
-        settings = {"dtype": "float32", "init": "pretrained", "weight_decay": 0.01, "seed": 4} | options
+        settings = {"dtype": "float32", "init": "pretrained", "optimizer": OptimizerSpec(), "seed": 4} | options
         request = LoadRequest(model_dir=model_dir, quantization=quantization, adapter=spec, **settings)
         engine = backends[name].load(request)
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
@@ -137,7 +138,7 @@ def test_a_gpu_makes_the_bytes_and_the_logits_of_the_cpu(load, material):
     except EnvironmentFault as error:
         pytest.skip(str(error))
     here = load("torch", material.model_dir)
-    there = gpu.load(LoadRequest(material.model_dir, "float32", "affine4", "pretrained", ALL, 0.01, seed=4))
+    there = gpu.load(LoadRequest(material.model_dir, "float32", "affine4", "pretrained", ALL, OptimizerSpec(), seed=4))
     there.load_adapter_state(here.adapter_state())
     assert base_bytes(here) == base_bytes(there)
     batch = material.batch()

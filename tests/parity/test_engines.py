@@ -10,6 +10,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.oracles import llama_oracle, loss_of
@@ -32,7 +33,7 @@ QUANTIZED = {"torch": "nf4", "mlx": "affine4"}
 
 def load(backend, model_dir, *, spec=SPEC, dtype="float32", quantization="auto", init="pretrained"):
     """An engine whose adapter is not zero."""
-    engine = backend.load(LoadRequest(model_dir, dtype, quantization, init, spec, 0.0, seed=4))
+    engine = backend.load(LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=4))
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     return engine
 
@@ -101,7 +102,7 @@ def test_float16_gradients_do_not_underflow(backend, llama):
         engine = load(backend, llama, dtype=dtype)
         engine.forward_backward(BATCH, num_targets=100_000)
         engine.optim_step(lr=0.0, max_grad_norm=None)
-        grads.append(engine.optimizer_state().m)
+        grads.append(engine.optimizer_state().slots["m"])
     assert cosine(*grads) > 0.999
     assert_close(*grads, 2e-2)
 
@@ -198,7 +199,9 @@ def test_a_merged_model_is_the_same_on_the_other_backend(first, second, tied, ba
     engine = load(backends[first], model_dir)
     engine.save_merged(tmp_path / "merged")
     expected = llama_oracle(model_dir)(BATCH, engine.adapter_state(), SPEC.scale)
-    merged = backends[second].load(LoadRequest(tmp_path / "merged", "auto", "auto", "pretrained", SPEC, 0.0, seed=0))
+    merged = backends[second].load(
+        LoadRequest(tmp_path / "merged", "auto", "auto", "pretrained", SPEC, OptimizerSpec(), seed=0)
+    )
     assert gap(merged.logprobs(BATCH), expected) <= tolerances.MERGE
     hugging_face = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert gap(peft_logprobs(hugging_face, BATCH), expected) <= tolerances.MERGE
@@ -242,7 +245,7 @@ def test_a_model_that_transformers_saved_is_the_same_on_both_backends(name, back
         torch.nn.init.normal_(p, std=p.shape[-1] ** -0.5) if p.ndim == 2 else torch.nn.init.normal_(p, 1.0, 0.1)
     model.save_pretrained(tmp_path / "model")
     expected = peft_logprobs(model, BATCH)
-    engines = [backend.load(LoadRequest(tmp_path / "model", "float32", "auto", "pretrained", SPEC, 0.0, 0))
+    engines = [backend.load(LoadRequest(tmp_path / "model", "float32", "auto", "pretrained", SPEC, OptimizerSpec(), 0))
                for backend in backends.values()]  # fmt: skip
     for engine in engines:
         assert gap(engine.logprobs(BATCH), expected) <= tolerances.LOGPROBS

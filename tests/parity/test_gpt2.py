@@ -12,6 +12,7 @@ from dualtune.adapter.spec import LoraSpec, modules_of
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.hooks import Hook
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.tiny_models import pack, write_tiny_gpt2
@@ -34,7 +35,7 @@ ROWS = [[3, 0, 2], [1]]
 
 def engine_of(backend, model_dir, *, quantization="auto", init="pretrained", dropout=0.1):
     spec = LoraSpec(4, 6.0, dropout, ("all-linear",))
-    engine = backend.load(LoadRequest(model_dir, "float32", quantization, init, spec, 0.0, seed=4))
+    engine = backend.load(LoadRequest(model_dir, "float32", quantization, init, spec, OptimizerSpec(), seed=4))
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     return engine
 

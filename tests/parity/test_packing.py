@@ -8,6 +8,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest, LossSum
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.tiny_models import pack, random_batch, row_of, write_softmax_model, write_tiny_llama
@@ -20,7 +21,7 @@ QUANTIZED = {"torch": "nf4", "mlx": "affine4"}
 
 def load(backend, model_dir, *, dtype="float32", quantization="auto", longest=0):
     """An engine whose adapter is not zero."""
-    request = LoadRequest(model_dir, dtype, quantization, "pretrained", SPEC, 0.0, seed=4, longest=longest)
+    request = LoadRequest(model_dir, dtype, quantization, "pretrained", SPEC, OptimizerSpec(), seed=4, longest=longest)
     engine = backend.load(request)
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     return engine
@@ -127,7 +128,7 @@ def leaks(engine, batch):
 @pytest.fixture
 def softmax(open_backend, tmp_path):
     """The NumPy engine, whose tokens see nothing but themselves: gluing documents changes none of its losses."""
-    request = LoadRequest(write_softmax_model(tmp_path), "auto", "auto", "pretrained", SPEC, 0.0, seed=0)
+    request = LoadRequest(write_softmax_model(tmp_path), "auto", "auto", "pretrained", SPEC, OptimizerSpec(), seed=0)
     return open_backend("numpy").load(request)
 
 

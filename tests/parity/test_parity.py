@@ -10,6 +10,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.backend import LoadRequest
 from dualtune.data.order import Order
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import random_batch
@@ -102,7 +103,7 @@ def test_dropout_is_the_same_on_both_backends(material, backends, tmp_path):
 def test_training_continues_on_the_other_backend(first, second, tiny, backends):
     """Ten steps here, ten there, dropout included, are twenty steps in one place."""
     spec = LoraSpec(8, 16.0, 0.1, tuple(TARGETS))
-    request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, weight_decay=0.01, seed=5)
+    request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5)
 
     def train(engine, steps):
         losses = []
@@ -128,7 +129,7 @@ def test_training_continues_on_the_other_backend(first, second, tiny, backends):
 def test_forgotten_moments_would_be_seen(tiny, backends):
     """The tolerance of the test above is not so wide that an optimizer state left behind could hide in it."""
     spec = LoraSpec(8, 16.0, 0.0, tuple(TARGETS))
-    request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, weight_decay=0.01, seed=5)
+    request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5)
     batch = random_batch([9, 16, 5, 12], 46)
     engines = [backends["torch"].load(request) for _ in range(2)]
     engines[0].load_adapter_state(random_adapter(engines[0].adapter_state()))

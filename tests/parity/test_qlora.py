@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, assert_equal, gradient, norm_of, random_adapter
 from dualtune.train.metrics import read_rows
@@ -26,7 +27,7 @@ FOUR_BITS = {"torch": "nf4", "mlx": "affine4"}
 
 def load(backend, model_dir, quantization, *, trained=True):
     spec = LoraSpec(8, 12.0, 0.0, ("all-linear",))
-    engine = backend.load(LoadRequest(model_dir, "float32", quantization, "pretrained", spec, 0.01, seed=4))
+    engine = backend.load(LoadRequest(model_dir, "float32", quantization, "pretrained", spec, OptimizerSpec(), seed=4))
     if trained:
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
     return engine

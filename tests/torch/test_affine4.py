@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 
 torch = pytest.importorskip("torch")
@@ -34,7 +35,9 @@ def load(open_backend):
 
     def load_(model_dir, quantization="auto", dtype="float32", init="pretrained", kernels="auto"):
         spec = LoraSpec(4, 6.0, 0.0, ("all-linear",))
-        return backend.load(LoadRequest(model_dir, dtype, quantization, init, spec, 0.01, seed=4, kernels=kernels))
+        return backend.load(
+            LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=4, kernels=kernels)
+        )
 
     return load_
 

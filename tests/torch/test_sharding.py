@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import write_tiny_llama
 from dualtune_torch import sharding
 from dualtune_torch.backend import TorchBackend
@@ -23,7 +24,7 @@ def model(tmp_path_factory):
 
 def request(model, asked, quantization="none"):
     spec = LoraSpec(2, 4.0, 0.0, ("all-linear",))
-    return LoadRequest(model, "float32", quantization, "pretrained", spec, 0.0, seed=0, sharding=asked)
+    return LoadRequest(model, "float32", quantization, "pretrained", spec, OptimizerSpec(), seed=0, sharding=asked)
 
 
 def decide(model, asked, device=CPU, quantization="none"):

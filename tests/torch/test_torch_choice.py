@@ -9,6 +9,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.tiny_models import pack, random_batch
@@ -55,7 +56,9 @@ def load(open_backend, tmp_path):
         config = getattr(transformers, f"{family}Config")(**SHAPE | FAMILIES[family][0] | changes)
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-        request = LoadRequest(tmp_path / "model", dtype, "auto", "pretrained", SPEC, 0.01, seed=4, kernels=kernels)
+        request = LoadRequest(
+            tmp_path / "model", dtype, "auto", "pretrained", SPEC, OptimizerSpec(), seed=4, kernels=kernels
+        )
         engine = backend.load(request)
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         return engine

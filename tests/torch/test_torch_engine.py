@@ -9,6 +9,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 
@@ -24,7 +25,9 @@ def load(open_backend):
     backend = open_backend("torch")
 
     def load_(model_dir, *, dtype="float32", quantization="auto", init="pretrained", kernels="auto"):
-        return backend.load(LoadRequest(model_dir, dtype, quantization, init, SPEC, 0.01, seed=4, kernels=kernels))
+        return backend.load(
+            LoadRequest(model_dir, dtype, quantization, init, SPEC, OptimizerSpec(), seed=4, kernels=kernels)
+        )
 
     return load_
 

@@ -8,6 +8,7 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, random_adapter
 from dualtune.testing.tiny_models import pack, random_batch, row_of, write_tiny_llama
@@ -48,7 +49,9 @@ def load(open_backend, tmp_path):
         else:
             torch.manual_seed(0)
             transformers.AutoModelForCausalLM.from_config(model).save_pretrained(path)
-        engine = backend.load(LoadRequest(path, "float32", "auto", "pretrained", spec, 0.01, seed=4, kernels=kernels))
+        engine = backend.load(
+            LoadRequest(path, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=4, kernels=kernels)
+        )
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         return engine
 

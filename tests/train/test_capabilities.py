@@ -3,8 +3,9 @@
 import pytest
 
 from dualtune.backend import get_backend
-from dualtune.capabilities import check_value
+from dualtune.capabilities import Declared, check_capabilities, check_value
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OPTIMIZERS
 from dualtune.train.prepare import prepare
 
 UNSUPPORTED = {
@@ -32,6 +33,16 @@ def test_what_is_honoured_is_listed(open_backend):
         check_value(open_backend("torch"), "model.quantization", "int8")
     honoured = "affine4, affine8, auto, nf4, none"
     assert str(caught.value) == f"model.quantization: got int8, the backend 'torch' honours: {honoured}"
+
+
+def test_an_optimizer_that_a_backend_does_not_name_is_refused(open_backend, make_config):
+    """A backend from before there was a choice names none: it has AdamW, which is the default."""
+    config = make_config("no.jsonl", {"train.optimizer": "sgd"}, model="no/model/here")
+    with pytest.raises(ConfigError) as caught:
+        check_capabilities(Declared("mine", {}), config)
+    assert str(caught.value) == "train.optimizer: got sgd, the backend 'mine' honours: adamw"
+    for name in ("numpy", "torch", "mlx"):
+        assert open_backend(name).capabilities()["train.optimizer"] == OPTIMIZERS.keys()
 
 
 def test_an_unknown_backend_and_an_unknown_device():

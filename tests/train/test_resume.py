@@ -8,6 +8,7 @@ from dualtune.config import parse_config
 from dualtune.data.order import Order
 from dualtune.errors import ConfigError
 from dualtune.hooks import Hook
+from dualtune.optimizer import OPTIMIZERS
 from dualtune.train import checkpoint
 from dualtune.train.ended import LENGTH, WITHOUT_EFFECT
 from dualtune.train.prepare import prepare
@@ -60,11 +61,15 @@ def untimed(rows):
 
 
 @pytest.mark.parametrize("lab", ["numpy", "torch", "mlx"], indirect=True)
-@pytest.mark.parametrize("dropout", [0, 0.3])
-def test_resume_is_bitwise(lab, stopped, weights_of, rows_of, dropout):
-    settings = RUN | {"adapter__dropout": dropout}
+@pytest.mark.parametrize(("dropout", "optimizer"), [(0, "adamw"), (0.3, "adamw"), (0.3, "sgd")])
+def test_resume_is_bitwise(lab, stopped, weights_of, rows_of, dropout, optimizer):
+    settings = RUN | {"adapter__dropout": dropout, "train__optimizer": optimizer}
+    if optimizer == "sgd":
+        settings |= {"train__learning_rate": 0.5}
     straight = lab.run("straight", **settings)
     stopped("stopped", 5, **settings)
+    saved = checkpoint.read(lab.tmp_path / "stopped" / "checkpoints" / "step-00000004")
+    assert (saved.optimizer.step, [*saved.optimizer.slots]) == (4, [*OPTIMIZERS[optimizer].slots])
     resumed = lab.run("stopped", **settings)
     assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
     for found, expected in zip(rows_of(resumed.run_dir), rows_of(straight.run_dir), strict=True):

@@ -18,6 +18,7 @@ from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.data.tokenizer import TOKENIZER_FILES
 from dualtune.errors import ConfigError, DiskError, FormatError
+from dualtune.optimizer import OPTIMIZERS
 from dualtune.train import checkpoint
 from dualtune.train.run import run
 from dualtune.transfer import manifest, names
@@ -65,14 +66,16 @@ def test_an_adapter_arrives_as_the_same_function(adapter, tmp_path):
     assert (here.base_model, moved.base_model) == ("/home/somebody/models/base", "base")
 
 
-def test_a_checkpoint_arrives_with_all_its_numbers(trained, tmp_path):
-    run_dir = trained()
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_arrives_with_all_its_numbers(trained, tmp_path, optimizer):
+    run_dir = trained(train__optimizer=optimizer)
     pack(run_dir, tmp_path / "r.tar")
     unpack(tmp_path / "r.tar", tmp_path / "there")
     (here, _), (there, _) = (checkpoint.newest(path / "checkpoints") for path in (run_dir, tmp_path / "there"))
     assert there.step == here.step == 4
-    for ours, theirs in ((here.adapter, there.adapter), (here.optimizer.m, there.optimizer.m),
-                         (here.optimizer.v, there.optimizer.v)):  # fmt: skip
+    assert here.optimizer.slots.keys() == there.optimizer.slots.keys() == {*OPTIMIZERS[optimizer].slots}
+    pairs = [(tensors, there.optimizer.slots[slot]) for slot, tensors in here.optimizer.slots.items()]
+    for ours, theirs in ((here.adapter, there.adapter), *pairs):
         assert all((ours[name] == theirs[name]).all() for name in ours) and ours.keys() == theirs.keys()
     for key in ("guards", "place", "fingerprints", "schedule", "optimizer_step"):
         assert there.state[key] == here.state[key], key
@@ -285,7 +288,8 @@ def test_a_secret_of_the_environment_is_refused_whatever_its_form(adapter, tmp_p
 
 def test_the_specification_names_what_the_reader_allows():
     text = (Path(__file__).parents[2] / "docs" / "adapter_format.md").read_text(encoding="utf-8")
-    files = [*names.ADAPTER_FILES, *names.CHECKPOINT_FILES, *names.TOKENIZER_FILES, names.CONFIG, names.BUNDLE_FILE]
+    files = [*names.ADAPTER_FILES, *names.CHECKPOINT_FILES, *names.SLOT_FILES, *names.TOKENIZER_FILES]
+    files += [names.CONFIG, names.BUNDLE_FILE]
     (table,) = re.findall(r"### Names\n(.*?)\n### ", text, re.S)
     assert {*re.findall(r"`([\w.]+\.\w+)`", table)} == {*files}
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB - 1": 1 << 30}

@@ -4,6 +4,7 @@ import pytest
 
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
+from dualtune.optimizer import OptimizerSpec
 from dualtune.validate.plan import DEMO_MODEL
 
 LAYERS = [(128, 128), (64, 128)] * 3  # q_proj and v_proj of dualtune's own model
@@ -28,7 +29,7 @@ def affine4(count: int) -> int:
 )  # fmt: skip
 def test_the_weights_under_an_adapter_take_what_their_format_takes(open_backend, name, quantization, num_bytes):
     spec = LoraSpec(8, 16, 0.0, ("q_proj", "v_proj"))
-    request = LoadRequest(DEMO_MODEL, "auto", quantization, "pretrained", spec, 0.0, 1)
+    request = LoadRequest(DEMO_MODEL, "auto", quantization, "pretrained", spec, OptimizerSpec(), 1)
     assert open_backend(name).load(request).description["adapted_weights"] == {
         "layers": len(LAYERS),
         "four_bit": len(LAYERS) if quantization in ("nf4", "affine4") else 0,

@@ -1,0 +1,109 @@
+"""Optimizers as data: for each, what the config, the checkpoint, the memory estimate and every backend know of it.
+
+The formulas stand here once, as plain functions of one tensor. A backend has its own fast version of each, under the
+same name, and the conformance suite holds it against the one here.
+
+Legend: w weights, g their gradient after clipping, slots the state in w's shape; all arrays have one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from dualtune.errors import ConfigError
+
+if TYPE_CHECKING:  # the config imports this file, and starts without NumPy
+    import numpy as np
+
+OptimizerName = Literal["adamw", "sgd"]
+SLOT_BYTES = 4  # slots are float32 whatever the model computes in
+
+Settings = Mapping[str, float]
+Slots = Mapping[str, "np.ndarray"]
+
+
+class Update(Protocol):
+    """(w, slots) after update number `step`, counted from 1, in the precision of what is given."""
+
+    def __call__(
+        self, w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An entry of the table."""
+
+    update: Update
+    slots: tuple[str, ...]  # its state: tensors in the names and shapes of the adapter, zero before the first update
+    defaults: Settings  # its hyperparameters, but for the learning rate, which the schedule gives
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """What its state takes."""
+        return SLOT_BYTES * len(self.slots)
+
+
+def adamw(
+    w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """AdamW with bias correction (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2):
+
+    m ← β1·m + (1 − β1)·g, v ← β2·v + (1 − β2)·g²,
+    w ← w·(1 − lr·decay) − lr·m̂ / (√v̂ + ε) with m̂ = m / (1 − β1^step), v̂ = v / (1 − β2^step).
+    """
+    from numpy import sqrt
+
+    beta1, beta2 = settings["beta1"], settings["beta2"]
+    m = beta1 * slots["m"] + (1 - beta1) * g
+    v = beta2 * slots["v"] + (1 - beta2) * g**2
+    m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+    w = w * (1 - lr * settings["weight_decay"]) - lr * m_hat / (sqrt(v_hat) + settings["eps"])
+    return w, {"m": m, "v": v}
+
+
+def sgd(
+    w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Plain gradient descent, without momentum and so without state: w ← w·(1 − lr·decay) − lr·g.
+
+    Goodfellow et al., Deep Learning, algorithm 8.1. Decoupled decay is here the same as an L2 penalty, which
+    `torch.optim.SGD` has (arXiv 1711.05101, proposition 1).
+    """
+    return w * (1 - lr * settings["weight_decay"]) - lr * g, {}
+
+
+# Constants are torch's defaults.
+OPTIMIZERS: Mapping[OptimizerName, Optimizer] = MappingProxyType(
+    {
+        "adamw": Optimizer(adamw, ("m", "v"), {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}),
+        "sgd": Optimizer(sgd, (), {"weight_decay": 0.0}),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """Which optimizer, and where its hyperparameters differ from the table's. ConfigError for one that it has not."""
+
+    name: OptimizerName = "adamw"
+    changes: Settings = field(default_factory=dict[str, float])
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ConfigError(f"optimizer: got '{self.name}', allowed: {', '.join(OPTIMIZERS)}")
+        if unknown := self.changes.keys() - self.entry.defaults.keys():
+            allowed = ", ".join(self.entry.defaults)
+            raise ConfigError(f"optimizer {self.name}: got {', '.join(sorted(unknown))}, it has: {allowed}")
+
+    @property
+    def entry(self) -> Optimizer:
+        return OPTIMIZERS[self.name]
+
+    @property
+    def settings(self) -> Settings:
+        """Every hyperparameter."""
+        return {**self.entry.defaults, **self.changes}
