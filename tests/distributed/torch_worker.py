@@ -55,7 +55,7 @@ def main(model: str, tied: str, out: str) -> None:
 def step(engine, team, documents, layout, count):
     """The gradient of the first documents, and the loss after a step of plain gradient descent."""
     share = micro_batches(documents, range(count), layout, seed=1, step=0, rank=team.rank, size=team.size)
-    num_targets, _ = team.total(sum(batch.num_targets for batch in share))
+    (num_targets,) = team.total(sum(batch.num_targets for batch in share))
     before, adapter = engine.optimizer_state(), engine.adapter_state()
     for batch in share:
         engine.forward_backward(batch, num_targets=int(num_targets))
@@ -64,7 +64,7 @@ def step(engine, team, documents, layout, count):
     gradient = {n: (m - 0.9 * before.m[n]) / 0.1 for n, m in engine.optimizer_state().m.items()}
     engine.load_optimizer_state(replace(before, step=0))
     engine.load_adapter_state({n: adapter[n] - gradient[n] for n in adapter})
-    after, _ = team.total(sum(engine.evaluate(batch).loss_sum for batch in share))
+    (after,) = team.total(sum(engine.evaluate(batch).loss_sum for batch in share))
     engine.load_adapter_state(adapter)
     return gradient | {
         "loss": float(output.loss),
