@@ -2,9 +2,10 @@
 
 A message is {role, content} or ShareGPT's {from, value}, with the role names of either and of LLaMA-Factory.
 Content is a string or a list of text parts, which are joined. `train: true|false` on an assistant message decides
-whether the turn is learned, `weight` how much: 0 is not at all, 1 as usual. Tool calls become {"type": "function", "id"?, "function": {"name",
-"arguments"}} with the arguments as an object, as chat templates want them. Every other key of a message is handed to
-the template as it is. User, system and tool messages may be blank; an assistant message only where it is not learned.
+whether the turn is learned, `weight` how much: 0 is not at all, 1 as usual. Tool calls become {"type": "function",
+"id"?, "function": {"name", "arguments"}} with the arguments as an object, as chat templates want them. Every other key
+of a message is handed to the template as it is. User, system and tool messages may be blank; an assistant message only
+where it is not learned.
 """
 
 from __future__ import annotations

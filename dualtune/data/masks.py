@@ -41,9 +41,9 @@ class Rendered:
 def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rendered:
     """Render an example for `loss_on`: "assistant" (every assistant turn), "last" (the last one), or "all".
 
-    An assistant message with `train` false is not learned, whatever `loss_on` says, and one with a weight by that. RowError where the template refuses
-    the conversation, does not show its tools, or hides where a turn is, and where a control token in the content is
-    not allowed.
+    An assistant message with `train` false is not learned, whatever `loss_on` says, and one with a weight by that.
+    RowError where the template refuses the conversation, does not show its tools, or hides where a turn is, and where a
+    control token in the content is not allowed.
     """
     is_chat = tokenizer.template is not None and bool(example.messages)
     if is_chat:
@@ -91,7 +91,7 @@ class _Chat:
         return [self._turn(i) for i in wanted], [self._messages[i].weight for i in wanted]
 
     def _everything(self) -> tuple[list[Span], list[float]]:
-        """All of the text but the turns that are not learned; those with a weight of their own as spans of their own."""
+        """All of the text but the turns that are not learned. A turn with a weight of its own is a span of its own."""
         spans: list[Span] = []
         weights: list[float] = []
         start = 0

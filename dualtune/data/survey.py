@@ -279,7 +279,7 @@ class ShownDocument:
         return sum(token.trained for token in self.tokens)
 
     def runs(self) -> list[tuple[float, str]]:
-        """(its weight, its text) of every run of tokens with the same weight; 0 is not trained, 1 is trained as usual."""
+        """(weight, text) of every run of tokens with the same weight: 0 where nothing is trained, 1 as usual."""
         grouped = groupby(self.tokens, key=lambda token: token.weight if token.trained else 0.0)
         return [(weight, "".join(token.text for token in tokens)) for weight, tokens in grouped]
 

@@ -103,4 +103,3 @@ def check_target_logprobs_with_dropout_are_those_of_the_gradient(case: Case) -> 
     loss = float(engine.optim_step(lr=0.0, max_grad_norm=None).loss)
     assert abs(loss + float(found.sum(dtype=np.float64))) <= tolerances.LOGPROBS * batch.num_targets
     assert np.abs(found - engine.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS
-

@@ -1,8 +1,8 @@
 """Objectives: what a run minimizes, as a NumPy function of the log-probabilities of the targets.
 
 An engine knows one loss, Σ −w·log p. That is enough for every other: by the chain rule the gradient of L(log p) is
-Σ (∂L/∂log p)·∇log p, which is the gradient of the engine's loss with the weights w = −∂L/∂log p. So an objective answers
-with its value and these weights, and no engine has to know it. See docs/objectives.md.
+Σ (∂L/∂log p)·∇log p, which is the gradient of the engine's loss with the weights w = −∂L/∂log p. So an objective
+answers with its value and these weights, and no engine has to know it. See docs/objectives.md.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def sft(logprobs_BT: np.ndarray, batch: Batch, /) -> tuple[float, np.ndarray]:
 def add_gradient(engine: Engine, batch: Batch, objective: Objective, *, num_targets: float) -> float:
     """Add the gradient of objective / num_targets for this micro-batch, and return the objective's value.
 
-    The engine runs forward twice, by the same dropout masks: the weights have to belong to the log-probabilities whose
-    gradient is taken. The loss that `optim_step` reports is Σ −w·log p / num_targets, which is not the objective's value
-    unless that is linear; report what is returned here.
+    The engine runs forward twice with the same dropout masks, because the weights have to belong to the
+    log-probabilities whose gradient is taken. `optim_step` reports Σ −w·log p / num_targets, which is not the value of
+    an objective that is not linear: report what is returned here.
     """
     logprobs_BT = engine.target_logprobs(batch, dropout=True)
     value, weights_BT = objective(logprobs_BT, batch)

@@ -180,34 +180,6 @@ def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, fuse, monke
     assert gap(a.grad, b.grad) <= CLOSE[dtype]
 
 
-def test_the_loss_in_chunks_takes_weights(dtype, fuse, monkeypatch):
-    """Fractions, 0, negative ones, and ones so small that float16 holds them only with its loss scale."""
-    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 13)
-    rows, cap = 40, 3.0
-    hidden, head = randn(rows, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype)
-    labels = torch.arange(rows) * 31 % 97
-    for weights in (torch.tensor([0.3, 0.0, -1.5, 2.0]).repeat(rows // 4), torch.full((rows,), 1e-8)):
-        a, b = leaf(hidden), leaf(hidden.float())
-        loss = cross_entropy.LinearCrossEntropy.apply(a, head, None, labels, cap, fuse, weights)
-        plain = cross_entropy.reference(b, head.float(), None, labels, cap, weights)
-        with torch.no_grad():
-            alone = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, labels, cap, fuse, weights)
-        assert gap(loss, plain) <= CLOSE[dtype] and gap(alone, plain) <= CLOSE[dtype]
-        (loss * 1024.0).backward()
-        (plain * 1024.0).backward()
-        assert a.grad.dtype == DTYPES[dtype] and gap(a.grad, b.grad) <= CLOSE[dtype]
-        assert not a.grad[weights == 0].any()
-
-
-def test_the_logprobs_of_targets_come_in_chunks(dtype, fuse, monkeypatch):
-    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 13)
-    hidden, head, labels = randn(40, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype), torch.arange(40) * 31 % 97
-    found = cross_entropy.target_logprobs(hidden, head, None, labels, 3.0, fuse)
-    logits = attention.capped(hidden.float() @ head.float().T, 3.0)
-    assert found.dtype == torch.float32
-    assert gap(found, logits.log_softmax(-1)[torch.arange(40), labels]) <= CLOSE[dtype]
-
-
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
     monkeypatch.setitem(cross_entropy.ROWS, "cpu", 16)
     sizes = []

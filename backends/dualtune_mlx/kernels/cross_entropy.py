@@ -97,8 +97,8 @@ def target_loss(
     """`loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT)` from the tokens that carry loss alone.
 
     It can be differentiated by the hidden states, unless `slopes` is false. The gradient of each row is made for a
-    weight of 1 and multiplied in the backward pass, together with the factor from outside: a small weight times
-    float16's loss scale is a number of float16 where the weight alone is none.
+    weight of 1 and multiplied in the backward pass, together with the factor from outside: float16 cannot hold a small
+    weight, but can hold it times the loss scale.
     """
 
     def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:

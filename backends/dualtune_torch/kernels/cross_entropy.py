@@ -99,8 +99,8 @@ def _padded_logits(hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None) ->
 class LinearCrossEntropy(torch.autograd.Function):
     """`reference`, with its gradient by `hidden` made in the forward pass.
 
-    The gradient of each row is made for a weight of 1 and multiplied in the backward pass, together with the factor from
-    outside: a small weight times float16's loss scale is a number of float16 where the weight alone is none.
+    The gradient of each row is made for a weight of 1 and multiplied in the backward pass, together with the factor
+    from outside: float16 cannot hold a small weight, but can hold it times the loss scale.
     """
 
     @staticmethod
