@@ -17,7 +17,7 @@ WEIGHTS = (0.25, 0.0, -1.5, 3.0)  # a fraction, no loss at all, a token to avoid
 
 def weighted(batch: Batch, *weights: float) -> Batch:
     """The batch with these weights, over and over. Where there is no target they are NaN, which nobody may read."""
-    weights_BT = np.resize(np.float32(weights), batch.labels_BT.shape)
+    weights_BT = np.resize(np.array(weights, np.float32), batch.labels_BT.shape)
     return replace(batch, weights_BT=np.where(batch.labels_BT == IGNORE_INDEX, np.float32(np.nan), weights_BT))
 
 
@@ -33,7 +33,8 @@ def check_weights_of_one_are_no_weights(case: Case) -> None:
     assert losses[0].num_targets == losses[1].num_targets == ones.total_weight
     assert abs(losses[0].loss_sum - losses[1].loss_sum) <= tolerances.LOGPROBS * batch.num_targets
     for dropout in (0.0, 0.3):
-        assert_close(*(gradient(case.engine(dropout=dropout), b) for b in (ones, batch)), tolerances.GRADIENT)
+        found, plain = (gradient(case.engine(dropout=dropout), b) for b in (ones, batch))
+        assert_close(found, plain, tolerances.GRADIENT)
 
 
 def check_weighted_loss_is_the_oracle_s(case: Case) -> None:
