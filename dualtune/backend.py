@@ -56,10 +56,24 @@ class Batch:
     segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
     positions_BT: np.ndarray  # int32, position of the token inside its document
     noise_BT: np.ndarray  # uint32, the token's random key for dropout: a function of (seed, step, document, position)
+    weights_BT: np.ndarray | None = None  # float32, the weight of each target's loss, also below 0; None: all are 1
 
     @property
     def num_targets(self) -> int:
         return int(np.count_nonzero(self.labels_BT != IGNORE_INDEX))
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the targets' weights: their number where nothing is weighted."""
+        weights_BT = self.target_weights_BT
+        return float(self.num_targets) if weights_BT is None else float(weights_BT.sum(dtype=np.float64))
+
+    @property
+    def target_weights_BT(self) -> np.ndarray | None:
+        """float32, the weights with 0 where there is no target, whatever stood there; None: all are 1."""
+        if self.weights_BT is None:
+            return None
+        return np.where(self.labels_BT == IGNORE_INDEX, np.float32(0), self.weights_BT)
 
     @property
     def num_tokens(self) -> int:
@@ -78,14 +92,15 @@ def needs_positions(batch: Batch, num_positions: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """The sum of −log p over the targets (natural logarithm), still on the device, and how many targets there were."""
+    """The sum of −w·log p over the targets (natural logarithm; w is the target's weight), still on the device, and the
+    number of targets."""
 
     on_device: SupportsFloat
     num_targets: int
 
     @property
     def loss_sum(self) -> float:
-        """The number. To ask for it is to wait for it."""
+        """The number. Reading it synchronizes the device."""
         return float(self.on_device)
 
 
@@ -93,7 +108,7 @@ class LossSum:
 class StepOutput:
     """Results of an optimizer step, still on the device: `float(...)` waits for them, so call it late."""
 
-    loss: SupportsFloat  # mean over the step's targets
+    loss: SupportsFloat  # the step's Σ −w·log p, divided by the `num_targets` that `forward_backward` was given
     grad_norm: SupportsFloat  # global L2 norm before clipping
 
 
@@ -192,7 +207,8 @@ class Alone:
 class Engine(Protocol):
     """A base model with one LoRA adapter on a device. A fresh engine's adapter is `init_adapter` of its seed.
 
-    Dropout acts in `forward_backward` alone, and its masks are a function of the batch's `noise_BT`.
+    Dropout acts in `forward_backward`, and in `target_logprobs` where it is asked for; its masks are a function of the
+    batch's `noise_BT`.
     """
 
     @property
@@ -205,8 +221,20 @@ class Engine(Protocol):
 
     def evaluate(self, batch: Batch) -> LossSum: ...
 
-    def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
-        """Add the gradient of (loss sum of this micro-batch) / num_targets. `num_targets` counts the whole step."""
+    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
+        """Add the gradient of Σ −w·log p over the targets of this micro-batch, divided by `num_targets`.
+
+        `num_targets` is the caller's number for the whole step: how many targets it has, or the sum of their weights.
+        """
+        ...
+
+    def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
+        """log p of the label of every target, float32 [B, T]; 0 where there is no target. Weights do not matter.
+
+        Computed as the loss is: not from logits [B, T, V] where the loss does without them. With `dropout`, by the
+        masks that `forward_backward` has for this batch: these are the numbers whose gradient it adds. Where the base
+        is split among processes, all of them call it equally often.
+        """
         ...
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from dualtune.adapter.spec import Tensors, init_adapter, tensor_name
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
+    IGNORE_INDEX,
     Batch,
     LoadRequest,
     LossSum,
@@ -30,12 +31,12 @@ from dualtune.backend import (
 from dualtune.base_model import copy_without_weights, learned_positions, read_config
 from dualtune_mlx import gpt2
 from dualtune_mlx.distributed import added_up
+from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
-from dualtune_mlx.kernels.cross_entropy import target_loss, targets
 from dualtune_mlx.lora import LoRALinear, Noise, add_lora, linear_shape, storage
-from dualtune_mlx.losses import loss_sum
+from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, Layout, clip
 from dualtune_mlx.packing import packed_cache
@@ -78,15 +79,26 @@ class MlxEngine:
         mx.async_eval(loss)
         return LossSum(loss, batch.num_targets)
 
-    def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
-        inputs = self._inputs(batch)
-        if self._request.adapter.dropout:
-            inputs["noise_BT"] = mx.array(batch.noise_BT)
-        weight = mx.array(self._loss_scale / num_targets)
+    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
+        inputs = self._inputs(batch, dropout=True)
+        factor = mx.array(self._loss_scale / num_targets)
         with self._documents(batch):
-            self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, weight)
+            self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, factor)
         self._bind(self._layout.named(self._params))  # the function above left its own arguments bound
         mx.async_eval(self._grads, self._loss)
+
+    def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
+        inputs = self._inputs(batch, dropout=dropout)
+        with self._documents(batch), self._dropout(inputs):
+            if self._kernels.loss is None:
+                return np.array(target_logprobs(self._apply(self.model, inputs), inputs["labels_BT"]))
+            body, head = self._kernels.loss
+            hidden_BTH = self._apply(body, inputs)
+            found_N = cross_entropy.target_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+        where = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
+        logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
+        logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # behind them, what pads them
+        return logprobs_BT
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         max_norm = math.inf if max_grad_norm is None else max_grad_norm
@@ -149,17 +161,16 @@ class MlxEngine:
     # --- functions of arrays alone, so that MLX can compile them ----------------------------------------------------
 
     def _add_gradient(
-        self, params: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, weight: mx.array
+        self, params: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """(gradients, loss) with those of a micro-batch added, its loss sum multiplied by `weight`."""
+        """(gradients, loss) with those of a micro-batch added, its loss sum multiplied by `factor`."""
 
-        def weighted_loss(params: Arrays) -> mx.array:
+        def scaled_loss(params: Arrays) -> mx.array:
             self._bind(params)
-            return self._loss_sum(inputs, slopes=True) * weight
+            return self._loss_sum(inputs, slopes=True) * factor
 
-        self._noise.noise_BT = inputs.get("noise_BT")
-        added, slopes = mx.value_and_grad(weighted_loss)(self._layout.named(params))
-        self._noise.noise_BT = None
+        with self._dropout(inputs):
+            added, slopes = mx.value_and_grad(scaled_loss)(self._layout.named(params))
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
 
     def _updated(
@@ -177,9 +188,12 @@ class MlxEngine:
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:
-            return loss_sum(self._apply(self.model, inputs), inputs["labels_BT"])
+            return loss_sum(self._apply(self.model, inputs), inputs["labels_BT"], inputs.get("weights_BT"))
         body, head = self._kernels.loss
-        return target_loss(self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head, slopes=slopes)
+        return cross_entropy.target_loss(
+            self._apply(body, inputs), inputs["index_N"], inputs["labels_N"], head,
+            weights_N=inputs.get("weights_N"), slopes=slopes,
+        )  # fmt: skip
 
     def _apply(self, model: Callable[..., mx.array], inputs: Arrays) -> mx.array:
         if "segments_BT" in inputs:
@@ -190,17 +204,32 @@ class MlxEngine:
 
     # --- between the core's arrays and the device's -----------------------------------------------------------------
 
-    def _inputs(self, batch: Batch) -> Arrays:
-        inputs = {"tokens_BT": batch.tokens_BT}
+    def _inputs(self, batch: Batch, *, dropout: bool = False) -> Arrays:
+        inputs, weights_BT = {"tokens_BT": batch.tokens_BT}, batch.target_weights_BT
         if needs_positions(batch, self._num_positions):
             inputs |= {"segments_BT": batch.segments_BT, "positions_BT": batch.positions_BT}
         if self._kernels.loss is None:
             inputs["labels_BT"] = batch.labels_BT
+            if weights_BT is not None:
+                inputs["weights_BT"] = weights_BT
         else:
             # Where steps are compiled, the number of targets is one of eight for each shape of batch.
             granule = -(-batch.labels_BT.size // 8) if self._kernels.compiles else 1
-            inputs["index_N"], inputs["labels_N"] = targets(batch.labels_BT, granule)
+            inputs["index_N"], inputs["labels_N"] = cross_entropy.targets(batch.labels_BT, granule)
+            if weights_BT is not None:  # what pads the targets has a label that is ignored, so any weight will do
+                inputs["weights_N"] = weights_BT.flat[inputs["index_N"]]
+        if dropout and self._request.adapter.dropout:
+            inputs["noise_BT"] = batch.noise_BT
         return {name: mx.array(values) for name, values in inputs.items()}
+
+    @contextmanager
+    def _dropout(self, inputs: Arrays) -> Iterator[None]:
+        """Dropout by the keys among the inputs, where there are any."""
+        self._noise.noise_BT = inputs.get("noise_BT")
+        try:
+            yield
+        finally:
+            self._noise.noise_BT = None
 
     @contextmanager
     def _documents(self, batch: Batch) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The loss: summed negative log-likelihood over the targets, in float32 whatever the model computes in."""
+"""The loss: weighted sum of the targets' negative log-likelihood, in float32 whatever the model computes in."""
 
 from __future__ import annotations
 
@@ -8,9 +8,19 @@ from mlx import nn
 from dualtune.backend import IGNORE_INDEX
 
 
-def loss_sum(logits_BTV: mx.array, labels_BT: mx.array) -> mx.array:
-    """Σ −log p(label) over the labels that are not IGNORE_INDEX; float32 scalar."""
+def loss_sum(logits_BTV: mx.array, labels_BT: mx.array, weights_BT: mx.array | None = None) -> mx.array:
+    """Σ −w·log p(label) over the labels that are not IGNORE_INDEX; float32 scalar. Without weights, each w is 1."""
+    losses_BT = _losses(logits_BTV, labels_BT)
+    return (losses_BT if weights_BT is None else losses_BT * weights_BT).sum()
+
+
+def target_logprobs(logits_BTV: mx.array, labels_BT: mx.array) -> mx.array:
+    """log p(label), float32 [B, T]; 0 where the label is IGNORE_INDEX."""
+    return -_losses(logits_BTV, labels_BT)
+
+
+def _losses(logits_BTV: mx.array, labels_BT: mx.array) -> mx.array:
     is_target_BT = labels_BT != IGNORE_INDEX
     labels_BT = mx.where(is_target_BT, labels_BT, 0)
     losses_BT = nn.losses.cross_entropy(logits_BTV.astype(mx.float32), labels_BT, reduction="none")
-    return mx.where(is_target_BT, losses_BT, 0.0).sum()
+    return mx.where(is_target_BT, losses_BT, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from dualtune.base_model import copy_without_weights, learned_positions, read_co
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.distributed import add_up
 from dualtune_torch.frozen import as_stored, compute_dtype, shape_of, weight_of
+from dualtune_torch.kernels import cross_entropy
 from dualtune_torch.kernels.attention import Documents
 from dualtune_torch.kernels.choose import choose, own_attention
-from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy
 from dualtune_torch.kernels.lora import add_groups
 from dualtune_torch.lora import Noise, add_lora, storage
-from dualtune_torch.losses import loss_sum
+from dualtune_torch.losses import loss_sum, target_logprobs
 from dualtune_torch.optimizer import FlatOptimizer
 from dualtune_torch.sharding import check_whole, whole
 
@@ -85,14 +85,27 @@ class TorchEngine:
         with torch.no_grad(), self._together():
             return LossSum(self._loss_sum(batch), batch.num_targets)
 
-    def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
-        self._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32)).to(self.model.device)
-        with self._together():
+    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
+        with self._dropout(batch), self._together():
             loss = self._loss_sum(batch) / num_targets
             if loss.requires_grad:  # else the micro-batch has no target
                 (loss * self._loss_scale).backward()
-        self._noise.noise_BT = None
         self._loss += loss.detach()
+
+    def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
+        with torch.no_grad(), self._together(), self._dropout(batch) if dropout else nullcontext():
+            head = self._kernels.head
+            if head is None:
+                return _numpy(target_logprobs(self._logits(batch), self._tensor(batch.labels_BT)))
+            where_M, hidden_MD, labels_M = self._targets(batch)
+            with whole(head):
+                found_M = cross_entropy.target_logprobs(
+                    hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap,
+                    self._kernels.fuse,
+                )  # fmt: skip
+        logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
+        logprobs_BT.flat[where_M] = _numpy(found_M)
+        return logprobs_BT
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         flat = self._adapter.flat
@@ -160,19 +173,35 @@ class TorchEngine:
             {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
         )
 
+    @contextmanager
+    def _dropout(self, batch: Batch) -> Iterator[None]:
+        """Dropout by the keys of this batch."""
+        self._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32)).to(self.model.device)
+        try:
+            yield
+        finally:
+            self._noise.noise_BT = None
+
     def _loss_sum(self, batch: Batch) -> Tensor:
-        """Σ −log p(label) over the targets, float32."""
-        head = self._kernels.head
+        """Σ −w·log p(label) over the targets, float32."""
+        head, weights_BT = self._kernels.head, batch.target_weights_BT
         if head is None:
-            return loss_sum(self._logits(batch), self._tensor(batch.labels_BT))
-        where_M = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)  # on the host: to look on a device is to wait for it
+            weights = None if weights_BT is None else self._floats(weights_BT)
+            return loss_sum(self._logits(batch), self._tensor(batch.labels_BT), weights)
+        where_M, hidden_MD, labels_M = self._targets(batch)
+        weights = () if weights_BT is None else (self._floats(weights_BT.flat[where_M]),)
+        with whole(head):
+            return cross_entropy.LinearCrossEntropy.apply(
+                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap,
+                self._kernels.fuse, *weights,
+            )  # fmt: skip
+
+    def _targets(self, batch: Batch) -> tuple[np.ndarray, Tensor, Tensor]:
+        """(indices of the M targets among the B · T tokens, the last hidden states there [M, D], the labels)."""
+        where_M = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)  # on the host: reading a device waits for it
         hidden_BTD = self._run(self.model.base_model, batch).last_hidden_state
         hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
-        labels_M = self._tensor(batch.labels_BT.flat[where_M])
-        with whole(head):
-            return LinearCrossEntropy.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap, self._kernels.fuse
-            )
+        return where_M, hidden_MD, self._tensor(batch.labels_BT.flat[where_M])
 
     def _logits(self, batch: Batch) -> Tensor:
         return self._run(self.model, batch).logits
@@ -191,6 +220,9 @@ class TorchEngine:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.model.device)
+
+    def _floats(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array.astype(np.float32)).to(self.model.device)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -37,7 +37,7 @@ BAR_WIDTH = 40
 def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show the documents that CONFIG would train on first, and the numbers of its data. Nothing is trained.
 
-    What is learned is green; where there are no colours, it stands between ⟦ and ⟧.
+    What is learned is green; where there are no colours, it stands between ⟦ and ⟧. ×0.5 is the weight of a message.
     """
     import json
     from dataclasses import asdict
@@ -113,16 +113,17 @@ def _template(tokenizer: Tokenizer) -> str:
 
 
 def _show(document: ShownDocument, coloured: bool) -> None:
-    def run(trained: bool, text: str) -> tuple[str, dict[str, Any]]:
+    def run(weight: float, text: str) -> tuple[str, dict[str, Any]]:
+        text = text if weight in (0, 1) else f"×{weight:g} {text}"
         if coloured:
-            return text, {"fg": "green"} if trained else {"dim": True}
-        return f"⟦{text}⟧" if trained else text, {}
+            return text, {"fg": "green"} if weight else {"dim": True}
+        return f"⟦{text}⟧" if weight else text, {}
 
     counts = f"{len(document.tokens)} tokens, {document.num_trained} of them trained"
     counts += "; a control token in its own text" if document.has_control_text else ""
     tell(f"document    {document.where}: {counts}")
-    *runs, (is_trained, end) = document.runs()
-    say_styled(run(trained, text) for trained, text in [*runs, (is_trained, end.removesuffix("\n"))])
+    *runs, (weight, end) = document.runs()
+    say_styled(run(weight, text) for weight, text in [*runs, (weight, end.removesuffix("\n"))])
     say("")
 
 
@@ -147,5 +148,10 @@ def _as_json(document: ShownDocument) -> dict[str, Any]:
         "tokens": len(document.tokens),
         "trained_tokens": document.num_trained,
         "has_control_text": document.has_control_text,
-        "runs": [{"trained": trained, "text": text} for trained, text in document.runs()],
+        "runs": [_run_as_json(weight, text) for weight, text in document.runs()],
     }
+
+
+def _run_as_json(weight: float, text: str) -> dict[str, Any]:
+    run: dict[str, Any] = {"trained": weight > 0, "text": text}
+    return run if weight in (0, 1) else run | {"weight": weight}

@@ -170,6 +170,7 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     labels = np.full(shape, IGNORE_INDEX, np.int32)
     noise = np.zeros(shape, np.uint32)
+    weights: np.ndarray | None = None  # as long as no document has some
     for b, row in enumerate(rows):
         end = 0
         for segment, id in enumerate(row, start=1):
@@ -182,4 +183,7 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
             positions[b, start:end] = np.arange(length)
             # Prefix-stable: the key of a position does not depend on the document's length or place in the batch.
             noise[b, start:end] = np.random.default_rng([seed, 2, step, id]).integers(0, 1 << 32, length, np.uint32)
-    return Batch(tokens, labels, segments, positions, noise)
+            if document.weights is not None:
+                weights = np.ones(shape, np.float32) if weights is None else weights
+                weights[b, start : end - 1] = document.weights[1:]
+    return Batch(tokens, labels, segments, positions, noise, weights)

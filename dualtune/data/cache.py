@@ -16,12 +16,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from dualtune.data.bad_rows import BadRows
-from dualtune.data.store import INDEX, INDEX_FILE, TOKENS, Store, TokenFile, Writer
+from dualtune.data.store import INDEX, INDEX_FILE, TOKENS, WEIGHTS, Store, TokenFile, Writer
 from dualtune.disk import cache_dir, hidden_sibling, json_bytes, remove_directory
 from dualtune.errors import DiskError
 from dualtune.versions import versions_of
@@ -78,13 +78,20 @@ def _code() -> str:
 def _write(directory: Path, build: Build) -> None:
     bad = BadRows()
     try:
-        with (directory / TOKENS).open("xb") as tokens, (directory / INDEX_FILE).open("xb") as index:
-            writer = Writer(tokens, index)
+        with contextlib.ExitStack() as files:
+
+            def open_file(name: str) -> BinaryIO:
+                return files.enter_context((directory / name).open("xb"))
+
+            tokens, index = open_file(TOKENS), open_file(INDEX_FILE)
+            writer = Writer(tokens, index, lambda: open_file(WEIGHTS))
             build(writer, bad)
-            for file in (tokens, index):
+            writer.finish()
+            for file in (tokens, index, *([writer.weights] if writer.weights else [])):
                 file.flush()
                 os.fsync(file.fileno())
-        sizes = {name: (directory / name).stat().st_size for name in (TOKENS, INDEX_FILE)}
+        names = [TOKENS, INDEX_FILE] + [WEIGHTS] * (writer.weights is not None)
+        sizes = {name: (directory / name).stat().st_size for name in names}
         table = {**writer.table(), "num_bad": bad.count, "bad": bad.first, "bytes": sizes}
         (directory / TABLE).write_bytes(json_bytes(table))
     except OSError as error:
@@ -103,7 +110,8 @@ def _read(place: Path) -> Store | None:
         file = place / INDEX_FILE
         index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # nothing: no map
         counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
-        return Store(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place)
+        weights = TokenFile(place / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
+        return Store(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place, weights)
     except (OSError, ValueError, KeyError):
         return None
 

@@ -1,10 +1,11 @@
 """Messages: what a row says about them, made uniform and checked.
 
 A message is {role, content} or ShareGPT's {from, value}, with the role names of either and of LLaMA-Factory.
-Content is a string or a list of text parts, which are joined. `train: true|false` or `weight: 0|1` on an assistant
-message decides whether the turn is learned. Tool calls become {"type": "function", "id"?, "function": {"name",
-"arguments"}} with the arguments as an object, as chat templates want them. Every other key of a message is handed to
-the template as it is. User, system and tool messages may be blank; an assistant message only where it is not learned.
+Content is a string or a list of text parts, which are joined. `train: true|false` on an assistant message decides
+whether the turn is learned, `weight` how much: 0 is not at all, 1 as usual. Tool calls become {"type": "function",
+"id"?, "function": {"name", "arguments"}} with the arguments as an object, as chat templates want them. Every other key
+of a message is handed to the template as it is. User, system and tool messages may be blank; an assistant message only
+where it is not learned.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
+
 from dualtune.data.rows import RowError
 
+MAX_WEIGHT = 1000.0  # of a message: weights compare messages, and a factor above that is a mistake
 SHOWN_CHARACTERS = 60
 SHOWN_KEYS = 10
 CALL_ROLES = ("function_call", "tool_call")  # roles whose content is a call as JSON, or a list of calls
@@ -35,6 +39,7 @@ class Message:
     content: str  # "" where tool calls say it all
     train: bool = True  # whether an assistant turn is learned (other roles never are)
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # tool_calls, tool_call_id, name, …
+    weight: float = 1.0  # of the loss of a turn that is learned; a number of float32, above 0
 
     def as_dict(self) -> dict[str, Any]:
         """The message as a chat template sees it."""
@@ -94,7 +99,8 @@ def _message(value: Any, at: str) -> Message:
     if not isinstance(said_role, str) or said_role not in ROLES:
         raise RowError(f"{at}: {role_key}: got {shown(said_role)}, allowed: {', '.join(ROLES)}")
     role = ROLES[said_role]
-    train = _train(fields, role, at)
+    weight = _weight(fields, role, at)
+    train = weight != 0
     extra = {key: item for key, item in fields.items() if key not in MESSAGE_KEYS}
     for key, item in extra.items():
         _check_texts([key, item], f"{at}: {shown(key)}")
@@ -111,7 +117,7 @@ def _message(value: Any, at: str) -> Message:
         if role != "assistant":
             raise RowError(f"{at}: tool_calls: only an assistant message has them, this is a {role} message")
         extra["tool_calls"] = [_tool_call(call, f"{at}: tool call {n}") for n, call in enumerate(calls, start=1)]
-    return Message(role, content, train, extra)
+    return Message(role, content, train, extra, weight or 1.0)
 
 
 def _content(value: Any, at: str) -> str:
@@ -126,20 +132,25 @@ def _content(value: Any, at: str) -> str:
     return "".join(texts)
 
 
-def _train(fields: Mapping[str, Any], role: str, at: str) -> bool:
+def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
+    """How much the turn is learned; 1 for messages of others, which never are."""
     train, weight = fields.get("train"), fields.get("weight")
     if train is not None and not isinstance(train, bool):
         raise RowError(f"{at}: train: got {shown(train)}, allowed: true or false")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise RowError(f"{at}: weight: got {shown(weight)}, allowed: 0 or 1")
-    if train is not None and weight is not None and train != weight:
+    if weight is not None and not _is_weight(weight):
+        raise RowError(f"{at}: weight: got {shown(weight)}, allowed: a number from 0 to {MAX_WEIGHT:g}")
+    if train is not None and weight is not None and train != (weight != 0):
         raise RowError(f"{at}: train and weight contradict each other; keep one of them")
     if role == "assistant":
-        return train is not False and weight != 0
+        return 0.0 if train is False else float(np.float32(1.0 if weight is None else weight))
     if train or weight:
         key = "train" if train else "weight"
         raise RowError(f"{at}: {key}: only an assistant message is learned, this is a {role} message")
-    return True
+    return 1.0
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_WEIGHT
 
 
 def _tool_call(value: Any, at: str) -> dict[str, Any]:

@@ -85,6 +85,11 @@ class Documents(Sequence[Document]):
         return int(self.targets.sum())
 
     @property
+    def has_message_weights(self) -> bool:
+        """Whether a message in these sources has a weight that is neither 0 nor 1."""
+        return any(store.weights is not None for store in self.stores)
+
+    @property
     def num_truncated(self) -> int:
         return self._states[State.CUT]
 
@@ -301,7 +306,7 @@ class Data:
 
 
 def in_memory(documents: Iterable[Tokens]) -> Documents:
-    """Documents of (token ids int32 [T], learned bool [T]) each."""
+    """Documents of (token ids int32 [T], loss mask bool [T] or float32 [T]) each."""
     rows = [TokenizedRow("", n, n, len(d[0]), State.WHOLE, [d]) for n, d in enumerate(documents)]
     return Documents([stored_in_memory(rows)], [np.ones(len(rows), bool)])
 

@@ -30,6 +30,7 @@ class Rendered:
 
     text: str
     spans: list[Span]
+    weights: list[float] | None  # of the spans; None: all are 1
     is_chat: bool  # the text has its special tokens already
     path: str
     line: int
@@ -40,26 +41,28 @@ class Rendered:
 def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rendered:
     """Render an example for `loss_on`: "assistant" (every assistant turn), "last" (the last one), or "all".
 
-    An assistant message with `train` false is not learned, whatever `loss_on` says. RowError where the template refuses
-    the conversation, does not show its tools, or hides where a turn is, and where a control token in the content is
-    not allowed.
+    An assistant message with `train` false is not learned, whatever `loss_on` says, and one with a weight by that.
+    RowError where the template refuses the conversation, does not show its tools, or hides where a turn is, and where a
+    control token in the content is not allowed.
     """
     is_chat = tokenizer.template is not None and bool(example.messages)
     if is_chat:
         chat = _Chat(example, tokenizer)
-        text, spans = chat.text, chat.learned(loss_on)
+        text, spans, weights = chat.text, *chat.learned(loss_on)
         control = tokenizer.masked_chat(example.messages, text, tools=example.tools)
     elif example.completion is not None:
         prompt = example.prompt or ""
         text = prompt + example.completion
-        spans = [(0 if loss_on == "all" or example.is_text else len(prompt), len(text))]
+        spans, weights = [(0 if loss_on == "all" or example.is_text else len(prompt), len(text))], [1.0]
         control = tokenizer.masked_text(text)
     else:
         raise RowError(
             "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
         )
-    learned = [span for span in spans if span[0] < span[1]]
-    return Rendered(text, learned, is_chat, example.path, example.line, *control)
+    learned = [(span, weight) for span, weight in zip(spans, weights, strict=True) if span[0] < span[1]]
+    spans, weights = [span for span, _ in learned], [weight for _, weight in learned]
+    some = weights if any(weight != 1 for weight in weights) else None
+    return Rendered(text, spans, some, is_chat, example.path, example.line, *control)
 
 
 class _Chat:
@@ -79,20 +82,32 @@ class _Chat:
                 )
             self._marked = dict(zip(self._turns, marked, strict=True))
 
-    def learned(self, loss_on: str) -> list[Span]:
-        if loss_on != "all":
-            wanted = self._turns[-1:] if loss_on == "last" else self._turns
-            return [self._turn(i) for i in wanted if self._messages[i].train]
+    def learned(self, loss_on: str) -> tuple[list[Span], list[float]]:
+        """What is learned, and how much."""
+        if loss_on == "all":
+            return self._everything()
+        wanted = self._turns[-1:] if loss_on == "last" else self._turns
+        wanted = [i for i in wanted if self._messages[i].train]
+        return [self._turn(i) for i in wanted], [self._messages[i].weight for i in wanted]
+
+    def _everything(self) -> tuple[list[Span], list[float]]:
+        """All of the text but the turns that are not learned. A turn with a weight of its own is a span of its own."""
         spans: list[Span] = []
+        weights: list[float] = []
         start = 0
         for i in self._turns:
-            if self._messages[i].train:
-                _check_names(_call_names(self._messages[i]), self.text, "tool calls")
-            else:
-                left_out = self._turn(i)
-                spans.append((start, left_out[0]))
-                start = left_out[1]
-        return [*spans, (start, _end(self.text, self._messages[-1].content))]
+            message = self._messages[i]
+            if message.train and message.weight == 1:
+                _check_names(_call_names(message), self.text, "tool calls")
+                continue
+            turn = self._turn(i)
+            spans.append((start, turn[0]))
+            weights.append(1.0)
+            if message.train:
+                spans.append(turn)
+                weights.append(message.weight)
+            start = turn[1]
+        return [*spans, (start, _end(self.text, self._messages[-1].content))], [*weights, 1.0]
 
     def _turn(self, i: int) -> Span:
         """The characters of message `i`, an assistant's."""

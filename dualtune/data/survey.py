@@ -71,6 +71,7 @@ class Survey:
     tokens: int
     trained_tokens: int
     trained_share: float
+    message_weights: bool  # whether a message has a weight that is neither 0 nor 1
     lengths: Lengths
     histogram: list[Bar]
     max_length: int
@@ -117,6 +118,7 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         tokens=train.num_tokens,
         trained_tokens=train.num_targets,
         trained_share=train.num_targets / train.num_tokens,
+        message_weights=train.has_message_weights,
         lengths=_lengths(train.lengths),
         histogram=histogram(train.lengths),
         max_length=config.data.max_length,
@@ -210,6 +212,8 @@ def describe(found: Survey) -> list[tuple[str, str]]:
     if found.eval_documents:
         text = f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data"
         rows.append(("leaks", _with_pair(text, found.first_eval_in_training)))
+    if found.message_weights:
+        rows.append(("weights", "messages have weights of their own: the loss is the weighted mean over the tokens"))
     measured = "" if found.fill_steps == found.steps_per_epoch else f", in the first {found.fill_steps} steps"
     return [
         *rows,
@@ -257,6 +261,7 @@ class ShownToken:
     text: str
     trained: bool
     special: bool = False  # a control token of the tokenizer, no piece of the text
+    weight: float = 1.0  # of its loss, where it is trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,10 +278,10 @@ class ShownDocument:
     def num_trained(self) -> int:
         return sum(token.trained for token in self.tokens)
 
-    def runs(self) -> list[tuple[bool, str]]:
-        """(whether it is trained, its text) of every run of tokens that are alike in this."""
-        grouped = groupby(self.tokens, key=lambda token: token.trained)
-        return [(trained, "".join(token.text for token in tokens)) for trained, tokens in grouped]
+    def runs(self) -> list[tuple[float, str]]:
+        """(weight, text) of every run of tokens with the same weight: 0 where nothing is trained, 1 as usual."""
+        grouped = groupby(self.tokens, key=lambda token: token.weight if token.trained else 0.0)
+        return [(weight, "".join(token.text for token in tokens)) for weight, tokens in grouped]
 
 
 def first_documents(train: Documents, order: Order, tokenizer: Tokenizer, number: int) -> list[ShownDocument]:
@@ -290,7 +295,8 @@ def show_document(
 ) -> ShownDocument:
     ids: list[int] = document.tokens.tolist()
     trained = [False, *document.trained[1:].tolist()]  # the first token has nothing before it to learn it from
-    tokens = map(ShownToken, ids, pieces(ids, decode), trained, (id in special_ids for id in ids))
+    weights = [1.0] * len(ids) if document.weights is None else document.weights.tolist()
+    tokens = map(ShownToken, ids, pieces(ids, decode), trained, (id in special_ids for id in ids), weights)
     return ShownDocument(document.where, list(tokens), document.has_control_text)
 
 

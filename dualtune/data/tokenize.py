@@ -23,7 +23,9 @@ from dualtune.data.tokenizer import Tokenizer
 
 ENCODE_ROWS = 1000
 
-Tokens = tuple[np.ndarray, np.ndarray]  # token ids int32 [T]; character offsets int32 [T, 2], or learned bool [T]
+# Token ids int32 [T], with character offsets int32 [T, 2], or the loss mask: bool [T], or float32 [T] where the row has
+# weights, which is 0 where nothing is learned.
+Tokens = tuple[np.ndarray, np.ndarray]
 
 
 class State(IntEnum):
@@ -43,7 +45,7 @@ class TokenizedRow:
     number: int  # of the row in its source, from 0; bad rows do not count
     num_tokens: int  # before anything was cut
     state: State
-    documents: list[Tokens]  # (token ids, learned); none where the row was dropped
+    documents: list[Tokens]  # (token ids, loss mask); none where the row was dropped
     control_token: str | None = None  # the first one in what somebody wrote
 
 
@@ -116,23 +118,24 @@ def _finish(
 
 
 def _learned(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
-    """(token ids, learned), with an end token behind what the model shall stop after."""
+    """(token ids, loss mask), with an end token behind what the model shall stop after."""
     tokens, offsets = _cut_at_borders(row, tokens, offsets, tokenizer)
     starts, ends = offsets[:, 0], offsets[:, 1]
-    trained = np.zeros(len(tokens), bool)
-    for start, end in row.spans:
+    weights = row.weights or [True] * len(row.spans)
+    trained = np.zeros(len(tokens), bool if row.weights is None else np.float32)
+    for (start, end), weight in zip(row.spans, weights, strict=True):
         inside = (starts < end) & (ends > start)
-        trained |= inside
+        trained[inside] = weight
         behind = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
         # A turn's end token is learned with it, also where the marked part of the template stops before it.
         if behind < len(tokens) and int(tokens[behind]) in tokenizer.stop_ids and starts[behind] == end:
-            trained[behind] = True
+            trained[behind] = weight
     # Without an end token the model would never learn to stop.
     if row.spans and row.spans[-1][1] >= len(row.text.rstrip()) and tokenizer.eos_id is not None and len(tokens):
         last = int(np.flatnonzero(trained)[-1]) if trained.any() else len(tokens) - 1
         if int(tokens[last]) not in tokenizer.special_ids:
             tokens = np.append(tokens[: last + 1], np.int32(tokenizer.eos_id))
-            trained = np.append(trained[: last + 1], True)
+            trained = np.append(trained[: last + 1], trained.dtype.type(weights[-1]))
     return tokens, trained
 
 

@@ -185,7 +185,8 @@ def _part(part: Part) -> str:
 
 def _token(token: ShownToken) -> str:
     kinds = " ".join(name for name, holds in (("special", token.special), ("trained", token.trained)) if holds)
-    return f'<span title="token {token.id}"{f" class={kinds!r}" if kinds else ""}>{_text(token.text)}</span>'
+    weight = f", weight {token.weight:g}" if token.trained and token.weight != 1 else ""
+    return f'<span title="token {token.id}{weight}"{f" class={kinds!r}" if kinds else ""}>{_text(token.text)}</span>'
 
 
 def _bad(reason: str) -> str:

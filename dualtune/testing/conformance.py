@@ -23,7 +23,7 @@ from dualtune.adapter.spec import parse_name
 from dualtune.backend import CLIP_EPS, IGNORE_INDEX, Batch
 from dualtune.capabilities import BACKEND_KEYS
 from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import conformance_packing, conformance_state, tolerances
+from dualtune.testing import conformance_packing, conformance_state, conformance_weights, tolerances
 from dualtune.testing.conformance_case import (
     DECAY,
     Case,
@@ -309,4 +309,9 @@ def _checks_in(part: Mapping[str, Any]) -> list[Callable[[Case], None]]:
 
 
 PACKING_CHECKS = _checks_in(vars(conformance_packing))
-CHECKS = [*_checks_in(globals()), *_checks_in(vars(conformance_state)), *PACKING_CHECKS]
+CHECKS = [
+    *_checks_in(globals()),
+    *_checks_in(vars(conformance_state)),
+    *_checks_in(vars(conformance_weights)),
+    *PACKING_CHECKS,
+]

@@ -148,16 +148,24 @@ class NumpyEngine:
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
-        logp = self._forward(tokens_N)["logp"]
-        return LossSum(float(-logp[np.arange(len(labels_N)), labels_N].sum()), batch.num_targets)
+        logp_N = self._forward(tokens_N)["logp"][np.arange(len(labels_N)), labels_N]
+        return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
 
-    def forward_backward(self, batch: Batch, *, num_targets: int) -> None:
+    def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
+        tokens_N, labels_N, noise_N = _targets(batch)
+        logp_NV = self._forward(tokens_N, noise_N if dropout else None)["logp"]
+        logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
+        logprobs_BT[batch.labels_BT != IGNORE_INDEX] = logp_NV[np.arange(len(labels_N)), labels_N]
+        return logprobs_BT
+
+    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
         tokens_N, labels_N, noise_N = _targets(batch)
         n = np.arange(len(labels_N))
         f = self._forward(tokens_N, noise_N)
-        self._loss += float(-f["logp"][n, labels_N].sum()) / num_targets
+        self._loss += float(-_weighted(f["logp"][n, labels_N], batch).sum()) / num_targets
         g_NV = np.exp(f["logp"])
         g_NV[n, labels_N] -= 1
+        g_NV = _weighted(g_NV, batch)
         g_NV /= num_targets
         g_ND = self._linear_backward("head", g_NV, f["h_dropped"], noise_N)
         self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], noise_N)
@@ -228,6 +236,14 @@ def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens, labels, noise) where there is something to predict; every token is its own context here."""
     where = batch.labels_BT != IGNORE_INDEX
     return batch.tokens_BT[where], batch.labels_BT[where], batch.noise_BT[where]
+
+
+def _weighted(values: np.ndarray, batch: Batch) -> np.ndarray:
+    """Values of the targets, [N, …], each times the weight of its target."""
+    if batch.weights_BT is None:
+        return values
+    weights_N = batch.weights_BT[batch.labels_BT != IGNORE_INDEX].astype(np.float64)
+    return values * weights_N.reshape(-1, *[1] * (values.ndim - 1))
 
 
 def _zeros(like: Tensors) -> Tensors:

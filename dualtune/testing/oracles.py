@@ -19,9 +19,16 @@ Oracle = Callable[[Batch, Tensors, float], np.ndarray]  # (batch, adapter, scale
 
 
 def loss_of(logprobs_BTV: np.ndarray, batch: Batch) -> float:
-    """−Σ log p(label) over the targets."""
-    b, t = np.nonzero(batch.labels_BT != IGNORE_INDEX)
-    return float(-logprobs_BTV[b, t, batch.labels_BT[b, t]].sum())
+    """−Σ w·log p(label) over the targets."""
+    logprobs_BT, weights_BT = target_logprobs_of(logprobs_BTV, batch), batch.target_weights_BT
+    return float(-(logprobs_BT if weights_BT is None else weights_BT * logprobs_BT).sum())
+
+
+def target_logprobs_of(logprobs_BTV: np.ndarray, batch: Batch) -> np.ndarray:
+    """log p(label) [B, T], 0 where there is no target."""
+    is_target_BT = batch.labels_BT != IGNORE_INDEX
+    labels_BT = np.where(is_target_BT, batch.labels_BT, 0)
+    return np.where(is_target_BT, np.take_along_axis(logprobs_BTV, labels_BT[..., None], -1)[..., 0], 0.0)
 
 
 def softmax_oracle(path: Path) -> Oracle:

@@ -131,13 +131,14 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
     packed = Batch(
         np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32), np.zeros(shape, np.int32),
         np.zeros(shape, np.int32), np.zeros(shape, np.uint32),
+        None if batch.weights_BT is None else np.zeros(shape, np.float32),
     )  # fmt: skip
     for b, row in enumerate(rows):
         start = 0
         for number, document in enumerate(row, start=1):
             there, here = (b, slice(start, start + lengths[document])), (document, slice(lengths[document]))
-            for field in fields(Batch):
-                getattr(packed, field.name)[there] = getattr(batch, field.name)[here]
+            for name, values in _arrays(batch).items():
+                getattr(packed, name)[there] = values[here]
             packed.segments_BT[there] = number
             start += lengths[document]
     return packed
@@ -152,12 +153,16 @@ def with_rubbish(batch: Batch) -> Batch:
         np.concatenate([batch.segments_BT, empty]),
         np.concatenate([batch.positions_BT, empty]),
         np.concatenate([batch.noise_BT, empty.astype(np.uint32)]),
+        None if batch.weights_BT is None else np.concatenate([batch.weights_BT, empty.astype(np.float32)]),
     )
 
 
 def row_of(batch: Batch, b: int) -> Batch:
     """One row of a batch, as a batch."""
-    cut = slice(b, b + 1)
-    return Batch(
-        batch.tokens_BT[cut], batch.labels_BT[cut], batch.segments_BT[cut], batch.positions_BT[cut], batch.noise_BT[cut]
-    )
+    return Batch(**{name: values[b : b + 1] for name, values in _arrays(batch).items()})
+
+
+def _arrays(batch: Batch) -> dict[str, np.ndarray]:
+    """The arrays of a batch by their names; without weights where it has none."""
+    found = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return {name: values for name, values in found.items() if values is not None}

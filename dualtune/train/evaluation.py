@@ -32,25 +32,29 @@ def evaluate(
     show: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> EvalRecord:
-    """The mean loss over the targets of all documents; `show(done, total)` is told how many micro-batches are done.
+    """The mean loss over the targets of all documents, each by its weight; `show(done, total)` is told how many
+    micro-batches are done.
 
     In a team each process computes its share. Preempted if a signal asks.
     """
     team = team or Team()
     ids = range(len(documents))
     groups = share(documents.lengths, ids, layout, team.rank, team.size)
-    loss_sum, num_targets = 0.0, 0
+    loss_sum, weight, num_targets = 0.0, 0.0, 0
     queued: list[LossSum] = []
     show(0, len(groups))
     for done, rows in enumerate(groups, start=1):
         team.stop_if(interrupt.requested())
-        queued.append(engine.evaluate(make_batch(documents, rows, seed=0, step=step)))
+        batch = make_batch(documents, rows, seed=0, step=step)
+        queued.append(engine.evaluate(batch))
+        weight += batch.total_weight
         num_targets += queued[-1].num_targets
         if len(queued) > 1:  # one behind, so that the device has the next while this one is waited for
             loss_sum += queued.pop(0).loss_sum
         show(done, len(groups))
-    loss_sum, total_targets = team.total(loss_sum + sum(result.loss_sum for result in queued), num_targets)
-    return EvalRecord(step=step, eval_loss=loss_sum / total_targets, eval_targets=int(total_targets))
+    loss_sum += sum(result.loss_sum for result in queued)
+    loss_sum, weight, total_targets = team.total(loss_sum, weight, num_targets)
+    return EvalRecord(step=step, eval_loss=loss_sum / weight, eval_targets=int(total_targets))
 
 
 def exact_match(

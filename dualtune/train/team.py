@@ -17,7 +17,7 @@ from dualtune.errors import DualtuneError, EnvironmentFault, PeerLost, Preempted
 from dualtune.redaction import redact
 from dualtune.train.watchdog import Watchdog
 
-_NOTE = struct.Struct("<?dd")  # has this process failed; two numbers
+_NOTE = struct.Struct("<?ddd")  # has this process failed; three numbers
 _TEXT_BYTES = 1024
 
 T = TypeVar("T")
@@ -58,12 +58,12 @@ class Team:
             interrupt.poll()
             raise Preempted("Stopped: another process of the run was asked to")
 
-    def total(self, a: float, b: float = 0.0) -> tuple[float, float]:
-        """The sums of two numbers over all processes: the same bits in each."""
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """The sums of up to three numbers over all processes: the same bits in each."""
         if self.size == 1:
-            return float(a), float(b)
-        notes = self._exchange(a, b)
-        return sum(note[1] for note in notes), sum(note[2] for note in notes)
+            return tuple(map(float, numbers))
+        notes = self._exchange(*numbers)
+        return tuple(sum(note[i] for note in notes) for i in range(1, 1 + len(numbers)))
 
     def of_first(self, data: bytes = b"") -> bytes:
         """What the first process has; the others need not know how much it is."""
@@ -104,9 +104,10 @@ class Team:
             return contextlib.nullcontext()
         return self._watchdog.waiting(f"{what} (this is process {self.rank} of {self.size})")
 
-    def _exchange(self, a: float = 0.0, b: float = 0.0, *, watched: bool = True) -> list[tuple[bool, float, float]]:
+    def _exchange(self, *numbers: float, watched: bool = True) -> list[tuple[bool, float, float, float]]:
+        a, b, c = (*numbers, 0.0, 0.0, 0.0)[:3]
         with self.waiting("the other processes") if watched else contextlib.nullcontext():
-            notes = [_NOTE.unpack(note) for note in self._world.gather(_NOTE.pack(False, a, b))]
+            notes = [_NOTE.unpack(note) for note in self._world.gather(_NOTE.pack(False, a, b, c))]
             failed = next((rank for rank, note in enumerate(notes) if note[0]), None)
             if failed is not None:
                 text = self._world.gather(bytes(_TEXT_BYTES))[failed].rstrip(b"\0").decode(errors="replace")
@@ -117,5 +118,5 @@ class Team:
         code = error.exit_code if isinstance(error, DualtuneError) else 1
         text = redact(f"{type(error).__name__}: {error}").encode()[:_TEXT_BYTES]
         with self.waiting("the other processes"):
-            self._world.gather(_NOTE.pack(True, code, 0.0))
+            self._world.gather(_NOTE.pack(True, code, 0.0, 0.0))
             self._world.gather(text.ljust(_TEXT_BYTES, b"\0"))

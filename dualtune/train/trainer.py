@@ -48,13 +48,13 @@ def fit(job: Job, first_step: int = 0) -> int:
 
     while step < num_steps and not guards.stops_early:
         batches = job.batches(step)
-        num_targets, num_tokens = _count(team, batches)
+        weight, num_targets, num_tokens = _count(team, batches)
         lr = learning_rate(config, step, num_steps)
 
         for batch in batches:
             if team.agree(interrupt.requested()):
                 _stop(job, step)
-            engine.forward_backward(batch, num_targets=num_targets)
+            engine.forward_backward(batch, num_targets=weight)
         team.check()
         output = engine.optim_step(lr=lr, max_grad_norm=config.train.max_grad_norm)
         faults.reach("step")
@@ -86,12 +86,15 @@ def fit(job: Job, first_step: int = 0) -> int:
     return step
 
 
-def _count(team: Team, batches: Sequence[Batch]) -> tuple[int, int]:
-    """The target tokens and the tokens of the whole step, the shares of all processes together."""
+def _count(team: Team, batches: Sequence[Batch]) -> tuple[float, int, int]:
+    """The weight of the targets, their number, and the tokens of the whole step, the shares of all processes together.
+
+    The weight is what the loss is divided by: the number of targets where nothing is weighted.
+    """
     with_targets = [batch for batch in batches if batch.num_targets]  # one without fills a gap
-    targets, tokens = (sum(getattr(batch, n) for batch in with_targets) for n in ("num_targets", "num_tokens"))
-    targets, tokens = team.total(targets, tokens)
-    return int(targets), int(tokens)
+    counted = ("total_weight", "num_targets", "num_tokens")
+    weight, targets, tokens = team.total(*(sum(getattr(batch, n) for batch in with_targets) for n in counted))
+    return weight, int(targets), int(tokens)
 
 
 def _settle(job: Job, step: int) -> int:

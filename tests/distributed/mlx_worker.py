@@ -29,7 +29,7 @@ def main(model: Path, out: Path) -> None:
     for name, row_length in (("packed", 32), ("padded", None)):
         layout = Layout(64, row_length)
         share = micro_batches(documents, range(len(LENGTHS)), layout, seed=1, step=0, rank=team.rank, size=team.size)
-        num_targets, _ = team.total(sum(batch.num_targets for batch in share))
+        (num_targets,) = team.total(sum(batch.num_targets for batch in share))
         before = engine.adapter_state()
         for batch in share:
             engine.forward_backward(batch, num_targets=int(num_targets))

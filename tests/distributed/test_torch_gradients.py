@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("torch_worker.py")
 FAMILIES = Path(__file__).with_name("torch_families.py")
 CHOICE = Path(__file__).parents[1] / "torch" / "test_torch_choice.py"
 CASES = [*((e, layout) for e in ("data", "full") for layout in ("padded", "packed", "single")),
-         ("reference", "padded"), ("affine4", "padded"), ("tied", "padded")]  # fmt: skip
+         ("data", "weighted"), ("reference", "padded"), ("affine4", "padded"), ("tied", "padded")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -55,26 +55,38 @@ def main(model: str, tied: str, out: str) -> None:
         for layout in layouts:
             found = step(engine, team, documents, *LAYOUTS[layout])
             results |= {f"{name} {layout} {key}": value for key, value in found.items()}
+        if name == "data":
+            found = step(engine, team, weighted(documents), *LAYOUTS["packed"])
+            results |= {f"{name} weighted {key}": value for key, value in found.items()}
         results[f"{name} logprobs"] = engine.logprobs(random_batch((8, 5), 96))
         results[f"{name} bytes"] = held(engine)
     np.savez(Path(out) / f"{team.size}-{team.rank}.npz", **results)
 
 
+def weighted(documents):
+    """The same documents, every second with weights that are fractions."""
+    masks = [
+        np.where(d.trained, 0.25 + 0.1 * i, 0).astype(np.float32) if i % 2 else d.trained
+        for i, d in enumerate(documents)
+    ]
+    return in_memory([(d.tokens, mask) for d, mask in zip(documents, masks, strict=True)])
+
+
 def step(engine, team, documents, layout, count):
     """The gradient of the first documents, and the loss after a step of plain gradient descent."""
     share = micro_batches(documents, range(count), layout, seed=1, step=0, rank=team.rank, size=team.size)
-    num_targets, _ = team.total(sum(batch.num_targets for batch in share))
+    (weight,) = team.total(sum(batch.total_weight for batch in share))
     before = engine.adapter_state()
     for batch in share:
-        engine.forward_backward(batch, num_targets=int(num_targets))
+        engine.forward_backward(batch, num_targets=weight)
     output = engine.optim_step(lr=1.0, max_grad_norm=None)
     gradient = {n: before[n] - w for n, w in engine.adapter_state().items()}
-    after, _ = team.total(sum(engine.evaluate(batch).loss_sum for batch in share))
+    (after,) = team.total(sum(engine.evaluate(batch).loss_sum for batch in share))
     engine.load_adapter_state(before)
     return gradient | {
         "loss": float(output.loss),
         "norm": float(output.grad_norm),
-        "loss after": after / num_targets,
+        "loss after": after / weight,
         "rows": sum(len(batch.tokens_BT) for batch in share if batch.num_targets),
     }
 

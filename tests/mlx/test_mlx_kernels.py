@@ -90,6 +90,46 @@ def test_the_target_loss_is_that_of_the_whole_logits(kind, dtype, rows_per_chunk
     assert not np.any(to_float64(found[1])[labels_BT == IGNORE_INDEX])
 
 
+@pytest.mark.parametrize("granule", [1, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_target_loss_takes_weights(dtype, granule, labels_BT):
+    """Fractions, 0, negative ones, and ones so small that float16 holds them only with its loss scale."""
+    layer = HEADS["with a bias"]()
+    layer.set_dtype(getattr(mx, dtype))
+    head, hidden_BTH = cross_entropy.Head(layer), normal(3, 7, 64, dtype=dtype)
+    index_N, labels_N = cross_entropy.targets(labels_BT, granule)
+    mixed_BT = np.resize(np.float32([0.3, 0.0, -1.5, 2.0]), labels_BT.shape)
+    for weights_BT in (mixed_BT, np.full_like(mixed_BT, 1e-8)):
+        weights_N = mx.array(weights_BT.flat[index_N])
+
+        def fast(hidden_BTH, slopes=True, weights_N=weights_N):
+            return 1024.0 * cross_entropy.target_loss(
+                hidden_BTH, mx.array(index_N), mx.array(labels_N), head,
+                weights_N=weights_N, slopes=slopes, chunk_elements=97 * 3,
+            )  # fmt: skip
+
+        def plain(hidden_BTH, weights_BT=weights_BT):
+            return 1024.0 * losses.loss_sum(layer(hidden_BTH), mx.array(labels_BT), mx.array(weights_BT))
+
+        found, expected = (mx.value_and_grad(f)(hidden_BTH) for f in (fast, plain))
+        assert found[1].dtype == hidden_BTH.dtype
+        assert gap(found[0], expected[0]) <= DTYPES[dtype] and gap(found[1], expected[1]) <= DTYPES[dtype]
+        assert gap(fast(hidden_BTH, slopes=False), expected[0]) <= DTYPES[dtype]
+        assert not np.any(to_float64(found[1])[(labels_BT == IGNORE_INDEX) | (weights_BT == 0)])
+
+
+@pytest.mark.parametrize("granule", [1, 8])
+def test_the_logprobs_of_targets_come_in_chunks(granule, labels_BT):
+    layer, hidden_BTH = HEADS["with a bias"](), normal(3, 7, 64)
+    index_N, labels_N = (mx.array(a) for a in cross_entropy.targets(labels_BT, granule))
+    head = cross_entropy.Head(layer)
+    found_N = cross_entropy.target_logprobs(hidden_BTH, index_N, labels_N, head, chunk_elements=97 * 3)
+    expected_BT = losses.target_logprobs(layer(hidden_BTH), mx.array(labels_BT))
+    where = np.flatnonzero(labels_BT != IGNORE_INDEX)
+    assert gap(to_float64(found_N)[: len(where)], to_float64(expected_BT).ravel()[where]) <= 1e-5
+    assert not np.any(to_float64(expected_BT)[labels_BT == IGNORE_INDEX])
+
+
 def test_the_target_loss_is_the_formula_in_float64(labels_BT):
     """Also where logits are far apart, and where the label is all but certain."""
     layer = nn.Linear(64, 97)
@@ -123,7 +163,11 @@ def test_logits_are_held_for_few_chunks_at_a_time():
     def loss(hidden_BTH, *, slopes=True):
         return cross_entropy.target_loss(hidden_BTH, *targets, head, slopes=slopes, chunk_elements=8192 * 32)
 
-    for work in (lambda: loss(hidden_BTH, slopes=False), lambda: mx.value_and_grad(loss)(hidden_BTH)):
+    for work in (
+        lambda: loss(hidden_BTH, slopes=False),
+        lambda: mx.value_and_grad(loss)(hidden_BTH),
+        lambda: cross_entropy.target_logprobs(hidden_BTH, *targets, head, chunk_elements=8192 * 32),
+    ):
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         mx.eval(work())

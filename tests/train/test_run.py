@@ -90,6 +90,26 @@ def test_the_losses_are_those_of_an_independent_forward_pass(lab, rows_of):
     assert [steps[0]["loss"], evals[0]["eval_loss"]] == pytest.approx(expected, abs=1e-5)
 
 
+def test_with_message_weights_the_loss_is_the_weighted_mean(lab, write_rows, rows_of):
+    """Loss and evaluation before the first update, against NumPy in float64."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}.", "weight": w}]}
+        for i, w in enumerate([0.25, 1, 3, 0.5, 1, 2, 0.125, 1])
+    ]
+    lab.data = write_rows(rows, "weighted.jsonl")
+    settings = {"train__documents_per_step": 6, "data__eval": 0.25, "adapter__dropout": 0, "data__packing": True}
+    result = lab.run(train__steps=1, **settings)
+    oracle = (softmax_oracle if lab.backend.name == "numpy" else llama_oracle)(lab.model)
+    expected = []
+    for documents in Data(lab.config(data__eval=0.25)).train_and_eval(Tokenizer(lab.model)):
+        assert documents.has_message_weights
+        batches = [micro_batches(documents, [i], Layout(64), seed=0, step=0)[0] for i in range(len(documents))]
+        total = sum(loss_of(oracle(batch, {}, 1.0), batch) for batch in batches)
+        expected.append(total / sum(batch.total_weight for batch in batches))
+    steps, evals = rows_of(result.run_dir)
+    assert [steps[0]["loss"], evals[0]["eval_loss"]] == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_run_directory_holds_what_is_documented_and_nothing_else(lab, rows_of):
     result = lab.run(train__steps=3, run__save_every=1, run__keep=2, data__eval=0.25)
     files = {path.relative_to(result.run_dir).as_posix() for path in result.run_dir.rglob("*") if path.is_file()}

@@ -12,7 +12,7 @@ n those of a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -92,24 +92,21 @@ def targets(labels_BT: np.ndarray, granule: int = 1) -> tuple[np.ndarray, np.nda
 
 def target_loss(
     hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head,
-    *, slopes: bool = True, chunk_elements: int | None = None,
+    *, weights_N: mx.array | None = None, slopes: bool = True, chunk_elements: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """`loss_sum(head.logits(hidden_BTH), labels_BT)` from the tokens that carry loss alone.
+    """`loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT)` from the tokens that carry loss alone.
 
-    It can be differentiated by the hidden states, unless `slopes` is false.
+    It can be differentiated by the hidden states, unless `slopes` is false. The gradient of each row is made for a
+    weight of 1 and multiplied in the backward pass, together with the factor from outside: float16 cannot hold a small
+    weight, but can hold it times the loss scale.
     """
-    if chunk_elements is None:
-        chunk_elements = GPU_CHUNK if on_gpu() else CPU_CHUNK
-    num_rows = max(1, chunk_elements // head.vocab)
 
     def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:
-        """The loss, and where it is wanted its gradient [N, H]."""
+        """The loss, and where it is wanted its gradient [N, H] without the weights."""
         made: list[tuple[mx.array, ...]] = []
-        for i in range(0, labels_N.size, num_rows):
-            rows_nH = hidden_NH[i : i + num_rows]
-            if made:  # MLX may evaluate in any order, and would hold the logits of all chunks
-                (rows_nH,) = mx.depends([rows_nH], list(made[-1]))
-            loss, slopes_nV = _chunk(rows_nH, labels_N[i : i + num_rows], head)
+        for rows in _chunk_rows(labels_N, head, chunk_elements):
+            losses_n1, slopes_nV = _chunk(_after(made, hidden_NH[rows]), labels_N[rows], head)
+            loss = (losses_n1 if weights_N is None else losses_n1 * weights_N[rows, None]).sum()
             made.append((loss, head.back(slopes_nV)) if slopes else (loss,))
         losses, *slopes_NH = zip(*made, strict=True)
         return mx.stack(losses).sum(), *(mx.concatenate(parts) for parts in slopes_NH)
@@ -121,13 +118,38 @@ def target_loss(
 
     @loss_and_slopes.vjp
     def _(hidden_NH: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
-        return cotangents[0].astype(hidden_NH.dtype) * outputs[1]
+        if weights_N is None:
+            return cotangents[0].astype(hidden_NH.dtype) * outputs[1]
+        return (cotangents[0] * weights_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
 
     return loss_and_slopes(rows_NH)[0]
 
 
+def target_logprobs(
+    hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head, *, chunk_elements: int | None = None
+) -> mx.array:
+    """log p(label) of the tokens that carry loss, float32 [N], by the same products as the loss."""
+    rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
+    made: list[tuple[mx.array, ...]] = []
+    for rows in _chunk_rows(labels_N, head, chunk_elements):
+        made.append((_chunk(_after(made, rows_NH[rows]), labels_N[rows], head)[0],))
+    return -mx.concatenate([losses_n1.squeeze(-1) for (losses_n1,) in made])
+
+
+def _chunk_rows(labels_N: mx.array, head: Head, chunk_elements: int | None) -> Iterator[slice]:
+    if chunk_elements is None:
+        chunk_elements = GPU_CHUNK if on_gpu() else CPU_CHUNK
+    num_rows = max(1, chunk_elements // head.vocab)
+    return (slice(i, i + num_rows) for i in range(0, labels_N.size, num_rows))
+
+
+def _after(made: Sequence[tuple[mx.array, ...]], rows_nH: mx.array) -> mx.array:
+    """These rows, once the chunk before them is made: MLX evaluates in any order, and would hold all logits at once."""
+    return mx.depends([rows_nH], list(made[-1]))[0] if made else rows_nH
+
+
 def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.array, mx.array]:
-    """(the loss of these rows, its gradient for the logits, p − onehot(label))"""
+    """(the losses of these rows [n, 1], their gradient for the logits, p − onehot(label))"""
     is_target_n1 = (labels_n != IGNORE_INDEX)[:, None]
     labels_n1 = mx.maximum(labels_n, 0)[:, None]
     logits_nV = head.logits(hidden_nH).astype(mx.float32)
@@ -138,7 +160,7 @@ def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.arra
     p_nV = weights_nV * (is_target_n1 / total_n1)
     at_label_n1 = mx.take_along_axis(p_nV, labels_n1, axis=-1) - is_target_n1
     slopes_nV = mx.put_along_axis(p_nV, labels_n1, at_label_n1, axis=-1)
-    return mx.where(is_target_n1, losses_n1, 0.0).sum(), slopes_nV.astype(hidden_nH.dtype)
+    return mx.where(is_target_n1, losses_n1, 0.0), slopes_nV.astype(hidden_nH.dtype)
 
 
 def _exp(x: mx.array) -> mx.array:

@@ -12,7 +12,7 @@ Legend: M rows with a target, R rows of a chunk, P with padding, D hidden size, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,21 +26,38 @@ ROWS = {"cpu": 128, "cuda": 1024}
 
 
 def reference(
-    hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, labels_M: Tensor, cap: float | None = None
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_M: Tensor,
+    cap: float | None = None,
+    weights_M: Tensor | None = None,
 ) -> Tensor:
-    """Σ −log softmax(capped(hidden · headᵀ + bias))[label], softmax and sum in float32; float32 scalar."""
+    """Σ −w·log softmax(capped(hidden · headᵀ + bias))[label], softmax and sum in float32; float32 scalar."""
     logits_MV = capped(F.linear(hidden_MD, head_VD, bias_V).float(), cap)
-    return F.cross_entropy(logits_MV, labels_M, reduction="sum")
+    if weights_M is None:
+        return F.cross_entropy(logits_MV, labels_M, reduction="sum")
+    return (F.cross_entropy(logits_MV, labels_M, reduction="none") * weights_M).sum()
 
 
-def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
+def logprobs_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
+    """log p(label) of the chunk's rows, float32 [R]."""
+    x_RV = capped(logits_RV.float(), cap)
+    return x_RV.gather(-1, labels_R[:, None]).squeeze(-1) - x_RV.logsumexp(-1)
+
+
+def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None, weights_R: Tensor | None = None) -> Tensor:
     """The chunk's loss, without a gradient."""
     x_RV = capped(logits_RV.float(), cap)
-    return (x_RV.logsumexp(-1) - x_RV.gather(-1, labels_R[:, None]).squeeze(-1)).sum()
+    losses_R = x_RV.logsumexp(-1) - x_RV.gather(-1, labels_R[:, None]).squeeze(-1)
+    return (losses_R if weights_R is None else losses_R * weights_R).sum()
 
 
-def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, cap: float | None) -> Tensor:
-    """The chunk's loss. The logits are overwritten by its gradient, softmax − one-hot, times the slope of the cap."""
+def loss_and_gradient(
+    logits_RV: Tensor, labels_R: Tensor, cap: float | None, weights_R: Tensor | None = None
+) -> Tensor:
+    """The chunk's loss. The logits are overwritten by its gradient without the weights: softmax − one-hot, times the
+    slope of the cap."""
     x_RV = capped(logits_RV.float(), cap)
     x_R1 = x_RV.gather(-1, labels_R[:, None])
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
@@ -49,11 +66,42 @@ def loss_and_gradient(logits_RV: Tensor, labels_R: Tensor, cap: float | None) ->
         probs_RV, target_R1 = (g * (1 - (x / cap).square()) for g, x in ((probs_RV, x_RV), (target_R1, x_R1)))
     logits_RV.copy_(probs_RV)
     logits_RV.scatter_(-1, labels_R[:, None], target_R1.to(logits_RV.dtype))  # cheaper than to look at every element
-    return (lse_R1 - x_R1).sum()
+    losses_R1 = lse_R1 - x_R1
+    return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
+
+
+def target_logprobs(
+    hidden_MD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_M: Tensor,
+    cap: float | None,
+    fuse: Callable[[Any], Any],
+) -> Tensor:
+    """log softmax(capped(hidden · headᵀ + bias))[label], float32 [M], by the same products as the loss."""
+    logprobs_M = torch.empty(len(labels_M), device=hidden_MD.device)
+    for rows in _chunks(hidden_MD):
+        hidden_RD, labels_R = hidden_MD[rows], labels_M[rows]
+        logits_PV = _padded_logits(hidden_RD, head_VD, bias_V)
+        logprobs_M[rows] = fuse(logprobs_of_logits)(logits_PV[: len(labels_R)], labels_R, cap)
+    return logprobs_M
+
+
+def _chunks(hidden_MD: Tensor) -> Iterator[slice]:
+    rows = ROWS[hidden_MD.device.type]
+    return (slice(start, start + rows) for start in range(0, len(hidden_MD), rows))
+
+
+def _padded_logits(hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    return F.linear(F.pad(hidden_RD, (0, 0, 0, -len(hidden_RD) % GRANULE)), head_VD, bias_V)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`reference`, with its gradient by `hidden` made in the forward pass."""
+    """`reference`, with its gradient by `hidden` made in the forward pass.
+
+    The gradient of each row is made for a weight of 1 and multiplied in the backward pass, together with the factor
+    from outside: float16 cannot hold a small weight, but can hold it times the loss scale.
+    """
 
     @staticmethod
     def forward(
@@ -64,23 +112,24 @@ class LinearCrossEntropy(torch.autograd.Function):
         labels_M: Tensor,
         cap: float | None,
         fuse: Callable[[Any], Any],
+        weights_M: Tensor | None = None,
     ) -> Tensor:
-        rows = ROWS[hidden_MD.device.type]
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(labels_M), rows):
-            hidden_RD, labels_R = hidden_MD[start : start + rows], labels_M[start : start + rows]
-            R = len(labels_R)
-            logits_PV = F.linear(F.pad(hidden_RD, (0, 0, 0, -R % GRANULE)), head_VD, bias_V)
+        for rows in _chunks(hidden_MD):
+            labels_R = labels_M[rows]
+            R, weights = len(labels_R), () if weights_M is None else (weights_M[rows],)
+            logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
             if grad_MD is None:
-                loss += fuse(loss_of_logits)(logits_PV[:R], labels_R, cap)
+                loss += fuse(loss_of_logits)(logits_PV[:R], labels_R, cap, *weights)
             else:
-                loss += fuse(loss_and_gradient)(logits_PV[:R], labels_R, cap)
-                grad_MD[start : start + R] = (logits_PV @ head_VD)[:R]
-        ctx.save_for_backward(grad_MD)
+                loss += fuse(loss_and_gradient)(logits_PV[:R], labels_R, cap, *weights)
+                grad_MD[rows] = (logits_PV @ head_VD)[:R]
+        ctx.save_for_backward(grad_MD, weights_M)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (grad_MD,) = ctx.saved_tensors
-        return (grad_MD * grad).to(grad_MD.dtype), None, None, None, None, None
+        grad_MD, weights_M = ctx.saved_tensors
+        slope = grad if weights_M is None else grad * weights_M[:, None]
+        return (grad_MD * slope).to(grad_MD.dtype), None, None, None, None, None, None
