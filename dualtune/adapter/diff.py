@@ -93,8 +93,10 @@ def render_difference(found: AdapterDifference) -> str:
 def _settings(adapter: Adapter) -> dict[str, Any]:
     spec = adapter.spec
     return {
+        "method": spec.method,
         "rank": spec.rank,
         "alpha": spec.alpha,
+        "scaling": spec.scaling,
         "scale": spec.scale,
         "dropout": spec.dropout,
         "targets": tuple(sorted(spec.targets)),

@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from dualtune.adapter.methods import METHODS
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.redaction import secret_in
 
@@ -64,6 +65,9 @@ ModuleNames = Annotated[
     Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
     AfterValidator(_all_different),
 ]
+
+
+MethodName = Literal[tuple(METHODS)]  # pyright: ignore  # the table is there, in one place
 
 
 class Section(BaseModel):
@@ -115,12 +119,16 @@ class ModelConfig(Section):
 
 
 class AdapterConfig(Section):
-    """The LoRA adapter."""
+    """The adapter."""
 
+    method: MethodName = "lora"
+    """What is trained: lora is the matrices A and B of an update scale · B A of each target."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Positive = 32.0
-    """The adapter's output is multiplied by alpha / rank."""
+    """What the factor of the adapter's output is made of, as `scaling` says."""
+    scaling: Literal["standard", "rank_stabilized"] = "standard"
+    """That factor: alpha / rank, or for rank_stabilized alpha / √rank (rsLoRA), which does not shrink at high ranks."""
     dropout: Fraction = 0.05
     """The share of the adapter's inputs that is zeroed in training."""
     targets: Literal["all-linear"] | ModuleNames = (
