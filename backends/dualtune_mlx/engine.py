@@ -34,7 +34,7 @@ from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.kernels.cross_entropy import target_loss, targets
 from dualtune_mlx.losses import loss_sum
-from dualtune_mlx.methods import Noise, add_layers, linear_shape, storage
+from dualtune_mlx.methods import Noise, add_layers, linear_shape, storage, weight_of
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import Arrays, Layout, adamw, clip
 from dualtune_mlx.packing import packed_cache
@@ -222,11 +222,7 @@ class MlxEngine:
 
     def _frozen(self, path: str) -> np.ndarray:
         """The frozen weight of an adapted layer, float32 [out, in]."""
-        base = self._layers[path].base
-        weight = base.weight
-        if isinstance(base, nn.QuantizedLinear):
-            weight = mx.dequantize(weight, base.scales, base.biases, base.group_size, base.bits)
-        return np.array(weight.astype(mx.float32))
+        return np.array(weight_of(self._layers[path].base))
 
     def _to_numpy(self, flat: mx.array) -> Tensors:
         return {name: np.array(array) for name, array in self._layout.named(flat).items()}

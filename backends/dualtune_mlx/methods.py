@@ -66,6 +66,13 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
     return out_dim, in_dim * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else in_dim
 
 
+def weight_of(layer: nn.Module) -> mx.array:
+    """The weight [out, in] of a linear layer, plain or quantized, in float32."""
+    if isinstance(layer, nn.QuantizedLinear):
+        return mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits).astype(mx.float32)
+    return layer.weight.astype(mx.float32)
+
+
 def storage(bases: Collection[nn.Module]) -> dict[str, int]:
     """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
     parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has the first alone

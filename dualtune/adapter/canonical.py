@@ -174,6 +174,11 @@ def beside_pairs(tensors: Tensors) -> Tensors:
     return {name: np.ascontiguousarray(tensors[name], np.float32) for name in names}
 
 
+def beside_of(module: str, beside: Tensors) -> Tensors:
+    """Those of one module."""
+    return {name: x for name, x in beside.items() if (parsed := parse_name(name)) and parsed[0] == module}
+
+
 def check_beside(method: Method, beside: Tensors, pairs: Pairs, where: object) -> None:
     """FormatError unless each module has what the method trains beside A and B, in the right shape."""
     expected = {
@@ -192,9 +197,9 @@ def check_beside(method: Method, beside: Tensors, pairs: Pairs, where: object) -
 
 
 def beside_distance(ours: Tensors, theirs: Tensors) -> float:
-    """The largest relative difference of the tensors beside A and B; infinite where one has a tensor of its own."""
+    """The largest relative difference of the tensors beside A and B; 1 where only one adapter has a tensor."""
     if ours.keys() != theirs.keys():
-        return math.inf
+        return 1.0
     sizes = {name: max(np.linalg.norm(x), np.linalg.norm(theirs[name])) for name, x in ours.items()}
     return max((float(np.linalg.norm(ours[n] - theirs[n]) / size) for n, size in sizes.items() if size), default=0.0)
 

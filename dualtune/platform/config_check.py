@@ -16,7 +16,7 @@ from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
 from dualtune.disk import existing
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
-from dualtune.memory.ask import adapted
+from dualtune.memory.ask import num_trained
 from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import Decoder
 from dualtune.platform.budget import budget
@@ -209,7 +209,7 @@ def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
     if decoder is None:
         return rows
     try:
-        num_weights = adapted(decoder, config.adapter.targets).num_weights * config.adapter.rank
+        num_weights = num_trained(decoder, config.adapter)
         check_space(RunDir(place, None), config, num_weights)
     except DiskError as error:
         return [*rows, failure("disk", error)]

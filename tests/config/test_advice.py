@@ -85,7 +85,9 @@ def test_a_key_of_other_trainers_that_has_no_counterpart_is_answered_in_words(li
 
 
 def test_inside_a_section_no_section_is_suggested() -> None:
-    assert error_of(with_("adapter: {peft: 1}")).startswith("c.yaml:5: adapter.peft: unknown key. Allowed here: method,")
+    assert error_of(with_("adapter: {peft: 1}")).startswith(
+        "c.yaml:5: adapter.peft: unknown key. Allowed here: method,"
+    )
 
 
 def test_the_tables_of_foreign_names_lead_to_keys_that_exist() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,6 +42,10 @@ class Method:
     delta: Callable[[Mapping[str, np.ndarray], float, Weight], np.ndarray]
     peft_keys: Mapping[str, object]  # what marks it in PEFT's adapter_config.json, beside the keys of LoRA
     mlx_type: str  # fine_tune_type of mlx-lm's
+
+    def count(self, weight: Shape, rank: int) -> int:
+        """How many numbers are trained for a weight."""
+        return sum(math.prod(shape) for shape in self.shapes(weight, rank).values())
 
     @property
     def parts(self) -> frozenset[str]:
