@@ -156,8 +156,13 @@ def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
 
 
 def _method(config: Mapping[str, Any]) -> Method:
-    """The method whose marks the config has: of several the last in the table, for LoRA, the first, has none."""
-    marked = [m for m in METHODS.values() if all(config.get(key) == value for key, value in m.peft_keys.items())]
+    """The method whose marks the config has, of several the last in the table: LoRA, the first, has none.
+
+    As in PEFT, a switch is on where it is true in Python's sense.
+    """
+    marked = [
+        m for m in METHODS.values() if all(bool(config.get(key)) == bool(m.peft_keys[key]) for key in m.peft_keys)
+    ]
     return marked[-1]
 
 

@@ -126,9 +126,9 @@ class AdapterConfig(Section):
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Positive = 32.0
-    """What the factor of the adapter's output is made of, as `scaling` says."""
+    """The adapter's output is multiplied by alpha / rank, or as `scaling` says."""
     scaling: Literal["standard", "rank_stabilized"] = "standard"
-    """That factor: alpha / rank, or for rank_stabilized alpha / √rank (rsLoRA), which does not shrink at high ranks."""
+    """standard multiplies by alpha / rank, rank_stabilized by alpha / √rank (rsLoRA), for high ranks."""
     dropout: Fraction = 0.05
     """The share of the adapter's inputs that is zeroed in training."""
     targets: Literal["all-linear"] | ModuleNames = (

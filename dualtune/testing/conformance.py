@@ -206,13 +206,17 @@ def check_weight_decay_without_gradient(case: Case) -> None:
 
 
 def check_neutral_state_is_the_base_model(case: Case) -> None:
-    """A trained engine with its neutral state computes what a fresh one does, bit by bit, and is then a fresh one."""
-    fresh, neutral, batch = case.engine(trained=False), case.engine(), case.batch()
-    trained = neutral.logprobs(batch)
-    neutral.load_adapter_state(neutral.neutral_state())
-    assert_equal(neutral.adapter_state(), fresh.adapter_state())
-    assert np.array_equal(fresh.logprobs(batch), neutral.logprobs(batch))
-    assert not np.array_equal(trained, neutral.logprobs(batch))
+    """By every method that is honoured: the neutral state of a trained engine is a fresh one's, and the base model."""
+    batch = case.batch()
+    base = case.engine(trained=False, targets=()).logprobs(batch)
+    for method in case.backend.capabilities().get("adapter.method", {"lora"}):
+        fresh, engine = case.engine(trained=False, method=method), case.engine(method=method)
+        trained = engine.logprobs(batch)
+        engine.load_adapter_state(engine.neutral_state())
+        assert_equal(engine.adapter_state(), fresh.adapter_state())
+        assert np.array_equal(fresh.logprobs(batch), engine.logprobs(batch))
+        assert np.abs(trained - base).max() > 100 * tolerances.LOGPROBS
+        assert np.abs(engine.logprobs(batch) - base)[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
 
 
 def check_rank_stabilized_scale(case: Case) -> None:
