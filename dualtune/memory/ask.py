@@ -116,10 +116,14 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
 
 def num_trained(decoder: Decoder, adapter: HasAdapter) -> int:
     """How many numbers are trained. ConfigError for a target that selects nothing."""
+    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets)
+
+
+@cache
+def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, ...] | Literal["all-linear"]) -> int:
     from dualtune.adapter.methods import METHODS
 
-    method = METHODS[adapter.method]
-    return sum(method.count(shape, adapter.rank) for shape in adapted(decoder, adapter.targets).shapes)
+    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets).shapes)
 
 
 def optimizer(decoder: Decoder, ask: Ask) -> Part:

@@ -49,7 +49,7 @@ def test_the_default_targets_of_a_gpt2_are_answered_with_its_layers_and_the_line
 
 def test_a_rank_stabilized_scale_is_shown(check, tmp_path):
     """Its usual alpha is not twice the rank, so nothing is advised."""
-    model, targets = write_tiny_gpt2(tmp_path / "gpt2"), "adapter.targets=[c_attn, c_fc, c_proj]"
+    model, targets = write_tiny_gpt2(tmp_path / "gpt2"), "adapter.targets=all-linear"
     settings = ("data.max_length=128", targets, "adapter.rank=16", "adapter.alpha=16")
     row = check(model, *settings, "adapter.scaling=rank_stabilized")[0]["adapter"]
     assert row.level == "ok" and "rank 16, alpha 16 over √rank: scale 4," in row.found
