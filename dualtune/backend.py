@@ -249,6 +249,10 @@ class Engine(Protocol):
 
     def adapter_state(self) -> Tensors: ...
 
+    def neutral_state(self) -> Tensors:
+        """The adapter of a fresh engine, with which the model computes what its base computes alone."""
+        ...
+
     def load_adapter_state(self, state: Tensors) -> None:
         """Replace the adapter. Names and shapes must be exactly those of `adapter_state()`; ValueError otherwise."""
         ...

@@ -19,6 +19,7 @@ BACKEND_KEYS = (
     "model.quantization",
     "model.init",
     "model.kernels",
+    "adapter.method",
     "data.packing",
     "train.optimizer",
     "memory.checkpointing",

@@ -1,7 +1,7 @@
 """The rules of the house that a reader of one file cannot see: who imports whom, and what nobody does.
 
 cli -> platform, transfer, launch, report -> train -> memory, hybrid, data -> backend, hooks -> base_model
-    -> adapter, config, limits -> disk, interrupt -> errors, faults, redaction
+    -> config -> adapter, limits -> disk, interrupt -> errors, faults, redaction
 """
 
 import ast

@@ -35,8 +35,8 @@ from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
-from dualtune_mlx.lora import LoRALinear, Noise, add_lora, linear_shape, storage
 from dualtune_mlx.losses import loss_sum, target_logprobs
+from dualtune_mlx.methods import Noise, add_layers, linear_shape, storage, weight_of
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, Layout, clip
 from dualtune_mlx.packing import packed_cache
@@ -49,11 +49,10 @@ class MlxEngine:
         self.model = model
         self._request = request
         self._noise = Noise()
-        self._layers = add_lora(model, request.adapter, self._noise, group=request.kernels != "reference")
+        self._layers = add_layers(model, request.adapter, self._noise, group=request.kernels != "reference")
         if (weights := request.base_weights()) is not None:
             check_names(weights, list(self._layers))
-        shapes = {path: linear_shape(layer.base) for path, layer in self._layers.items()}
-        fresh = init_adapter(shapes, request.adapter.rank, request.seed)
+        fresh = self.neutral_state()
         self._layout = Layout({name: tensor.shape for name, tensor in fresh.items()})
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._slots = {slot: mx.zeros_like(self._params) for slot in request.optimizer.entry.slots}
@@ -68,7 +67,7 @@ class MlxEngine:
         self._accumulate, self._update = wrap(self._add_gradient), wrap(self._updated)
         self.description = dict(description) | {
             "adapted_modules": len(self._layers),
-            "adapted_weights": storage(self._layers),
+            "adapted_weights": storage([layer.base for layer in self._layers.values()]),
             "trainable_parameters": self._params.size,
             "kernels": str(self._kernels),
         }
@@ -116,6 +115,10 @@ class MlxEngine:
     def adapter_state(self) -> Tensors:
         return self._to_numpy(self._params)
 
+    def neutral_state(self) -> Tensors:
+        spec, shapes = self._request.adapter, {path: linear_shape(layer.base) for path, layer in self._layers.items()}
+        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
+
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_state(), state, "adapter")
         self._params = self._from_numpy(state)
@@ -146,13 +149,13 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
-        layers = {path: layer for path, layer in self.model.named_modules() if isinstance(layer, LoRALinear)}
+        adapted = {id(layer) for layer in self._layers.values()}
+        layers = {path: layer for path, layer in self.model.named_modules() if id(layer) in adapted}
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in layers for part in ("weight", "bias")}
         weights = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
         for module, layer in layers.items():
-            delta = layer.scale * (layer.weights.lora_B_Or @ layer.weights.lora_A_rI)
             base = layer.base.weight
-            weights[f"{module}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
+            weights[f"{module}.weight"] = (base.astype(mx.float32) + layer.delta()).astype(base.dtype)
         if isinstance(self.model, gpt2.Model):
             weights = gpt2.as_stored(weights)
         copy_without_weights(self._request.model_dir, path)
@@ -245,9 +248,13 @@ class MlxEngine:
             attention.pieces = None
 
     def _bind(self, params: Arrays) -> None:
+        method = self._request.adapter.trained
         for path, layer in self._layers.items():
-            layer.weights.lora_A_rI = params[tensor_name(path, "A")]
-            layer.weights.lora_B_Or = params[tensor_name(path, "B")]
+            layer.bind({part: params[tensor_name(path, part, method.name)] for part in method.parts})
+
+    def _frozen(self, path: str) -> np.ndarray:
+        """The frozen weight of an adapted layer, float32 [out, in]."""
+        return np.array(weight_of(self._layers[path].base))
 
     def _to_numpy(self, flat: mx.array) -> Tensors:
         return {name: np.array(array) for name, array in self._layout.named(flat).items()}

@@ -5,19 +5,14 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_unflatten
 
-from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, input_of, threshold
-from dualtune.adapter.gpt2 import canonical_name
-from dualtune.adapter.spec import LoraSpec, select_modules
-
-
-class Noise:
-    """The token keys of the running micro-batch, shared by all adapted layers. None: dropout is off."""
-
-    noise_BT: mx.array | None = None
+from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
+from dualtune.adapter.spec import LoraSpec
+from dualtune_mlx.methods import AdaptedLayer, Noise, linear_shape
 
 
 class Weights:
@@ -65,7 +60,7 @@ class SharedInput:
         return x_BTI * keep_BTI * (1.0 / (1.0 - self.dropout))
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(AdaptedLayer):
     """y = W x + b + scale · B (A x), with A and B in float32 and the products in the dtype of x.
 
     Hu et al., LoRA, arXiv 2106.09685. Dropout acts on the x that A sees, as in PEFT.
@@ -86,39 +81,11 @@ class LoRALinear(nn.Module):
         u_BTr = self.scale * self.shared.product(self.weights, x_BTI)
         return y_BTO + u_BTr @ self.weights.lora_B_Or.T.astype(x_BTI.dtype)
 
+    def bind(self, values: Mapping[str, mx.array]) -> None:
+        self.weights.lora_A_rI, self.weights.lora_B_Or = values["A"], values["B"]
 
-def linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer; a quantized one packs 32 / bits weights into a word."""
-    out_dim, in_dim = layer.weight.shape
-    return out_dim, in_dim * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else in_dim
-
-
-def add_lora(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -> dict[str, LoRALinear]:
-    """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
-
-    `group`: layers that read the same activations share the product with their stacked A; else each has its own.
-    """
-    paths = {canonical_name(p): p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))}
-    modules = dict(model.named_modules())
-    linear = {name: modules[path] for name, path in paths.items()}
-    shapes = {path: linear_shape(layer) for path, layer in linear.items()}
-    shared: dict[tuple[str, int], SharedInput] = {}
-    wrapped: dict[str, LoRALinear] = {}
-    for path, (_, in_dim) in select_modules(shapes, spec.targets).items():
-        reads = (input_of(path), in_dim)
-        wrapped[path] = LoRALinear(linear[path], path, spec, noise, shared.get(reads) if group else None)
-        shared[reads] = wrapped[path].shared
-    model.update_modules(tree_unflatten([(paths[name], layer) for name, layer in wrapped.items()]))
-    return wrapped
+    def delta(self) -> mx.array:
+        return self.scale * (self.weights.lora_B_Or @ self.weights.lora_A_rI)
 
 
-def storage(layers: dict[str, LoRALinear]) -> dict[str, int]:
-    """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
-    bases = [layer.base for layer in layers.values()]
-    parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has the first alone
-    return {
-        "layers": len(bases),
-        "four_bit": sum(isinstance(base, nn.QuantizedLinear) and base.bits == 4 for base in bases),
-        "parameters": sum(out * in_ for out, in_ in map(linear_shape, bases)),
-        "bytes": sum(base[part].nbytes for base in bases for part in parts if part in base),
-    }
+LAYER = LoRALinear

@@ -6,6 +6,7 @@ the matrices A of layers that share an input lie one behind another: all of them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,28 +14,32 @@ import torch
 from torch import Tensor
 
 from dualtune.adapter.dropout import input_of
+from dualtune.adapter.methods import METHODS
 from dualtune.adapter.spec import Tensors, tensor_name
-from dualtune_torch.lora import LoRALinear
+from dualtune_torch.methods import AdaptedLayer
 
 
 class AdapterBuffer:
     """Flat float32 tensors of one layout, and views of them by the adapter's names."""
 
-    def __init__(self, layers: Mapping[str, LoRALinear], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: Mapping[str, AdaptedLayer], device: torch.device, dtype: torch.dtype, method: str = "lora"
+    ) -> None:
         """Gives the layers (by module path) their weights and gradients, which become views of the buffer."""
         together = sorted(layers, key=lambda path: (input_of(path), path))
+        weights = {path: layer.trained() for path, layer in layers.items()}
         self._shapes = {
-            tensor_name(path, part): tuple(getattr(layers[path], f"lora_{part}").shape)
-            for part in ("A", "B")
+            tensor_name(path, parameter.part, method): tuple(weights[path][parameter.part].shape)
+            for parameter in METHODS[method].parameters
             for path in together
         }
-        total = sum(rows * columns for rows, columns in self._shapes.values())
+        total = sum(map(math.prod, self._shapes.values()))
         self.flat = torch.zeros(total, device=device, requires_grad=True)
         self.flat.grad = torch.zeros_like(self.flat)
         masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
-        for path, layer in layers.items():
-            for part, weight in (("A", layer.lora_A), ("B", layer.lora_B)):
-                name = tensor_name(path, part)
+        for path, parts in weights.items():
+            for part, weight in parts.items():
+                name = tensor_name(path, part, method)
                 weight.data, weight.grad = masters[name], self.grads[name]
         self._compute = self.flat.detach() if dtype == torch.float32 else torch.empty_like(self.flat, dtype=dtype)
         self.compute = self._views(self._compute.detach())
@@ -57,5 +62,5 @@ class AdapterBuffer:
         return {name: np.empty(shape) for name, shape in self._shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split([rows * columns for rows, columns in self._shapes.values()])
+        parts = flat.split([*map(math.prod, self._shapes.values())])
         return {n: part.view(shape) for (n, shape), part in zip(self._shapes.items(), parts, strict=True)}

@@ -38,8 +38,8 @@ from dualtune_torch.kernels import cross_entropy
 from dualtune_torch.kernels.attention import Documents
 from dualtune_torch.kernels.choose import choose, own_attention
 from dualtune_torch.kernels.lora import add_groups
-from dualtune_torch.lora import Noise, add_lora, storage
 from dualtune_torch.losses import loss_sum, target_logprobs
+from dualtune_torch.methods import Noise, add_layers, storage
 from dualtune_torch.optimizer import FlatOptimizer
 from dualtune_torch.sharding import check_whole, whole
 
@@ -60,18 +60,17 @@ class TorchEngine:
         self._request = request
         self._noise = Noise()
         self._num_positions = learned_positions(read_config(request.model_dir))
-        self._layers = add_lora(model, request.adapter, self._noise)
-        self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model))
+        self._layers = add_layers(model, request.adapter, self._noise)
+        self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self._kernels = choose(model, request.kernels)
         if self._kernels.groups:
             add_groups(self._layers, self._adapter, self._kernels.fuse)
-        shapes = {path: shape_of(layer.base) for path, layer in self._layers.items()}
-        self.load_adapter_state(init_adapter(shapes, request.adapter.rank, request.seed))
+        self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
         self.description = dict(description) | {
             "adapted_modules": len(self._layers),
-            "adapted_weights": storage(self._layers),
+            "adapted_weights": storage([layer.base for layer in self._layers.values()]),
             "trainable_parameters": self._adapter.flat.numel(),
             "kernels": str(self._kernels),
         }
@@ -122,6 +121,10 @@ class TorchEngine:
     def adapter_state(self) -> Tensors:
         return self._adapter.to_numpy(self._adapter.flat)
 
+    def neutral_state(self) -> Tensors:
+        spec, shapes = self._request.adapter, {path: shape_of(layer.base) for path, layer in self._layers.items()}
+        return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
+
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self._adapter.empty(), state, "adapter")
         self._adapter.load(self._adapter.flat, state)
@@ -157,11 +160,11 @@ class TorchEngine:
         check_mergeable(self.description)
         check_whole(self.description)
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
-        weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if ".lora_" not in n}
+        trained = {f"{m}.{n}" for m, layer in self._layers.items() for n, _ in layer.named_parameters(recurse=False)}
+        weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if n not in trained}
         for module, layer in self._layers.items():
-            delta = layer.scale * (layer.lora_B.detach() @ layer.lora_A.detach())
             base = layer.base.weight
-            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta)).to(base.dtype)
+            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, layer.delta())).to(base.dtype)
         for tied in self.model.all_tied_weights_keys:
             weights.pop(tied, None)
         if any(isinstance(module, Conv1D) for module in self.model.modules()):
@@ -181,6 +184,12 @@ class TorchEngine:
             yield
         finally:
             self._noise.noise_BT = None
+
+    def _frozen(self, path: str) -> np.ndarray:
+        """The frozen weight of an adapted layer, float32 [out, in]."""
+        base = self._layers[path].base
+        with self._together(), whole(base):
+            return _numpy(weight_of(base, torch.float32).float())
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         """Σ −w·log p(label) over the targets, float32."""

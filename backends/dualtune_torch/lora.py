@@ -5,23 +5,16 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
-from dualtune.adapter.spec import LoraSpec, select_modules
-from dualtune_torch.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes
-
-
-class Noise:
-    """The token keys of the running micro-batch, shared by all adapted layers. None: dropout is off."""
-
-    noise_BT: Tensor | None = None
+from dualtune.adapter.spec import LoraSpec
+from dualtune_torch.frozen import FrozenLinear, shape_of
+from dualtune_torch.methods import AdaptedLayer, Noise
 
 
 class Group(Protocol):
@@ -30,13 +23,14 @@ class Group(Protocol):
     def __call__(self, layer: LoRALinear, x_BTI: Tensor, /) -> Tensor: ...
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(AdaptedLayer):
     """y = W x + b + scale · B (A x), with A and B in float32 and the products in the dtype of x.
 
     Hu et al., LoRA, arXiv 2106.09685. Dropout acts on the x that A sees, as in PEFT. What is written out here is the
     reference; a `group` computes the same.
     """
 
+    grouped = True
     group: Group | None = None
 
     def __init__(self, base: FrozenLinear, module: str, spec: LoraSpec, noise: Noise) -> None:
@@ -61,6 +55,12 @@ class LoRALinear(nn.Module):
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
         return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
 
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {"A": self.lora_A, "B": self.lora_B}
+
+    def delta(self) -> Tensor:
+        return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
+
 
 def drop_rule(p: float) -> tuple[int, float]:
     """The lowest hash that is kept, and what the kept are multiplied by, which is quicker than to divide."""
@@ -81,27 +81,4 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-def add_lora(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, LoRALinear]:
-    """Wrap the targeted linear layers in place. Returns module path -> wrapper, sorted by path.
-
-    An output head that shares its weight with the embedding is no layer of its own (MLX has none either), and adapting
-    one side of the pair could not be merged.
-    """
-    tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
-    linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
-    shapes = {path: shape_of(layer) for path, layer in linear.items()}
-    wrapped = {path: LoRALinear(linear[path], path, spec, noise) for path in select_modules(shapes, spec.targets)}
-    for path, layer in wrapped.items():
-        model.set_submodule(path, layer)
-    return wrapped
-
-
-def storage(layers: dict[str, LoRALinear]) -> dict[str, int]:
-    """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
-    bases = [layer.base for layer in layers.values()]
-    return {
-        "layers": len(bases),
-        "four_bit": sum(map(is_four_bit, bases)),
-        "parameters": sum(math.prod(shape_of(base)) for base in bases),
-        "bytes": sum(map(stored_bytes, bases)),
-    }
+LAYER = LoRALinear

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dualtune.adapter.layers import is_module_path
-from dualtune.adapter.spec import LoraSpec, Tensors, parse_name, tensor_name
+from dualtune.adapter.methods.method import Method
+from dualtune.adapter.spec import LoraSpec, Scaling, Tensors, divisor, parse_name, tensor_name
 from dualtune.errors import FormatError
 
+PAIR = "AB"  # the parts that are matrices of a low-rank update
 ALPHA_RELATIVE_ERROR = 1e-12  # scale · rank misses the alpha that scale was computed from by a few 1e-16
 
 
@@ -111,25 +113,33 @@ def fold(B_Or: np.ndarray, factor: float) -> np.ndarray:
         return (B_Or.astype(np.float64) * factor).astype(np.float32)
 
 
-def alpha_of(scale: float, rank: int) -> float:
-    """scale · rank, freed from the rounding of alpha / rank · rank."""
-    alpha = scale * rank
+def alpha_of(scale: float, rank: int, scaling: Scaling = "standard") -> float:
+    """scale · rank (or · √rank), freed from the rounding of alpha / rank · rank."""
+    alpha = scale * divisor(rank, scaling)
     return float(round(alpha)) if math.isclose(alpha, round(alpha), rel_tol=ALPHA_RELATIVE_ERROR) else alpha
 
 
-def integral_alpha(scale: float, rank: int) -> tuple[int, float]:
-    """(alpha, factor) with alpha / rank · factor = scale and alpha an integer >= 1; factor is to be folded into B.
+def rescaled(spec: LoraSpec, scaling: Scaling) -> LoraSpec:
+    """The same scale as alpha / rank or alpha / √rank."""
+    if scaling == spec.scaling:
+        return spec
+    return replace(spec, alpha=alpha_of(spec.scale, spec.rank, scaling), scaling=scaling)
+
+
+def integral_alpha(scale: float, rank: int, scaling: Scaling = "standard") -> tuple[int, float]:
+    """(alpha, factor) with alpha / rank (or / √rank) · factor = scale and alpha an integer >= 1; factor is to be folded
+    into B.
 
     Consumers of PEFT directories declare lora_alpha an integer, and some refuse `16.0`.
     """
-    alpha = alpha_of(scale, rank)
+    alpha = alpha_of(scale, rank, scaling)
     nearest = max(1, round(alpha))
     return nearest, alpha / nearest
 
 
 def with_integral_alpha(spec: LoraSpec, tensors: Tensors) -> tuple[LoraSpec, Tensors, list[str]]:
     """The same function with an integer alpha, and a note if lora_B had to take up the difference."""
-    alpha, factor = integral_alpha(spec.scale, spec.rank)
+    alpha, factor = integral_alpha(spec.scale, spec.rank, spec.scaling)
     notes: list[str] = []
     if factor != 1.0:
         tensors = {name: fold(x, factor) if ".lora_B." in name else x for name, x in tensors.items()}
@@ -152,8 +162,46 @@ def to_pairs(tensors: Tensors, where: object) -> Pairs:
     for name, tensor in tensors.items():
         if (parsed := parse_name(name)) is None:
             raise FormatError(f"{where}: tensor {name[:200]!r} does not belong to a LoRA adapter")
-        halves[parsed] = tensor
+        if parsed[1] in PAIR:
+            halves[parsed] = tensor
     return pair_up(halves, where)
+
+
+def beside_pairs(tensors: Tensors) -> Tensors:
+    """What the method trains beside A and B, by canonical name, float32. LoRA has none."""
+    parsed = {name: parse_name(name) for name in tensors}
+    names = [name for name, found in parsed.items() if found and found[1] not in PAIR]
+    return {name: np.ascontiguousarray(tensors[name], np.float32) for name in names}
+
+
+def beside_of(module: str, beside: Tensors) -> Tensors:
+    """Those of one module."""
+    return {name: x for name, x in beside.items() if (parsed := parse_name(name)) and parsed[0] == module}
+
+
+def check_beside(method: Method, beside: Tensors, pairs: Pairs, where: object) -> None:
+    """FormatError unless each module has what the method trains beside A and B, in the right shape."""
+    expected = {
+        tensor_name(module, part, method.name): shape
+        for module, pair in pairs.items()
+        for part, shape in method.shapes(pair.delta_shape, pair.A_rI.shape[0]).items()
+        if part not in PAIR
+    }
+    for name in sorted(expected.keys() | beside.keys()):
+        if name not in beside:
+            raise FormatError(f"{where}: tensor {name!r} is missing, which {method.title} trains. Copy the file again")
+        if name not in expected:
+            raise FormatError(f"{where}: tensor {name!r} is no part of {method.title}")
+        if beside[name].shape != expected[name]:
+            raise FormatError(f"{where}: {name}: got shape {[*beside[name].shape]}, must be {[*expected[name]]}")
+
+
+def beside_distance(ours: Tensors, theirs: Tensors) -> float:
+    """The largest relative difference of the tensors beside A and B; 1 where only one adapter has a tensor."""
+    if ours.keys() != theirs.keys():
+        return 1.0
+    sizes = {name: max(np.linalg.norm(x), np.linalg.norm(theirs[name])) for name, x in ours.items()}
+    return max((float(np.linalg.norm(ours[n] - theirs[n]) / size) for n, size in sizes.items() if size), default=0.0)
 
 
 def value_problems(tensors: Tensors) -> list[str]:

@@ -7,13 +7,22 @@ down to about 1e-8. Two adapters of different rank, scale or layout may well be 
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dualtune.adapter.canonical import Pair, delta_distance, delta_norm, to_pairs
+from dualtune.adapter.canonical import (
+    Pair,
+    beside_distance,
+    beside_of,
+    beside_pairs,
+    delta_distance,
+    delta_norm,
+    to_pairs,
+)
 from dualtune.adapter.directory import SAME_FUNCTION, Adapter, read_adapter
+from dualtune.adapter.spec import Tensors
 from dualtune.show import in_columns
 
 MAX_ROWS = 12
@@ -56,6 +65,8 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
     modules = [
         _difference(m, pairs[m], ours.spec.scale, others[m], theirs.spec.scale) for m in shared if m not in reshaped
     ]
+    beside = [beside_pairs(adapter.tensors) for adapter in (ours, theirs)]
+    modules = [_with_beside(found, *(beside_of(found.module, tensors) for tensors in beside)) for found in modules]
     return AdapterDifference(
         settings={k: (x, y) for k, x in _settings(ours).items() if x != (y := _settings(theirs)[k])},
         only_in_a=tuple(sorted(pairs.keys() - others.keys())),
@@ -93,8 +104,10 @@ def render_difference(found: AdapterDifference) -> str:
 def _settings(adapter: Adapter) -> dict[str, Any]:
     spec = adapter.spec
     return {
+        "method": spec.method,
         "rank": spec.rank,
         "alpha": spec.alpha,
+        "scaling": spec.scaling,
         "scale": spec.scale,
         "dropout": spec.dropout,
         "targets": tuple(sorted(spec.targets)),
@@ -109,6 +122,12 @@ def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_s
         cosine = max(-1.0, min(1.0, our_scale * their_scale * _inner(ours, theirs) / (norm_a * norm_b)))
     distance = delta_distance(ours, our_scale, theirs, their_scale)
     return ModuleDifference(module, distance, norm_a, norm_b, cosine)
+
+
+def _with_beside(found: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
+    """With what the method trains beside A and B, where that differs more."""
+    distance = max(found.relative_difference, beside_distance(ours, theirs))
+    return replace(found, relative_difference=distance)
 
 
 def _inner(ours: Pair, theirs: Pair) -> float:

@@ -97,7 +97,8 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
     for module, pair in pairs.items():
         canonical.check_rank(module, pair, spec.rank, "adapter")
-    tensors, turned = canonical.to_tensors(pairs), adapter.fan_in_fan_out
+    canonical.check_beside(spec.trained, beside := canonical.beside_pairs(adapter.tensors), pairs, "adapter")
+    tensors, turned = canonical.to_tensors(pairs) | beside, adapter.fan_in_fan_out
     if layout != "mlx":  # mlx-lm's scale is any number, PEFT's lora_alpha an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded
@@ -108,13 +109,15 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         files[peft.WEIGHTS_FILE] = _safetensors(tensors, "pt")
     if layout != "peft":
         config |= mlx_lm.mlx_config(spec, modules, fan_in_fan_out=turned)
-        files[mlx_lm.WEIGHTS_FILE] = _safetensors(mlx_lm.mlx_tensors(tensors, fan_in_fan_out=turned), "mlx")
+        files[mlx_lm.WEIGHTS_FILE] = _safetensors(
+            mlx_lm.mlx_tensors(tensors, spec.method, fan_in_fan_out=turned), "mlx"
+        )
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # the key under which mlx-lm's trainer keeps it
     files[CONFIG_FILE] = json_bytes(config)
     if adapter.template is not None:
         files[TEMPLATE_FILE] = adapter.template.encode()
-    files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, metadata))
+    files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, {**metadata, "adapter": _kind(spec)}))
     return files
 
 
@@ -148,8 +151,8 @@ def load(contents: Contents) -> Adapter:
     layout = "mlx" if contents.layout == "mlx" else "peft"
     parts = _parse(contents, layout)
     return Adapter(
-        parts.spec, parts.tensors, parts.base_model, contents.layout, contents.manifest or {}, parts.notes,
-        read_template(contents.directory), parts.fan_in_fan_out,
+        _with_scaling(parts.spec, contents), parts.tensors, parts.base_model, contents.layout, contents.manifest or {},
+        parts.notes, read_template(contents.directory), parts.fan_in_fan_out,
     )  # fmt: skip
 
 
@@ -166,7 +169,23 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
         distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
         if distance > SAME_FUNCTION:
             problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
+    beside = [canonical.beside_pairs(tensors) for tensors in (adapter.tensors, other.tensors)]
+    if canonical.beside_distance(*beside) > SAME_FUNCTION:
+        problems.append(f"the two weight files differ in what {adapter.spec.trained.title} trains beside A and B")
     return problems
+
+
+def _kind(spec: LoraSpec) -> dict[str, str]:
+    """What dualtune.json says of the method; mlx-lm's config has no place for the scaling."""
+    return {"method": spec.method, "scaling": spec.scaling}
+
+
+def _with_scaling(spec: LoraSpec, contents: Contents) -> LoraSpec:
+    """The spec of an mlx-lm directory of ours, whose config has the scale alone, with the alpha that made it."""
+    kind = (contents.manifest or {}).get("adapter")
+    if contents.layout != "mlx" or kind != {"method": spec.method, "scaling": "rank_stabilized"}:
+        return spec
+    return canonical.rescaled(spec, "rank_stabilized")
 
 
 def _parse(contents: Contents, layout: str) -> canonical.Parts:

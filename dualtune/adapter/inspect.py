@@ -35,6 +35,8 @@ class AdapterReport:
     rank: int
     alpha: float
     scale: float
+    method: str
+    scaling: str  # standard: scale = alpha / rank; rank_stabilized: alpha / √rank
     dropout: float
     targets: tuple[str, ...]
     template: str  # the chat template of the training
@@ -78,6 +80,8 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         rank=spec.rank,
         alpha=spec.alpha,
         scale=spec.scale,
+        method=spec.method,
+        scaling=spec.scaling,
         dropout=spec.dropout,
         targets=spec.targets,
         template=described(adapter.template, adapter.metadata),
@@ -100,7 +104,8 @@ def render_report(report: AdapterReport) -> str:
         f"adapter     {report.path}",
         f"layout      {report.layout}",
         f"base model  {report.base_model or 'not recorded'}",
-        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}, dropout {report.dropout:g}",
+        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_how(report)}, "
+        f"dropout {report.dropout:g}",
         f"targets     {_shortened(report.targets)}",
         f"template    {report.template}",
         f"size        {report.num_modules} modules, {report.num_parameters:,} parameters, "
@@ -114,6 +119,10 @@ def render_report(report: AdapterReport) -> str:
     for title, texts in (("note", report.notes), ("flag", report.flags), ("PROBLEM", report.problems)):
         lines += [f"{title}: {text}" for text in texts]
     return "\n".join(lines)
+
+
+def _how(report: AdapterReport) -> str:
+    return " (rank-stabilized: alpha / √rank)" if report.scaling == "rank_stabilized" else ""
 
 
 def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms, ...]:
@@ -132,7 +141,7 @@ def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
     elif idle:
         flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {_shortened(idle)}")
     # The two usual mistakes of converters between scale and alpha; only hints, since either may be meant.
-    if adapter.layout != "mlx" and spec.alpha == MLX_DEFAULT_SCALE:
+    if adapter.layout != "mlx" and spec.alpha == MLX_DEFAULT_SCALE and spec.scaling == "standard":
         flags.append(f"alpha is 20, which is mlx-lm's default scale: if it was meant as one, alpha is 20 · {spec.rank}")
     if adapter.layout == "mlx" and spec.scale != MLX_DEFAULT_SCALE and spec.scale >= max(spec.rank, 8):
         flags.append(

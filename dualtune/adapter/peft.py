@@ -7,17 +7,29 @@ to the function is converted exactly or refused by name.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dualtune.adapter import fields, gpt2
-from dualtune.adapter.canonical import Pairs, Parts, alpha_of, check_rank, pair_up, to_tensors, unify
+from dualtune.adapter.canonical import (
+    PAIR,
+    Pairs,
+    Parts,
+    alpha_of,
+    beside_pairs,
+    check_beside,
+    check_rank,
+    pair_up,
+    to_tensors,
+    unify,
+)
 from dualtune.adapter.layers import exact_targets, is_module_path, place_of, short_targets
+from dualtune.adapter.methods import METHODS, NOT_THERE
+from dualtune.adapter.methods.method import Method
 from dualtune.adapter.patterns import full_match, matches_end
-from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, is_target, parse_name
+from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Scaling, Tensors, divisor, is_target, parse_name
 from dualtune.errors import FormatError
 
 CONFIG_FILE = "adapter_config.json"
@@ -32,14 +44,13 @@ REFUSED = {  # field, if set -> why there is no plain LoRA adapter of the same f
     "layer_replication": "the layers of the base model are repeated",
     "lora_bias": "lora_B has a bias",
     "megatron_config": "the layers are Megatron's parallel ones",
-    "modules_to_save": "whole modules were trained next to the adapter",
     "monteclora_config": "MonteCLoRA samples the weights",
     "target_parameters": "stacked parameters (MoE experts) are adapted",
     "trainable_token_indices": "rows of the embedding were trained next to the adapter",
     "use_bdlora": "BD-LoRA stores block-diagonal matrices",
-    "use_dora": "DoRA rescales the merged weight",
     "use_qalora": "QA-LoRA averages groups of inputs first",
     "velora_config": "VeLoRA replaces the gradient of A and stores its state with the tensors",
+    **NOT_THERE,
 }
 HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
@@ -47,6 +58,7 @@ HANDLED = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     # How the weights of the base lie. PEFT looks at the layer itself, and corrects the field where it is wrong.
     "fan_in_fan_out",
+    *(key for method in METHODS.values() for key in method.peft_keys),
     # Without effect on the function: labels, and what only matters with a method that is refused or at initialization.
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "megatron_core"),
     *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
@@ -72,7 +84,8 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     """The canonical adapter of a parsed adapter_config.json and the tensors of adapter_model.safetensors."""
     where = directory / CONFIG_FILE
     notes = _check_config(config, where)
-    pairs = _pairs(tensors, directory / WEIGHTS_FILE)
+    method, scaling = _method(config), _scaling(config)
+    pairs = _pairs(tensors, method, directory / WEIGHTS_FILE)
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
             raise FormatError(f"{where}: {key}: {count} patterns times modules, at most {MAX_MATCHES} are allowed")
@@ -82,22 +95,23 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     ranks = {module: _rank(module, config, where) for module in pairs}
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
-    scales = {module: _scale(module, rank, config, where) for module, rank in ranks.items()}
+    check_beside(method, beside := beside_pairs(tensors), pairs, directory / WEIGHTS_FILE)
+    scales = {module: _alpha(module, config, where) / divisor(rank, scaling) for module, rank in ranks.items()}
 
     pairs, scale, conversions = unify(pairs, scales)
     rank = max(ranks.values())
     spec = LoraSpec(
         rank=rank,
-        alpha=alpha_of(scale, rank),
+        alpha=alpha_of(scale, rank, scaling),
         dropout=fields.probability({"lora_dropout": 0.0, **config}, "lora_dropout", where),
         targets=_targets(pairs, config, where),
+        scaling=scaling,
+        method=method.name,
     )
-    if config.get("use_rslora"):
-        notes.append(f"rsLoRA: scale alpha / sqrt(rank) = {scale:.6g} kept as alpha {spec.alpha:.6g} / rank {rank}")
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
     turned = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
-    return Parts(spec, to_tensors(pairs), base_model, (*notes, *conversions), turned)
+    return Parts(spec, to_tensors(pairs) | beside, base_model, (*notes, *conversions), turned)
 
 
 def peft_config(
@@ -115,10 +129,11 @@ def peft_config(
         "target_modules": list(exact_targets(modules, spec.targets)),
         "bias": "none",
         "fan_in_fan_out": fan_in_fan_out,
-        "use_rslora": False,
+        "use_rslora": spec.scaling == "rank_stabilized",
         "use_dora": False,
         "init_lora_weights": True,
         "inference_mode": True,
+        **spec.trained.peft_keys,
     }
 
 
@@ -140,14 +155,30 @@ def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
     return [f"unknown to peft 0.21, ignored: {', '.join(map(repr, unknown))[:200]}"] if unknown else []
 
 
-def _pairs(tensors: Tensors, where: Path) -> Pairs:
-    foreign = [name for name in tensors if parse_name(name) is None]
+def _method(config: Mapping[str, Any]) -> Method:
+    """The method whose marks the config has, of several the last in the table: LoRA, the first, has none.
+
+    As in PEFT, a switch is on where it is true in Python's sense.
+    """
+    marked = [
+        m for m in METHODS.values() if all(bool(config.get(key)) == bool(m.peft_keys[key]) for key in m.peft_keys)
+    ]
+    return marked[-1]
+
+
+def _scaling(config: Mapping[str, Any]) -> Scaling:
+    return "rank_stabilized" if config.get("use_rslora") else "standard"
+
+
+def _pairs(tensors: Tensors, method: Method, where: Path) -> Pairs:
+    found = {name: parse_name(name) for name in tensors}
+    foreign = [name for name, parsed in found.items() if parsed is None or parsed[1] not in method.parts]
     # In the table's order: an adapted embedding is the reason why a copy of its base weight lies there as well.
     for part, kind in _FOREIGN_TENSORS.items():
         for name in foreign:
             if part in name:
                 raise FormatError(f"{where}: tensor {name!r} cannot be converted: {kind}")
-    return pair_up({parsed: x for name, x in tensors.items() if (parsed := parse_name(name))}, where)
+    return pair_up({parsed: tensors[name] for name, parsed in found.items() if parsed and parsed[1] in PAIR}, where)
 
 
 def _rank(module: str, config: Mapping[str, Any], where: Path) -> int:
@@ -156,15 +187,12 @@ def _rank(module: str, config: Mapping[str, Any], where: Path) -> int:
     return fields.rank(config, "r", where) if key is None else fields.rank(patterns, key, f"{where}: rank_pattern")
 
 
-def _scale(module: str, rank: int, config: Mapping[str, Any], where: Path) -> float:
+def _alpha(module: str, config: Mapping[str, Any], where: Path) -> float:
     patterns = fields.subtable(config, "alpha_pattern", where)
     key = _matching_pattern(patterns, module, where)
-    alpha = (
-        fields.positive(config, "lora_alpha", where)
-        if key is None
-        else fields.positive(patterns, key, f"{where}: alpha_pattern")
-    )
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if key is None:
+        return fields.positive(config, "lora_alpha", where)
+    return fields.positive(patterns, key, f"{where}: alpha_pattern")
 
 
 def _matching_pattern(patterns: Iterable[str], module: str, where: Path) -> str | None:

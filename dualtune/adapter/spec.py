@@ -1,18 +1,25 @@
-"""What a LoRA adapter is: its hyperparameters, the names and shapes of its tensors, and how it is drawn.
+"""What an adapter is: its hyperparameters, the names of its tensors, and their first values.
 
-The canonical form everywhere in the core, on both backends and in checkpoints is PEFT's: for an adapted linear layer
+The canonical form everywhere in the core, on both backends and in checkpoints is PEFT's: for a linear layer with LoRA,
 `y = W x + scale · B (A x)`, the dictionary holds `base_model.model.<module>.lora_A.weight` with shape [rank, in] and
-`….lora_B.weight` with shape [out, rank], both float32.
+`….lora_B.weight` with shape [out, rank], both float32. Which tensors a layer has is the method's to say
+(`dualtune.adapter.methods`).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import numpy as np
+
+from dualtune.adapter.methods import METHODS
+from dualtune.adapter.methods.method import Method
 
 # Part of what an adapter is, in a file of their own because they need no NumPy.
 from dualtune.adapter.targets import ALL_LINEAR as ALL_LINEAR
@@ -23,8 +30,11 @@ from dualtune.adapter.targets import select_modules as select_modules
 
 Tensors = dict[str, np.ndarray]
 
+Scaling = Literal["standard", "rank_stabilized"]
+
 PREFIX = "base_model.model."
-_NAME = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight$")
+_PARTS = {parameter.peft: parameter.part for method in METHODS.values() for parameter in method.parameters}
+_NAME = re.compile(rf"^base_model\.model\.(?P<module>.+)\.(?P<end>{'|'.join(map(re.escape, _PARTS))})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +45,33 @@ class LoraSpec:
     alpha: float
     dropout: float
     targets: tuple[str, ...]
+    scaling: Scaling = "standard"
+    method: str = "lora"  # a name in `dualtune.adapter.methods.METHODS`
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        """The factor of B A."""
+        return self.alpha / divisor(self.rank, self.scaling)
+
+    @property
+    def trained(self) -> Method:
+        return METHODS[self.method]
 
 
-def tensor_name(module: str, part: str) -> str:
-    """The PEFT name of lora_A (`part="A"`) or lora_B of a module path."""
-    return f"{PREFIX}{module}.lora_{part}.weight"
+def divisor(rank: int, scaling: Scaling) -> float:
+    """What alpha is divided by to make the scale: the rank, or its root (rsLoRA, arXiv 2312.03732)."""
+    return math.sqrt(rank) if scaling == "rank_stabilized" else rank
+
+
+def tensor_name(module: str, part: str, method: str = "lora") -> str:
+    """The canonical name, which is PEFT's, of a part ("A", "B", …) of a module path."""
+    return next(f"{PREFIX}{module}.{p.peft}" for p in METHODS[method].parameters if p.part == part)
 
 
 def parse_name(name: str) -> tuple[str, str] | None:
-    """(module path, "A" or "B") of a PEFT tensor name, or None if it is not one of a plain LoRA linear layer."""
+    """(module path, part) of a canonical name; None for one that no method has."""
     match = _NAME.match(name)
-    return (match["module"], match["part"]) if match else None
+    return (match["module"], _PARTS[match["end"]]) if match else None
 
 
 def modules_of(tensors: Iterable[str]) -> list[str]:
@@ -57,16 +79,19 @@ def modules_of(tensors: Iterable[str]) -> list[str]:
     return sorted({parsed[0] for name in tensors if (parsed := parse_name(name))})
 
 
-def init_adapter(shapes: Shapes, rank: int, seed: int) -> Tensors:
-    """Draw a fresh adapter: A ~ U(±1/√in), which is Kaiming-uniform with a=√5 as in PEFT and mlx-lm, and B = 0.
+def init_adapter(
+    shapes: Shapes, rank: int, seed: int, *, method: str = "lora", weight: Callable[[str], np.ndarray] | None = None
+) -> Tensors:
+    """A fresh adapter, which changes nothing yet: the method's first values for each module.
 
-    Every module has a random stream of its own, keyed by (seed, module path), so that the numbers do not depend on
-    which other modules are adapted, nor on the order in which a backend lists them.
+    `weight` gives the frozen weight [out, in] of a module, float32; without it, tensors that are a function of it are
+    left out. Every module has a random stream of its own, keyed by (seed, module path), so that the numbers do not
+    depend on which other modules are adapted, nor on the order in which a backend lists them.
     """
     tensors: Tensors = {}
-    for module, (out_dim, in_dim) in shapes.items():
+    for module, shape in shapes.items():
         rng = np.random.default_rng([seed, zlib.crc32(module.encode())])
-        bound = 1.0 / np.sqrt(in_dim)
-        tensors[tensor_name(module, "A")] = rng.uniform(-bound, bound, (rank, in_dim)).astype(np.float32)
-        tensors[tensor_name(module, "B")] = np.zeros((out_dim, rank), np.float32)
+        frozen = partial(weight, module) if weight else None
+        values = METHODS[method].initial(shape, rank, rng, frozen)
+        tensors |= {tensor_name(module, part, method): value for part, value in values.items()}
     return tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,7 +13,11 @@ from dualtune.cli.options import json_option, platform_option
 from dualtune.cli.suggest import Group
 from dualtune.cli.terminal import say
 
+if TYPE_CHECKING:
+    from dualtune.adapter.spec import Scaling
+
 LAYOUTS = click.Choice(["dual", "peft", "mlx"])
+SCALINGS = click.Choice(["standard", "rank_stabilized"])
 
 
 @click.group("adapter", cls=Group)
@@ -40,11 +45,16 @@ def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--to", "layout", type=LAYOUTS, required=True)
-def convert(directory: Path, out: Path, layout: str) -> None:
+@click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
+def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) -> None:
     """Write the adapter of DIRECTORY to the new directory OUT in another layout; its function stays the same."""
+    from dataclasses import replace
+
+    from dualtune.adapter.canonical import rescaled
     from dualtune.adapter.directory import read_adapter, write_adapter
 
     adapter = read_adapter(directory)
+    adapter = replace(adapter, spec=rescaled(adapter.spec, scaling or adapter.spec.scaling))
     write_adapter(out, adapter, layout=layout)
     for note in adapter.notes:
         say(f"converted: {note}")
@@ -113,9 +123,11 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     quantized MODEL is refused: to round its weights again would erase what the adapter adds. Merge into the plain model
     instead, and quantize the result.
     """
+    from dataclasses import replace
+
     from dualtune.adapter.chat_template import settle
     from dualtune.adapter.directory import read_adapter
-    from dualtune.adapter.spec import LoraSpec, modules_of
+    from dualtune.adapter.spec import modules_of
     from dualtune.backend import LoadRequest
     from dualtune.base_model import resolve_model
     from dualtune.cli.options import backend_for
@@ -129,7 +141,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
         adapter, model_dir = read_adapter(directory), resolve_model(base)
         dtype = _plain_dtype(model_dir)
         backend = backend_for(platform)
-        spec = LoraSpec(adapter.spec.rank, adapter.spec.alpha, 0.0, tuple(modules_of(adapter.tensors)))
+        spec = replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)))
         request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, OptimizerSpec(), seed=0)
         shown.begin("loading", "the model")
         engine = backend.load(request)

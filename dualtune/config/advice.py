@@ -23,6 +23,8 @@ FOREIGN_KEYS = {
         "model.kernels": "fused_kernels liger use_liger_kernel",
         "adapter.rank": "lora_r lora_rank r",
         "adapter.alpha": "lora_alpha scale",
+        "adapter.method": "dora fine_tune_type peft_type use_dora",
+        "adapter.scaling": "rslora use_rslora",
         "adapter.dropout": "lora_dropout",
         "adapter.targets": "lora_target lora_target_modules target_modules keys",
         "adapter.init_from": "adapter_name_or_path resume_adapter_file",

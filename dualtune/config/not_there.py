@@ -23,8 +23,6 @@ NO_SUCH_KEY = {
         "Nothing is ever run from a model's repository, so there is nothing to trust": (
             "trust_remote_code tokenizer_trust_remote_code"
         ),
-        "DoRA is not there yet": "dora use_dora",
-        "rsLoRA is not there yet; it is LoRA with an 'adapter.alpha' of rank**0.5 times as much": "rslora use_rslora",
         "Each LoRA matrix has the same learning rate; LoRA+ is not there yet": (
             "lora_plus loraplus_lr_ratio loraplus_ratio"
         ),

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from dualtune.adapter.methods import METHODS
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.optimizer import OptimizerName
 from dualtune.redaction import secret_in
@@ -65,6 +66,12 @@ ModuleNames = Annotated[
     Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
     AfterValidator(_all_different),
 ]
+
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]  # the table is there, in one place
 
 
 class Section(BaseModel):
@@ -116,12 +123,16 @@ class ModelConfig(Section):
 
 
 class AdapterConfig(Section):
-    """The LoRA adapter."""
+    """The adapter."""
 
+    method: MethodName = "lora"
+    """What is trained: lora is the matrices A and B of an update scale · B A of each target."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Positive = 32.0
-    """The adapter's output is multiplied by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank, or as `scaling` says."""
+    scaling: Literal["standard", "rank_stabilized"] = "standard"
+    """standard multiplies by alpha / rank, rank_stabilized by alpha / √rank (rsLoRA), for high ranks."""
     dropout: Fraction = 0.05
     """The share of the adapter's inputs that is zeroed in training."""
     targets: Literal["all-linear"] | ModuleNames = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS, OptimizerName
@@ -16,6 +16,19 @@ AUTO_MICRO_BATCH_TOKENS = 2048
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
 AFFINE_GROUP = 64  # weights that share a scale and a bias
 MASTER_BYTES = 4  # adapter, gradient and the optimizer's slots are float32 whatever the model computes in
+
+
+class HasAdapter(Protocol):
+    """An `Ask`, or the config's section `adapter`."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def targets(self) -> tuple[str, ...] | Literal["all-linear"]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,7 @@ class Ask:
     kernels: str = "auto"
     dropout: bool = True  # whether the adapter has any
     optimizer: OptimizerName = "adamw"
+    method: str = "lora"
 
     @property
     def item_bytes(self) -> int:
@@ -71,7 +85,7 @@ class Estimate:
 class Adapted:
     """The linear layers that have an adapter."""
 
-    num_weights: int  # of A and B together, for each unit of rank
+    shapes: tuple[tuple[int, int], ...]  # (out, in) of each
     inputs: int  # of all modules together
     inside: frozenset[str]  # their paths in a layer
     reads: frozenset[str]  # what those read, as in `Linear`
@@ -93,7 +107,7 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
     in_layers = [places[path] for path in found if path != OUTPUT_HEAD]
     inside = frozenset(name for _, name in in_layers)
     return Adapted(
-        num_weights=sum(out + in_ for out, in_ in found.values()),
+        shapes=tuple(found.values()),
         inputs=sum(in_ for _, in_ in found.values()),
         inside=inside,
         reads=frozenset(linears[name].reads for name in inside),
@@ -102,10 +116,21 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
     )
 
 
+def num_trained(decoder: Decoder, adapter: HasAdapter) -> int:
+    """How many numbers are trained. ConfigError for a target that selects nothing."""
+    return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets)
+
+
+@cache
+def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, ...] | Literal["all-linear"]) -> int:
+    from dualtune.adapter.methods import METHODS
+
+    return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets).shapes)
+
+
 def optimizer(decoder: Decoder, ask: Ask) -> Part:
     """The same on every backend."""
-    n = ask.rank * adapted(decoder, ask.targets).num_weights
-    slots = OPTIMIZERS[ask.optimizer].slots
+    n, slots = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer].slots
     what = " and ".join(("gradient", *slots))
     return Part("optimizer", (1 + len(slots)) * MASTER_BYTES * n, f"{what} × {n:,} weights × {MASTER_BYTES} B")
 

@@ -52,6 +52,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         quantization=quantization,
         dtype=DTYPES[device] if config.model.dtype == "auto" else config.model.dtype,
         rank=config.adapter.rank,
+        method=config.adapter.method,
         targets=config.adapter.targets,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,

@@ -7,7 +7,17 @@ measurements on its CPU build (docs/memory.md), not derived. Legend: as in `torc
 
 from __future__ import annotations
 
-from dualtune.memory.ask import MASTER_BYTES, Ask, Part, adapted, affine_weights, has_plain_loss, optimizer, padded
+from dualtune.memory.ask import (
+    MASTER_BYTES,
+    Ask,
+    Part,
+    adapted,
+    affine_weights,
+    has_plain_loss,
+    num_trained,
+    optimizer,
+    padded,
+)
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS
 
@@ -44,7 +54,7 @@ def weights(decoder: Decoder, ask: Ask) -> Part:
 
 def adapter(decoder: Decoder, ask: Ask) -> Part:
     on = adapted(decoder, ask.targets)
-    n, keys = ask.rank * on.num_weights, on.layers * _read(decoder, ask)
+    n, keys = num_trained(decoder, ask), on.layers * _read(decoder, ask)
     return Part(
         "adapter", MASTER_BYTES * n + 4 * keys, f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B"
     )
@@ -123,7 +133,7 @@ def feed_forward(decoder: Decoder, ask: Ask) -> Part:
 
 def update(decoder: Decoder, ask: Ask, kept: Part) -> Part:
     """The optimizer's step, when the activations are gone."""
-    n = ask.rank * adapted(decoder, ask.targets).num_weights
+    n = num_trained(decoder, ask)
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
     alive = always + for_slot * len(OPTIMIZERS[ask.optimizer].slots)
     formula = f"update of {n:,} weights × {alive:g} × {MASTER_BYTES} B, less the activations, which are gone by then"

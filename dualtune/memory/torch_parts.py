@@ -17,6 +17,7 @@ from dualtune.memory.ask import (
     adapted,
     affine_weights,
     has_plain_loss,
+    num_trained,
     optimizer,
 )
 from dualtune.memory.shapes import Decoder
@@ -63,7 +64,7 @@ def nf4_bytes(n: int) -> int:
 
 def adapter(decoder: Decoder, ask: Ask) -> Part:
     on, c = adapted(decoder, ask.targets), ask.item_bytes
-    n, copy = ask.rank * on.num_weights, 0 if ask.item_bytes == MASTER_BYTES else c
+    n, copy = num_trained(decoder, ask), 0 if ask.item_bytes == MASTER_BYTES else c
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
     return Part("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
@@ -81,7 +82,7 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
     around = c * decoder.hidden + angles + 4 * decoder.vocab * has_plain_loss(decoder, ask)
     copies = 0
     if is_plain:
-        copies = ask.rank * on.num_weights * (c if c < MASTER_BYTES else 0)  # of the adapter, in the compute dtype
+        copies = num_trained(decoder, ask) * (c if c < MASTER_BYTES else 0)  # of the adapter, in the compute dtype
     elif not ask.packing and ask.cells > ask.max_length:
         layer += angles  # rows of a document each share positions, and every layer copies them
     size = T * (on.layers * layer + around) + copies

@@ -16,7 +16,7 @@ from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
 from dualtune.disk import existing
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
-from dualtune.memory.ask import adapted
+from dualtune.memory.ask import num_trained
 from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import Decoder
 from dualtune.platform.budget import budget
@@ -93,7 +93,8 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     """Advice on the adapter."""
     rows = [Check("adapter", "advice", found, mend) for found, mend in _advice(adapter)]
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
-    usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}, dropout {adapter.dropout:g}, {targets}"
+    scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
+    usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
     return rows or [Check("adapter", "ok", usual)]
 
 
@@ -113,7 +114,7 @@ def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
     """(what is unusual, what is usual)."""
     if not LEAST_RANK <= adapter.rank <= MOST_RANK:
         yield f"rank {adapter.rank} is unusual", f"adapter.rank from {LEAST_RANK} to {MOST_RANK} is usual"
-    if adapter.alpha != 2 * adapter.rank:
+    if adapter.scaling == "standard" and adapter.alpha != 2 * adapter.rank:
         scale = adapter.alpha / adapter.rank
         yield f"alpha {adapter.alpha:g} scales the adapter by {scale:g}", f"adapter.alpha {2 * adapter.rank} is usual"
     if adapter.dropout > MOST_DROPOUT:
@@ -208,7 +209,7 @@ def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
     if decoder is None:
         return rows
     try:
-        num_weights = adapted(decoder, config.adapter.targets).num_weights * config.adapter.rank
+        num_weights = num_trained(decoder, config.adapter)
         check_space(RunDir(place, None), config, num_weights)
     except DiskError as error:
         return [*rows, failure("disk", error)]

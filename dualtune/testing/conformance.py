@@ -218,6 +218,35 @@ def check_weight_decay_without_gradient(case: Case) -> None:
     assert_close(engine.adapter_state(), {n: w * (1 - lr * DECAY) for n, w in before.items()}, tolerances.UPDATE)
 
 
+def check_neutral_state_is_the_base_model(case: Case) -> None:
+    """By every method that is honoured: the neutral state of a trained engine is a fresh one's, and the base model."""
+    batch = case.batch()
+    base = case.engine(trained=False, targets=()).logprobs(batch)
+    for method in case.backend.capabilities().get("adapter.method", {"lora"}):
+        fresh, engine = case.engine(trained=False, method=method), case.engine(method=method)
+        trained = engine.logprobs(batch)
+        engine.load_adapter_state(engine.neutral_state())
+        assert_equal(engine.adapter_state(), fresh.adapter_state())
+        assert np.array_equal(fresh.logprobs(batch), engine.logprobs(batch))
+        assert np.abs(trained - base).max() > 100 * tolerances.LOGPROBS
+        assert np.abs(engine.logprobs(batch) - base)[batch.segments_BT > 0].max() <= tolerances.LOGPROBS
+
+
+def check_rank_stabilized_scale(case: Case) -> None:
+    """rsLoRA: the factor is alpha / √rank in loss, gradient and merged weights (arXiv 2312.03732)."""
+    engine, batch = case.engine(scaling="rank_stabilized"), case.batch()
+    scale = case.spec.alpha / case.spec.rank**0.5
+    assert scale != case.spec.scale
+    state = engine.adapter_state()
+    np.testing.assert_allclose(
+        engine.logprobs(batch)[batch.segments_BT > 0], case.oracle(batch, state, scale)[batch.segments_BT > 0],
+        atol=tolerances.LOGPROBS, rtol=0,
+    )  # fmt: skip
+    # The same function with another alpha has the same gradient.
+    twin = case.engine(alpha=scale * case.spec.rank)
+    assert_close(gradient(engine, batch), gradient(twin, batch), tolerances.GRADIENT)
+
+
 def check_zero_b_is_the_base_model(case: Case) -> None:
     """With B = 0 the numbers do not depend on A, bit by bit."""
     batch = case.batch()

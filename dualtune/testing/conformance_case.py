@@ -62,7 +62,7 @@ def softmax_case(backend: Backend, directory: Path) -> Case:
 
 def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
     rng = np.random.default_rng(seed)
-    return {n: (0.3 * rng.normal(size=w.shape) / np.sqrt(w.shape[1])).astype(np.float32) for n, w in like.items()}
+    return {n: (0.3 * rng.normal(size=w.shape) / np.sqrt(w.shape[-1])).astype(np.float32) for n, w in like.items()}
 
 
 def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]:

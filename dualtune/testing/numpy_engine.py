@@ -95,8 +95,9 @@ class NumpyEngine:
         self._request = request
         available = {m: (w.shape[0], w.shape[1]) for m in ("mixer", "head") for w in [weights[f"{m}.weight"]]}
         shapes = select_modules(available, request.adapter.targets)
+        self._shapes = shapes
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
-        self._params = init_adapter(shapes, request.adapter.rank, request.seed)
+        self._params = self.neutral_state()
         self._slots = {slot: _zeros(self._params) for slot in request.optimizer.entry.slots}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
@@ -198,6 +199,9 @@ class NumpyEngine:
 
     def adapter_state(self) -> Tensors:
         return {n: w.copy() for n, w in self._params.items()}
+
+    def neutral_state(self) -> Tensors:
+        return init_adapter(self._shapes, self._request.adapter.rank, self._request.seed)
 
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self._params, state, "adapter")

@@ -51,9 +51,9 @@ def base_fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
 
 @contextmanager
 def without_adapter(engine: Engine) -> Generator[None]:
-    """The base model alone: with B = 0 the adapter adds nothing."""
+    """The base model alone: a fresh adapter changes nothing."""
     state = engine.adapter_state()
-    engine.load_adapter_state({name: w * ("lora_A" in name) for name, w in state.items()})
+    engine.load_adapter_state(engine.neutral_state())
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ Which token comes next is decided here, in NumPy, so that both backends sample a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +58,7 @@ def load_model(
     start, own = read_adapter(adapter) if adapter else None, ""
     spec = BASE_ONLY
     if start is not None and adapter is not None:
-        spec = LoraSpec(start.spec.rank, start.spec.alpha, 0.0, tuple(modules_of(start.tensors)))
+        spec = replace(start.spec, dropout=0.0, targets=tuple(modules_of(start.tensors)))
         template, own = _template_for(start, adapter, template), str(adapter / TEMPLATE_FILE)
     model_dir = resolve_model(name, weights=init == "pretrained")
     tokenizer = Tokenizer(model_dir, template, special_tokens_in_text)

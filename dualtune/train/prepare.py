@@ -192,14 +192,15 @@ def _fingerprints(base: dict[str, Any], tokenizer: Tokenizer, train: Documents, 
 
 
 def with_adapter_of(config: Config, start: Adapter | None) -> Config:
-    """The config with the rank, alpha and targets of the adapter that training continues from.
+    """The config with the method, rank, alpha, scaling and targets of the adapter that training continues from.
 
     ConfigError if it states others: an adapter cannot change its shape. Whether it has "all-linear" shows when it meets
     the model.
     """
     if start is None:
         return config
-    found: dict[str, Any] = {"rank": start.spec.rank, "alpha": start.spec.alpha, "targets": start.spec.targets}
+    keys = ("method", "rank", "alpha", "scaling", "targets")
+    found: dict[str, Any] = {key: getattr(start.spec, key) for key in keys}
     if config.adapter.targets == ALL_LINEAR:
         del found["targets"]
     problems = [
@@ -222,4 +223,5 @@ def _spec(config: Config, start: Adapter | None) -> LoraSpec:
         targets = (ALL_LINEAR,)
     elif start is not None:
         targets = tuple(modules_of(start.tensors))  # exactly these, whatever else the targets would select
-    return LoraSpec(config.adapter.rank, config.adapter.alpha, config.adapter.dropout, tuple(targets))
+    adapter = config.adapter
+    return LoraSpec(adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method)

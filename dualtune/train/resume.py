@@ -25,8 +25,10 @@ RULES: dict[str, Rule] = {
     "model.quantization": "forbidden",
     "model.init": "forbidden",
     "model.kernels": "free",  # the same mathematics, rounded otherwise
+    "adapter.method": "forbidden",
     "adapter.rank": "forbidden",
     "adapter.alpha": "forbidden",
+    "adapter.scaling": "forbidden",
     "adapter.dropout": "recorded",
     "adapter.targets": "forbidden",
     "adapter.init_from": "recorded",
@@ -71,8 +73,9 @@ RULES: dict[str, Rule] = {
 }
 
 
-# What a checkpoint was trained with where its config lacks a key, because there was no choice yet.
-BEFORE_THE_KEY = {"train.optimizer": "adamw"}
+# Younger than some checkpoints, which were all trained with what is the default now.
+DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "train.optimizer"}
+
 UNKNOWN = "-"  # stands for the value of a key that did not exist when the checkpoint was written
 
 
@@ -115,13 +118,12 @@ def differences(saved: Checkpoint, config: Config) -> list[Change]:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     for key, rule in RULES.items():
         section, name = key.split(".")
-        value = new[section][name]
-        known = {name: BEFORE_THE_KEY[key]} if key in BEFORE_THE_KEY else {}
-        if name in (recorded := known | old.get(section, {})):
-            if recorded[name] != value:
-                yield Change(key, _show(recorded[name]), _show(value), rule)
-        elif value != sections()[section].model_fields[name].default:
-            yield Change(key, UNKNOWN, _show(value), rule)
+        value, default = new[section][name], sections()[section].model_fields[name].default
+        if name in old.get(section, {}):
+            if old[section][name] != value:
+                yield Change(key, _show(old[section][name]), _show(value), rule)
+        elif value != default:
+            yield Change(key, _show(default) if key in DEFAULT_WHERE_ABSENT else UNKNOWN, _show(value), rule)
 
 
 def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:

@@ -1,12 +1,13 @@
 """The report on an adapter directory. The oracle is NumPy in float64 on matrices that are formed whole."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.directory import write_adapter
+from dualtune.adapter.directory import read_adapter, write_adapter
 from dualtune.adapter.inspect import inspect_adapter, render_report
 
 Q0 = "model.layers.0.self_attn.q_proj"
@@ -31,6 +32,25 @@ def test_the_report_is_json_and_text(dual):
     text = render_report(report)
     for expected in ("org/base", "rank        3, alpha 6, scale 2", "hashes ok   yes", "self_attn.q_proj"):
         assert expected in text
+
+
+def test_the_scaling_is_shown_and_can_be_exchanged(tmp_path, make_adapter, deltas, assert_same_function, dualtune_main):
+    """convert --scaling standard is for readers that do not know use_rslora: the same function."""
+    adapter = make_adapter(rank=3, alpha=6.0)
+    adapter = replace(adapter, spec=replace(adapter.spec, scaling="rank_stabilized"))
+    write_adapter(tmp_path / "rs", adapter)
+    report = inspect_adapter(tmp_path / "rs")
+    assert (report.scaling, report.alpha, report.scale) == ("rank_stabilized", 6.0, 6 / 3**0.5)
+    assert "scale 3.4641 (rank-stabilized: alpha / √rank)" in render_report(report)
+    done = dualtune_main(
+        "adapter", "convert", tmp_path / "rs", tmp_path / "plain", "--to", "dual", "--scaling", "standard"
+    )
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "plain" / "adapter_config.json").read_text())
+    assert (config["use_rslora"], config["lora_alpha"]) == (False, 10)
+    assert_same_function(deltas(read_adapter(tmp_path / "plain")), deltas(adapter))
+    said = dualtune_main("adapter", "diff", tmp_path / "rs", tmp_path / "plain")
+    assert said.returncode == 0 and "scaling: rank_stabilized in A, standard in B" in said.stdout
 
 
 def test_the_report_shows_what_reading_refuses(dual):

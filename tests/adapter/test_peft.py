@@ -133,17 +133,24 @@ def test_reads_half_precision_exactly(tmp_path, dtype):
         np.testing.assert_array_equal(tensors[name], x.float().numpy())
 
 
-def test_what_was_converted_is_noted(tmp_path):
+def test_rslora_stays_rslora(tmp_path):
+    """alpha / √rank is no alpha / rank with an integer alpha: kept as it is, nothing has to be folded into B."""
     saved_by_peft(tmp_path / "rs", use_rslora=True)
     adapter = read_adapter(tmp_path / "rs")
-    assert adapter.spec.alpha == pytest.approx(16 * 8**0.5)
-    assert "rsLoRA" in adapter.notes[0]
-    write_adapter(tmp_path / "dual", adapter)
+    assert (adapter.spec.scaling, adapter.spec.alpha, adapter.notes) == ("rank_stabilized", 16, ())
+    for layout in ("dual", "peft", "mlx"):
+        write_adapter(tmp_path / layout, adapter, layout=layout)
+        again = read_adapter(tmp_path / layout)
+        assert (again.spec.scaling, again.spec.alpha, again.spec.scale) == ("rank_stabilized", 16, 16 / 8**0.5)
+        for name, tensor in adapter.tensors.items():
+            np.testing.assert_array_equal(again.tensors[name], tensor)
+        assert json.loads((tmp_path / layout / "dualtune.json").read_text())["adapter"]["scaling"] == "rank_stabilized"
     config = json.loads((tmp_path / "dual" / "adapter_config.json").read_text())
-    assert config["lora_alpha"] == 45 and config["use_rslora"] is False
-    notes = json.loads((tmp_path / "dual" / "dualtune.json").read_text())["notes"]
-    assert "rsLoRA" in notes[0] and "written as 45" in notes[1]
+    assert config["lora_alpha"] == 16 and config["use_rslora"] is True
+    assert config["lora_parameters"]["scale"] == 16 / 8**0.5
 
+
+def test_what_was_converted_is_noted(tmp_path):
     saved_by_peft(tmp_path / "ranks", rank_pattern={"q_proj": 3})
     assert "rank pattern: ranks 3, 8 zero-padded to 8" in read_adapter(tmp_path / "ranks").notes
 

@@ -76,7 +76,6 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
         ("train: {optimizer: adamw_8bit}", "train.optimizer: got 'adamw_8bit', allowed: adamw, sgd. Did you mean"),
         ("train: {optim: adamw_torch}", "train.optim: unknown key. Did you mean 'optimizer'?"),
         ("train: {betas: 1}", "train.betas: unknown key. An optimizer has torch's constants; set 'train.optimizer'"),
-        ("adapter: {use_dora: true}", "adapter.use_dora: unknown key. DoRA is not there yet"),
         ("adapter: {num_layers: 16}", "adapter.num_layers: unknown key. It is not there yet; 'adapter.targets'"),
         ("run: {report_to: wandb}", "run.report_to: unknown key. There is no tracker yet; metrics.jsonl"),
         ("train: {resume_from_checkpoint: x}", "train.resume_from_checkpoint: unknown key. A run that was stopped"),
@@ -87,7 +86,9 @@ def test_a_key_of_other_trainers_that_has_no_counterpart_is_answered_in_words(li
 
 
 def test_inside_a_section_no_section_is_suggested() -> None:
-    assert error_of(with_("adapter: {peft: 1}")).startswith("c.yaml:5: adapter.peft: unknown key. Allowed here: rank,")
+    assert error_of(with_("adapter: {peft: 1}")).startswith(
+        "c.yaml:5: adapter.peft: unknown key. Allowed here: method,"
+    )
 
 
 def test_the_tables_of_foreign_names_lead_to_keys_that_exist() -> None:

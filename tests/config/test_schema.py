@@ -9,9 +9,11 @@ from dualtune.config.schema import sections
 DEFAULTS = {
     "model": {"name": "m", "dtype": "auto", "quantization": "auto", "init": "pretrained", "kernels": "auto"},
     "adapter": {
+        "method": "lora",
         "rank": 16,
         "alpha": 32,
         "dropout": 0.05,
+        "scaling": "standard",
         "targets": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         "init_from": None,
     },

@@ -191,7 +191,7 @@ def test_a_wrong_scale_or_orientation_would_be_seen(
         assert gap(found, oracle(adapter)) > 100 * TOLERANCE, change
 
 
-def test_what_llama_cpp_does_not_know_is_right_after_import(
+def test_what_llama_cpp_does_not_know_is_right_after_conversion(
     llama_cpp, base_gguf, model_dir, prompts, tmp_path, dualtune_main, report
 ):
     """rsLoRA and a rank pattern: llama.cpp's converter takes such a directory of PEFT's, and gets the scale wrong."""
@@ -208,13 +208,14 @@ def test_what_llama_cpp_does_not_know_is_right_after_import(
             torch.nn.init.normal_(x, std=0.05)
     adapted.save_pretrained(tmp_path / "peft")
     expected = by_peft(model_dir, prompts, tmp_path / "peft")
-    done = dualtune_main("adapter", "import", tmp_path / "peft", tmp_path / "imported")
+    options = ("--to", "peft", "--scaling", "standard")
+    done = dualtune_main("adapter", "convert", tmp_path / "peft", tmp_path / "imported", *options)
     assert done.returncode == 0, done.stderr
     raw, imported = (
         by_llama_cpp(llama_cpp, base_gguf, prompts, llama_cpp.convert_adapter(tmp_path / name, model_dir))
         for name in ("peft", "imported")
     )
     report("rsLoRA and patterns, from PEFT", "llama.cpp, as it is", gap(raw, expected))
-    report("rsLoRA and patterns, imported", "llama.cpp", distance := gap(imported, expected))
+    report("rsLoRA and patterns, converted", "llama.cpp", distance := gap(imported, expected))
     assert gap(raw, expected) > 100 * TOLERANCE
     assert distance < 2 * TOLERANCE  # neither side is the float64 oracle

@@ -11,7 +11,7 @@ from dualtune.config import parse_config
 from dualtune.data.batches import padded as padded_row
 from dualtune.errors import ConfigError
 from dualtune.memory import estimate as module
-from dualtune.memory.ask import adapted, padded
+from dualtune.memory.ask import num_trained, padded
 from dualtune.memory.estimate import Ask, ask_of, estimate, longest_that_fits
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.train.evaluation import layout_of
@@ -43,7 +43,7 @@ def test_the_weights_of_a_7b_model_are_what_its_files_hold():
 
 def test_the_adapter_of_a_7b_model_has_the_published_number_of_weights():
     """PEFT prints 41,943,040 trainable parameters for Mistral-7B at r = 16 on the seven modules."""
-    assert 16 * adapted(MISTRAL, SEVEN).num_weights == 41_943_040
+    assert num_trained(MISTRAL, H100) == 41_943_040
     assert part(H100, "optimizer").bytes == 12 * 41_943_040
     assert part(H100, "adapter").bytes - 6 * 41_943_040 == 4 * 32 * (6 * 4096 + 14336)
 

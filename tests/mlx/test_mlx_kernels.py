@@ -19,6 +19,7 @@ attention = importlib.import_module("dualtune_mlx.kernels.attention")
 compiled = importlib.import_module("dualtune_mlx.kernels.compiled")
 cross_entropy = importlib.import_module("dualtune_mlx.kernels.cross_entropy")
 lora = importlib.import_module("dualtune_mlx.lora")
+methods = importlib.import_module("dualtune_mlx.methods")
 losses = importlib.import_module("dualtune_mlx.losses")
 optimizer = importlib.import_module("dualtune_mlx.optimizer")
 packing = importlib.import_module("dualtune_mlx.packing")
@@ -275,7 +276,7 @@ def test_layers_with_the_same_input_drop_and_multiply_it_once(monkeypatch):
     for group in (False, True):
         mx.random.seed(0)
         block, noise = Block(), lora.Noise()
-        layers = lora.add_lora(block, SPEC, noise, group=group)
+        layers = methods.add_layers(block, SPEC, noise, group=group)
         for seed, layer in enumerate(layers.values()):
             layer.weights.lora_A_rI, layer.weights.lora_B_Or = normal(4, 8, seed=seed), normal(8, 4, seed=seed + 9)
         noise.noise_BT = mx.arange(6, dtype=mx.uint32).reshape(2, 3)

@@ -78,7 +78,8 @@ class Material:
         """Log-probabilities in float64, from PEFT's file as it lies there; `change` is a mistake to make."""
         config = json.loads((adapter / "adapter_config.json").read_text())
         tensors = {n: change(n, w) for n, w in load_file(adapter / "adapter_model.safetensors").items()}
-        return llama_oracle(self.model_dir)(self.batch(), tensors, config["lora_alpha"] / config["r"])
+        scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+        return llama_oracle(self.model_dir)(self.batch(), tensors, scale)
 
     def batch(self, num_rows: int = 4) -> Batch:
         """The first documents as one batch."""

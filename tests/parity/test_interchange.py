@@ -2,13 +2,14 @@
 
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.directory import read_adapter, write_adapter
 from dualtune.adapter.spec import modules_of, parse_name
 from dualtune.config import Config
 from dualtune.errors import FormatError
@@ -57,6 +58,29 @@ def test_a_square_adapter_is_one_function_everywhere(square, tiny, assert_one_fu
     for part in "AB":  # and a transposed tensor would be seen
         wrong = tiny.oracle(square, lambda n, w, part=part: w.T if parse_name(n)[1] == part else w)
         assert tiny.gap(wrong, tiny.oracle(square)) > SEEN
+
+
+@pytest.fixture(scope="module")
+def rank_stabilized(backend, tiny, tmp_path_factory) -> Path:
+    """Trained with rsLoRA, at a rank that is no square: alpha / √rank is no fraction."""
+    config = tiny.config(
+        tmp_path_factory.mktemp("rslora") / "r",
+        adapter={"rank": 6, "alpha": 3.0, "targets": ["q_proj", "o_proj", "down_proj"], "scaling": "rank_stabilized"},
+        train={"steps": 6, "learning_rate": 1e-2, "warmup": 0, "schedule": "constant"},
+    )
+    return run(config, backend).adapter_dir
+
+
+def test_a_rank_stabilized_adapter_is_one_function_everywhere(rank_stabilized, tiny, assert_one_function, tmp_path):
+    """PEFT by use_rslora and the alpha as it is, mlx-lm by the scale itself; and alpha / rank is another function."""
+    config = json.loads((rank_stabilized / "adapter_config.json").read_text())
+    assert (config["use_rslora"], config["lora_alpha"]) == (True, 3)
+    assert config["lora_parameters"]["scale"] == 3 / 6**0.5
+    assert_one_function(tiny, rank_stabilized)
+    adapter = read_adapter(rank_stabilized)
+    standard = replace(adapter, spec=replace(adapter.spec, scaling="standard"))
+    write_adapter(tmp_path / "standard", standard, metadata={})
+    assert tiny.gap(tiny.oracle(tmp_path / "standard"), tiny.oracle(rank_stabilized)) > SEEN
 
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapters.safetensors"])

@@ -47,6 +47,28 @@ def test_the_default_targets_of_a_gpt2_are_answered_with_its_layers_and_the_line
         assert check(model, "data.max_length=128", f"adapter.targets={targets}")[0][name].level == "ok"
 
 
+def test_a_rank_stabilized_scale_is_shown(check, tmp_path):
+    """Its usual alpha is not twice the rank, so nothing is advised."""
+    model, targets = write_tiny_gpt2(tmp_path / "gpt2"), "adapter.targets=all-linear"
+    settings = ("data.max_length=128", targets, "adapter.rank=16", "adapter.alpha=16")
+    row = check(model, *settings, "adapter.scaling=rank_stabilized")[0]["adapter"]
+    assert row.level == "ok" and "rank 16, alpha 16 over √rank: scale 4," in row.found
+    assert check(model, *settings)[0]["adapter"].found == "alpha 16 scales the adapter by 1"
+
+
+def test_a_run_from_an_adapter_of_another_scaling_is_refused(check, tmp_path):
+    model = write_tiny_gpt2(tmp_path / "gpt2")
+    tensors = {name: x + 0.01 for name, x in init_adapter({"transformer.h.0.attn.c_attn": (96, 32)}, 4, seed=0).items()}
+    spec = LoraSpec(4, 8.0, 0.0, ("c_attn",), "rank_stabilized")
+    write_adapter(tmp_path / "a", Adapter(spec, tensors))
+    settings = ("data.max_length=128", f"adapter.init_from={tmp_path / 'a'}")
+    assert check(model, *settings)[0]["start"].level == "ok"
+    row = check(model, *settings, "adapter.scaling=standard")[0]["start"]
+    assert row.level == "fail" and row.found.startswith(
+        "adapter.scaling: got standard, but the adapter in adapter.init"
+    )
+
+
 def test_a_run_from_an_adapter_is_reported_and_estimated_with_that_adapter_s_rank(check, tmp_path):
     """Not with the schema's, which the run does not take either."""
     shapes = {

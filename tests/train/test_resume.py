@@ -1,5 +1,6 @@
 """Stopped runs that go on: bitwise the same adapter, every step once, and nothing continued that should not be."""
 
+import hashlib
 import json
 
 import pytest
@@ -133,6 +134,29 @@ def test_resume_with_another_config_is_refused_with_a_table(lab, stopped):
     assert caught.value.exit_code == 2
     after = {path: path.read_bytes() for path in (lab.tmp_path / "run").rglob("*") if path.is_file()}
     assert {p: d for p, d in after.items() if p.name != "lock"} == {p: d for p, d in before.items() if p.name != "lock"}
+
+
+def test_a_checkpoint_without_the_scaling_is_one_of_the_standard_scaling(lab, stopped, weights_of):
+    """As every checkpoint that is older than the key: the standard scale continues it, another one is refused."""
+    straight = lab.run("straight", **RUN)
+    stopped("run", 3, **RUN)
+    for file in (lab.tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        state = json.loads(file.read_text())
+        del state["config"]["adapter"]["scaling"], state["config"]["adapter"]["method"]
+        file.write_text(json.dumps(state))
+        seal(file)
+    with pytest.raises(ConfigError, match=r"adapter\.scaling +standard +rank_stabilized +forbidden"):
+        lab.run(**RUN | {"adapter__scaling": "rank_stabilized"})
+    assert weights_of(lab.run(**RUN).run_dir) == weights_of(straight.run_dir)
+
+
+def seal(file):
+    """Write the manifest's size and sha256 of a file that was changed."""
+    manifest = file.with_name("MANIFEST.json")
+    table = json.loads(manifest.read_text())
+    data = file.read_bytes()
+    table["files"][file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest.write_text(json.dumps(table))
 
 
 def test_every_key_is_either_refused_or_without_effect():

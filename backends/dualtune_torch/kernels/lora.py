@@ -26,6 +26,7 @@ from dualtune.adapter.spec import tensor_name
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.frozen import weight_of
 from dualtune_torch.lora import LoRALinear, drop_rule, dropped
+from dualtune_torch.methods import AdaptedLayer
 
 
 class LoRAGroup:
@@ -57,11 +58,12 @@ class LoRAGroup:
         return y_BTO
 
 
-def add_groups(layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
-    """Compute every layer by its group; most are alone in it."""
+def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
+    """Compute every layer of plain LoRA by its group; most are alone in it."""
     groups: dict[str, dict[str, LoRALinear]] = {}
-    for path in sorted(layers):
-        groups.setdefault(input_of(path), {})[path] = layers[path]
+    for path, layer in sorted(layers.items()):
+        if isinstance(layer, LoRALinear) and layer.grouped:
+            groups.setdefault(input_of(path), {})[path] = layer
     for group in groups.values():
         LoRAGroup(group, adapter, fuse)
 

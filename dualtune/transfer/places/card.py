@@ -63,10 +63,11 @@ def _text_of_base(base: str | None) -> str:
 
 def _rows_of_training(adapter: Adapter, training: Mapping[str, Any], config: Config | None) -> list[tuple[str, Any]]:
     spec = adapter.spec
-    rows: list[tuple[str, Any]] = [("method", "LoRA")] if training else []
+    rows: list[tuple[str, Any]] = [("method", spec.trained.title)] if training else []
     if adapter.template_hash is not None:
         rows.append(("chat template", described(adapter.template, adapter.metadata)))
-    rows += [("rank", spec.rank), ("scale (alpha / rank)", spec.scale), ("modules", ", ".join(spec.targets))]
+    how = "alpha / √rank" if spec.scaling == "rank_stabilized" else "alpha / rank"
+    rows += [("rank", spec.rank), (f"scale ({how})", spec.scale), ("modules", ", ".join(spec.targets))]
     rows += [(key, training[key]) for key in ("backend", "steps", "skipped_steps", "seed") if key in training]
     if config is not None:
         values = config.model_dump(mode="json")

@@ -1,0 +1,64 @@
+"""The layer that trains by a method of `dualtune.adapter.methods`: `LAYER` of the module of that name.
+
+A new method is a file beside `lora.py` and its name under `adapter.method` in what the backend honours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from importlib import import_module
+from typing import ClassVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualtune.adapter.spec import LoraSpec, select_modules
+from dualtune_torch.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes
+
+
+class Noise:
+    """The token keys of the running micro-batch, shared by all adapted layers. None: dropout is off."""
+
+    noise_BT: Tensor | None = None
+
+
+class AdaptedLayer(nn.Module):
+    """What stands in the place of a frozen linear layer. LAYER is called with (base, module path, spec, noise)."""
+
+    base: FrozenLinear
+    grouped: ClassVar[bool] = False  # whether `kernels.lora` may compute it
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters by part, in the shapes of the method."""
+        raise NotImplementedError
+
+    def delta(self) -> Tensor:
+        """ΔW, float32 [out, in]."""
+        raise NotImplementedError
+
+
+def add_layers(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, AdaptedLayer]:
+    """Wrap the targeted linear layers in place. Returns module path -> wrapper, sorted by path.
+
+    An output head that shares its weight with the embedding is no layer of its own (MLX has none either), and adapting
+    one side of the pair could not be merged.
+    """
+    make = import_module(f"dualtune_torch.{spec.method}").LAYER
+    tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
+    linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
+    shapes = {path: shape_of(layer) for path, layer in linear.items()}
+    wrapped = {path: make(linear[path], path, spec, noise) for path in select_modules(shapes, spec.targets)}
+    for path, layer in wrapped.items():
+        model.set_submodule(path, layer)
+    return wrapped
+
+
+def storage(bases: Collection[FrozenLinear]) -> dict[str, int]:
+    """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
+    return {
+        "layers": len(bases),
+        "four_bit": sum(map(is_four_bit, bases)),
+        "parameters": sum(math.prod(shape_of(base)) for base in bases),
+        "bytes": sum(map(stored_bytes, bases)),
+    }
