@@ -18,6 +18,7 @@ from dualtune.adapter.spec import Tensors, init_adapter, tensor_name
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
     Batch,
+    EngineDescription,
     LoadRequest,
     LossSum,
     OptimizerState,
@@ -63,12 +64,13 @@ class MlxEngine:
         self._kernels = choose(model, request.kernels)
         wrap = Compiled if self._kernels.compiles else _as_it_is
         self._accumulate, self._update = wrap(self._add_gradient), wrap(self._updated)
-        self.description = dict(description) | {
-            "adapted_modules": len(self._layers),
-            "adapted_weights": storage(self._layers),
-            "trainable_parameters": self._params.size,
-            "kernels": str(self._kernels),
-        }
+        self.description = EngineDescription(
+            **description,
+            adapted_modules=len(self._layers),
+            adapted_weights=storage(self._layers),
+            trainable_parameters=self._params.size,
+            kernels=str(self._kernels),
+        )
 
     def evaluate(self, batch: Batch) -> LossSum:
         with self._documents(batch):

@@ -24,6 +24,7 @@ from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
     Batch,
+    EngineDescription,
     LoadRequest,
     LossSum,
     OptimizerState,
@@ -70,12 +71,13 @@ class TorchEngine:
         self.load_adapter_state(init_adapter(shapes, request.adapter.rank, request.seed))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
-        self.description = dict(description) | {
-            "adapted_modules": len(self._layers),
-            "adapted_weights": storage(self._layers),
-            "trainable_parameters": self._adapter.flat.numel(),
-            "kernels": str(self._kernels),
-        }
+        self.description = EngineDescription(
+            **description,
+            adapted_modules=len(self._layers),
+            adapted_weights=storage(self._layers),
+            trainable_parameters=self._adapter.flat.numel(),
+            kernels=str(self._kernels),
+        )
 
     @cached_property
     def _optimizer(self) -> torch.optim.AdamW:

@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune_torch.kernels.attention import GRANULE, capped
-
-# Rows of a chunk, by device: few enough for memory, enough to use the head's weights well once they are read.
-ROWS = {"cpu": 128, "cuda": 1024}
+from dualtune_torch.sizes import LOSS_ROWS
 
 
 def reference(
@@ -65,7 +63,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         cap: float | None,
         fuse: Callable[[Any], Any],
     ) -> Tensor:
-        rows = ROWS[hidden_MD.device.type]
+        rows = LOSS_ROWS[hidden_MD.device.type]
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         for start in range(0, len(labels_M), rows):
