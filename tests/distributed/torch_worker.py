@@ -42,7 +42,7 @@ def main(model: str, tied: str, out: str) -> None:
             directory, dtype, quantization, "pretrained", SPEC, 0.0, seed=1, kernels=kernels, sharding=sharding
         )
         engine = backend.load(request)
-        assert engine.description["sharding"] == sharding
+        assert engine.description.sharding == sharding
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         for layout in layouts:
             found = step(engine, team, documents, *LAYOUTS[layout])

@@ -11,13 +11,13 @@ from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.data.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.memory import torch_parts
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from dualtune_torch import memory, sizes  # noqa: E402
 from dualtune_torch.kernels import attention, compiled, cross_entropy  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -45,7 +45,7 @@ def measure(open_backend, tmp_path, monkeypatch):
     from memory_storages import found_in
 
     def measure_(lengths, *, compiles=True, asked=ASK, **changes):
-        for module in (compiled, torch_parts):
+        for module in (compiled, memory):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0 if compiles else 10**12)
         config = CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -156,5 +156,7 @@ def test_the_plain_code_takes_what_was_estimated(measure, packing, dropout):
 
 
 def test_the_sizes_of_blocks_are_those_of_the_kernels():
-    assert (torch_parts.LOSS_ROWS, torch_parts.ATTENTION_BLOCK) == (cross_entropy.ROWS, attention.BLOCK)
-    assert torch_parts.WORTH_COMPILING == compiled.WORTH_COMPILING
+    for name in ("LOSS_ROWS", "ATTENTION_BLOCK", "WORTH_COMPILING"):
+        assert getattr(memory, name) is getattr(sizes, name)
+    assert cross_entropy.LOSS_ROWS is sizes.LOSS_ROWS and attention.ATTENTION_BLOCK is sizes.ATTENTION_BLOCK
+    assert compiled.WORTH_COMPILING is sizes.WORTH_COMPILING

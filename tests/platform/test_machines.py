@@ -139,7 +139,7 @@ def test_the_largest_model_fits_and_the_next_longer_document_does_not():
         machine = named(name)
         largest, have = judge(machine).largest, budget(machine).bytes
         decoder = decoder_of(KNOWN[largest.name])
-        longer = qlora(machine.platform, largest.max_length + 256)
+        longer = qlora(machine.kind, largest.max_length + 256)
         assert largest.estimate.total_bytes <= have < estimate(decoder, longer).total_bytes
 
 

@@ -64,7 +64,7 @@ def load(open_backend, tmp_path):
 
 
 def used(engine):
-    fused = engine.description["kernels"].split("; ")[0]
+    fused = engine.description.kernels.split("; ")[0]
     return set(fused.removeprefix("fused: ").split(", "))
 
 
@@ -79,7 +79,7 @@ def assert_same(engine, plain, batches=(DOCUMENTS, PACKED)):
 def test_a_family_is_computed_alike(family, load):
     engine = load(family)
     assert used(engine) == FAMILIES[family][1] - BLOCKS
-    assert "nothing is compiled for so small a model" in engine.description["kernels"]
+    assert "nothing is compiled for so small a model" in engine.description.kernels
     # A row of several documents is nothing that these sinks can be told of: training refuses it.
     assert_same(engine, load(family, "reference"), (DOCUMENTS,) if family == "GptOss" else (DOCUMENTS, PACKED))
 
@@ -89,13 +89,13 @@ def test_a_family_is_compiled_alike(family, load, monkeypatch):
     monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
     engine = load(family)
     assert used(engine) == FAMILIES[family][1]
-    assert all(f"{name} plain: of no known form" in engine.description["kernels"] for name in BLOCKS - used(engine))
+    assert all(f"{name} plain: of no known form" in engine.description.kernels for name in BLOCKS - used(engine))
     assert_same(engine, load(family, "reference"))
 
 
 def test_reference_changes_nothing(load):
     engine = load("Llama", "reference")
-    assert engine.description["kernels"] == "reference"
+    assert engine.description.kernels == "reference"
     assert engine.model.config._attn_implementation == "sdpa"
     assert not any("forward" in module.__dict__ for module in engine.model.modules())
 
@@ -111,7 +111,7 @@ def test_without_a_compiler_the_rest_is_fast_and_it_is_said(load, monkeypatch):
     monkeypatch.setattr(compiled, "fuse", lambda function: broken)
     engine = load("Llama")
     assert used(engine) == ALL
-    assert "nothing is compiled (torch.compile: no C++ compiler)" in engine.description["kernels"]
+    assert "nothing is compiled (torch.compile: no C++ compiler)" in engine.description.kernels
     with pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
         load("Llama", "fused")
 
@@ -127,7 +127,7 @@ def test_a_piece_that_computes_something_else_is_found_out(load, monkeypatch):
     monkeypatch.setattr(attention.DocumentAttention, "forward", lambda *args: 1.01 * right(*args))
     engine = load("Llama")
     assert used(engine) == ALL - {"attention"}
-    assert "attention plain: computes something else (logits differ by" in engine.description["kernels"]
+    assert "attention plain: computes something else (logits differ by" in engine.description.kernels
     assert_same(engine, load("Llama", "reference"))
 
 
@@ -138,7 +138,7 @@ def test_a_block_that_computes_something_else_is_taken_out_again(load, monkeypat
     monkeypatch.setattr(blocks, "gated", lambda activation, gate, up: activation(gate) * up * 1.5)
     engine = load("Llama")
     assert used(engine) == ALL | BLOCKS - {"mlp"}
-    assert "mlp plain: computes something else" in engine.description["kernels"]
+    assert "mlp plain: computes something else" in engine.description.kernels
     assert_same(engine, load("Llama", "reference"))
 
 
@@ -151,9 +151,7 @@ def test_a_window_that_attention_is_not_told_of_is_found_out(load, monkeypatch):
         AttentionInterface._global_mapping, attention.NAME,
         lambda *args, **options: attention.attend(*args, **options | {"sliding_window": None}),
     )  # fmt: skip
-    assert (
-        "attention plain: has a sliding window that only its own masks know" in load("Mistral").description["kernels"]
-    )
+    assert "attention plain: has a sliding window that only its own masks know" in load("Mistral").description.kernels
 
 
 def test_generation_goes_on_with_the_model_s_own_attention(load):
