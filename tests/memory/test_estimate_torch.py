@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from dualtune_torch import memory, sizes  # noqa: E402
-from dualtune_torch.kernels import attention, compiled, cross_entropy  # noqa: E402
+from dualtune_torch.kernels import attention, choose, cross_entropy  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -45,7 +45,7 @@ def measure(open_backend, tmp_path, monkeypatch):
     from memory_storages import found_in
 
     def measure_(lengths, *, compiles=True, asked=ASK, **changes):
-        for module in (compiled, memory):
+        for module in (choose, memory):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0 if compiles else 10**12)
         config = CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -159,4 +159,4 @@ def test_the_sizes_of_blocks_are_those_of_the_kernels():
     for name in ("LOSS_ROWS", "ATTENTION_BLOCK", "WORTH_COMPILING"):
         assert getattr(memory, name) is getattr(sizes, name)
     assert cross_entropy.LOSS_ROWS is sizes.LOSS_ROWS and attention.ATTENTION_BLOCK is sizes.ATTENTION_BLOCK
-    assert compiled.WORTH_COMPILING is sizes.WORTH_COMPILING
+    assert choose.WORTH_COMPILING is sizes.WORTH_COMPILING

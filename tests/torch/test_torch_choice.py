@@ -16,7 +16,7 @@ from dualtune.testing.tiny_models import pack, random_batch
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from dualtune_torch.kernels import compiled  # noqa: E402
+from dualtune_torch.kernels import choose, compiled  # noqa: E402
 
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 PACKED = pack(DOCUMENTS, [[2, 0, 3], [1]])
@@ -86,7 +86,7 @@ def test_a_family_is_computed_alike(family, load):
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3", "Cohere"])
 def test_a_family_is_compiled_alike(family, load, monkeypatch):
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
     engine = load(family)
     assert used(engine) == FAMILIES[family][1]
     assert all(f"{name} plain: of no known form" in engine.description.kernels for name in BLOCKS - used(engine))
@@ -107,7 +107,7 @@ def test_fused_is_all_or_an_error_that_names_the_rest(load):
 
 
 def test_without_a_compiler_the_rest_is_fast_and_it_is_said(load, monkeypatch):
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
     monkeypatch.setattr(compiled, "fuse", lambda function: broken)
     engine = load("Llama")
     assert used(engine) == ALL
@@ -134,7 +134,7 @@ def test_a_piece_that_computes_something_else_is_found_out(load, monkeypatch):
 def test_a_block_that_computes_something_else_is_taken_out_again(load, monkeypatch):
     from dualtune_torch.kernels import blocks
 
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
     monkeypatch.setattr(blocks, "gated", lambda activation, gate, up: activation(gate) * up * 1.5)
     engine = load("Llama")
     assert used(engine) == ALL | BLOCKS - {"mlp"}
@@ -159,8 +159,8 @@ def test_generation_goes_on_with_the_model_s_own_attention(load):
     texts = []
     for kernels in ("auto", "reference"):
         left = iter(range(8))
-        choose = lambda logits, left=left: int(np.argmax(logits)) if next(left, None) is not None else None  # noqa: E731
-        texts.append(list(load("Mistral", kernels).generate(prompt, choose=choose)))
+        pick = lambda logits, left=left: int(np.argmax(logits)) if next(left, None) is not None else None  # noqa: E731
+        texts.append(list(load("Mistral", kernels).generate(prompt, choose=pick)))
     assert len(texts[0]) == 8
     assert texts[0] == texts[1]
 
@@ -170,7 +170,7 @@ def test_generation_goes_on_with_the_model_s_own_attention(load):
 def test_what_a_layer_keeps_for_the_backward_pass(compiles, dropout, load, monkeypatch):
     """Numbers per token and layer: what each product and each norm needs, once; compiled, what down_proj reads is made
     again from gate and up."""
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0 if compiles else 1e9)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0 if compiles else 1e9)
     monkeypatch.setattr(sys.modules[__name__], "SPEC", replace(SPEC, dropout=dropout))
     short, long = load("Llama"), load("Llama", num_hidden_layers=4)
     dim, kv, inner, rank, heads = 32, 16, 64, SPEC.rank, 4
