@@ -90,7 +90,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> Callable[[], float]:
     """A function that takes one optimizer step and returns its seconds."""
     given = dict(item.split("=") for item in variant.split(",") if item)
-    block, rows = int(given.pop("block", attention.BLOCK)), int(given.pop("rows", cross_entropy.ROWS["cpu"]))
+    block, rows = (
+        int(given.pop("block", attention.ATTENTION_BLOCK)),
+        int(given.pop("rows", cross_entropy.LOSS_ROWS["cpu"])),
+    )
     dtype, kernels, dropout = given.pop("dtype", "bfloat16"), given.pop("kernels", "auto"), given.pop("dropout", "0")
     if given:
         raise SystemExit(f"variant {variant!r}: there is no {', '.join(given)}")
@@ -100,7 +103,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
     num_targets = sum(batch.num_targets for batch in batches)
 
     def step() -> float:
-        attention.BLOCK, cross_entropy.ROWS["cpu"] = block, rows
+        attention.ATTENTION_BLOCK, cross_entropy.LOSS_ROWS["cpu"] = block, rows
         began = time.perf_counter()
         for batch in batches:
             engine.forward_backward(batch, num_targets=num_targets)

@@ -80,7 +80,7 @@ def measure(case: str) -> dict[str, Any]:
     *always, kept, moment, reserve = parts
     return {
         "moment": moment,
-        "kernels": engine.description["kernels"],
+        "kernels": engine.description.kernels,
         "estimated": {name: parts[name] for name in (*always, kept)} | {"peak": parts[kept] + parts[moment]},
         "measured": found,
         "estimated_total_bytes": sum(parts.values()),

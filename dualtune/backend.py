@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
@@ -23,7 +23,7 @@ import numpy as np
 
 from dualtune.adapter.spec import LoraSpec, Tensors
 from dualtune.base_model import BaseWeights, find_weights
-from dualtune.capabilities import ENTRY_POINT_GROUP
+from dualtune.card import BACKENDS_GROUP, backend_names, card_of
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.optimizer import OptimizerSpec
 
@@ -128,6 +128,30 @@ class DeviceInfo:
     total_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What was built, for logs and run files. None: the engine has nothing to say of it."""
+
+    model_class: str | None = None
+    device: str
+    dtype: str  # the compute dtype
+    dtype_reason: str
+    quantization: str  # of the base, as it lies in memory
+    quantization_reason: str
+    sharding: str | None = None  # "none", or "full" where each process holds a part of the base
+    sharding_reason: str | None = None
+    num_parameters: int  # of the base
+    adapted_modules: int | None = None
+    adapted_weights: Mapping[str, int] | None = None  # how many lie in 4 bits, their parameters and bytes
+    trainable_parameters: int
+    kernels: str | None = None  # which fast code is used, and where not, why
+
+    def as_json(self) -> dict[str, Any]:
+        """What is known, as JSON values."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
     """The number of updates made, and the optimizer's slots: tensors in the adapter's names and shapes, float32."""
@@ -212,12 +236,7 @@ class Engine(Protocol):
     """
 
     @property
-    def description(self) -> Mapping[str, Any]:
-        """What was built, for logs: device, dtype, dtype_reason, quantization, quantization_reason, num_parameters,
-        trainable_parameters, and what else is worth knowing, such as kernels: which fast code is used, and where not,
-        why; adapted_weights: how many layers are adapted, how many of them lie in 4 bits, their parameters and bytes.
-        JSON values."""
-        ...
+    def description(self) -> EngineDescription: ...
 
     def evaluate(self, batch: Batch) -> LossSum: ...
 
@@ -315,23 +334,18 @@ class Backend(Protocol):
         ...
 
 
-def backend_names() -> list[str]:
-    """The registered backends, installed or not."""
-    return sorted(point.name for point in entry_points(group=ENTRY_POINT_GROUP))
-
-
 def get_backend(name: str, device: str = "auto") -> Backend:
     """Import a backend by its entry-point name and build it for a device ("auto", "cpu", "cuda").
 
     The entry point is a callable `(device: str) -> Backend`. ConfigError for an unknown name; EnvironmentFault, with
     the line that installs it, if it cannot be imported.
     """
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+    for point in entry_points(group=BACKENDS_GROUP, name=name):
         try:
             factory = point.load()
         except ImportError as error:
             raise EnvironmentFault(
-                f"Backend '{name}' could not be imported: {error}. Install it with: pip install 'dualtune[{name}]'"
+                f"Backend '{name}' could not be imported: {error}. Install it with: {card_of(name).package.command}"
             ) from error
         return factory(device)
     raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
@@ -356,10 +370,10 @@ def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerStat
         check_state(adapter, tensors, f"optimizer {slot}")
 
 
-def check_mergeable(description: Mapping[str, Any]) -> None:
+def check_mergeable(description: EngineDescription) -> None:
     """ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
-    if description["quantization"] != "none":
+    if description.quantization != "none":
         raise ConfigError(
-            f"merge: the base is quantized ({description['quantization']}), and merging into packed weights loses the "
+            f"merge: the base is quantized ({description.quantization}), and merging into packed weights loses the "
             "adapter. Load the plain base with model.quantization: none"
         )

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import entry_points
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from dualtune.config import Config, get_value
 from dualtune.errors import ConfigError
 
-ENTRY_POINT_GROUP = "dualtune.backends"
 # Config keys whose meaning lies in the engine's hands. Keys that the core honours itself are not listed.
 BACKEND_KEYS = (
     "model.dtype",
@@ -23,15 +19,20 @@ BACKEND_KEYS = (
     "data.packing",
     "train.optimizer",
     "memory.checkpointing",
-    "memory.offload",
-    "memory.limit",
     "memory.sharding",
-    "hybrid.enabled",
+)
+# Keys that nothing honours yet, with the values that are true all the same.
+NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "memory.offload": ("auto", "none"),  # nothing moves to host memory
+        "memory.limit": ("auto",),
+        "hybrid.enabled": (False,),
+    }
 )
 
 
 class Honours(Protocol):
-    """What is asked of a backend before a run: which values it honours."""
+    """What is asked before a run: which values are honoured. A `Backend` that is open, or the `Card` of one."""
 
     @property
     def name(self) -> str: ...
@@ -39,21 +40,11 @@ class Honours(Protocol):
     def capabilities(self) -> Mapping[str, frozenset[Any]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A backend that is not opened, by what its package declares."""
-
-    name: str
-    honoured: Mapping[str, frozenset[Any]]
-
-    def capabilities(self) -> Mapping[str, frozenset[Any]]:
-        return self.honoured
-
-
 def check_capabilities(backend: Honours, config: Config) -> None:
     """Raise a ConfigError that names every key whose value this backend does not honour: nothing is ignored."""
-    problems = [problem for key in BACKEND_KEYS if (problem := _refusal(backend, key, get_value(config, key)))]
-    if problems:
+    problems = [_refusal(backend, key, get_value(config, key)) for key in BACKEND_KEYS]
+    problems += [_too_early(key, get_value(config, key)) for key in NOT_YET]
+    if problems := [problem for problem in problems if problem]:
         raise ConfigError("\n".join(problems))
 
 
@@ -71,6 +62,12 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     return f"{key}: got {_show(value)}, the backend '{backend.name}' honours: {values}"
 
 
+def _too_early(key: str, value: Any) -> str | None:
+    if value in NOT_YET[key]:
+        return None
+    return f"{key}: got {_show(value)}, and nothing honours that yet; allowed: {', '.join(map(_show, NOT_YET[key]))}"
+
+
 def _default(key: str) -> Any:
     section, field = key.split(".")
     return Config.model_fields[section].annotation.model_fields[field].default  # type: ignore[union-attr]
@@ -78,17 +75,3 @@ def _default(key: str) -> Any:
 
 def _show(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, str) else value
-
-
-def declared(name: str) -> Declared | None:
-    """What an installed backend says of itself in its capabilities.py, before its framework is imported, if it does."""
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        package = find_spec(point.module)
-        if package is None or package.origin is None or find_spec(name) is None:
-            continue
-        spec = spec_from_file_location(f"{name}_capabilities", Path(package.origin).with_name("capabilities.py"))
-        if spec is not None and spec.loader is not None and Path(str(spec.origin)).is_file():
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return Declared(name, module.CAPABILITIES)
-    return None

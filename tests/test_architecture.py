@@ -5,6 +5,7 @@ cli -> platform, transfer, launch, report -> train -> memory, hybrid, data -> ba
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ LAYERS = (
     {"errors", "redaction", "faults", "show", "versions"},
     {"disk", "interrupt", "checks", "optimizer"},
     {"adapter", "config", "limits"},
-    {"base_model", "capabilities"},
+    {"base_model", "capabilities", "card"},
     {"backend", "hooks"},
     {"memory", "hybrid", "data"},
     {"train"},
@@ -30,6 +31,10 @@ FACADE = "dualtune"  # __init__.py: the version for everybody, and the way in fr
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "transformers", "bitsandbytes", "accelerate"}
 FOR_BACKENDS = {"backend", "base_model", "adapter", "config", "errors", "optimizer"}
 NUMPY_ENGINE = "dualtune/testing/numpy_engine.py"
+FOR_BACKENDS = {"backend", "base_model", "adapter", "config", "errors"}
+FOR_CARDS = {"card", "checks", "memory", "platform"}  # what a backend says of itself before its framework is imported
+CARD_FILES = {"card.py", "checks.py", "memory.py", "sizes.py"}
+NUMPY_ENGINE, NUMPY_CARD = "dualtune/testing/numpy_engine.py", "dualtune/testing/numpy_card.py"
 MAX_LINES = 400
 
 CORE = sorted((ROOT / "dualtune").rglob("*.py"))
@@ -104,14 +109,14 @@ def test_the_test_tools_import_what_lies_below_train_and_nobody_imports_them():
         else:
             assert "testing" not in parts_imported(file), name_of(file)
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert project.count("dualtune.testing") == 1 and 'numpy = "dualtune.testing.numpy_engine:backend"' in project
+    assert project.count("dualtune.testing") == 2 and 'numpy = "dualtune.testing.numpy_engine:backend"' in project
 
 
 @pytest.mark.parametrize("file", BACKENDS, ids=name_of)
 def test_backends_know_the_boundary_and_not_each_other(file):
     own = file.relative_to(ROOT / "backends").parts[0]
     others = {path.name for path in (ROOT / "backends").iterdir()} - {own}
-    assert not parts_imported(file) - FOR_BACKENDS
+    assert not parts_imported(file) - (FOR_CARDS if file.name in CARD_FILES else FOR_BACKENDS)
     assert not others & {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
 
 
@@ -124,7 +129,66 @@ def test_the_core_knows_no_backend_and_loads_no_framework(file):
 
 
 def test_the_example_engine_is_an_ordinary_backend():
-    assert parts_imported(ROOT / NUMPY_ENGINE) <= FOR_BACKENDS
+    assert parts_imported(ROOT / NUMPY_ENGINE) <= FOR_BACKENDS | {"testing"}  # its card
+    assert parts_imported(ROOT / NUMPY_CARD) <= FOR_CARDS
+
+
+@pytest.mark.parametrize("file", [f for f in BACKENDS if f.name in (*CARD_FILES, "__init__.py")], ids=name_of)
+def test_a_card_is_read_without_a_framework_and_without_an_engine(file):
+    own = file.relative_to(ROOT / "backends").parts[0]
+    assert not FRAMEWORKS & imported_when_loaded(file)
+    beside = {name.split(".")[1] for name in imports_of(ast.walk(tree_of(file))) if name.startswith(f"{own}.")}
+    assert {f"{name}.py" for name in beside} <= CARD_FILES
+
+
+# --- the core names no backend ---------------------------------------------------------------------------------------
+
+A_BACKEND = re.compile(r"\b(torch|mlx(?!-lm)|dualtune_torch|dualtune_mlx)\b", re.IGNORECASE)  # mlx-lm is a file format
+# Files of the core that may have the name of a backend in a text, and why.
+NAMES_A_BACKEND = {
+    "adapter/": "`mlx` is a layout of adapter files, that of mlx-lm",
+    "base_model/config_file.py": "MLX's packed weights, a file format",
+    "transfer/places/card.py": "a tag of model cards on the hub",
+    "platform/machines.py": "machines that are not here, with the software of a proper installation",
+    "platform/detect.py": "the field torch_cuda of a machine, a key of `check-gpu --json`",
+    "launch/mlx.py": "the program mlx.launch",
+    "cli/launch.py": "`--on mlx` and the programs that it stands for",
+    "cli/adapter.py": "`--layout mlx` of adapter files",
+    "cli/suggest.py": "words that somebody may type for a command, such as to-mlx",
+}
+
+
+def docstrings_of(tree: ast.Module) -> set[int]:
+    """The ids of the nodes that are docstrings, also of an attribute."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def backends_named(tree: ast.Module) -> set[str]:
+    """Texts, also in f-strings, that hold the name of a backend; docstrings and comments may."""
+    told = docstrings_of(tree)
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {text.value for text in texts if id(text) not in told and A_BACKEND.search(text.value)}
+
+
+@pytest.mark.parametrize("file", [f for f in CORE if part_of(f) != "testing"], ids=name_of)
+def test_the_core_names_no_backend(file):
+    own = file.relative_to(ROOT / "dualtune").as_posix()
+    is_allowed = own.startswith((*NAMES_A_BACKEND,))
+    assert is_allowed or not backends_named(tree_of(file))
+
+
+@pytest.mark.parametrize("name", NAMES_A_BACKEND)
+def test_what_may_name_a_backend_does(name):
+    files = [file for file in CORE if file.relative_to(ROOT / "dualtune").as_posix().startswith(name)]
+    assert any(backends_named(tree_of(file)) for file in files)
+
+
+@pytest.mark.parametrize(
+    "code", ["if name == 'torch': pass", "T = {'mlx': 1}", "raise E(f'{x}: install torch')", "'dualtune_mlx.card'[0]"]
+)
+def test_the_search_for_backends_finds_them(code):
+    assert backends_named(ast.parse(code))
+    assert not backends_named(ast.parse('"""About torch."""\nkernels = "torchrun"  # and MLX'))
 
 
 # --- what nobody does ------------------------------------------------------------------------------------------------
@@ -183,4 +247,4 @@ def test_the_folders_of_the_backends_hold_the_same_files():
     torch, mlx = (
         {file.name for file in (ROOT / "backends" / f"dualtune_{name}").iterdir()} for name in ("torch", "mlx")
     )
-    assert {"__init__.py", "backend.py", "engine.py", "model.py", "lora.py", "losses.py"} <= torch & mlx
+    assert {"__init__.py", *CARD_FILES, "backend.py", "engine.py", "model.py", "lora.py", "losses.py"} <= torch & mlx

@@ -17,6 +17,8 @@ from dualtune.config import parse_config
 from dualtune.config.schema import sections
 from dualtune.platform import problems
 from dualtune.train.lock import Lock
+from dualtune_mlx import checks as mlx
+from dualtune_torch import checks as torch
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
@@ -115,8 +117,10 @@ def test_a_text_that_nobody_prints_is_noticed():
 
 
 def test_each_problem_that_check_gpu_finds_has_an_entry():
-    tree = ast.parse(Path(problems.__file__).read_text(encoding="utf-8"))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.returns is not None]
+    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (problems, torch, mlx)]
+    functions = [
+        node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.returns is not None
+    ]
     found = [text for node in functions if ast.unparse(node.returns) == "str | None" for text in _returned(node)]
     assert len(found) > 15
     assert [text for text in found if not any(is_printed(known, text) for known in TEXTS)] == []

@@ -12,6 +12,7 @@ import psutil
 
 from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
 from dualtune.errors import ConfigError
+from dualtune_mlx.card import CARD
 from dualtune_mlx.distributed import world
 from dualtune_mlx.engine import MlxEngine
 from dualtune_mlx.model import DTYPES, load_base
@@ -21,7 +22,7 @@ DEVICES = ("auto", "cpu")
 
 
 class MlxBackend:
-    name = "mlx"
+    name = CARD.name
 
     def __init__(self, device: str = "auto") -> None:
         if device not in DEVICES:
@@ -33,16 +34,7 @@ class MlxBackend:
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
-        return {
-            "model.dtype": frozenset({"auto", "float32", "bfloat16", "float16"}),
-            "model.quantization": frozenset({"auto", "none", "affine4", "affine8"}),
-            "model.init": frozenset({"pretrained", "random"}),
-            "model.kernels": frozenset({"auto", "fused", "reference"}),
-            "data.packing": frozenset({False, True}),
-            "train.optimizer": frozenset({"adamw", "sgd"}),
-            "memory.checkpointing": frozenset({"auto", "none"}),
-            "memory.sharding": frozenset({"auto", "none"}),
-        }
+        return CARD.capabilities(self.devices()[0].kind)
 
     def devices(self) -> list[DeviceInfo]:
         memory = psutil.virtual_memory().total  # unified on Apple silicon

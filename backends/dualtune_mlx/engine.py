@@ -19,6 +19,7 @@ from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
     Batch,
+    EngineDescription,
     LoadRequest,
     LossSum,
     OptimizerState,
@@ -65,12 +66,13 @@ class MlxEngine:
         self._kernels = choose(model, request.kernels)
         wrap = Compiled if self._kernels.compiles else _as_it_is
         self._accumulate, self._update = wrap(self._add_gradient), wrap(self._updated)
-        self.description = dict(description) | {
-            "adapted_modules": len(self._layers),
-            "adapted_weights": storage([layer.base for layer in self._layers.values()]),
-            "trainable_parameters": self._params.size,
-            "kernels": str(self._kernels),
-        }
+        self.description = EngineDescription(
+            **description,
+            adapted_modules=len(self._layers),
+            adapted_weights=storage([layer.base for layer in self._layers.values()]),
+            trainable_parameters=self._params.size,
+            kernels=str(self._kernels),
+        )
 
     def evaluate(self, batch: Batch) -> LossSum:
         with self._documents(batch):

@@ -1,5 +1,4 @@
-"""The torch backend: NVIDIA GPUs and CPUs, transformers models, NF4 through bitsandbytes."""
+"""The torch backend: NVIDIA GPUs and CPUs, transformers models, NF4 through bitsandbytes.
 
-from dualtune_torch.backend import TorchBackend as backend
-
-__all__ = ["backend"]
+Nothing is imported here, so that `card.py` is read without torch.
+"""

@@ -14,7 +14,7 @@ import torch
 
 from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune_torch.capabilities import CAPABILITIES
+from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.model import DTYPES, load_base
@@ -25,7 +25,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 
 
 class TorchBackend:
-    name = "torch"
+    name = CARD.name
 
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
@@ -43,7 +43,7 @@ class TorchBackend:
             self.device = _numbered(device)
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
-        return CAPABILITIES
+        return CARD.capabilities(self.device.type)
 
     def devices(self) -> list[DeviceInfo]:
         if self.device.type == "cuda":

@@ -21,6 +21,7 @@ from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
     Batch,
+    EngineDescription,
     LoadRequest,
     LossSum,
     OptimizerState,
@@ -68,12 +69,13 @@ class TorchEngine:
         self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
-        self.description = dict(description) | {
-            "adapted_modules": len(self._layers),
-            "adapted_weights": storage([layer.base for layer in self._layers.values()]),
-            "trainable_parameters": self._adapter.flat.numel(),
-            "kernels": str(self._kernels),
-        }
+        self.description = EngineDescription(
+            **description,
+            adapted_modules=len(self._layers),
+            adapted_weights=storage([layer.base for layer in self._layers.values()]),
+            trainable_parameters=self._adapter.flat.numel(),
+            kernels=str(self._kernels),
+        )
 
     @cached_property
     def _optimizer(self) -> FlatOptimizer:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import datetime
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dualtune.backend import LoadRequest, wait_limit_s
+from dualtune.backend import EngineDescription, LoadRequest, wait_limit_s
 from dualtune.base_model import staged
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.affine import AffineLayer
@@ -159,9 +159,9 @@ def _ends_soon(work: dist.Work) -> bool:
     return True
 
 
-def check_whole(description: Mapping[str, Any]) -> None:
+def check_whole(description: EngineDescription) -> None:
     """ConfigError if the base is split, for what needs all of it."""
-    if description["sharding"] != "none":
+    if description.sharding != "none":
         raise ConfigError(
             "merge: the base is split among processes (memory.sharding: full). Merge in one process: dualtune "
             "adapter merge, with --platform cpu where the base fits on no device"

@@ -157,7 +157,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     recorded: dict[str, object] = adapter.metadata.get("base") or {}
     if (trained_on := recorded.get("loaded_as", "none")) != "none":
         say(f"note: it was trained on a base in {trained_on}, and is merged into the plain weights")
-    say(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description['dtype']}")
+    say(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description.dtype}")
 
 
 def _check_free(out: Path) -> None:

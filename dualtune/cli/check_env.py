@@ -12,11 +12,17 @@ from dualtune.cli.screen import phases, tell
 from dualtune.cli.terminal import say
 
 KINDS = ("auto", "h100", "m4", "rtx", "cpu")  # those of `environment.TARGETS`, which --help does not import
+METAVAR = "|".join((*KINDS, "BACKEND"))
 
 
 @click.command("check-env")
 @click.option(
-    "--for", "target", type=click.Choice(KINDS), default="auto", show_default=True, help="The kind of machine."
+    "--for",
+    "target",
+    metavar=METAVAR,
+    default="auto",
+    show_default=True,
+    help="The kind of machine, or a backend by its name.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="Look for the model and data of this config too.")
 @json_option

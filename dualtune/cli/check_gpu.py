@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--require-memory", "memory", metavar="SIZE", help="Ask for this much GPU memory instead, such as 12GB.")
 @click.option("--for", "config", type=click.Path(path_type=Path), help="Ask whether this config fits instead.")
 @click.option("--machine", "name", metavar="NAME", help="Judge a machine that is not here, such as h100-80 or m4-32.")
-@click.option("--probe", is_flag=True, help="Import torch or MLX, and multiply two matrices on the device.")
+@click.option("--probe", is_flag=True, help="Import the framework, and multiply two matrices on the device.")
 @json_option
 @click.pass_context
 def command(

@@ -126,13 +126,15 @@ def _local(
 def _mlx(
     work: Work, is_shown: bool, *, procs: int | None, max_restarts: int | None, hosts: str | None, hostfile: Path | None
 ) -> int:
+    from dualtune.card import launch_on
     from dualtune.launch import mlx
 
     if hostfile is not None and (hosts is not None or procs is not None):
         raise click.UsageError("--hostfile names every process: give neither --hosts nor --procs with it.")
     launcher, chosen = mlx.launcher(work.platform, procs, hosts, hostfile)
-    say(f"launch      mlx.launch: {chosen}", err=True)
-    return _start(launcher, replace(work, platform="mlx"), max_restarts, is_shown)
+    _, launch = launch_on("mlx", work.platform)
+    say(f"launch      {launch.program}: {chosen}", err=True)
+    return _start(launcher, replace(work, platform=launch.platforms[0]), max_restarts, is_shown)
 
 
 def _start(launcher: Launcher, work: Work, max_restarts: int | None, is_shown: bool) -> int:

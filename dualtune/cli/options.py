@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend
 
+
+class PlatformOption(click.Option):
+    """An option that takes what the backends' cards list, or the name of a backend."""
+
+    def make_metavar(self, *args: Any, **keywords: Any) -> str:
+        """Read from the cards, which only `--help` shows."""
+        from dualtune.card import platforms
+
+        return "|".join(platforms())
+
+
 platform_option = click.option(
     "--platform",
+    cls=PlatformOption,
     default="auto",
     show_default=True,
     envvar="DUALTUNE_DEVICE",
     show_envvar=True,
-    metavar="auto|mlx|cuda|cuda:N|cpu",
-    help="The machine to use: MLX, torch on a GPU (by number: cuda:1), or torch on the CPU.",
+    help="The machine to use: a GPU (by number: cuda:1), the CPU, or a backend by its name.",
 )
 dtype_option = click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True

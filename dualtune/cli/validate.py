@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.cli.options import PlatformOption, json_option
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dualtune.validate.plan import Place
     from dualtune.validate.run import TierResult
     from dualtune.validate.tiers import Tier
-
-DEVICES = ("auto", "cuda", "mlx", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Wishes:
 @click.command("validate")
 @click.option("--tier", metavar="quick|convergence|memory|extended|full|all", help="What to prove; all but full: all.")
 @click.option(
-    "--device", default="auto", show_default=True, envvar="DUALTUNE_DEVICE", type=click.Choice(DEVICES),
+    "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
     help="Where to prove it. On a CPU, each tier has a twin with a tiny model. Also: DUALTUNE_DEVICE.",
 )  # fmt: skip
 @click.option("--check-memory", is_flag=True, help="Compare what a tier needs with what there is, before it runs.")

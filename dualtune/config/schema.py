@@ -115,7 +115,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The compute dtype; auto takes the best one that the device supports."""
     quantization: Literal["auto", "none", "nf4", "int8", "affine4", "affine8"] = "auto"
-    """How the base weights are stored in memory; auto keeps what the directory holds; both backends have affine4."""
+    """How the base weights are stored in memory; auto keeps what the directory holds; nothing stores int8 yet."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether to load the weights, or to draw them at random in the real shapes to measure speed and memory."""
     kernels: Literal["auto", "fused", "reference"] = "auto"
@@ -279,11 +279,11 @@ class MemoryConfig(Section):
     checkpointing: Literal["auto", "none", "full"] = "auto"
     """Whether activations are recomputed in the backward pass; auto only where they would not fit."""
     offload: Literal["auto", "none"] = "auto"
-    """Whether tensors may move to host memory where the device's does not suffice."""
+    """Whether tensors may move to host memory where the device's does not suffice; nothing moves yet."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """Whether each process of a run holds a part of the base model only; auto where it would not fit whole."""
     limit: Literal["auto"] | Size = "auto"
-    """The device memory that the run may use; auto is what the device has free."""
+    """The device memory that the run may use; nothing limits it yet, so auto is the only value."""
 
     @property
     def limit_bytes(self) -> int | None:
@@ -299,7 +299,7 @@ class HybridConfig(Section):
     """Predictive training: some backward passes are predicted instead of computed."""
 
     enabled: bool = False
-    """Whether to train predictively."""
+    """Whether to train predictively; nothing does yet, so false is the only value."""
 
 
 class GuardsConfig(Section):

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, cast
 
 import psutil
 
+from dualtune.card import Card, launch_on
 from dualtune.errors import ConfigError, EnvironmentFault, Preempted
 
 LOCAL = "127.0.0.1"
@@ -111,9 +112,8 @@ class MlxAttempt:
 
 def launcher(platform: str, procs: int | None, hosts: str | None, hostfile: Path | None) -> tuple[MlxLaunch, str]:
     """(the launcher, what it will start)."""
-    if platform not in ("auto", "mlx"):
-        raise ConfigError(f"--platform: got {platform!r}, --on mlx takes mlx: mlx.launch runs MLX")
-    program = _program()
+    card, _ = launch_on("mlx", platform)
+    program = _program(card)
     if hostfile is not None:
         return _by_hostfile(program, hostfile)
     if hosts is None:
@@ -152,11 +152,11 @@ def _by_hostfile(program: Path, hostfile: Path) -> tuple[MlxLaunch, str]:
     return MlxLaunch(len(addresses), program, where), f"{len(addresses)} processes, on the machines of {hostfile}"
 
 
-def _program() -> Path:
+def _program(card: Card) -> Path:
     beside = Path(sys.executable).with_name("mlx.launch")
     found = beside if beside.is_file() else shutil.which("mlx.launch")
     if found is None:
-        raise EnvironmentFault("mlx.launch was not found. It is part of MLX: pip install 'dualtune[mlx]'")
+        raise EnvironmentFault(f"mlx.launch was not found. It is part of {card}: {card.package.command}")
     return Path(found)
 
 

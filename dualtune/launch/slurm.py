@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import dualtune
+from dualtune.card import launch_on
 from dualtune.disk import write_file
 from dualtune.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.launch.slurm_script import BODY
@@ -61,9 +62,8 @@ class Slurm:
 
     def adapt(self, work: Work) -> Work:
         """The work as the job does it: on the platform of the nodes, and `--resume never` decided here and now."""
-        platform = "cuda" if work.platform == "auto" and self.gpus_per_node else work.platform
-        if platform not in ("auto", "cuda", "cpu"):
-            raise ConfigError(f"--platform: got {platform!r}, --on slurm takes cuda or cpu: torchrun runs torch")
+        _, launch = launch_on("slurm", work.platform)
+        platform = launch.platforms[0] if work.platform == "auto" and self.gpus_per_node else work.platform
         if platform == "cpu" and self.gpus_per_node:
             raise ConfigError("--gpus-per-node is for --platform cuda, and --platform cpu was asked for")
         if self.gpus_per_node and self.procs_per_node > self.gpus_per_node:

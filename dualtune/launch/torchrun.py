@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dualtune.card import launch_on
 from dualtune.errors import ConfigError, EnvironmentFault
 
-AGENT = "dualtune_torch.torchrun"  # torchrun, but with the exit codes of its workers
 SAVE_S = 120  # how long the others have to save and end, once one process has ended
 
 
@@ -40,6 +39,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
+    agent: str  # the module that is run: torchrun, but with the exit codes of its workers
     num_processes: int
     nodes: Nodes | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: {})  # what is added to ours
@@ -51,7 +51,7 @@ class Torchrun:
             where += [f"--master-addr={self.nodes.host}", f"--master-port={self.nodes.port}"]
         # Restarts are ours: torchrun would also repeat a run that has saved, or whose config is wrong.
         options = [f"--nproc-per-node={self.num_processes}", "--max-restarts=0", "--signals-to-handle=SIGQUIT"]
-        return [sys.executable, "-m", AGENT, *where, *options, "--no-python", *worker]
+        return [sys.executable, "-m", self.agent, *where, *options, "--no-python", *worker]
 
     def start(self, worker: Sequence[str]) -> TorchrunAttempt:
         codes = tempfile.TemporaryDirectory(prefix="dualtune-launch-")
@@ -94,13 +94,13 @@ class Here:
     gpu_problem: str | None = None  # why there is none
 
     def launcher(self, platform: str, procs: int | None, nodes: Nodes | None) -> tuple[Torchrun, str]:
-        """(the launcher for a platform of torch, what was chosen and why)."""
-        if importlib.util.find_spec("torch") is None:
-            raise EnvironmentFault("torchrun is part of torch, which is missing: pip install 'dualtune[torch]'")
+        """(the launcher for a platform that torchrun can start, what was chosen and why)."""
+        card, launch = launch_on("local", platform)
+        if not card.package.is_installed:
+            missing = f"{launch.program} is part of {card}, which is missing"
+            raise EnvironmentFault(f"{missing}: {card.package.command}")
         if platform == "cpu":
-            return self._on_cpu(procs or 1, "as asked" if procs else "no --procs", nodes)
-        if platform != "cuda":
-            raise ConfigError(f"--platform: got {platform!r}, --on local takes cuda or cpu: torchrun runs torch")
+            return self._on_cpu(launch.agent, procs or 1, "as asked" if procs else "no --procs", nodes)
         if not self.num_gpus:
             because = f" ({self.gpu_problem})" if self.gpu_problem else ""
             raise EnvironmentFault(f"--platform cuda: no GPU was found{because}. Look with: dualtune check-gpu")
@@ -108,14 +108,15 @@ class Here:
             allowed = f"1 to {self.num_gpus}, the GPUs of this machine; one process each"
             raise ConfigError(f"--procs: got {procs}, allowed: {allowed}")
         count = _counted(procs or self.num_gpus, "process")
-        return Torchrun(procs or self.num_gpus, nodes), f"{count} (as asked)" if procs else f"{count}, one for each GPU"
+        launcher = Torchrun(launch.agent, procs or self.num_gpus, nodes)
+        return launcher, f"{count} (as asked)" if procs else f"{count}, one for each GPU"
 
-    def _on_cpu(self, procs: int, why: str, nodes: Nodes | None) -> tuple[Torchrun, str]:
+    def _on_cpu(self, agent: str, procs: int, why: str, nodes: Nodes | None) -> tuple[Torchrun, str]:
         given = os.environ.get("OMP_NUM_THREADS", "")
         threads = given if given.isdigit() else str(max(1, self.cores // procs))
         source = "OMP_NUM_THREADS is set" if given.isdigit() else f"{self.cores} cores for {procs}"
         text = f"{_counted(procs, 'process')} ({why}), {_counted(int(threads), 'thread')} each ({source})"
-        return Torchrun(procs, nodes, {"OMP_NUM_THREADS": threads}), text
+        return Torchrun(agent, procs, nodes, {"OMP_NUM_THREADS": threads}), text
 
 
 def _counted(count: int, what: str) -> str:

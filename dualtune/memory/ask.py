@@ -35,8 +35,8 @@ class HasAdapter(Protocol):
 class Ask:
     """How a model is to be trained. `estimate.ask_of` makes one of a config."""
 
-    backend: str  # "torch" or "mlx"
-    device: str  # "cuda", "metal" or "cpu"
+    backend: str
+    device: str  # a kind of device that the card of the backend lists
     quantization: str  # "none", "nf4", "affine4" or "affine8"
     dtype: str  # "float32", "bfloat16" or "float16"
     rank: int

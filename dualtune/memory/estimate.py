@@ -6,12 +6,13 @@ the engines take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from dualtune.card import Memory, card_of
 from dualtune.errors import ConfigError
-from dualtune.memory import mlx_parts, torch_parts
 from dualtune.memory.ask import Adapted, Ask, Estimate, Part, adapted, padded, tokens_at_once
 from dualtune.memory.shapes import Decoder
 
@@ -22,27 +23,31 @@ __all__ = ["Adapted", "Ask", "Estimate", "Part", "adapted", "ask_of", "estimate"
 
 SHORTEST, LONGEST = 64, 1 << 20  # tokens, of what `longest_that_fits` looks at
 
-PARTS: Mapping[str, Callable[[Decoder, Ask], tuple[Part, ...]]] = {
-    "torch": torch_parts.parts,
-    "mlx": mlx_parts.parts,
-}
-DTYPES = {"cuda": "bfloat16", "metal": "bfloat16", "cpu": "float32"}  # what the engines take for "auto"
-QUANTIZATIONS = {"torch": ("none", "nf4", "affine4", "affine8"), "mlx": ("none", "affine4", "affine8")}
-
 
 def estimate(decoder: Decoder, ask: Ask) -> Estimate:
-    """The peak of a training step. ConfigError for a target that selects nothing."""
-    return Estimate(PARTS[ask.backend](decoder, ask))
+    """The peak of a training step. ConfigError for a target that selects nothing and a backend without formulas."""
+    return Estimate(_formulas(ask.backend).parts(decoder, ask))
+
+
+def _formulas(backend: str) -> Memory:
+    found = card_of(backend).memory
+    if found is None:
+        raise ConfigError(f"memory: the backend '{backend}' has no formulas, so there is no estimate for it")
+    return found
 
 
 def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
     """What a config asks for. A base whose quantization is as stored ("auto") counts as not quantized.
 
-    ConfigError for a target that selects nothing, and for a quantization that the backend has not.
+    ConfigError for a target that selects nothing, and for a device or a quantization that the backend has not.
     """
     quantization = "none" if config.model.quantization == "auto" else config.model.quantization
-    if quantization not in QUANTIZATIONS[backend]:
-        allowed = ", ".join(("auto", *QUANTIZATIONS[backend]))
+    on = card_of(backend).device(device)
+    if on is None:
+        kinds = ", ".join(each.kind for each in card_of(backend).devices) or "none"
+        raise ConfigError(f"device: got '{device}', the backend '{backend}' has: {kinds}")
+    if quantization not in on.quantizations:
+        allowed = ", ".join(("auto", *on.quantizations))
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
     adapted(decoder, config.adapter.targets)
     longest = config.data.max_length
@@ -50,7 +55,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         backend=backend,
         device=device,
         quantization=quantization,
-        dtype=DTYPES[device] if config.model.dtype == "auto" else config.model.dtype,
+        dtype=on.auto_dtype if config.model.dtype == "auto" else config.model.dtype,
         rank=config.adapter.rank,
         method=config.adapter.method,
         targets=config.adapter.targets,
@@ -73,12 +78,9 @@ def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:
         alone = replace(ask, max_length=length, micro_batch_tokens=length)
         return estimate(decoder, alone).total_bytes <= budget_bytes
 
-    # MLX holds the scores of documents up to a chunk, and makes those of longer ones again: less is kept from there on.
-    border = mlx_parts.ATTENTION_CHUNK
-    for low, high in ((border + 1, LONGEST + 1), (SHORTEST, border + 1)):
-        if fits(low):
-            return _last(fits, low, high)
-    return 0
+    starts = [SHORTEST, *(border + 1 for border in _formulas(ask.backend).borders), LONGEST + 1]
+    longest = (_last(fits, low, high) for low, high in reversed([*pairwise(starts)]) if fits(low))
+    return next(longest, 0)
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int) -> int:

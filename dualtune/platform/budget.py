@@ -19,16 +19,16 @@ class Budget:
     reason: str
 
 
-def budget(machine: Machine, platform: str = "auto") -> Budget:
-    """The memory for a run on `platform`: "cuda", "cuda:1", "mlx", "cpu", or "auto" for what the hardware is for.
+def budget(machine: Machine, device: str = "auto") -> Budget:
+    """The memory for a run on a device: "cuda", "cuda:1", "metal", "cpu", or "auto" for what the hardware is for.
 
     0 bytes where the machine has no such device; the reason says so.
     """
-    if platform == "auto":
-        platform = machine.platform
-    if platform.startswith("cuda"):
-        return _of_gpu(machine, int(platform.partition(":")[2] or 0))
-    if platform == "mlx" and machine.metal_limit_bytes is not None:
+    if device == "auto":
+        device = machine.kind
+    if device.startswith("cuda"):
+        return _of_gpu(machine, int(device.partition(":")[2] or 0))
+    if device == "metal" and machine.metal_limit_bytes is not None:
         share = f"{machine.metal_limit_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.0f} GiB of unified memory"
         return Budget(machine.metal_limit_bytes, f"Metal's working set, {share} ({machine.metal_limit_source})")
     limit = " of the control group" if machine.memory_limit_bytes is not None else ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dualtune.card import Card, automatic_cards, cards, platforms
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.platform.detect import detect, is_installed
 from dualtune.platform.machine import Machine
@@ -13,32 +14,25 @@ from dualtune.platform.machine import Machine
 if TYPE_CHECKING:
     from dualtune.backend import Backend
 
-__all__ = ["PLATFORMS", "Choice", "choose", "is_installed", "open_backend"]
-
-PLATFORMS = ("auto", "mlx", "cuda", "cpu", "cuda:N")
+__all__ = ["Choice", "choose", "is_installed", "open_backend"]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    platform: str  # "mlx", "cuda", "cuda:1", "cpu" or the name of a third-party backend
+    platform: str  # as --platform has it: "cuda", "cuda:1", "cpu", or the name of a backend
     backend: str
-    device: str
+    device: str  # to open the backend with
     reason: str
 
 
 def choose(platform: str, machine: Machine | None = None) -> Choice:
     """The backend and device for `--platform`. EnvironmentFault if nothing that could train is installed."""
-    match platform:
-        case "mlx":
-            return Choice("mlx", "mlx", "auto", "as asked")
-        case "cpu":
-            return Choice("cpu", "torch", "cpu", "as asked")
-        case "auto":
-            return _automatic(machine or detect())
-        case name if re.fullmatch(r"cuda(:\d+)?", name):
-            return Choice(name, "torch", name, "as asked")
-        case name:
-            return _third_party(name)
+    if platform == "auto":
+        return _automatic(machine or detect())
+    for card in cards():
+        if platform == card.name or card.has_platform(platform):
+            return _choice(card, platform, "as asked")
+    raise ConfigError(f"--platform: got '{platform}', allowed: {', '.join(platforms())}")
 
 
 def open_backend(choice: Choice) -> Backend:
@@ -47,26 +41,43 @@ def open_backend(choice: Choice) -> Backend:
     return get_backend(choice.backend, choice.device)
 
 
-def _third_party(name: str) -> Choice:
-    """A backend by its entry-point name."""
-    from dualtune.backend import backend_names
-
-    if name in backend_names():
-        return Choice(name, name, "auto", "as asked")
-    raise ConfigError(f"--platform: got '{name}', allowed: {', '.join(PLATFORMS)}")
+def _choice(card: Card, platform: str, reason: str) -> Choice:
+    return Choice(platform, card.name, "auto" if platform == card.name else platform, reason)
 
 
 def _automatic(machine: Machine) -> Choice:
-    has_torch, has_mlx = "torch" in machine.packages, "mlx" in machine.packages
-    if machine.is_apple_silicon and has_mlx:
-        return Choice("mlx", "mlx", "auto", f"Apple silicon ({machine.cpu}) with MLX installed")
-    if machine.gpus and has_torch:
-        return Choice("cuda", "torch", "cuda", f"NVIDIA GPU ({machine.gpus[0].name}) with torch installed")
-    without = "no NVIDIA GPU" if not machine.is_apple_silicon else "MLX is not installed"
-    if has_torch:
-        return Choice("cpu", "torch", "cpu", f"{without}; torch on the CPU")
-    if has_mlx:
-        without = "an NVIDIA GPU, but torch is not installed" if machine.gpus else f"{without} and no torch"
-        return Choice("mlx", "mlx", "auto", f"{without}; MLX on the CPU, which is slow")
-    extra = "mlx" if machine.is_apple_silicon else "torch"
-    raise EnvironmentFault(f"neither torch nor MLX is installed. Install one with: pip install 'dualtune[{extra}]'")
+    """The preferred backend that is installed, for the machine's accelerator or else for its processor."""
+    known = automatic_cards()
+    installed = [card for card in known if card.package.framework in (None, *machine.packages)]
+    for kind, what in _accelerators(machine):
+        if card := _first(installed, kind):
+            return _choice(card, card.platform_for(kind), f"{what} with {card} installed")
+    card = _first(installed, "cpu")
+    if card is None:
+        kinds = [kind for kind, _ in _accelerators(machine)]
+        wanted = next((card for kind in kinds if (card := _first(known, kind))), known[0])
+        names = " nor ".join(map(str, known))
+        raise EnvironmentFault(f"neither {names} is installed. Install one with: {wanted.package.command}")
+    remark = next((f", {device.remark}" for device in card.devices if device.kind == "cpu" and device.remark), "")
+    reason = f"{_why_no_accelerator(machine, known, card)}; {card} on the CPU{remark}"
+    return _choice(card, card.platform_for("cpu"), reason)
+
+
+def _first(among: list[Card], kind: str) -> Card | None:
+    return next((card for card in among if card.device(kind)), None)
+
+
+def _accelerators(machine: Machine) -> Iterator[tuple[str, str]]:
+    """(kind of device, what it is) of those that a Python like this one can use, best first."""
+    if machine.is_apple_silicon:
+        yield "metal", f"Apple silicon ({machine.cpu})"
+    if machine.gpus:
+        yield "cuda", f"NVIDIA GPU ({machine.gpus[0].name})"
+
+
+def _why_no_accelerator(machine: Machine, known: list[Card], chosen: Card) -> str:
+    for kind, _ in _accelerators(machine):
+        if driver := _first(known, kind):
+            return f"{'an NVIDIA GPU, but ' if kind == 'cuda' else ''}{driver} is not installed"
+    preferred = [str(card) for card in known[: known.index(chosen)]]  # none of which is installed
+    return " and no ".join(["no NVIDIA GPU", *preferred])

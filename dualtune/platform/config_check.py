@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dualtune.adapter.directory import read_adapter
 from dualtune.backend import get_backend
-from dualtune.capabilities import check_capabilities, declared
+from dualtune.capabilities import Honours, check_capabilities
+from dualtune.card import card_of
 from dualtune.checks import Check
 from dualtune.config import Config, load_config
 from dualtune.config.schema import AdapterConfig
@@ -146,8 +147,10 @@ def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
 def _backend_rows(config: Config, choice: Choice, device: str, *, is_here: bool) -> list[Check]:
     """Whether the backend can be opened, and honours every key."""
     try:
-        # A GPU is asked itself: torch may be built without CUDA. On the CPU there is nothing to ask.
-        backend = (declared(choice.backend) if device == "cpu" else None) or get_backend(choice.backend, device)
+        # A GPU is asked itself: its framework may be built without support for it. On the CPU there is nothing to ask.
+        backend: Honours = card_of(choice.backend)
+        if device != "cpu" or not backend.honoured or not backend.package.is_installed:
+            backend = get_backend(choice.backend, device)
         check_capabilities(backend, config)
     except ConfigError as error:
         return [Check("backend", "fail", line, exit_code=error.exit_code) for line in str(error).splitlines()]
@@ -165,20 +168,18 @@ def _memory(
     config: Config, decoder: Decoder | None, reason: str, choice: Choice, machine: Machine
 ) -> tuple[Check, Memory | None]:
     """The row, and the estimate where there is one."""
-    device = "cuda" if choice.platform.startswith("cuda") else "cpu"
-    if choice.backend == "mlx" and machine.is_mac_with_apple_silicon:
-        device = "metal"
-    if choice.backend not in ("torch", "mlx"):
+    card = card_of(choice.backend)
+    kind = card.kind_for(choice.platform, machine.kinds)
+    if card.memory is None or kind is None:
         return Check("memory", "skipped", f"there is no estimate for the backend {choice.backend}"), None
     if decoder is None:
         return Check("memory", "skipped", reason), None
     try:
-        ask = ask_of(config, decoder, choice.backend, device)
+        ask = ask_of(config, decoder, choice.backend, kind)
         needed = estimate(decoder, ask)
     except ConfigError as error:  # adapter.targets that the model does not have
         return failure("memory", error), None
-    platform = "mlx" if device == "metal" else choice.platform if device == "cuda" else "cpu"
-    memory = Memory(needed, budget(machine, platform))
+    memory = Memory(needed, budget(machine, choice.platform if kind == "cuda" else kind))
     return memory_row(memory, decoder, ask), memory
 
 

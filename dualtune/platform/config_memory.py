@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from dualtune.card import card_of
 from dualtune.checks import Check
 from dualtune.memory.estimate import Ask, Estimate, estimate, longest_that_fits
 from dualtune.memory.shapes import Decoder
 from dualtune.platform.budget import Budget
 from dualtune.show import in_bytes
 
-FOUR_BIT: dict[str, Literal["nf4", "affine4"]] = {"torch": "nf4", "mlx": "affine4"}
 GRANULE = 64  # tokens; suggestions are multiples of it
 
 
@@ -59,16 +58,18 @@ def _ways(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[Smaller]:
     tokens_key, cut = "train.micro_batch_tokens", "fits; longer documents are cut"
     if tokens := most_tokens(decoder, ask, have_bytes):
         yield Smaller({tokens_key: tokens}, "fits, and the result stays the same")
-    four_bit = replace(ask, quantization=FOUR_BIT[ask.backend])
+    device = card_of(ask.backend).device(ask.device)
+    four_bit = replace(ask, quantization=(device and device.four_bit) or ask.quantization)
     packed: dict[str, str | int] = {"model.quantization": four_bit.quantization}
-    if ask.quantization == "none":
+    can_shrink = ask.quantization == "none" != four_bit.quantization
+    if can_shrink:
         if estimate(decoder, four_bit).total_bytes <= have_bytes:
             yield Smaller(packed, "fits")
         if tokens := most_tokens(decoder, four_bit, have_bytes):
             yield Smaller(packed | {tokens_key: tokens}, "fits")
     if length := _longest(decoder, ask, have_bytes):
         yield Smaller({"data.max_length": length, tokens_key: length}, cut)
-    if ask.quantization == "none" and (length := _longest(decoder, four_bit, have_bytes)):
+    if can_shrink and (length := _longest(decoder, four_bit, have_bytes)):
         yield Smaller(packed | {"data.max_length": length, tokens_key: length}, cut)
     yield Smaller({}, "Not even the shortest documents fit: take a smaller model or a larger machine")
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 
+from dualtune.card import by_preference
 from dualtune.platform import apple, cpu, nvidia
 from dualtune.platform.machine import Gpu, Machine, Surroundings
 from dualtune.versions import versions_of
 
 __all__ = ["Gpu", "Machine", "detect", "is_installed"]
 
-# `pynvml` is here to be warned of: see problems.py.
-PACKAGES = ("torch", "bitsandbytes", "transformers", "peft", "mlx", "mlx-lm", "pynvml")
+OTHER_PACKAGES = ("transformers", "peft", "pynvml")  # `pynvml` is here to be warned of: see problems.py
 NVIDIA_VENDOR = "0x10de"
 
 
@@ -53,15 +53,16 @@ def detect() -> Machine:
 
 
 def is_installed(framework: str) -> bool:
-    """Whether "torch" or "mlx" can be found; nothing is imported."""
+    """Whether a backend's framework can be found; nothing is imported."""
     return find_spec(framework) is not None
 
 
 def _packages() -> dict[str, str]:
     """The packages that matter, also where a framework lies on the path without its metadata."""
-    found = versions_of(PACKAGES)
-    present = {name: "?" for name in ("torch", "mlx") if name not in found and is_installed(name)}
-    return found | present
+    packages = [card.package for card in by_preference()]
+    found = versions_of(dict.fromkeys([*(name for each in packages for name in each.detected), *OTHER_PACKAGES]))
+    frameworks = [each.framework for each in packages if each.framework]
+    return found | {name: "?" for name in frameworks if name not in found and is_installed(name)}
 
 
 def torch_cuda() -> str | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dualtune.card import Card, backend_names, card_of, driver_of
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.config.schema import RunConfig
+from dualtune.errors import ConfigError
 from dualtune.platform.machine import GB, GIB, Gpu, Machine
 from dualtune.platform.places import (
     data_checks,
@@ -17,8 +19,9 @@ from dualtune.platform.places import (
     local_model,
     model_checks,
 )
-from dualtune.platform.problems import problems
-from dualtune.platform.requirements import at_least, least_python, package_checks, requirements
+from dualtune.platform.problems import problems, row_or_problem
+from dualtune.platform.requirements import least_python, package_checks, requirements
+from dualtune.platform.thresholds import BFLOAT16_CAPABILITY
 from dualtune.versions import versions_of
 
 
@@ -26,8 +29,7 @@ from dualtune.versions import versions_of
 class Target:
     """A kind of machine, and what its configs ask of one."""
 
-    device: str  # "cuda", "metal" or "cpu"
-    extra: str  # what to install of dualtune
+    device: str  # a kind, as in `Machine.kinds`
     least_memory: int  # GB of GPU memory; GiB of unified memory; GiB of memory
     good_memory: int  # with less, the config for the target has to be made smaller
     download_gb: int  # for the base model, as the hub stores it
@@ -36,13 +38,11 @@ class Target:
 
 SMALLER = "take a smaller model; dualtune check-gpu says which fits, and dualtune check-config whether a config does"
 TARGETS = {
-    "h100": Target("cuda", "torch", 60, 60, 30, "Use --for rtx, and configs/rtx_24gb.yaml"),
-    "m4": Target("metal", "mlx", 16, 32, 20, f"Set data.max_length and train.micro_batch_tokens to 1024, or {SMALLER}"),
-    "rtx": Target("cuda", "torch", 12, 16, 20, SMALLER.capitalize()),
-    "cpu": Target("cpu", "torch", 4, 4, 5, SMALLER.capitalize()),
+    "h100": Target("cuda", 60, 60, 30, "Use --for rtx, and configs/rtx_24gb.yaml"),
+    "m4": Target("metal", 16, 32, 20, f"Set data.max_length and train.micro_batch_tokens to 1024, or {SMALLER}"),
+    "rtx": Target("cuda", 12, 16, 20, SMALLER.capitalize()),
+    "cpu": Target("cpu", 4, 4, 5, SMALLER.capitalize()),
 }
-BFLOAT16_CAPABILITY = (8, 0)  # Ampere
-RAGGED_TORCH = "2.12"  # torch.nn.attention.varlen with grouped heads, which the torch backend calls
 
 
 def suited_target(machine: Machine) -> str:
@@ -54,17 +54,30 @@ def suited_target(machine: Machine) -> str:
     return "cpu"
 
 
+def target_of(name: str, machine: Machine) -> tuple[Target, Card]:
+    """A target and the backend for it, by the name of either. A backend is looked at on the best device for it here."""
+    if name in TARGETS:
+        return TARGETS[name], driver_of(TARGETS[name].device)
+    if name not in backend_names():
+        raise ConfigError(f"--for: got '{name}', allowed: {', '.join(('auto', *TARGETS, *backend_names()))}")
+    card = card_of(name)
+    return replace(TARGETS["cpu"], device=card.kind_for(name, machine.kinds) or "cpu"), card
+
+
 def check_environment(name: str, machine: Machine, config: Config | None) -> list[Check]:
-    """All rows for a target, looked up on this machine. Nothing is downloaded, and no framework imported."""
-    target = TARGETS[name]
-    asked = requirements(target.extra, machine.system)
+    """All rows for a target, looked up on this machine. Nothing is downloaded, and no framework imported.
+
+    `name`: of a target, or of a backend. ConfigError for any other.
+    """
+    target, card = target_of(name, machine)
+    asked = requirements(card.package, machine.system)
     rows = [python_check(machine.python)]
-    rows += package_checks(asked, target.extra, versions_of(one.name for one in asked))
+    rows += package_checks(asked, card.package.command, versions_of(one.name for one in asked))
     match target.device:
         case "cuda":
-            rows += cuda_checks(machine, target)
+            rows += cuda_checks(machine, target, card)
         case "metal":
-            rows += metal_checks(machine, target)
+            rows += metal_checks(machine, target, card)
         case _:
             rows.append(_memory("memory", machine.memory_bytes / GIB, "GiB", target))
     return rows + place_checks(target, config)
@@ -82,34 +95,19 @@ def python_check(found: str) -> Check:
 # --- the accelerator --------------------------------------------------------------------------------------------------
 
 
-def cuda_checks(machine: Machine, target: Target) -> list[Check]:
-    """Driver, torch's build, and the first GPU that is visible."""
+def cuda_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
+    """Driver, the first GPU that is visible, and what the backend looks at."""
     if not machine.gpus:
         reason = machine.gpu_problem or "no NVIDIA GPU is visible"
         return [Check("GPU", "fail", reason, "dualtune check-gpu says what to do about it")]
-    gpu, torch = machine.gpus[0], machine.packages.get("torch")
+    gpu, found = machine.gpus[0], problems(machine)
     return [
         Check("GPU", "ok", f"{gpu.name}, driver {machine.driver}"),
-        _unless(machine, "driver", Check("CUDA of the driver", "ok", str(machine.cuda))),
-        _build_check(machine, torch),
-        _unless(machine, "compute capability", _capability_check(gpu)),
+        row_or_problem(Check("CUDA of the driver", "ok", str(machine.cuda)), "driver", found),
+        row_or_problem(_capability_check(gpu), "compute capability", found),
         _memory("GPU memory", gpu.total_bytes / GB, "GB", target),
-        _attention_check(gpu, torch),
+        *(card.environment(machine) if card.environment else ()),
     ]
-
-
-def _unless(machine: Machine, problem: str, fine: Check) -> Check:
-    """The row, or the machine's problem of that name, in the words of check-gpu and with what mends it."""
-    found = next((row for row in problems(machine) if row.name == problem), None)
-    return replace(found, name=fine.name) if found else fine
-
-
-def _build_check(machine: Machine, torch: str | None) -> Check:
-    """Whether the driver can run what torch was built with, and whether that has code for the GPU."""
-    name, built = "CUDA of torch", machine.torch_cuda
-    if torch is None or built is None:
-        return Check(name, "skipped", "torch is not installed" if torch is None else f"torch {torch} does not tell")
-    return _unless(machine, "torch", Check(name, "ok", f"{built}, which the driver's {machine.cuda} runs"))
 
 
 def _capability_check(gpu: Gpu) -> Check:
@@ -119,32 +117,17 @@ def _capability_check(gpu: Gpu) -> Check:
     return Check(name, "ok", found)
 
 
-def _attention_check(gpu: Gpu, torch: str | None) -> Check:
-    """FlashAttention is torch's own; the package flash-attn is never used."""
-    name = "flash attention"
-    without = (
-        "Without it, rows get a mask that is written out: the same losses, but long rows take more time and memory"
-    )
-    if gpu.capability < BFLOAT16_CAPABILITY:
-        return Check(name, "advice", f"optional; needs compute capability 8.0. {without}")
-    if torch is None or not at_least(torch, RAGGED_TORCH):
-        upgrade = f"pip install --upgrade 'torch>={RAGGED_TORCH}'"
-        return Check(name, "advice", f"optional; comes with torch {RAGGED_TORCH}. {without}", upgrade)
-    return Check(name, "ok", "torch's own; the package flash-attn is not needed and not used")
-
-
-def metal_checks(machine: Machine, target: Target) -> list[Check]:
-    """Chip, system and unified memory."""
+def metal_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
+    """Chip, what the backend looks at, and unified memory."""
     chip = Check("Apple silicon", "ok", machine.cpu)
     if not machine.is_apple_silicon:
-        text = f"this is {machine.system} on {machine.arch}; MLX is fast on Apple silicon alone"
+        text = f"this is {machine.system} on {machine.arch}; {card} is fast on Apple silicon alone"
         chip = Check("Apple silicon", "fail", text, "dualtune check-env --for auto")
-    chip = _unless(machine, "Python", chip)  # which runs under Rosetta
+    chip = row_or_problem(chip, "Python", problems(machine))  # which runs under Rosetta
     if chip.level == "fail":
         return [chip]
-    system = Check("macOS", "ok" if machine.macos else "skipped", machine.macos or "its version was not found")
     memory = _memory("unified memory", machine.memory_bytes / GIB, "GiB", target)
-    return [chip, _unless(machine, "macOS", system), memory]
+    return [chip, *(card.environment(machine) if card.environment else ()), memory]
 
 
 def _memory(name: str, found: float, unit: str, target: Target) -> Check:

@@ -7,6 +7,7 @@ from typing import Literal
 
 GB, GIB = 10**9, 2**30  # GPUs are sold in GB; unified and host memory in GiB
 
+Kind = Literal["cuda", "metal", "cpu"]  # of devices: NVIDIA GPUs, Apple's GPUs, processors
 # Why the NVIDIA driver did not answer, as far as NVML tells.
 Fault = Literal["no binding", "no library", "not loaded", "mismatch", "no permission", "other"]
 
@@ -81,7 +82,7 @@ class Machine:
 
     @property
     def is_apple_silicon(self) -> bool:
-        """A native Python on Apple silicon, which is what MLX needs."""
+        """A native Python on Apple silicon."""
         return self.system == "Darwin" and self.arch == "arm64"
 
     @property
@@ -90,6 +91,11 @@ class Machine:
         return self.is_apple_silicon or self.surroundings.rosetta
 
     @property
-    def platform(self) -> Literal["cuda", "mlx", "cpu"]:
-        """What its hardware is for, whether or not the packages are installed."""
-        return "cuda" if self.gpus else "mlx" if self.is_mac_with_apple_silicon else "cpu"
+    def kind(self) -> Kind:
+        """The kind of device that its hardware is for, whether or not the packages are installed."""
+        return "cuda" if self.gpus else "metal" if self.is_mac_with_apple_silicon else "cpu"
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """All kinds of devices that it has."""
+        return frozenset((self.kind, "cpu"))

@@ -1,25 +1,24 @@
-"""What can stand in the way of a GPU, how it is noticed, and the command that mends it."""
+"""What can stand in the way of a GPU, how it is noticed, and the command that mends it.
+
+What concerns the framework that drives it is said by the card of its backend.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
+from dualtune.card import automatic_cards
 from dualtune.checks import Check, Level
 from dualtune.platform.machine import Machine
 from dualtune.platform.thresholds import (
-    BLACKWELL_CAPABILITY,
-    BLACKWELL_CUDA,
-    CUDA_13_CAPABILITY,
     LEAST_CAPABILITY,
     LEAST_CUDA,
-    LEAST_MACOS,
     version,
 )
 
 NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drivers"  # what CUDA 13 needs
-DEFAULT_TORCH = "pip install --force-reinstall torch"  # on PyPI: for CUDA 13
-OLD_TORCH = f"{DEFAULT_TORCH} --index-url https://download.pytorch.org/whl/cu126"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,25 @@ class Problem:
 
 
 def problems(machine: Machine) -> list[Check]:
-    """A row for each problem that this machine has."""
+    """A row for each problem that this machine has: with its GPUs, then with what drives them."""
+    own = [card.problems(machine) for card in automatic_cards() if card.problems]
+    return [*found_on(machine, PROBLEMS), *chain.from_iterable(own)]
+
+
+def found_on(machine: Machine, table: Sequence[Problem]) -> list[Check]:
+    """A row for each problem of a table that this machine has."""
     rows: list[Check] = []
-    for problem in PROBLEMS:
+    for problem in table:
         if found := problem.found(machine):
             mend = problem.mend if isinstance(problem.mend, str) else problem.mend(machine)
             rows.append(Check(problem.name, problem.level, found, mend))
     return rows
+
+
+def row_or_problem(fine: Check, name: str, found: Sequence[Check]) -> Check:
+    """The row, or the problem of that name with what mends it, under the row's name."""
+    problem = next((row for row in found if row.name == name), None)
+    return replace(problem, name=fine.name) if problem else fine
 
 
 # --- the driver ------------------------------------------------------------------------------------------------------
@@ -113,7 +124,7 @@ def _other_fault(machine: Machine) -> str | None:
 def _old_driver(machine: Machine) -> str | None:
     if not machine.gpus or machine.cuda is None or version(machine.cuda) >= LEAST_CUDA:
         return None
-    return f"driver {machine.driver} knows CUDA {machine.cuda} and older; {_dotted(LEAST_CUDA)} is needed"
+    return f"driver {machine.driver} knows CUDA {machine.cuda} and older; {dotted(LEAST_CUDA)} is needed"
 
 
 # --- which GPUs are visible ------------------------------------------------------------------------------------------
@@ -149,62 +160,11 @@ def _some_ignored(machine: Machine) -> str | None:
     return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}': CUDA stops at '{last}', which is no GPU here"
 
 
-# --- torch -----------------------------------------------------------------------------------------------------------
-
-
-def _torch_for(machine: Machine) -> str:
-    """The command that installs the torch for this driver and GPU."""
-    capability = machine.gpus[0].capability
-    old = version(machine.cuda or "13.0") < (13,) or capability < CUDA_13_CAPABILITY
-    return NEW_DRIVER if old and capability >= BLACKWELL_CAPABILITY else OLD_TORCH if old else DEFAULT_TORCH
-
-
-def _no_torch(machine: Machine) -> str | None:
-    return "torch is not installed, which drives NVIDIA GPUs" if machine.gpus and not _torch(machine) else None
-
-
-def _cpu_torch(machine: Machine) -> str | None:
-    if machine.gpus and machine.torch_cuda == "none":
-        return f"torch {_torch(machine)} is built without CUDA and sees no GPU"
-    return None
-
-
-def _torch_too_new(machine: Machine) -> str | None:
-    """Within one major version, CUDA runs on older drivers: docs.nvidia.com/deploy/cuda-compatibility."""
-    built = _built(machine)
-    if not built or machine.cuda is None or built[0] <= version(machine.cuda)[0]:
-        return None
-    return f"torch is built for CUDA {machine.torch_cuda}, and driver {machine.driver} knows {machine.cuda} and older"
-
-
-def _no_code(machine: Machine) -> str | None:
-    built = _built(machine)
-    if not built or machine.gpus[0].capability < LEAST_CAPABILITY:
-        return None
-    capability = machine.gpus[0].capability
-    too_old = built >= (13,) and capability < CUDA_13_CAPABILITY
-    too_new = built < BLACKWELL_CUDA and capability >= BLACKWELL_CAPABILITY
-    if not (too_old or too_new):
-        return None
-    gpu = f"compute capability {machine.gpus[0].compute_capability}"
-    return f"torch is built for CUDA {machine.torch_cuda}, which has no code for {gpu}"
-
-
 def _old_gpu(machine: Machine) -> str | None:
     if not machine.gpus or machine.gpus[0].capability >= LEAST_CAPABILITY:
         return None
     gpu = machine.gpus[0]
-    return f"{gpu.name} has compute capability {gpu.compute_capability}; {_dotted(LEAST_CAPABILITY)} is needed"
-
-
-def _torch(machine: Machine) -> str | None:
-    return machine.packages.get("torch")
-
-
-def _built(machine: Machine) -> tuple[int, ...]:
-    """What torch is built for, where there is a GPU for it."""
-    known = machine.gpus and machine.torch_cuda not in (None, "none")
-    return version(machine.torch_cuda or "") if known else ()
+    return f"{gpu.name} has compute capability {gpu.compute_capability}; {dotted(LEAST_CAPABILITY)} is needed"
 
 
 def _deprecated_binding(machine: Machine) -> str | None:
@@ -212,26 +172,7 @@ def _deprecated_binding(machine: Machine) -> str | None:
     return f"the deprecated package pynvml {found} lies over nvidia-ml-py, whose module it replaces" if found else None
 
 
-# --- Macs ------------------------------------------------------------------------------------------------------------
-
-
-def _rosetta(machine: Machine) -> str | None:
-    if not machine.surroundings.rosetta:
-        return None
-    return f"this Python {machine.python} is for Intel and runs under Rosetta; MLX needs one for arm64"
-
-
-def _no_mlx(machine: Machine) -> str | None:
-    return "MLX is not installed" if machine.is_apple_silicon and "mlx" not in machine.packages else None
-
-
-def _old_macos(machine: Machine) -> str | None:
-    if not machine.is_mac_with_apple_silicon or not machine.macos or version(machine.macos) >= LEAST_MACOS:
-        return None
-    return f"macOS is {machine.macos}; MLX needs {_dotted(LEAST_MACOS)} or newer"
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
+def dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
 
@@ -271,14 +212,7 @@ PROBLEMS = (
     Problem("visibility", "fail", _all_hidden, "unset CUDA_VISIBLE_DEVICES"),
     Problem("visibility", "advice", _some_ignored, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists what there is"),
     Problem("compute capability", "fail", _old_gpu, "Take a newer GPU, or train small models with --platform cpu"),
-    Problem("torch", "fail", _no_torch, "pip install 'dualtune[torch]'"),
-    Problem("torch", "fail", _cpu_torch, _torch_for),
-    Problem("torch", "fail", _torch_too_new, lambda machine: f"{NEW_DRIVER}. Or: {_torch_for(machine)}"),
-    Problem("torch", "fail", _no_code, _torch_for),
     Problem(
         "pynvml", "advice", _deprecated_binding, "pip uninstall -y pynvml; pip install --force-reinstall nvidia-ml-py"
     ),
-    Problem("Python", "fail", _rosetta, "Install Python for arm64 (brew install python@3.12), and run ./setup_m4.sh"),
-    Problem("macOS", "fail", _old_macos, "System Settings > General > Software Update"),
-    Problem("MLX", "fail", _no_mlx, "pip install 'dualtune[mlx]'"),
 )

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualtune.card import driver_of
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.memory.estimate import Estimate, ask_of, estimate
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
 from dualtune.platform.budget import Budget, budget
 from dualtune.platform.config_memory import Memory, Smaller, smaller
 from dualtune.platform.machine import Machine
-from dualtune.platform.recommend import ENGINES
 from dualtune.platform.thresholds import device_of
 from dualtune.show import in_bytes
 
@@ -58,8 +58,8 @@ def about_memory(machine: Machine, size: str) -> Question:
         need_bytes = None
     if need_bytes is None:
         raise ConfigError(f"--require-memory: got '{size}', must be a size such as 12GB, 1.5 TB or 512MiB")
-    platform = device_of(machine)
-    has = budget(machine, platform) if platform != "cpu" else Budget(0, "there is no GPU that it could use")
+    kind = device_of(machine)
+    has = budget(machine, kind) if kind != "cpu" else Budget(0, "there is no GPU that it could use")
     return Question(f"a run of {size}", need_bytes, has)
 
 
@@ -72,11 +72,10 @@ def about_config(machine: Machine, path: Path) -> Question:
     from dualtune.config import load_config
 
     config = load_config(path)
-    platform = device_of(machine)
-    backend, device, _ = ENGINES[platform]
+    kind = device_of(machine)
     decoder = _decoder(config)
-    ask = ask_of(config, decoder, backend, device)
-    memory = Memory(estimate(decoder, ask), budget(machine, platform))
+    ask = ask_of(config, decoder, driver_of(kind).name, kind)
+    memory = Memory(estimate(decoder, ask), budget(machine, kind))
     less = None if memory.fits else smaller(decoder, ask, memory.budget.bytes)
     return Question(str(path), memory.estimate.total_bytes, memory.budget, less, memory.estimate)
 

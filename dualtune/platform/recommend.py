@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 
-from dualtune.memory.estimate import DTYPES, Ask, Estimate, estimate, longest_that_fits
+from dualtune.card import driver_of
+from dualtune.memory.estimate import Ask, Estimate, estimate, longest_that_fits
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machine import Machine
 from dualtune.platform.thresholds import SEVEN_B, device_of
 
-# The platform of a machine -> (backend, device, 4-bit quantization).
-ENGINES: Mapping[str, tuple[str, str, str]] = MappingProxyType(
-    {"cuda": ("torch", "cuda", "nf4"), "mlx": ("mlx", "metal", "affine4"), "cpu": ("torch", "cpu", "nf4")}
-)
 RANK = 16
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEAST_LENGTH = 1024  # tokens: a model that can only be shown shorter documents is not worth naming
@@ -33,8 +28,8 @@ class Largest:
 
 def longest_of_7b(machine: Machine) -> int:
     """The tokens of the longest document of a 7B model that QLoRA can train here; 0 where not even a short one fits."""
-    platform = device_of(machine)
-    longest = longest_that_fits(decoder_of(KNOWN[SEVEN_B]), qlora(platform), budget(machine, platform).bytes)
+    kind = device_of(machine)
+    longest = longest_that_fits(decoder_of(KNOWN[SEVEN_B]), qlora(kind), budget(machine, kind).bytes)
     return min(longest, KNOWN[SEVEN_B]["max_position_embeddings"])
 
 
@@ -43,25 +38,27 @@ def largest_model(machine: Machine) -> Largest | None:
 
     By memory alone: on a CPU it would take long. None where none of those that are known fits.
     """
-    platform = device_of(machine)
-    have_bytes = budget(machine, platform).bytes
+    kind = device_of(machine)
+    have_bytes = budget(machine, kind).bytes
     for name, decoder in _by_size():
-        ask = qlora(platform)
+        ask = qlora(kind)
         positions = KNOWN[name]["max_position_embeddings"]
         length = min(longest_that_fits(decoder, ask, have_bytes), positions)
         if length >= LEAST_LENGTH:
-            return Largest(name, length, estimate(decoder, qlora(platform, length)))
+            return Largest(name, length, estimate(decoder, qlora(kind, length)))
     return None
 
 
-def qlora(platform: str, length: int = LEAST_LENGTH) -> Ask:
-    """4-bit training of documents of up to `length` tokens, one at a time."""
-    backend, device, quantization = ENGINES[platform]
+def qlora(kind: str, length: int = LEAST_LENGTH) -> Ask:
+    """4-bit training of documents of up to `length` tokens, one at a time, on a kind of device."""
+    card = driver_of(kind)
+    device = card.device(kind)
+    assert device is not None  # or it would not drive this kind
     return Ask(
-        backend=backend,
-        device=device,
-        quantization=quantization,
-        dtype=DTYPES[device],
+        backend=card.name,
+        device=kind,
+        quantization=device.four_bit or "none",
+        dtype=device.auto_dtype,
         rank=RANK,
         targets=TARGETS,
         micro_batch_tokens=length,

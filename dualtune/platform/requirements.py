@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from dualtune.card import Package
 from dualtune.checks import Check
 
 US = "dualtune"
@@ -19,16 +20,17 @@ def least_python() -> SpecifierSet:
     return SpecifierSet(metadata.metadata(US)["Requires-Python"])
 
 
-def requirements(extra: str, system: str) -> list[Requirement]:
-    """What `pip install 'dualtune[extra]'` asks for on a system ("Linux", "Darwin"), what the extra brings last."""
-    asked = [Requirement(line) for line in metadata.requires(US) or []]
-    base = [one for one in asked if one.marker is None or one.marker.evaluate(_where("", system))]
-    with_extra = [one for one in asked if one.marker is None or one.marker.evaluate(_where(extra, system))]
-    return base + [one for one in with_extra if one not in base]
+def requirements(package: Package, system: str) -> list[Requirement]:
+    """What dualtune and a backend's package ask for on a system ("Linux", "Darwin"), what the backend wants last."""
+    base, own = _asked(US, "", system), _asked(package.distribution, package.extra, system)
+    return base + [one for one in own if one not in base]
 
 
-def _where(extra: str, system: str) -> dict[str, str]:
-    return {"extra": extra, "platform_system": system}
+def _asked(distribution: str, extra: str, system: str) -> list[Requirement]:
+    """What `pip install 'distribution[extra]'` asks for."""
+    asked = [Requirement(line) for line in metadata.requires(distribution) or []]
+    where = {"extra": extra, "platform_system": system}
+    return [one for one in asked if one.marker is None or one.marker.evaluate(where)]
 
 
 def at_least(found: str, least: str) -> bool:
@@ -36,15 +38,15 @@ def at_least(found: str, least: str) -> bool:
     return Version(found) >= Version(least)
 
 
-def package_checks(asked: list[Requirement], extra: str, installed: Mapping[str, str]) -> list[Check]:
-    """A row for each package."""
-    return [_package_check(one, extra, installed.get(one.name)) for one in asked]
+def package_checks(asked: list[Requirement], command: str, installed: Mapping[str, str]) -> list[Check]:
+    """A row for each package. `command` installs all of them."""
+    return [_package_check(one, command, installed.get(one.name)) for one in asked]
 
 
-def _package_check(asked: Requirement, extra: str, found: str | None) -> Check:
+def _package_check(asked: Requirement, command: str, found: str | None) -> Check:
     needed = f"{asked.name}{asked.specifier}"
     if found is None:
-        return Check(asked.name, "fail", f"not installed, {needed} is needed", f"pip install 'dualtune[{extra}]'")
+        return Check(asked.name, "fail", f"not installed, {needed} is needed", command)
     try:
         fits = asked.specifier.contains(Version(found), prereleases=True)  # a nightly build is as new as its number
     except InvalidVersion:

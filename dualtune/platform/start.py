@@ -8,7 +8,7 @@ from dualtune.config.examples import example_path
 from dualtune.platform.config_memory import Smaller
 from dualtune.platform.machine import GB, Machine
 from dualtune.platform.question import about_config
-from dualtune.platform.recommend import ENGINES, LEAST_LENGTH, Largest
+from dualtune.platform.recommend import LEAST_LENGTH, Largest, qlora
 from dualtune.platform.thresholds import CPU_CONFIG, CUDA_CONFIGS, MAC_CONFIGS, device_of
 
 
@@ -36,7 +36,7 @@ def start_of(machine: Machine, largest: Largest | None) -> Start | None:
     if found is not None or largest is None:
         return found
     length = largest.max_length
-    settings = {"model.name": largest.name, "model.quantization": ENGINES[device_of(machine)][2]}
+    settings = {"model.name": largest.name, "model.quantization": qlora(device_of(machine)).quantization}
     lengths = {"data.max_length": length, "train.micro_batch_tokens": length}
     return replace(starts[-1], smaller=Smaller(settings | lengths, "fits"))
 
@@ -47,7 +47,7 @@ def _configs(machine: Machine) -> tuple[str, ...]:
         case "cuda":
             memory = machine.gpus[0].total_bytes / GB
             return tuple(name for least, name in CUDA_CONFIGS if memory >= least)
-        case "mlx":
+        case "metal":
             return MAC_CONFIGS
         case "cpu":
             return (CPU_CONFIG,)

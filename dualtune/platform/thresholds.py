@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from dualtune.checks import Level
-from dualtune.platform.machine import Machine
+from dualtune.platform.machine import Kind, Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ MAC_CONFIGS, CPU_CONFIG = ("training_config_m4.yaml", "lora_chat.yaml"), "cpu_sm
 
 LEAST_CAPABILITY = (7, 0)  # Volta, the first with tensor cores
 LEAST_CUDA = (12, 1)  # of the driver
-LEAST_MACOS = (14,)  # of MLX: ml-explore.github.io/mlx/build/html/install.html
+BFLOAT16_CAPABILITY = (8, 0)  # Ampere
 # CUDA 13 has no code for GPUs older than Turing, and what came before 12.8 none for Blackwell: the support matrix in
 # pytorch's RELEASE.md.
 CUDA_13_CAPABILITY = (7, 5)
@@ -52,11 +51,11 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
-def device_of(machine: Machine) -> Literal["cuda", "mlx", "cpu"]:
+def device_of(machine: Machine) -> Kind:
     """What a run would take: the CPU where the GPU is too old to be used."""
-    if machine.platform == "cuda" and machine.gpus[0].capability < LEAST_CAPABILITY:
+    if machine.kind == "cuda" and machine.gpus[0].capability < LEAST_CAPABILITY:
         return "cpu"
-    return machine.platform
+    return machine.kind
 
 
 def class_of(machine: Machine, longest: int) -> Class:

@@ -88,8 +88,8 @@ def _system_rows(machine: Machine) -> Iterator[Check]:
 
 def _accelerator_rows(machine: Machine, level: Level) -> Iterator[Check]:
     """`level`: of what a run would take."""
-    if machine.platform == "mlx":
-        yield Check("Metal", level, budget(machine, "mlx").reason)
+    if machine.kind == "metal":
+        yield Check("Metal", level, budget(machine, "metal").reason)
     elif not machine.gpus:
         yield Check("GPU", "fail", _nothing_found(machine))
     for index, gpu in enumerate(machine.gpus):
@@ -177,14 +177,14 @@ def _answer(question: Question) -> str:
 
 
 def _subject(machine: Machine) -> str:
-    match machine.platform:
+    match machine.kind:
         case "cuda":
             gpu = machine.gpus[0]
             busy = (
                 f", {_gb(gpu.free_bytes)} of it free," if gpu.free_bytes < gpu.total_bytes - GPU_RESERVE_BYTES else ""
             )
             return f"{gpu.name} with {_gb(gpu.total_bytes)}{busy}"
-        case "mlx":
+        case "metal":
             return f"{machine.cpu} with {machine.memory_bytes / GIB:.0f} GiB of unified memory"
         case "cpu":
             reason = f" ({machine.gpu_problem})" if machine.gpu_problem else ""

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from dualtune.adapter.spec import parse_name
-from dualtune.backend import CLIP_EPS, IGNORE_INDEX, Batch
+from dualtune.backend import CLIP_EPS, IGNORE_INDEX, Batch, EngineDescription
 from dualtune.capabilities import BACKEND_KEYS
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import conformance_packing, conformance_state, conformance_weights, tolerances
@@ -68,10 +68,9 @@ def check_capabilities_are_declared(case: Case) -> None:
 def check_description_is_complete(case: Case) -> None:
     """What `dualtune train` shows and the run directory records."""
     engine = case.engine(trained=False)
-    needed = {"device", "dtype", "dtype_reason", "quantization", "quantization_reason", "num_parameters"}
-    assert not needed - engine.description.keys()
-    assert engine.description["trainable_parameters"] == sum(w.size for w in engine.adapter_state().values())
-    json.dumps(dict(engine.description))
+    assert isinstance(engine.description, EngineDescription)
+    assert engine.description.trainable_parameters == sum(w.size for w in engine.adapter_state().values())
+    json.dumps(engine.description.as_json())
 
 
 def check_fresh_adapter_is_the_core_s(case: Case) -> None:
@@ -311,7 +310,7 @@ def check_merge_equals_adapter(case: Case) -> None:
 def check_the_backend_can_be_measured(case: Case) -> None:
     """What `dualtune bench` asks: a product in the engine's dtype, waiting, and a profile or a reason for none."""
     engine, batch = case.engine(), case.batch()
-    case.backend.matmul(16, engine.description["dtype"])()
+    case.backend.matmul(16, engine.description.dtype)()
     calls: list[None] = []
 
     def work() -> None:

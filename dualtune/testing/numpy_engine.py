@@ -27,6 +27,7 @@ from dualtune.backend import (
     Alone,
     Batch,
     DeviceInfo,
+    EngineDescription,
     LoadRequest,
     LossSum,
     MemoryStats,
@@ -37,22 +38,16 @@ from dualtune.backend import (
     check_state,
 )
 from dualtune.errors import EnvironmentFault
-from dualtune.optimizer import OPTIMIZERS
+from dualtune.testing.numpy_card import CARD
 
 MODEL_TYPE = "dualtune-softmax"
 
 
 class NumpyBackend:
-    name = "numpy"
+    name = CARD.name
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
-        return {
-            "model.dtype": frozenset({"auto"}),
-            "model.quantization": frozenset({"auto", "none"}),
-            "model.init": frozenset({"pretrained"}),
-            "train.optimizer": frozenset(OPTIMIZERS),  # it computes with the formulas of the table themselves
-            "data.packing": frozenset({False, True}),  # no token sees another, so packing needs no mask
-        }
+        return CARD.capabilities()
 
     def devices(self) -> list[DeviceInfo]:
         return [DeviceInfo("NumPy", "cpu", psutil.virtual_memory().total)]
@@ -102,15 +97,15 @@ class NumpyEngine:
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
-        self.description: Mapping[str, Any] = {
-            "device": "cpu",
-            "dtype": "float64",
-            "dtype_reason": "an oracle should be exact",
-            "quantization": "none",
-            "quantization_reason": "as stored",
-            "num_parameters": sum(w.size for w in self._weights.values()),
-            "trainable_parameters": sum(w.size for w in self._params.values()),
-        }
+        self.description = EngineDescription(
+            device="cpu",
+            dtype="float64",
+            dtype_reason="an oracle should be exact",
+            quantization="none",
+            quantization_reason="as stored",
+            num_parameters=sum(w.size for w in self._weights.values()),
+            trainable_parameters=sum(w.size for w in self._params.values()),
+        )
 
     # --- forward and backward -------------------------------------------------------------------------------------
 

@@ -139,7 +139,7 @@ def bench(
     num_tokens, num_targets = sum(b.num_tokens for b in batches), sum(b.num_targets for b in batches)
     utilisation, no_utilisation = _utilisation(prepared, engine, batches, sum(step_s))
     result = BenchResult(
-        environment=environment(backend, engine.description),
+        environment=environment(backend, engine.description.as_json()),
         model=prepared.config.model.name,
         load_s=spans.seconds("load")[0],
         first_step_s=spans.seconds("step")[0],
@@ -232,12 +232,14 @@ def _utilisation(
 ) -> tuple[Utilisation | None, str | None]:
     """The utilisation, or why there is none."""
     try:
-        shape = read_shape(prepared.model_dir, engine.description)
+        found = engine.description
+        num_parameters, adapter_parameters = found.num_parameters, found.trainable_parameters
+        shape = read_shape(prepared.model_dir, num_parameters=num_parameters, adapter_parameters=adapter_parameters)
     except NoFormula as error:
         return None, str(error)
     lengths = document_lengths(batches)
     flops = training_flops(shape, lengths).total
-    peak = peak_flops(prepared.backend, engine.description["dtype"])
+    peak = peak_flops(prepared.backend, engine.description.dtype)
     return Utilisation(flops / float(lengths.sum()), flops / seconds, peak, flops / seconds / peak), None
 
 

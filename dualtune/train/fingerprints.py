@@ -67,7 +67,7 @@ def _entry(engine: Engine, prompt: str, ids: np.ndarray) -> Entry:
             f"the log-probabilities after {prompt!r} are not finite. No adapter was written. "
             "Lower train.learning_rate, or use model.dtype: float32"
         )
-    dtype = engine.description["dtype"]
+    dtype = engine.description.dtype
     return {"prompt": prompt, "tokens": ids.tolist(), "dtype": dtype, "top": top, "earlier": earlier}
 
 

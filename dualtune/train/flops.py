@@ -71,7 +71,7 @@ def document_lengths(batches: Iterable[Batch]) -> np.ndarray:
     return np.concatenate([np.bincount(row)[1:] for row in rows]) if rows else np.zeros(0, np.int64)
 
 
-def read_shape(model_dir: Path, description: Mapping[str, Any]) -> Shape:
+def read_shape(model_dir: Path, *, num_parameters: int, adapter_parameters: int) -> Shape:
     """The shape from config.json, checked against the number of parameters that the engine counts.
 
     Whether the feed-forward block has two matrices or three, and whether the output head is the embedding, is what
@@ -86,15 +86,16 @@ def read_shape(model_dir: Path, description: Mapping[str, Any]) -> Shape:
     tied = [decoder.tied] if "tie_word_embeddings" in config else [True, False]
     # GPT-2's feed-forward block has two matrices, SwiGLU's three.
     shapes = [replace(decoder, tied=is_tied, gated=is_gated) for is_tied in tied for is_gated in (False, True)]
-    total = description["num_parameters"]
     gap, shape = min(
-        ((abs(total - s.linear_parameters - s.table_parameters), s) for s in shapes), key=lambda pair: pair[0]
+        ((abs(num_parameters - s.linear_parameters - s.table_parameters), s) for s in shapes), key=lambda pair: pair[0]
     )
-    if gap > TOLERANCE * total:
-        raise NoFormula(f"its {total:,} parameters are not those of a dense decoder with the shapes in config.json")
+    if gap > TOLERANCE * num_parameters:
+        raise NoFormula(
+            f"its {num_parameters:,} parameters are not those of a dense decoder with the shapes in config.json"
+        )
     matmul_parameters = shape.linear_parameters + shape.vocab * shape.hidden
     windows = _windows(config, shape.layers)
-    return Shape(matmul_parameters, description["trainable_parameters"], shape.width, windows)
+    return Shape(matmul_parameters, adapter_parameters, shape.width, windows)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -35,7 +35,7 @@ def check_packing(engine: Engine) -> None:
     if (broken := alone[~np.isfinite(alone)]).size:
         raise NonFiniteError(
             f"model.name: before any training the model computes losses that are not finite ({broken[0]}) in "
-            f"{engine.description['dtype']}. Its weights hold NaN or Inf, or are too large for this dtype: use "
+            f"{engine.description.dtype}. Its weights hold NaN or Inf, or are too large for this dtype: use "
             "model.dtype: float32, or download the model again"
         )
     glued = _losses(engine, documents, ROWS, glue=True)
@@ -45,7 +45,7 @@ def check_packing(engine: Engine) -> None:
         # Whatever a model's code stumbles over. Rows of this shape went well just now, so it is the packing.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise _refusal(engine, f"takes no packed documents ({reason})") from error
-    gaps, noise = np.abs(packed - alone), NOISE[engine.description["dtype"]]
+    gaps, noise = np.abs(packed - alone), NOISE[engine.description.dtype]
     allowed = np.clip(np.abs(glued - alone).max() / 10, noise, 10 * noise)
     worst = int(np.argmax(gaps))
     if not gaps[worst] <= allowed:  # nor is NaN
@@ -54,7 +54,7 @@ def check_packing(engine: Engine) -> None:
 
 
 def _refusal(engine: Engine, reason: str) -> ConfigError:
-    model = engine.description.get("model_class", "of no known class")
+    model = engine.description.model_class or "of no known class"
     return ConfigError(f"data.packing: this model ({model}) {reason}; set data.packing: false")
 
 

@@ -18,6 +18,7 @@ from dualtune.adapter.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import read_config
+from dualtune.card import by_preference
 from dualtune.config import Config, to_yaml
 from dualtune.data.prefetch import Ahead
 from dualtune.disk import remove_directory, write_file
@@ -40,11 +41,6 @@ from dualtune.train.trainer import Job, fit
 from dualtune.train.verdict import Verdict, judge
 from dualtune.train.watchers import Watchers
 from dualtune.versions import versions_of
-
-# Versions worth knowing when two machines disagree.
-RECORDED_PACKAGES = (
-    "dualtune", "numpy", "tokenizers", "transformers", "torch", "bitsandbytes", "accelerate", "mlx", "mlx-lm",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     if saved is not None:
         restore(engine, saved)
         first_step = saved.step
-    num_weights = engine.description["trainable_parameters"]
+    num_weights = engine.description.trainable_parameters
     if team.is_first:
         check_space(place, config, num_weights)
     place.has_begun = True
@@ -118,7 +114,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     saver = Saver(place, prepared, engine, guards, log)
     info = RunInfo(
         place.path, prepared.backend.name, prepared.order.num_steps, first_step, len(prepared.train),
-        len(prepared.eval), engine.description, num_weights * bytes_per_weight(config.train.optimizer),
+        len(prepared.eval), engine.description.as_json(), num_weights * bytes_per_weight(config.train.optimizer),
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
@@ -203,12 +199,18 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
 
 
 def _write_records(place: RunDir, prepared: Prepared, engine: Engine) -> None:
-    found = environment(prepared.backend, engine.description) | {"processes": prepared.team.size}
+    found = environment(prepared.backend, engine.description.as_json()) | {"processes": prepared.team.size}
     place.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
     if prepared.tokenizer.template is not None:  # data.template may name a file that another machine lacks
         place.records[TEMPLATE_FILE] = prepared.tokenizer.template.source
     for name, text in place.records.items():
         write_file(place.path / name, text)
+
+
+def recorded_packages() -> list[str]:
+    """Those whose versions are worth knowing when two machines disagree."""
+    of_backends = (name for card in by_preference() for name in card.package.recorded)
+    return ["dualtune", "numpy", "tokenizers", "transformers", *of_backends]
 
 
 def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
         "backend": backend.name,
         "devices": [{"name": d.name, "kind": d.kind, "total_bytes": d.total_bytes} for d in backend.devices()],
         "engine": dict(engine),
-        "packages": versions_of(RECORDED_PACKAGES),
+        "packages": versions_of(recorded_packages()),
     }
 
 
@@ -233,7 +235,7 @@ def _write_adapter(
         "base": prepared.base
         | {
             "name": config.model.name,
-            "loaded_as": engine.description["quantization"],
+            "loaded_as": engine.description.quantization,
             "init": config.model.init,
         },
         "training": {

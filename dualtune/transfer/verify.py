@@ -90,7 +90,7 @@ def compute(engine: Engine, recorded: Recorded) -> Function:
     with without_adapter(engine):
         base_found = recompute(engine, recorded.base)
     found = recompute(engine, recorded.adapter)
-    here = Precision(engine.description["quantization"], engine.description["dtype"])
+    here = Precision(engine.description.quantization, engine.description.dtype)
     pair = pair_of(recorded.precision, here)
     limit, base_gap = limit_for(pair), gap(recorded.base, base_found)
     change = effect(recorded.base, recorded.adapter, base_found, found)

@@ -24,7 +24,7 @@ def check_memory(plan: Plan, place: Place, machine: Machine) -> Check:
         return Check("memory", "skipped", f"not estimated: {reason}")
     kind = place.backend.devices()[0].kind
     needed = estimate(decoder, ask_of(plan.config, decoder, place.backend.name, kind)).total_bytes
-    return compare(budget(machine, place.platform), needed)
+    return compare(budget(machine, place.platform if kind == "cuda" else kind), needed)
 
 
 def compare(there: Budget, needed_bytes: int) -> Check:

@@ -10,6 +10,7 @@ from pathlib import Path
 import dualtune
 from dualtune.backend import Backend
 from dualtune.base_model import copy_without_weights
+from dualtune.card import card_of
 from dualtune.config import Config, load_config
 from dualtune.config.examples import example_path
 from dualtune.disk import write_file
@@ -28,7 +29,7 @@ DEMO_MODEL = Path(dualtune.__file__).parent / "demo" / "model"
 class Place:
     """Where tiers run."""
 
-    platform: str  # "cuda", "mlx" or "cpu", as in `dualtune.platform.choose`
+    platform: str  # as in `dualtune.platform.choose`
     backend: Backend
     out: Path  # a directory of its own for each tier comes into it
     random_weights: bool = False
@@ -72,7 +73,7 @@ def plan(tier: Tier, place: Place) -> Plan:
     source = example_path(tier.config)
     written = load_config(source)
     quantization = _four_bit(place.backend)
-    divisor = tiers.TWIN_DIVISORS.get(place.backend.name, {}).get(tier.name, 1) if place.is_twin else 1
+    divisor = card_of(place.backend.name).twin.divisors.get(tier.name, 1) if place.is_twin else 1
     overrides = [f"data.train={write_rows(directory / FILE)}", f"run.dir={directory / 'run'}"]
     notes: list[str] = []
     model = written.model.name

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dualtune.card import card_of
 from dualtune.checks import Check, exit_code
 from dualtune.config import Config
 from dualtune.errors import EnvironmentFault, NonFiniteError
 from dualtune.hooks import Hook
+from dualtune.platform.detect import detect
 from dualtune.train.run import environment, run
 from dualtune.validate.criteria import Verdict, judge
 from dualtune.validate.losses import Decrease, decrease_of
 from dualtune.validate.plan import Place, Plan
 from dualtune.validate.watch import Observed, Watch, unchanged_tensors, verified_checkpoints
-
-# The kind of device that a platform asks for. MLX computes on a Mac's GPU, and on the CPU of anything else.
-KINDS = {"cuda": "cuda", "cpu": "cpu", "mlx": "metal" if sys.platform == "darwin" else "cpu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ def observe(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> Observed:
     watch = Watch(backend.memory)
     seen = Observed(
         device_kind=kind,
-        wanted_kind=KINDS[place.platform],
+        wanted_kind=card_of(backend.name).kind_for(place.platform, detect().kinds) or kind,
         num_steps=config.train.steps,
         save_every=config.run.save_every,
         steps_per_window=plan.steps_per_window,

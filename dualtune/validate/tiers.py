@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from dualtune.card import card_of
 from dualtune.errors import ConfigError
 from dualtune.validate.criteria import Criterion
 
@@ -102,18 +103,11 @@ def tiers_of(name: str) -> list[Tier]:
 #   affine4  0.5 and, per group of 64, a scale and a bias of 2 bytes each: 0.5625; in float32, of 4 bytes each: 0.625
 FORMATS_4_BIT = ("nf4", "affine4")
 BYTES_PER_WEIGHT = {"nf4": 0.55, "affine4": 0.57}
-BYTES_PER_WEIGHT_ON_CPU = BYTES_PER_WEIGHT | {"affine4": 0.63}  # MLX computes in float32 there
+BYTES_PER_WEIGHT_ON_CPU = BYTES_PER_WEIGHT | {"affine4": 0.63}  # in float32, which `auto` takes there
 BYTES_PER_WEIGHT_OF_TWIN = BYTES_PER_WEIGHT_ON_CPU | {"nf4": 0.62}  # a layer's two tables, 1088 bytes, are not nothing
 
 # A twin's model is small, so that it needs larger steps to learn as much in as many of them.
 TWIN_OVERRIDES = ("train.learning_rate=5e-3",)
-# So that all twins together take a minute: the longer ones take one step where the tier takes so many.
-TWIN_DIVISORS: Mapping[str, Mapping[str, int]] = MappingProxyType(
-    {"torch": MappingProxyType({"full": 5}), "mlx": MappingProxyType({"extended": 5, "full": 10})}
-)
-# For a model of 407 000 weights. torch on a CPU has no allocator to ask, so what is seen is what the process has grown
-# by since before the first model was loaded, the libraries that come with it included.
-TWIN_PEAK_BYTES: Mapping[str, int] = MappingProxyType({"torch": 256 * MB, "mlx": 16 * MB})
 # By measure: another limit, or why there is no judgement.
 TWIN_LIMITS: Mapping[str, float | str] = MappingProxyType(
     {
@@ -136,7 +130,7 @@ def criteria_of(tier: Tier, backend: str, quantization: str, *, on_cpu: bool, is
     """The tier's criteria as they are judged here."""
     changes: dict[str, float | str] = {}
     if is_twin:
-        changes |= {**TWIN_LIMITS, "peak_bytes": TWIN_PEAK_BYTES[backend]}
+        changes |= {**TWIN_LIMITS, "peak_bytes": card_of(backend).twin.peak_bytes}
     elif on_cpu:
         changes |= CPU_LIMITS
     formats = BYTES_PER_WEIGHT_OF_TWIN if is_twin else BYTES_PER_WEIGHT_ON_CPU if on_cpu else BYTES_PER_WEIGHT

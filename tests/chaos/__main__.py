@@ -130,7 +130,7 @@ def _table(rows: dict[str, dict[str, Any]]) -> str:
 
 def _report(seed: int, rows: dict[str, dict[str, Any]], failed: list[Result]) -> dict[str, Any]:
     """What benchmarks/results keeps. No names of hosts, no paths."""
-    from dualtune.train.run import RECORDED_PACKAGES
+    from dualtune.train.run import recorded_packages
     from dualtune.versions import versions_of
 
     return {
@@ -139,7 +139,7 @@ def _report(seed: int, rows: dict[str, dict[str, Any]], failed: list[Result]) ->
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "versions": versions_of(RECORDED_PACKAGES),
+        "versions": versions_of(recorded_packages()),
         "run": {"model": "Llama, 2 layers of 32, random", "steps": lab.NUM_STEPS, "save_every": lab.SAVE_EVERY},
         "backends": rows,
         "failed_trials": [{"backend": result.backend, "trial": result.number} for result in failed],

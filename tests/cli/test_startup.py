@@ -39,3 +39,11 @@ def test_checking_imports_no_framework(python, config_file, arguments):
         pytest.importorskip("torch")
     result = python("-c", PROGRAM.format(heavy=HEAVY), command, config_file, *options)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("check-gpu",), ("check-gpu", "--help")])
+def test_help_and_the_look_at_a_machine_import_no_framework(python, arguments):
+    """They read every backend's card."""
+    program = PROGRAM.replace("assert not end.code, end.code", "assert end.code in (None, 0, 4), end.code")
+    result = python("-c", program.format(heavy=HEAVY), *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -140,7 +140,7 @@ def test_an_example_fits_the_machines_that_it_is_for(name, machines):
     config = load(name)
     decoder = decoder_of(KNOWN[config.model.name])
     for machine in map(named, machines):
-        device = "metal" if machine.platform == "mlx" else "cuda"
+        device = "metal" if machine.kind == "metal" else "cuda"
         needed = estimate(decoder, ask_of(config, decoder, BACKEND.get(name, "torch"), device)).total_bytes
         assert needed <= budget(machine).bytes, machine
 

@@ -27,7 +27,7 @@ def test_processes_of_a_local_launch_listen_on_no_public_address(tmp_path, pytho
     pytest.importorskip("torch")
     from dualtune.launch.torchrun import Torchrun
 
-    command = Torchrun(2).command([sys.executable, str(SCRIPT), str(tmp_path)])
+    command = Torchrun("dualtune_torch.torchrun", 2).command([sys.executable, str(SCRIPT), str(tmp_path)])
     result = python(*command[1:], env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     assert anywhere(tmp_path) == set()

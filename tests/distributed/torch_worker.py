@@ -50,7 +50,7 @@ def main(model: str, tied: str, out: str) -> None:
             sharding=sharding,
         )
         engine = backend.load(request)
-        assert engine.description["sharding"] == sharding
+        assert engine.description.sharding == sharding
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
         for layout in layouts:
             found = step(engine, team, documents, *LAYOUTS[layout])

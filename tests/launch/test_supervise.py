@@ -77,7 +77,9 @@ def test_a_restart_goes_on_from_elsewhere_only_without_a_checkpoint_of_its_own(t
 
 def test_what_a_torchrun_worker_ends_with_is_what_launch_ends_with(program, open_backend):
     open_backend("torch")
-    code, told = supervised(Torchrun(2), program(RANK + "time.sleep(rank); sys.exit(75 * rank)"), max_restarts=5)
+    code, told = supervised(
+        Torchrun("dualtune_torch.torchrun", 2), program(RANK + "time.sleep(rank); sys.exit(75 * rank)"), max_restarts=5
+    )
     assert (code, told) == (75, ["stopped     run the same command again to continue"])
 
 
@@ -114,7 +116,9 @@ def test_a_rank_that_waits_for_a_dead_one_is_killed(program, open_backend, monke
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("launcher", ["mlx.launcher('auto', 2, None, None)[0]", "Torchrun(2)"])
+@pytest.mark.parametrize(
+    "launcher", ["mlx.launcher('auto', 2, None, None)[0]", "Torchrun('dualtune_torch.torchrun', 2)"]
+)
 def test_a_ctrl_c_reaches_each_worker_once(tmp_path, launcher, open_backend):
     """A worker that hears of it twice would take a second Ctrl-C for impatience."""
     open_backend("mlx" if "mlx" in launcher else "torch")

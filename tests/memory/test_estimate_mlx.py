@@ -11,7 +11,6 @@ from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.data.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.memory import mlx_parts
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
 from dualtune.optimizer import OptimizerSpec
@@ -19,6 +18,7 @@ from dualtune.optimizer import OptimizerSpec
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
+from dualtune_mlx import memory, sizes  # noqa: E402
 from dualtune_mlx.kernels import attention, cross_entropy  # noqa: E402
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -148,5 +148,6 @@ def test_the_plain_code_takes_what_was_estimated(measure):
 
 
 def test_the_sizes_of_chunks_are_those_of_the_kernels():
-    assert mlx_parts.ATTENTION_CHUNK == attention.CHUNK
-    assert mlx_parts.LOSS_LOGITS == {"cpu": cross_entropy.CPU_CHUNK, "metal": cross_entropy.GPU_CHUNK}
+    for name in ("ATTENTION_CHUNK", "LOSS_LOGITS"):
+        assert getattr(memory, name) is getattr(sizes, name)
+    assert attention.ATTENTION_CHUNK is sizes.ATTENTION_CHUNK and cross_entropy.LOSS_LOGITS is sizes.LOSS_LOGITS

@@ -11,7 +11,6 @@ from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.data.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
-from dualtune.memory import torch_parts
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
 from dualtune.optimizer import OptimizerSpec
@@ -19,7 +18,8 @@ from dualtune.optimizer import OptimizerSpec
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from dualtune_torch.kernels import attention, compiled, cross_entropy  # noqa: E402
+from dualtune_torch import memory, sizes  # noqa: E402
+from dualtune_torch.kernels import attention, choose, cross_entropy  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -46,7 +46,7 @@ def measure(open_backend, tmp_path, monkeypatch):
     from memory_storages import found_in
 
     def measure_(lengths, *, compiles=True, asked=ASK, **changes):
-        for module in (compiled, torch_parts):
+        for module in (choose, memory):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0 if compiles else 10**12)
         config = CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -171,5 +171,7 @@ def test_the_plain_code_takes_what_was_estimated(measure, packing, dropout):
 
 
 def test_the_sizes_of_blocks_are_those_of_the_kernels():
-    assert (torch_parts.LOSS_ROWS, torch_parts.ATTENTION_BLOCK) == (cross_entropy.ROWS, attention.BLOCK)
-    assert torch_parts.WORTH_COMPILING == compiled.WORTH_COMPILING
+    for name in ("LOSS_ROWS", "ATTENTION_BLOCK", "WORTH_COMPILING"):
+        assert getattr(memory, name) is getattr(sizes, name)
+    assert cross_entropy.LOSS_ROWS is sizes.LOSS_ROWS and attention.ATTENTION_BLOCK is sizes.ATTENTION_BLOCK
+    assert choose.WORTH_COMPILING is sizes.WORTH_COMPILING

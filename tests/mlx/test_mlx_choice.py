@@ -52,7 +52,7 @@ def load(open_backend, tmp_path):
 
 
 def kernels_of(engine):
-    return engine.description["kernels"].split("; ")
+    return engine.description.kernels.split("; ")
 
 
 def test_a_llama_gets_every_piece(load):

@@ -125,7 +125,7 @@ def test_affine4_makes_the_bytes_of_mlx_lm(stored, load):
     expected = base_bytes(mlx_utils.load_model(quantized)[0])
     assert any(name.endswith(".scales") for name in expected)
     for engine in (load(plain, quantization="affine4"), load(quantized), load(quantized, quantization="affine4")):
-        assert engine.description["quantization"] == "affine4"
+        assert engine.description.quantization == "affine4"
         assert base_bytes(engine.model) == expected
     with pytest.raises(ConfigError, match="got 'none'"):
         load(quantized, quantization="none")

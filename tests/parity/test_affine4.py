@@ -102,8 +102,8 @@ def test_a_mixed_directory_is_read_as_mlx_reads_it(load, material, tmp_path):
     )
     here, there = (load(name, tmp_path / "mixed", "auto") for name in ("torch", "mlx"))
     assert base_bytes(here) == base_bytes(there)
-    assert here.description["adapted_weights"] == there.description["adapted_weights"]
-    assert here.description["adapted_weights"]["four_bit"] == 3 * 5  # of seven modules of a layer
+    assert here.description.adapted_weights == there.description.adapted_weights
+    assert here.description.adapted_weights["four_bit"] == 3 * 5  # of seven modules of a layer
     batch = material.batch()
     real = batch.segments_BT > 0
     assert gap(here.logprobs(batch)[real], there.logprobs(batch)[real]) <= LOGITS

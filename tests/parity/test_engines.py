@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_peft(targets, backend, llama):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_close_to_float32(dtype, backend, llama):
     half, exact = load(backend, llama, dtype=dtype), load(backend, llama)
-    assert half.description["dtype"] == dtype
+    assert half.description.dtype == dtype
     losses = [engine.evaluate(BATCH).loss_sum / BATCH.num_targets for engine in (half, exact)]
     assert 0 < abs(losses[0] - losses[1]) <= 2e-2
     expected = loss_of(half.logprobs(BATCH), BATCH) / BATCH.num_targets  # the sum itself is float32

@@ -245,7 +245,7 @@ def test_a_continuation_ends_where_the_table_does(gpt2, backend):
 def test_nf4_packs_every_conv1d(gpt2, backends, init):
     pytest.importorskip("bitsandbytes")
     engine = engine_of(backends["torch"], gpt2.model_dir, quantization="nf4", init=init)
-    weights = engine.description["adapted_weights"]
+    weights = engine.description.adapted_weights
     assert weights["four_bit"] == weights["layers"] == NUM_MODULES
     assert modules_of(engine.adapter_state()) == modules_of(
         engine_of(backends["torch"], gpt2.model_dir).adapter_state()

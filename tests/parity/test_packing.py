@@ -69,7 +69,7 @@ def test_both_engines_learn_the_same_from_packed_rows(backends, material):
 def test_half_precision_and_quantized_models_are_packed(quantization, backend, tiny):
     wanted = QUANTIZED[backend.name] if quantization == "quantized" else quantization
     engine = load(backend, tiny.model_dir, dtype="bfloat16", quantization=wanted)
-    assert (engine.description["dtype"], engine.description["quantization"]) == ("bfloat16", wanted)
+    assert (engine.description.dtype, engine.description.quantization) == ("bfloat16", wanted)
     check_packing(engine)
     found = losses(engine, tiny.batch())
     assert np.abs(found["packed"] - found["alone"]).max() <= 1e-2
@@ -100,7 +100,7 @@ class Faulty:
 
     def __init__(self, engine, fault, **description):
         self._engine, self._fault = engine, fault
-        self.description = dict(engine.description) | {"model_class": "Leaky", "dtype": "float32"} | description
+        self.description = replace(engine.description, **{"model_class": "Leaky", "dtype": "float32"} | description)
         self.logprobs = engine.logprobs
 
     def evaluate(self, batch):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from dualtune.card import driver_of
 from dualtune.config import load_config
 from dualtune.config.examples import example_path
 from dualtune.memory.estimate import ask_of, estimate
@@ -11,7 +12,7 @@ from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machine import GB, GIB
 from dualtune.platform.machines import MACHINES, named
-from dualtune.platform.recommend import ENGINES, qlora
+from dualtune.platform.recommend import qlora
 from dualtune.platform.start import start_of
 from dualtune.platform.thresholds import CUDA_CONFIGS, SEVEN_B, device_of
 from dualtune.platform.verdict import judge
@@ -37,9 +38,9 @@ SEVEN = decoder_of(KNOWN[SEVEN_B])
 def bytes_of(machine, config, settings=()):
     """The estimate of an example config on the machine's device."""
     loaded = load_config(example_path(config), [f"{key}={value}" for key, value in settings])
-    backend, device, _ = ENGINES[device_of(machine)]
+    kind = device_of(machine)
     decoder = decoder_of(KNOWN[loaded.model.name])
-    return estimate(decoder, ask_of(loaded, decoder, backend, device)).total_bytes
+    return estimate(decoder, ask_of(loaded, decoder, driver_of(kind).name, kind)).total_bytes
 
 
 @pytest.mark.parametrize("machine", ALL.values(), ids=ALL)

@@ -148,7 +148,7 @@ def test_a_backend_that_is_not_installed_is_skipped_for_another_machine_and_fail
         raise EnvironmentFault(f"Backend '{name}' could not be imported: No module named '{name}'.")
 
     monkeypatch.setattr(config_check, "get_backend", missing)
-    monkeypatch.setattr(config_check, "declared", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert row(elsewhere := check(), "backend").level == "skipped" and exit_code(elsewhere.checks) == 0
     assert faults(check("model.name=" + str(DEMO / "model"), machine=None, platform="cpu"))["backend"] == 4
 

@@ -195,7 +195,7 @@ def test_a_python_under_rosetta_is_not_apple_silicon_on_a_mac_that_is(mac):
 def test_an_intel_mac_has_no_metal_limit(mac):
     machine = mac("machdep.cpu.brand_string: Intel(R) Core(TM) i9\n", arch="x86_64")
     assert machine.metal_limit_bytes is None and not machine.is_mac_with_apple_silicon
-    assert machine.platform == "cpu"
+    assert machine.kind == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 
+from dualtune.card import card_of
 from dualtune.checks import Check, exit_code
 from dualtune.platform import environment, places
 from dualtune.platform.environment import TARGETS, check_environment, cuda_checks, metal_checks, suited_target
@@ -67,13 +68,15 @@ def test_versions_are_compared_as_numbers(found, least, enough):
      ("unknown", "fail"), (None, "fail")],
 )  # fmt: skip
 def test_a_package_must_be_there_and_new_enough(found, level):
-    (check,) = package_checks([Requirement("peft>=0.7")], "torch", {"peft": found} if found else {})
+    (check,) = package_checks([Requirement("peft>=0.7")], "pip install x", {"peft": found} if found else {})
     assert check.level == level
     assert (check.mend is None) == (level == "ok")
 
 
 def test_a_package_that_is_missing_or_old_comes_with_the_line_that_installs_it():
-    missing, old = package_checks([Requirement("peft>=0.7"), Requirement("mlx>=1")], "mlx", {"mlx": "0.30"})
+    missing, old = package_checks(
+        [Requirement("peft>=0.7"), Requirement("mlx>=1")], "pip install 'dualtune[mlx]'", {"mlx": "0.30"}
+    )
     assert (missing.found, missing.mend) == ("not installed, peft>=0.7 is needed", "pip install 'dualtune[mlx]'")
     assert (old.found, old.mend) == ("got 0.30, mlx>=1 is needed", "pip install --upgrade 'mlx>=1'")
 
@@ -86,7 +89,7 @@ def test_a_package_that_is_missing_or_old_comes_with_the_line_that_installs_it()
      ("mlx", "Linux", {"mlx", "mlx-lm"}, {"torch"})],
 )  # fmt: skip
 def test_what_is_needed_depends_on_extra_and_system(extra, system, brings, not_):
-    names = [one.name for one in requirements(extra, system)]
+    names = [one.name for one in requirements(card_of(extra).package, system)]
     assert len(names) == len(set(names))
     assert {"transformers", "numpy", *brings} <= set(names)
     assert not not_ & set(names)
@@ -94,7 +97,7 @@ def test_what_is_needed_depends_on_extra_and_system(extra, system, brings, not_)
 
 def test_least_versions_are_those_of_the_installed_metadata():
     stated = {str(Requirement(line).specifier) for line in metadata.requires("dualtune") if line.startswith("torch")}
-    (torch,) = [one for one in requirements("torch", "Linux") if one.name == "torch"]
+    (torch,) = [one for one in requirements(card_of("torch").package, "Linux") if one.name == "torch"]
     assert {str(torch.specifier)} == stated
     assert str(least_python()) == metadata.metadata("dualtune")["Requires-Python"]
 
@@ -108,7 +111,7 @@ def test_python_must_be_one_that_dualtune_runs_on(python, level):
 
 
 def test_a_machine_with_everything_passes_for_its_target():
-    assert set(levels(cuda_checks(H100, TARGETS["h100"])).values()) == {"ok"}
+    assert set(levels(cuda_checks(H100, TARGETS["h100"], card_of("torch"))).values()) == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_a_machine_with_everything_passes_for_its_target():
     ],
 )  # fmt: skip
 def test_each_row_for_a_gpu(changes, row, level, word):
-    check = only(cuda_checks(with_gpu(**changes), TARGETS["h100"]), row)
+    check = only(cuda_checks(with_gpu(**changes), TARGETS["h100"], card_of("torch")), row)
     assert (check.level, word in check.found) == (level, True), check
     assert check.mend or level != "fail"
 
@@ -149,19 +152,22 @@ def test_each_row_for_a_gpu(changes, row, level, word):
     [({"cuda": "12.9"}, True), ({"capability": "7.0"}, True), ({"capability": "8.9"}, False)],
 )
 def test_a_torch_without_cuda_is_mended_by_the_wheels_that_this_driver_and_gpu_can_run(changes, older):
-    check = only(cuda_checks(with_gpu(torch="2.13.0+cpu", built="none", **changes), TARGETS["rtx"]), "CUDA of torch")
+    check = only(
+        cuda_checks(with_gpu(torch="2.13.0+cpu", built="none", **changes), TARGETS["rtx"], card_of("torch")),
+        "CUDA of torch",
+    )
     assert check.level == "fail"
     assert ("whl/cu126" in check.mend) is older
 
 
 @pytest.mark.parametrize(("gb", "level"), [(8.6, "fail"), (11.9, "fail"), (12.9, "advice"), (16.1, "ok"), (25.8, "ok")])
 def test_an_rtx_card_is_wanted_with_16_gb_and_taken_with_12(gb, level):
-    assert only(cuda_checks(with_gpu(gb=gb), TARGETS["rtx"]), "GPU memory").level == level
+    assert only(cuda_checks(with_gpu(gb=gb), TARGETS["rtx"], card_of("torch")), "GPU memory").level == level
 
 
 def test_without_a_gpu_the_driver_s_words_are_the_only_row():
     machine = replace(named("cpu-64"), gpu_problem="NVML Shared Library Not Found")
-    (check,) = cuda_checks(machine, TARGETS["h100"])
+    (check,) = cuda_checks(machine, TARGETS["h100"], card_of("torch"))
     assert (check.level, check.found) == ("fail", "NVML Shared Library Not Found")
     assert "dualtune check-gpu" in check.mend
 
@@ -184,12 +190,12 @@ def test_without_a_gpu_the_driver_s_words_are_the_only_row():
     ],
 )
 def test_each_row_for_a_mac(changes, row, level):
-    assert only(metal_checks(replace(M4, **changes), TARGETS["m4"]), row).level == level
+    assert only(metal_checks(replace(M4, **changes), TARGETS["m4"], card_of("mlx")), row).level == level
 
 
 def test_a_python_under_rosetta_is_called_that():
     machine = replace(M4, arch="x86_64", surroundings=Surroundings(rosetta=True))
-    (check,) = metal_checks(machine, TARGETS["m4"])
+    (check,) = metal_checks(machine, TARGETS["m4"], card_of("mlx"))
     assert check.level == "fail" and "Rosetta" in check.found and "setup_m4.sh" in check.mend
     assert suited_target(machine) == "m4"
 

@@ -139,7 +139,7 @@ def test_the_largest_model_fits_and_the_next_longer_document_does_not():
         machine = named(name)
         largest, have = judge(machine).largest, budget(machine).bytes
         decoder = decoder_of(KNOWN[largest.name])
-        longer = qlora(machine.platform, largest.max_length + 256)
+        longer = qlora(machine.kind, largest.max_length + 256)
         assert largest.estimate.total_bytes <= have < estimate(decoder, longer).total_bytes
 
 
@@ -199,8 +199,8 @@ def test_memory_that_others_hold_is_not_in_the_budget():
 @pytest.mark.parametrize(
     ("name", "platform", "num_bytes"),
     [
-        ("m4-32", "mlx", 32 * GIB * 2 // 3), ("m4-32", "auto", 32 * GIB * 2 // 3), ("m4-32", "cpu", 28 * GIB),
-        ("cpu-16", "cpu", 14 * GIB), ("cpu-16", "auto", 14 * GIB), ("cpu-16", "mlx", 14 * GIB), ("cpu-16", "cuda", 0),
+        ("m4-32", "metal", 32 * GIB * 2 // 3), ("m4-32", "auto", 32 * GIB * 2 // 3), ("m4-32", "cpu", 28 * GIB),
+        ("cpu-16", "cpu", 14 * GIB), ("cpu-16", "auto", 14 * GIB), ("cpu-16", "metal", 14 * GIB), ("cpu-16", "cuda", 0),
         ("l4", "cpu", 120 * GIB), ("l4", "cuda:1", 0),
     ],
 )  # fmt: skip

@@ -7,7 +7,10 @@ import pytest
 from dualtune.platform.machine import Surroundings
 from dualtune.platform.machines import named
 from dualtune.platform.problems import PROBLEMS, problems
+from dualtune_mlx import checks as mlx
+from dualtune_torch import checks as torch
 
+EVERY = (*PROBLEMS, *torch.PROBLEMS, *mlx.PROBLEMS)
 CARD = {"nvidia_card": True}
 BARE = replace(named("cpu-64"), gpu_problem="NVML says", gpu_fault="no library")
 H100 = named("h100-80")
@@ -79,7 +82,7 @@ def test_a_machine_without_a_problem_is_told_none(machine):
 
 
 def test_every_problem_in_the_table_is_tested():
-    seen = {problem.found for problem in PROBLEMS for machine, *_ in CASES if problem.found(machine)}
-    assert {problem.found.__name__ for problem in PROBLEMS} - {found.__name__ for found in seen} == {
+    seen = {problem.found for problem in EVERY for machine, *_ in CASES if problem.found(machine)}
+    assert {problem.found.__name__ for problem in EVERY} - {found.__name__ for found in seen} == {
         "_no_torch", "_rosetta", "_no_mlx"  # in test_machines.py
     }  # fmt: skip

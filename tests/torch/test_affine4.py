@@ -186,7 +186,7 @@ def test_every_matrix_of_whole_groups_is_packed(load, tmp_path, tied, quantizati
     head, embedding = engine.model.get_output_embeddings(), engine.model.get_input_embeddings()
     assert isinstance(head, AffineLinear) and isinstance(embedding, AffineEmbedding)
     assert (head.weight.data_ptr() == embedding.weight.data_ptr()) == tied
-    found, weights = engine.description, engine.description["adapted_weights"]
+    found, weights = engine.description, engine.description.adapted_weights
     assert (found["quantization"], found["num_parameters"]) == (quantization, sum(w.size for w in stored.values()))
     assert found["quantization_reason"] == "as configured; 2 linear layers are plain"
     is_whole = weights["layers"] - 2  # down_proj of two layers is not
@@ -264,7 +264,7 @@ def write_packed(path, change=lambda tensors: None, bits=4, **config):
 def test_a_stored_model_keeps_its_bytes(load, tmp_path):
     plain, packed = write_tiny_llama(tmp_path / "plain"), write_packed(tmp_path / "packed")
     engine = load(packed)
-    assert (engine.description["quantization"], engine.description["quantization_reason"]) == ("affine4", "as stored")
+    assert (engine.description.quantization, engine.description.quantization_reason) == ("affine4", "as stored")
     assert np.array_equal(engine.logprobs(BATCH), load(plain, "affine4").logprobs(BATCH))
     with pytest.raises(ConfigError, match=r"got 'nf4', but .* is stored quantized as affine4"):
         load(packed, "nf4")
@@ -291,7 +291,7 @@ def test_layers_may_be_plain_or_finer_than_the_rest(load, tmp_path):
     assert engine.model.lm_head.packed.bits == 8
     plain = engine.model.get_submodule(PROJECTION).base
     assert torch.equal(plain.weight, torch.from_numpy(original[f"{PROJECTION}.weight"]))
-    assert engine.description["adapted_weights"]["four_bit"] == 2 * 7 - 1
+    assert engine.description.adapted_weights["four_bit"] == 2 * 7 - 1
 
 
 def drop(name):
@@ -336,7 +336,7 @@ def test_a_directory_that_does_not_fit_is_refused_by_name(load, tmp_path, change
 def test_what_older_files_hold_beside_the_model_is_left_out(load, tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
     path = write_packed(tmp_path / "model", lambda tensors: tensors.update(extra))
-    assert load(path).description["quantization"] == "affine4"
+    assert load(path).description.quantization == "affine4"
     tied = write_packed(tmp_path / "tied", tie_word_embeddings=True)
     before = load(tied).logprobs(BATCH)
     tensors = load_file(tied / "model.safetensors")

@@ -1,5 +1,7 @@
 """When a base is split among processes, and what is refused then. What processes compute: tests/distributed."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -49,7 +51,7 @@ def free(monkeypatch, one_of_two):
 
 def test_one_process_holds_all_and_cannot_be_asked_to_split(model):
     engine = TorchBackend("cpu").load(request(model, "auto"))
-    assert (engine.description["sharding"], engine.description["sharding_reason"]) == ("none", "one process")
+    assert (engine.description.sharding, engine.description.sharding_reason) == ("none", "one process")
     with pytest.raises(ConfigError, match="got full, and this is one process; allowed: auto or none"):
         TorchBackend("cpu").load(request(model, "full"))
 
@@ -57,7 +59,7 @@ def test_one_process_holds_all_and_cannot_be_asked_to_split(model):
 def test_who_does_not_ask_for_its_world_is_alone_whoever_launched_it(model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert TorchBackend("cpu").load(request(model, "auto")).description["sharding_reason"] == "one process"
+    assert TorchBackend("cpu").load(request(model, "auto")).description.sharding_reason == "one process"
 
 
 @pytest.mark.usefixtures("one_of_two")
@@ -100,7 +102,7 @@ def test_the_device_of_another_process_counts_too(model, free, monkeypatch):
 
 def test_merging_a_base_that_is_split_is_refused(model, tmp_path):
     engine = TorchBackend("cpu").load(request(model, "auto"))
-    engine.description = engine.description | {"sharding": "full"}
+    engine.description = replace(engine.description, sharding="full")
     with pytest.raises(ConfigError, match="Merge in one process: dualtune adapter merge"):
         engine.save_merged(tmp_path / "merged")
 

@@ -17,7 +17,7 @@ from dualtune.testing.tiny_models import pack, random_batch
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from dualtune_torch.kernels import compiled  # noqa: E402
+from dualtune_torch.kernels import choose, compiled  # noqa: E402
 
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 PACKED = pack(DOCUMENTS, [[2, 0, 3], [1]])
@@ -67,7 +67,7 @@ def load(open_backend, tmp_path):
 
 
 def used(engine):
-    fused = engine.description["kernels"].split("; ")[0]
+    fused = engine.description.kernels.split("; ")[0]
     return set(fused.removeprefix("fused: ").split(", "))
 
 
@@ -82,23 +82,23 @@ def assert_same(engine, plain, batches=(DOCUMENTS, PACKED)):
 def test_a_family_is_computed_alike(family, load):
     engine = load(family)
     assert used(engine) == FAMILIES[family][1] - BLOCKS
-    assert "nothing is compiled for so small a model" in engine.description["kernels"]
+    assert "nothing is compiled for so small a model" in engine.description.kernels
     # A row of several documents is nothing that these sinks can be told of: training refuses it.
     assert_same(engine, load(family, "reference"), (DOCUMENTS,) if family == "GptOss" else (DOCUMENTS, PACKED))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3Text", "Phi3", "Cohere"])
 def test_a_family_is_compiled_alike(family, load, monkeypatch):
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
     engine = load(family)
     assert used(engine) == FAMILIES[family][1]
-    assert all(f"{name} plain: of no known form" in engine.description["kernels"] for name in BLOCKS - used(engine))
+    assert all(f"{name} plain: of no known form" in engine.description.kernels for name in BLOCKS - used(engine))
     assert_same(engine, load(family, "reference"))
 
 
 def test_reference_changes_nothing(load):
     engine = load("Llama", "reference")
-    assert engine.description["kernels"] == "reference"
+    assert engine.description.kernels == "reference"
     assert engine.model.config._attn_implementation == "sdpa"
     assert not any("forward" in module.__dict__ for module in engine.model.modules())
 
@@ -110,11 +110,11 @@ def test_fused_is_all_or_an_error_that_names_the_rest(load):
 
 
 def test_without_a_compiler_the_rest_is_fast_and_it_is_said(load, monkeypatch):
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
     monkeypatch.setattr(compiled, "fuse", lambda function: broken)
     engine = load("Llama")
     assert used(engine) == ALL
-    assert "nothing is compiled (torch.compile: no C++ compiler)" in engine.description["kernels"]
+    assert "nothing is compiled (torch.compile: no C++ compiler)" in engine.description.kernels
     with pytest.raises(ConfigError, match="no C\\+\\+ compiler"):
         load("Llama", "fused")
 
@@ -130,18 +130,18 @@ def test_a_piece_that_computes_something_else_is_found_out(load, monkeypatch):
     monkeypatch.setattr(attention.DocumentAttention, "forward", lambda *args: 1.01 * right(*args))
     engine = load("Llama")
     assert used(engine) == ALL - {"attention"}
-    assert "attention plain: computes something else (logits differ by" in engine.description["kernels"]
+    assert "attention plain: computes something else (logits differ by" in engine.description.kernels
     assert_same(engine, load("Llama", "reference"))
 
 
 def test_a_block_that_computes_something_else_is_taken_out_again(load, monkeypatch):
     from dualtune_torch.kernels import blocks
 
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
     monkeypatch.setattr(blocks, "gated", lambda activation, gate, up: activation(gate) * up * 1.5)
     engine = load("Llama")
     assert used(engine) == ALL | BLOCKS - {"mlp"}
-    assert "mlp plain: computes something else" in engine.description["kernels"]
+    assert "mlp plain: computes something else" in engine.description.kernels
     assert_same(engine, load("Llama", "reference"))
 
 
@@ -154,9 +154,7 @@ def test_a_window_that_attention_is_not_told_of_is_found_out(load, monkeypatch):
         AttentionInterface._global_mapping, attention.NAME,
         lambda *args, **options: attention.attend(*args, **options | {"sliding_window": None}),
     )  # fmt: skip
-    assert (
-        "attention plain: has a sliding window that only its own masks know" in load("Mistral").description["kernels"]
-    )
+    assert "attention plain: has a sliding window that only its own masks know" in load("Mistral").description.kernels
 
 
 def test_generation_goes_on_with_the_model_s_own_attention(load):
@@ -164,8 +162,8 @@ def test_generation_goes_on_with_the_model_s_own_attention(load):
     texts = []
     for kernels in ("auto", "reference"):
         left = iter(range(8))
-        choose = lambda logits, left=left: int(np.argmax(logits)) if next(left, None) is not None else None  # noqa: E731
-        texts.append(list(load("Mistral", kernels).generate(prompt, choose=choose)))
+        pick = lambda logits, left=left: int(np.argmax(logits)) if next(left, None) is not None else None  # noqa: E731
+        texts.append(list(load("Mistral", kernels).generate(prompt, choose=pick)))
     assert len(texts[0]) == 8
     assert texts[0] == texts[1]
 
@@ -175,7 +173,7 @@ def test_generation_goes_on_with_the_model_s_own_attention(load):
 def test_what_a_layer_keeps_for_the_backward_pass(compiles, dropout, load, monkeypatch):
     """Numbers per token and layer: what each product and each norm needs, once; compiled, what down_proj reads is made
     again from gate and up."""
-    monkeypatch.setattr(compiled, "WORTH_COMPILING", 0 if compiles else 1e9)
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 0 if compiles else 1e9)
     monkeypatch.setattr(sys.modules[__name__], "SPEC", replace(SPEC, dropout=dropout))
     short, long = load("Llama"), load("Llama", num_hidden_layers=4)
     dim, kv, inner, rank, heads = 32, 16, 64, SPEC.rank, 4

@@ -120,7 +120,7 @@ def test_a_stored_nf4_model_keeps_its_bytes(load, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype="float32", quantization_config=quantization)
     model.save_pretrained(stored)
     engine = load(stored)
-    assert engine.description["quantization"] == "nf4"
+    assert engine.description.quantization == "nf4"
     assert np.array_equal(engine.logprobs(BATCH), load(plain, quantization="nf4").logprobs(BATCH))
     train(engine)
     assert engine.adapter_state()

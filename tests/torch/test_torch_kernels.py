@@ -51,7 +51,7 @@ def gap(a, b):
 ROWS = {
     "one document": [[7]],
     "several, and padding": [[5, 1, 9], [1, 3]],
-    "longer than a block": [[attention.BLOCK + 33, 40], [2 * attention.BLOCK + 1]],
+    "longer than a block": [[attention.ATTENTION_BLOCK + 33, 40], [2 * attention.ATTENTION_BLOCK + 1]],
 }
 
 
@@ -166,7 +166,7 @@ def test_what_attention_does_not_know_is_refused(name, value):
 @pytest.mark.parametrize("rows", [1, 5, 64, 131])
 @pytest.mark.parametrize(("bias", "cap"), [(False, None), (True, None), (False, 3.0)], ids=["", "bias", "cap"])
 def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, fuse, monkeypatch):
-    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 13)
+    monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     hidden, head = randn(rows, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype)
     offsets = randn(97, seed=2, dtype=dtype) if bias else None
     labels = torch.arange(rows) * 31 % 97
@@ -181,7 +181,7 @@ def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, fuse, monke
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
-    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 16)
+    monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 16)
     sizes = []
 
     class Sizes(TorchDispatchMode):

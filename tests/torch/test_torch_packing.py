@@ -115,5 +115,5 @@ def test_a_model_that_cannot_be_packed_is_refused_by_name(kind, load):
     with pytest.raises(ConfigError) as caught:
         check_packing(engine)
     message = str(caught.value)
-    assert message.startswith(f"data.packing: this model ({engine.description['model_class']}) computes another loss")
+    assert message.startswith(f"data.packing: this model ({engine.description.model_class}) computes another loss")
     assert message.endswith("; set data.packing: false")

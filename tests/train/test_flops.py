@@ -23,7 +23,7 @@ def transformer(tmp_path, kind: str, **changes):
 
 
 def described(model) -> dict:
-    return {"num_parameters": model.num_parameters(), "trainable_parameters": 0}
+    return {"num_parameters": model.num_parameters(), "adapter_parameters": 0}
 
 
 # --- the formula -----------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_the_formula_counts_what_torch_counts(tmp_path, length, tied):
     model = transformer(tmp_path, "llama", num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied)
     description = described(model)
     model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"))
-    shape = read_shape(tmp_path, description | {"trainable_parameters": model.get_nb_trainable_parameters()[0]})
+    shape = read_shape(tmp_path, **description | {"adapter_parameters": model.get_nb_trainable_parameters()[0]})
     tokens = torch.randint(0, 96, (2, length))
     with FlopCounterMode(display=False) as forward:
         loss = model(tokens, labels=tokens).loss
@@ -97,7 +97,7 @@ def test_the_shape_is_that_of_the_weights(tmp_path, kind, changes):
     head = model.get_output_embeddings().weight
     if not any(weight is head for weight in weights):
         weights.append(head)
-    shape = read_shape(tmp_path, described(model))
+    shape = read_shape(tmp_path, **described(model))
     assert shape.matmul_parameters == sum(weight.numel() for weight in weights)
     assert len(shape.windows) == 3
 
@@ -110,7 +110,7 @@ def test_where_config_does_not_say_whether_the_head_is_tied_the_parameters_do(tm
         (path / "config.json").write_text(json.dumps(config))
         body = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
         total = body + 5 * 64 + 96 * 64 * (1 if tied else 2)
-        shape = read_shape(path, {"num_parameters": total, "trainable_parameters": 0})
+        shape = read_shape(path, num_parameters=total, adapter_parameters=0)
         assert shape.matmul_parameters == body + 96 * 64
 
 
@@ -125,17 +125,17 @@ def test_where_config_does_not_say_whether_the_head_is_tied_the_parameters_do(tm
 def test_a_model_that_the_formula_is_not_for_is_named(tmp_path, kind, changes, reason):
     model = transformer(tmp_path, kind, **changes)
     with pytest.raises(NoFormula, match=reason):
-        read_shape(tmp_path, described(model))
+        read_shape(tmp_path, **described(model))
 
 
 def test_a_config_that_does_not_say_enough_is_no_shape(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "dualtune-softmax"}))
     with pytest.raises(NoFormula, match=r"its config\.json has no num_hidden_layers"):
-        read_shape(tmp_path, {"num_parameters": 8, "trainable_parameters": 0})
+        read_shape(tmp_path, num_parameters=8, adapter_parameters=0)
 
 
 def test_layers_of_another_type_are_named(tmp_path):
     path = write_tiny_llama(tmp_path, layer_types=["full_attention", "linear_attention"])
     total = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128) + 2 * 96 * 64
     with pytest.raises(NoFormula, match="it has layers of type linear_attention"):
-        read_shape(path, {"num_parameters": total, "trainable_parameters": 0})
+        read_shape(path, num_parameters=total, adapter_parameters=0)

@@ -30,7 +30,7 @@ def affine4(count: int) -> int:
 def test_the_weights_under_an_adapter_take_what_their_format_takes(open_backend, name, quantization, num_bytes):
     spec = LoraSpec(8, 16, 0.0, ("q_proj", "v_proj"))
     request = LoadRequest(DEMO_MODEL, "auto", quantization, "pretrained", spec, OptimizerSpec(), 1)
-    assert open_backend(name).load(request).description["adapted_weights"] == {
+    assert open_backend(name).load(request).description.adapted_weights == {
         "layers": len(LAYERS),
         "four_bit": len(LAYERS) if quantization in ("nf4", "affine4") else 0,
         "parameters": sum(WEIGHTS),

@@ -19,9 +19,9 @@ import numpy as np
 from mlx import nn
 
 from dualtune_mlx.packing import PackedRows
+from dualtune_mlx.sizes import ATTENTION_CHUNK
 
 NAME = "scaled_dot_product_attention"
-CHUNK = 512  # queries; the scores kept at a time are at most this many rows
 
 Pieces = list[tuple[int, bool]]
 
@@ -57,7 +57,7 @@ class Attention:
             if whole and not options and keys.shape[2] == T:
                 if self.pieces is not None and sum(length for length, _ in self.pieces) == B * T:
                     return by_document(queries, keys, values, scale, self.pieces)
-                if T > CHUNK:
+                if T > ATTENTION_CHUNK:
                     return chunked(queries, keys, values, scale, cache.segments_BT if packed else None)
             return plain(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
 
@@ -102,7 +102,7 @@ def _in_one_row(x_BHTd: mx.array) -> mx.array:
 
 def chunked(
     q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array, scale: float, segments_BT: mx.array | None = None,
-    *, chunk: int = CHUNK,
+    *, chunk: int = ATTENTION_CHUNK,
 ) -> mx.array:  # fmt: skip
     """Causal attention, inside segments where they are given, with scores for a chunk of queries at a time.
 

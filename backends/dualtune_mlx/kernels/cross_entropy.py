@@ -20,12 +20,9 @@ import numpy as np
 from mlx import nn
 
 from dualtune.backend import IGNORE_INDEX
+from dualtune_mlx.sizes import LOSS_LOGITS
 
 PROBE = 8  # tokens shown to a model to see whether it is a body and a linear head
-
-# Logits at a time. MLX allocates for about ten operations ahead, so ten times as many are held. A CPU wants them in its
-# cache; a GPU wants enough rows to pay for reading the head's weights.
-CPU_CHUNK, GPU_CHUNK = 1 << 20, 1 << 24
 
 
 def on_gpu() -> bool:
@@ -138,7 +135,7 @@ def target_logprobs(
 
 def _chunk_rows(labels_N: mx.array, head: Head, chunk_elements: int | None) -> Iterator[slice]:
     if chunk_elements is None:
-        chunk_elements = GPU_CHUNK if on_gpu() else CPU_CHUNK
+        chunk_elements = LOSS_LOGITS["metal" if on_gpu() else "cpu"]
     num_rows = max(1, chunk_elements // head.vocab)
     return (slice(i, i + num_rows) for i in range(0, labels_N.size, num_rows))
 

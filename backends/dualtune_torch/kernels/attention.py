@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from dualtune_torch.sizes import ATTENTION_BLOCK
+
 NAME = "dualtune"  # of the implementation, in transformers' registry
-BLOCK = 256  # queries
 GRANULE = 16  # tokens: a CPU's library compiles a product for every shape, so lengths are rounded up to come again
 EVERYTHING = 1 << 30  # the window of a model that has none
 # What modules hand to an attention function, and what has no bearing on this one.
@@ -275,8 +276,8 @@ def _in_blocks(
 
 
 def _blocks(start: int, end: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Queries of a document (up to BLOCK, as many in each block as can be), and the keys that any of them sees."""
-    size = -(-(end - start) // -(-(end - start) // BLOCK))
+    """Queries of a document (up to a block, as many in each as can be), and the keys that any of them sees."""
+    size = -(-(end - start) // -(-(end - start) // ATTENTION_BLOCK))
     for first in range(start, end, size):
         stop = min(first + size, end)
         yield slice(first, stop), slice(max(start, first - window + 1), stop)

@@ -21,6 +21,7 @@ from dualtune_torch.frozen import FrozenLinear, compute_dtype, num_parameters
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import Documents, NotCovered
 from dualtune_torch.sharding import class_of, is_split
+from dualtune_torch.sizes import WORTH_COMPILING
 
 # By how much, of the largest logit, a fast piece may move one. Rounding moves them by a tenth of that, another kind of
 # computation by far more.
@@ -68,7 +69,7 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
         return chosen
     if model.device.type == "cpu" and not is_split(model):
         allocator.keep_memory()
-    if kernels == "auto" and num_parameters(model) < compiled.WORTH_COMPILING:
+    if kernels == "auto" and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
     elif reason := compiled.why_not(model.device):
         chosen.plain.append(f"nothing is compiled ({reason})")

@@ -19,9 +19,6 @@ torch.fx.experimental._config.use_duck_shape = False
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The compiler takes seconds, and a run with a model below this is over before they pay.
-WORTH_COMPILING = 5_000_000  # parameters
-
 
 @cache
 def fuse(function: Function) -> Function:

@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune_torch.kernels.attention import GRANULE, capped
-
-# Rows of a chunk, by device: few enough for memory, enough to use the head's weights well once they are read.
-ROWS = {"cpu": 128, "cuda": 1024}
+from dualtune_torch.sizes import LOSS_ROWS
 
 
 def reference(
@@ -88,7 +86,7 @@ def target_logprobs(
 
 
 def _chunks(hidden_MD: Tensor) -> Iterator[slice]:
-    rows = ROWS[hidden_MD.device.type]
+    rows = LOSS_ROWS[hidden_MD.device.type]
     return (slice(start, start + rows) for start in range(0, len(hidden_MD), rows))
 
 

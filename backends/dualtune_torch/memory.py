@@ -1,6 +1,6 @@
 """What the torch engine needs of memory, by part.
 
-The formulas describe `backends/dualtune_torch` as it is: no activation is checkpointed or offloaded. They take what
+The formulas describe this package as it is: no activation is checkpointed or offloaded. They take what
 `model.kernels: auto` gives where there is a compiler, or everything plain for `reference`.
 
 Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
@@ -21,15 +21,11 @@ from dualtune.memory.ask import (
     optimizer,
 )
 from dualtune.memory.shapes import Decoder
+from dualtune_torch.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
-# As `dualtune_torch.kernels` has them: parameters that are worth compiling; target rows of a chunk of the loss; queries
-# of a block of attention.
-WORTH_COMPILING = 5_000_000
-LOSS_ROWS = {"cpu": 128, "cuda": 1024}
-ATTENTION_BLOCK = 256
 GELU = 4  # tensors that GPT-2's activation keeps, which transformers writes out: its input, half of it, tanh, 1 + tanh
 # What is no tensor. CUDA: the context, kernels and all, which the allocator does not count, and cuBLAS' workspace;
 # CPU: the interpreter with torch, transformers and their libraries.

@@ -1,8 +1,10 @@
 """What the MLX engine needs of memory, by part.
 
-The formulas describe `backends/dualtune_mlx` as it is: no activation is checkpointed. MLX keeps what the gradients of
+The formulas describe this package as it is: no activation is checkpointed. MLX keeps what the gradients of
 its operations ask for and evaluates several operations ahead, so that what is alive at a moment is counted here from
-measurements on its CPU build (docs/memory.md), not derived. Legend: as in `torch_parts`.
+measurements on its CPU build (docs/memory.md), not derived. Legend: T tokens of the micro-batch,
+L of its longest document, c bytes of a number in the compute dtype, d width of the model, q and kv widths of all query
+and of all key/value heads, H query heads, i width of the feed-forward block.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ from dualtune.memory.ask import (
 )
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS
+from dualtune_mlx.sizes import ATTENTION_CHUNK, LOSS_LOGITS
 
-# As `dualtune_mlx.kernels` has them: queries of a chunk of attention, logits of a chunk of the loss.
-ATTENTION_CHUNK = 512
-LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6

@@ -1,0 +1,36 @@
+"""The MLX backend's card. Nothing here imports MLX."""
+
+from __future__ import annotations
+
+from dualtune.card import Card, Device, Launch, Memory, Package, Twin
+from dualtune_mlx import checks, memory
+from dualtune_mlx.sizes import ATTENTION_CHUNK
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "affine4", "affine8")
+
+CARD = Card(
+    name="mlx",
+    title="MLX",
+    devices=(
+        Device("metal", "bfloat16", DTYPES, QUANTIZATIONS, four_bit="affine4"),
+        Device("cpu", "float32", DTYPES, QUANTIZATIONS, four_bit="affine4", remark="which is slow"),
+    ),
+    platforms=("mlx",),
+    preference=1,
+    honoured={
+        "model.init": ("pretrained", "random"),
+        "model.kernels": ("auto", "fused", "reference"),
+        "data.packing": (False, True),
+        "train.optimizer": ("adamw", "sgd"),
+        "memory.checkpointing": ("auto", "none"),
+        "memory.sharding": ("auto", "none"),
+    },
+    package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
+    # The scores of a document up to a chunk are held, those of longer ones are made again: less is kept from there on.
+    memory=Memory(memory.parts, borders=(ATTENTION_CHUNK,)),
+    launches=(Launch(("mlx",), "mlx.launch", ("mlx",)),),
+    problems=checks.problems,
+    environment=checks.environment,
+    twin=Twin(peak_bytes=16 * 10**6, divisors={"extended": 5, "full": 10}),
+)

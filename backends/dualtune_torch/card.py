@@ -1,0 +1,40 @@
+"""The torch backend's card. Nothing here imports torch, whose import takes seconds."""
+
+from __future__ import annotations
+
+from dualtune.card import Card, Device, Launch, Memory, Package, Twin
+from dualtune_torch import checks, memory
+
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "nf4", "affine4", "affine8")
+
+CARD = Card(
+    name="torch",
+    devices=(
+        Device("cuda", "bfloat16", DTYPES, QUANTIZATIONS, four_bit="nf4"),
+        Device("cpu", "float32", DTYPES, QUANTIZATIONS, four_bit="nf4"),
+    ),
+    platforms=("cuda", "cpu", "cuda:N"),
+    preference=0,
+    honoured={
+        "model.init": ("pretrained", "random"),
+        "model.kernels": ("auto", "fused", "reference"),
+        "data.packing": (False, True),
+        "train.optimizer": ("adamw", "sgd"),
+        "memory.checkpointing": ("auto", "none"),
+        "memory.sharding": ("auto", "none", "full"),
+    },
+    package=Package(
+        framework="torch",
+        extra="torch",
+        recorded=("torch", "bitsandbytes", "accelerate"),
+        detected=("torch", "bitsandbytes", "transformers", "peft"),
+    ),
+    memory=Memory(memory.parts),
+    launches=(Launch(("local", "slurm"), "torchrun", ("cuda", "cpu"), agent="dualtune_torch.torchrun"),),
+    problems=checks.problems,
+    environment=checks.environment,
+    # torch on a CPU has no allocator to ask, so what is seen is what the process has grown by since before the first
+    # model was loaded, the libraries that come with it included.
+    twin=Twin(peak_bytes=256 * 10**6, divisors={"full": 5}),
+)

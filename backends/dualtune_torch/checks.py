@@ -1,0 +1,115 @@
+"""What can stand in the way of torch on an NVIDIA GPU, told without importing torch."""
+
+from __future__ import annotations
+
+from dualtune.checks import Check
+from dualtune.platform.machine import Gpu, Machine
+from dualtune.platform.problems import NEW_DRIVER, Problem, found_on, row_or_problem
+from dualtune.platform.requirements import at_least
+from dualtune.platform.thresholds import (
+    BFLOAT16_CAPABILITY,
+    BLACKWELL_CAPABILITY,
+    BLACKWELL_CUDA,
+    CUDA_13_CAPABILITY,
+    LEAST_CAPABILITY,
+    version,
+)
+
+DEFAULT_TORCH = "pip install --force-reinstall torch"  # on PyPI: for CUDA 13
+OLD_TORCH = f"{DEFAULT_TORCH} --index-url https://download.pytorch.org/whl/cu126"
+RAGGED_TORCH = "2.12"  # torch.nn.attention.varlen with grouped heads, which `kernels/attention.py` calls
+
+
+def problems(machine: Machine) -> list[Check]:
+    """A row for each problem that this machine has."""
+    return found_on(machine, PROBLEMS)
+
+
+def environment(machine: Machine) -> list[Check]:
+    """Rows of `dualtune check-env` for a machine that has a GPU."""
+    torch = machine.packages.get("torch")
+    return [_build_check(machine, torch), _attention_check(machine.gpus[0], torch)]
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+
+
+def _torch_for(machine: Machine) -> str:
+    """The command that installs the torch for this driver and GPU."""
+    capability = machine.gpus[0].capability
+    old = version(machine.cuda or "13.0") < (13,) or capability < CUDA_13_CAPABILITY
+    return NEW_DRIVER if old and capability >= BLACKWELL_CAPABILITY else OLD_TORCH if old else DEFAULT_TORCH
+
+
+def _no_torch(machine: Machine) -> str | None:
+    return "torch is not installed, which drives NVIDIA GPUs" if machine.gpus and not _torch(machine) else None
+
+
+def _cpu_torch(machine: Machine) -> str | None:
+    if machine.gpus and machine.torch_cuda == "none":
+        return f"torch {_torch(machine)} is built without CUDA and sees no GPU"
+    return None
+
+
+def _torch_too_new(machine: Machine) -> str | None:
+    """Within one major version, CUDA runs on older drivers: docs.nvidia.com/deploy/cuda-compatibility."""
+    built = _built(machine)
+    if not built or machine.cuda is None or built[0] <= version(machine.cuda)[0]:
+        return None
+    return f"torch is built for CUDA {machine.torch_cuda}, and driver {machine.driver} knows {machine.cuda} and older"
+
+
+def _no_code(machine: Machine) -> str | None:
+    built = _built(machine)
+    if not built or machine.gpus[0].capability < LEAST_CAPABILITY:
+        return None
+    capability = machine.gpus[0].capability
+    too_old = built >= (13,) and capability < CUDA_13_CAPABILITY
+    too_new = built < BLACKWELL_CUDA and capability >= BLACKWELL_CAPABILITY
+    if not (too_old or too_new):
+        return None
+    gpu = f"compute capability {machine.gpus[0].compute_capability}"
+    return f"torch is built for CUDA {machine.torch_cuda}, which has no code for {gpu}"
+
+
+def _torch(machine: Machine) -> str | None:
+    return machine.packages.get("torch")
+
+
+def _built(machine: Machine) -> tuple[int, ...]:
+    """What torch is built for, where there is a GPU for it."""
+    known = machine.gpus and machine.torch_cuda not in (None, "none")
+    return version(machine.torch_cuda or "") if known else ()
+
+
+PROBLEMS = (
+    Problem("torch", "fail", _no_torch, "pip install 'dualtune[torch]'"),
+    Problem("torch", "fail", _cpu_torch, _torch_for),
+    Problem("torch", "fail", _torch_too_new, lambda machine: f"{NEW_DRIVER}. Or: {_torch_for(machine)}"),
+    Problem("torch", "fail", _no_code, _torch_for),
+)
+
+# --- rows of check-env -----------------------------------------------------------------------------------------------
+
+
+def _build_check(machine: Machine, torch: str | None) -> Check:
+    """Whether the driver can run what torch was built with, and whether that has code for the GPU."""
+    name, built = "CUDA of torch", machine.torch_cuda
+    if torch is None or built is None:
+        return Check(name, "skipped", "torch is not installed" if torch is None else f"torch {torch} does not tell")
+    fine = Check(name, "ok", f"{built}, which the driver's {machine.cuda} runs")
+    return row_or_problem(fine, "torch", problems(machine))
+
+
+def _attention_check(gpu: Gpu, torch: str | None) -> Check:
+    """FlashAttention is torch's own; the package flash-attn is never used."""
+    name = "flash attention"
+    without = (
+        "Without it, rows get a mask that is written out: the same losses, but long rows take more time and memory"
+    )
+    if gpu.capability < BFLOAT16_CAPABILITY:
+        return Check(name, "advice", f"optional; needs compute capability 8.0. {without}")
+    if torch is None or not at_least(torch, RAGGED_TORCH):
+        upgrade = f"pip install --upgrade 'torch>={RAGGED_TORCH}'"
+        return Check(name, "advice", f"optional; comes with torch {RAGGED_TORCH}. {without}", upgrade)
+    return Check(name, "ok", "torch's own; the package flash-attn is not needed and not used")

@@ -1,0 +1,195 @@
+"""A backend's card: everything that the core wants to know of a backend before its framework is imported.
+
+A package registers its card under the entry-point group `dualtune.cards`, by the name that its backend has under
+`dualtune.backends`. Importing the module that holds the card must stay cheap: `check-gpu` reads every card. A backend
+without a card is chosen by its name alone, has no estimate of memory, and cannot be launched in several processes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from dualtune.checks import Check
+from dualtune.errors import ConfigError, EnvironmentFault
+
+BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"
+
+# What a card's functions take lies above this file: a `Machine` of dualtune.platform.machine, the `Decoder` and the
+# `Ask` of dualtune.memory. A function gives its own types.
+Rows = Callable[[Any], list[Check]]
+Parts = Callable[[Any, Any], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A kind of device that a backend computes on."""
+
+    kind: str  # as in `DeviceInfo`
+    auto_dtype: str  # what model.dtype: auto takes
+    dtypes: tuple[str, ...] = ()  # that model.dtype may name
+    quantizations: tuple[str, ...] = ("none",)  # that model.quantization may name
+    four_bit: str | None = None  # the quantization to suggest where memory is short
+    remark: str = ""  # what is said where `--platform auto` ends here, such as "which is slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """What has to be installed."""
+
+    framework: str | None = None  # the module that drives the devices; None: nothing beside dualtune
+    distribution: str = "dualtune"  # whose requirements `dualtune check-env` looks at
+    extra: str = ""  # of that distribution
+    recorded: tuple[str, ...] = ()  # packages whose versions a run records, the framework's first
+    detected: tuple[str, ...] = ()  # packages whose versions `dualtune check-gpu` shows
+
+    @property
+    def command(self) -> str:
+        """The command that installs it."""
+        return f"pip install '{self.distribution}[{self.extra}]'" if self.extra else f"pip install {self.distribution}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the framework can be found; nothing is imported."""
+        return self.framework is None or importlib.util.find_spec(self.framework) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a training step takes of memory, by formula."""
+
+    parts: Parts
+    borders: tuple[int, ...] = ()  # tokens of a document beyond which the step takes less than at them
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How several processes are started: the values of `dualtune launch --on` that this is for, and the program."""
+
+    on: tuple[str, ...]
+    program: str  # in sentences
+    platforms: tuple[str, ...]  # of --platform that can be launched, the accelerator's first
+    agent: str = ""  # the module that is run in place of the program, where the backend brings one
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """What `dualtune validate` changes about a tier's small twin on the CPU."""
+
+    peak_bytes: int = 256 * 10**6  # that its run may take, on a model of 407 000 weights
+    # Tier -> the twin takes one step where the tier takes so many: all twins together should take a minute.
+    divisors: Mapping[str, int] = field(default_factory=lambda: {})
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    name: str  # as under both entry points
+    title: str = ""  # in sentences; "": the name
+    devices: tuple[Device, ...] = ()  # best first
+    platforms: tuple[str, ...] = ()  # values of --platform; ":N" at the end where devices are numbered
+    preference: int | None = None  # for --platform auto, the lowest first; None: only when it is asked for
+    honoured: Mapping[str, tuple[Any, ...]] = field(
+        default_factory=lambda: {}
+    )  # of BACKEND_KEYS, but what each device says of itself
+    package: Package = field(default_factory=Package)
+    memory: Memory | None = None
+    launches: tuple[Launch, ...] = ()
+    problems: Rows | None = None  # what stands in the way of its framework on a machine; nothing where all is well
+    environment: Rows | None = None  # rows of `dualtune check-env`, where the machine has its accelerator
+    twin: Twin = field(default_factory=Twin)
+
+    def __str__(self) -> str:
+        return self.title or self.name
+
+    def capabilities(self, kind: str | None = None) -> Mapping[str, frozenset[Any]]:
+        """The values honoured for each key of BACKEND_KEYS, on one kind of device or on any of them."""
+        devices = [device for device in self.devices if kind in (None, device.kind)]
+        dtypes = {dtype for device in devices for dtype in device.dtypes}
+        quantizations = {name for device in devices for name in device.quantizations}
+        own = {"model.dtype": {"auto", *dtypes}, "model.quantization": {"auto", *quantizations}}
+        return {key: frozenset(values) for key, values in (own | dict(self.honoured)).items()}
+
+    def device(self, kind: str) -> Device | None:
+        return next((device for device in self.devices if device.kind == kind), None)
+
+    def kind_for(self, platform: str, present: Collection[str]) -> str | None:
+        """The kind of device behind a value of --platform, on a machine that has these kinds; None if none is known."""
+        asked = platform.partition(":")[0]
+        if asked in {device.kind for device in self.devices}:
+            return asked
+        return next((device.kind for device in self.devices if device.kind in present), None)
+
+    def platform_for(self, kind: str) -> str:
+        """The value of --platform that asks for a kind of device."""
+        return kind if kind in self.platforms else self.name
+
+    def has_platform(self, platform: str) -> bool:
+        name, colon, number = platform.partition(":")
+        return f"{name}:N" in self.platforms and number.isdecimal() if colon else name in self.platforms
+
+
+def backend_names() -> list[str]:
+    """The registered backends, installed or not."""
+    return sorted({point.name for point in entry_points(group=BACKENDS_GROUP)})
+
+
+@cache
+def cards() -> tuple[Card, ...]:
+    """A card for every registered backend, sorted by name."""
+    given = {point.name: _loaded(point) for point in entry_points(group=CARDS_GROUP)}
+    return tuple(given.get(name) or Card(name) for name in backend_names())
+
+
+def _loaded(point: EntryPoint) -> Card:
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise EnvironmentFault(
+            f"The card of the backend '{point.name}' ({point.value}) cannot be read: {error}. Install the package of "
+            "this backend again, or remove it"
+        ) from error
+
+
+def by_preference() -> list[Card]:
+    """All cards; those without a preference last."""
+    return sorted(cards(), key=lambda card: (card.preference is None, card.preference or 0))
+
+
+def automatic_cards() -> list[Card]:
+    """Those that `--platform auto` may choose, the preferred ones first."""
+    return [card for card in by_preference() if card.preference is not None]
+
+
+def card_of(name: str) -> Card:
+    """ConfigError for a name that no backend has."""
+    found = next((card for card in cards() if card.name == name), None)
+    if found is None:
+        raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
+    return found
+
+
+def driver_of(kind: str) -> Card:
+    """The backend for a kind of device. ConfigError where none is registered."""
+    found = next((card for card in automatic_cards() if card.device(kind)), None)
+    if found is None:
+        raise ConfigError(f"device: got '{kind}', and no backend that is registered computes on it")
+    return found
+
+
+def platforms() -> list[str]:
+    """The values of --platform that are worth listing."""
+    return ["auto", *dict.fromkeys(platform for card in cards() for platform in card.platforms)]
+
+
+def launch_on(on: str, platform: str) -> tuple[Card, Launch]:
+    """What `dualtune launch --on` starts for a value of --platform. ConfigError where no backend can be started so."""
+    able = [(card, each) for card in by_preference() for each in card.launches if on in each.on]
+    for card, each in able:
+        if platform in ("auto", *each.platforms):
+            return card, each
+    takes = [f"{' or '.join(each.platforms)}: {each.program} runs {card}" for card, each in able]
+    raise ConfigError(f"--platform: got {platform!r}, --on {on} takes {'; '.join(takes) or 'no backend that is here'}")

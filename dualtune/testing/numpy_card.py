@@ -1,0 +1,17 @@
+"""The card of the NumPy engine: what a small backend says of itself."""
+
+from __future__ import annotations
+
+from dualtune.card import Card, Device
+from dualtune.optimizer import OPTIMIZERS
+
+CARD = Card(
+    name="numpy",
+    title="NumPy",
+    devices=(Device("cpu", auto_dtype="float64"),),
+    honoured={
+        "model.init": ("pretrained",),
+        "data.packing": (False, True),  # no token sees another, so packing needs no mask
+        "train.optimizer": tuple(OPTIMIZERS),  # it computes with the formulas of the table themselves
+    },
+)
