@@ -3,6 +3,7 @@
     adapter.safetensors        PEFT names, float32
     optimizer_m.safetensors    AdamW's moments in the same names
     optimizer_v.safetensors
+    policy.safetensors         tensors of the step policy, if it has any
     state.json                 step, place in the data, guards, config, fingerprints of base model, tokenizer and data
     MANIFEST.json              schema version; size and sha256 of each other file
 
@@ -19,7 +20,7 @@ import re
 import stat
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +62,7 @@ class Checkpoint:
     adapter: Tensors
     optimizer: OptimizerState
     state: dict[str, Any]
+    policy: Tensors = field(default_factory=lambda: {})  # of the step policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,10 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any]) -> Path:
+def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:
     """Write the state after `step` steps. DiskError if that fails; NonFiniteError if it is not worth keeping."""
     adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
-    for name, tensor in (*adapter.items(), *optimizer.m.items(), *optimizer.v.items()):
+    for name, tensor in (*adapter.items(), *optimizer.m.items(), *optimizer.v.items(), *(policy or {}).items()):
         if not np.isfinite(tensor).all():
             raise NonFiniteError(f"step {step}: {name} holds NaN or Inf. Nothing was saved. Lower train.learning_rate")
     files = {
@@ -89,6 +91,8 @@ def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any]) -
         "optimizer_v.safetensors": to_bytes(optimizer.v),
         "state.json": json_bytes({"step": step, "optimizer_step": optimizer.step, **state}),
     }
+    if policy:
+        files[POLICY] = to_bytes(policy)
     files[MANIFEST] = json_bytes({"schema_version": SCHEMA_VERSION, "step": step, "files": listing(files)})
     path = path_of(directory, step)
     write_directory(path, files)
@@ -153,12 +157,13 @@ def read(path: Path) -> Checkpoint:
     state = _verified_state(path)
     adapter = read_safetensors(path / "adapter.safetensors")
     m, v = (read_safetensors(path / f"optimizer_{part}.safetensors") for part in "mv")
+    policy = read_safetensors(path / POLICY) if POLICY in _read_manifest(path)["files"] else {}
     shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, m, v)]
     if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
         raise FormatError(f"{path}: the adapter and the moments of its optimizer are not of the same tensors")
-    if not all(np.isfinite(x).all() for tensors in (adapter, m, v) for x in tensors.values()):
+    if not all(np.isfinite(x).all() for tensors in (adapter, m, v, policy) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed since")
-    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], m, v), state)
+    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], m, v), state, policy)
 
 
 def restore(engine: Engine, saved: Checkpoint) -> None:
@@ -204,6 +209,9 @@ def _read_state(path: Path) -> dict[str, Any]:
             raise fields.wrong(f"{file}: fingerprints", key, value, "a text")
     for key in ("place", "schedule", "guards"):
         fields.subtable(state, key, file)
+    if policy := fields.subtable(state, "policy", file):
+        fields.required(policy, "name", f"{file}: policy")
+        fields.subtable(policy, "values", f"{file}: policy")
     _check_guards(state.get("guards") or {}, f"{file}: guards")
     return state
 
@@ -231,6 +239,7 @@ def _is_number(value: Any) -> bool:
 
 
 FILES = frozenset({"adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json"})
+POLICY = "policy.safetensors"  # besides, where the step policy has tensors
 
 
 def problem_of(path: Path) -> str | None:
@@ -268,7 +277,7 @@ def _verify(path: Path) -> dict[str, Any]:
         )
     if missing := FILES - {*files}:
         raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
-    if foreign := {*files} - FILES:  # it may come from elsewhere, and name any file of this machine
+    if foreign := {*files} - FILES - {POLICY}:  # it may come from elsewhere, and name any file of this machine
         names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
         raise FormatError(f"{MANIFEST} lists {names}, which a checkpoint does not have")
     for name in files:

@@ -40,11 +40,15 @@ def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:
     """The checkpoint that the first process has, in all of them."""
     if team.size == 1 or not team.agree(saved is not None):
         return saved
-    names = sorted({*checkpoint.FILES, checkpoint.MANIFEST})
-    files = {name: team.of_first((saved.path / name).read_bytes() if saved else b"") for name in names}
+    names = sorted({*checkpoint.FILES, checkpoint.POLICY, checkpoint.MANIFEST})
+    files = {name: team.of_first(_bytes_of(saved.path / name) if saved else b"") for name in names}
     if team.is_first:
         return saved
     with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch:
         copy = Path(scratch) / "checkpoint"
-        write_directory(copy, files)
+        write_directory(copy, {name: data for name, data in files.items() if data})
         return checkpoint.read(copy)
+
+
+def _bytes_of(file: Path) -> bytes:
+    return file.read_bytes() if file.name != checkpoint.POLICY or file.is_file() else b""

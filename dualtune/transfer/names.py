@@ -28,6 +28,7 @@ ADAPTER_FILES = (
 CHECKPOINT_FILES = (
     "MANIFEST.json", "adapter.safetensors", "optimizer_m.safetensors", "optimizer_v.safetensors", "state.json",
 )  # fmt: skip
+POLICY = "policy.safetensors"  # besides, in a checkpoint whose step policy has tensors
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json", "merges.txt", TEMPLATE,
@@ -50,7 +51,7 @@ def is_allowed(name: str) -> bool:
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's file; None for any other name, and for one that no checkpoint has."""
     match = _STEP.fullmatch(name)
-    is_ours = match and match[2] in CHECKPOINT_FILES and match[1] == f"{int(match[1]):08d}"
+    is_ours = match and match[2] in (*CHECKPOINT_FILES, POLICY) and match[1] == f"{int(match[1]):08d}"
     return int(match[1]) if match and is_ours else None
 
 
@@ -94,7 +95,7 @@ def problem_of(name: str) -> str | None:
 
 def is_allowed_in_any_case(lower: str) -> bool:
     folder, _, file = lower.rpartition("/")
-    spellings = {known.lower(): known for known in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES)}
+    spellings = {known.lower(): known for known in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES, POLICY)}
     proper = spellings.get(file, file)
     return is_allowed(f"{folder}/{proper}" if folder else proper)
 

@@ -191,7 +191,7 @@ def _add_template(payload: Payload, run: Path, saved: Checkpoint) -> None:
 def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
     folder = f"{CHECKPOINTS}/{saved.path.name}"
     table = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
-    for name in names.CHECKPOINT_FILES:
+    for name in (MANIFEST, *table["files"]):
         payload.files[f"{folder}/{name}"] = saved.path / name
     _localized(payload, f"{folder}/state.json")
     table["files"] = _listed(payload, folder, {*table["files"]})

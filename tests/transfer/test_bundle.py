@@ -287,7 +287,7 @@ def test_the_specification_names_what_the_reader_allows():
     text = (Path(__file__).parents[2] / "docs" / "adapter_format.md").read_text(encoding="utf-8")
     files = [*names.ADAPTER_FILES, *names.CHECKPOINT_FILES, *names.TOKENIZER_FILES, names.CONFIG, names.BUNDLE_FILE]
     (table,) = re.findall(r"### Names\n(.*?)\n### ", text, re.S)
-    assert {*re.findall(r"`([\w.]+\.\w+)`", table)} == {*files}
+    assert {*re.findall(r"`([\w.]+\.\w+)`", table)} == {*files, names.POLICY}
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB - 1": 1 << 30}
     for line in table.splitlines()[3:]:
         if found := re.fullmatch(r"\| (.*) \| (\d+) (KiB|MiB|GiB - 1) \|", line):
