@@ -78,6 +78,7 @@ class TrainingStep:
         self.max_steps = max_steps  # that it can stand for: until the next checkpoint, evaluation or the end
         self._prepared, self._team = prepared, prepared.team
         self._make_batches, self._phase = make_batches, phase
+        self._counted: tuple[int, int] | None = None  # no cached_property: before Python 3.12 it waits with a lock
 
     @cached_property
     def batches(self) -> list[Batch]:
@@ -98,14 +99,14 @@ class TrainingStep:
 
     def add_gradients(self) -> None:
         """Add the gradient of the mean loss over the step's targets, micro-batch by micro-batch."""
-        num_targets, _ = self._totals
+        num_targets, _ = self._totals()
         with self._phase(GRADIENT):
             for batch in self._until_stopped(self.batches):
                 self.engine.forward_backward(batch, num_targets=num_targets)
 
     def update(self) -> Update:
         """Make the optimizer update with the gradient that was added."""
-        num_targets, num_tokens = self._totals
+        num_targets, num_tokens = self._totals()
         lr = self.learning_rate
         self._team.check()
         with self._phase(OPTIMIZER):
@@ -121,13 +122,14 @@ class TrainingStep:
         loss_sum, num_targets = self._team.total(sum(f.loss_sum for f in found), sum(f.num_targets for f in found))
         return loss_sum / num_targets
 
-    @cached_property
     def _totals(self) -> tuple[int, int]:
-        """The target tokens and the tokens of the step, over all processes."""
-        with_targets = [batch for batch in self.batches if batch.num_targets]  # one without fills a gap
-        targets, tokens = (sum(getattr(batch, n) for batch in with_targets) for n in ("num_targets", "num_tokens"))
-        targets, tokens = self._team.total(targets, tokens)
-        return int(targets), int(tokens)
+        """The target tokens and the tokens of the step, over all processes. Every process asks for them."""
+        if self._counted is None:
+            with_targets = [batch for batch in self.batches if batch.num_targets]  # one without fills a gap
+            mine = (sum(getattr(batch, name) for batch in with_targets) for name in ("num_targets", "num_tokens"))
+            targets, tokens = self._team.total(*mine)
+            self._counted = int(targets), int(tokens)
+        return self._counted
 
     def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:

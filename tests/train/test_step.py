@@ -23,6 +23,8 @@ from dualtune.train.prepare import prepare
 from dualtune.train.run import execute
 from dualtune.train.run_dir import open_run
 from dualtune.train.step import Ordinary, Outcome, TrainingStep
+from dualtune.transfer.bundle import unpack
+from dualtune.transfer.pack import pack
 
 _spec = importlib.util.spec_from_file_location("toy_policies", Path(__file__).with_name("toy_policies.py"))
 toys = importlib.util.module_from_spec(_spec)
@@ -283,6 +285,14 @@ def test_an_empty_state_leaves_a_checkpoint_as_it_was(train):
     saved = saved_after(train(Ordinary), 9)
     assert "policy" not in saved.state and saved.policy == {}
     assert {file.name for file in saved.path.iterdir()} == {*checkpoint.FILES, checkpoint.MANIFEST}
+
+
+def test_the_state_travels_in_a_bundle(train, tmp_path):
+    run_dir = train(toys.Remembering)
+    pack(run_dir, tmp_path / "run.tar")
+    unpack(tmp_path / "run.tar", tmp_path / "there")
+    here, there = saved_after(run_dir, 9), saved_after(tmp_path / "there", 9)
+    assert same(here.policy, there.policy) and here.policy and here.state["policy"] == there.state["policy"]
 
 
 def test_the_state_of_another_policy_is_refused(train):
