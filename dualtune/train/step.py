@@ -7,7 +7,7 @@ what that offers, and returns an `Outcome`. `policies.py` is the table of the po
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -121,6 +121,16 @@ class TrainingStep:
         found = [self.engine.evaluate(batch) for batch in self._until_stopped(batches)]
         loss_sum, num_targets = self._team.total(sum(f.loss_sum for f in found), sum(f.num_targets for f in found))
         return loss_sum / num_targets
+
+    @contextlib.contextmanager
+    def trying(self, adapter: Tensors) -> Generator[None]:
+        """Other adapter weights in place of the engine's, which come back at the end, whatever happens."""
+        before = self.engine.adapter_state()
+        self.engine.load_adapter_state(adapter)
+        try:
+            yield
+        finally:
+            self.engine.load_adapter_state(before)
 
     def _totals(self) -> tuple[int, int]:
         """The target tokens and the tokens of the step, over all processes. Every process asks for them."""

@@ -7,22 +7,23 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from dualtune.errors import ConfigError, DataError, FormatError, Preempted
-from dualtune.hooks import Hook
+from dualtune.hooks import Event, Hook
 from dualtune.testing.numpy_engine import NumpyEngine
 from dualtune.train import checkpoint
 from dualtune.train.bench import bench
 from dualtune.train.evaluation import evaluate
 from dualtune.train.policies import POLICIES
 from dualtune.train.prepare import prepare
-from dualtune.train.run import execute
+from dualtune.train.run import execute, load_engine
 from dualtune.train.run_dir import open_run
-from dualtune.train.step import Ordinary, Outcome, TrainingStep
+from dualtune.train.step import Ordinary, Outcome, PolicyState, TrainingStep
 from dualtune.transfer.bundle import unpack
 from dualtune.transfer.pack import pack
 
@@ -164,8 +165,6 @@ class Listed(list):
 
 
 def load_engine_after(prepared, run_dir, step):
-    from dualtune.train.run import load_engine
-
     engine = load_engine(prepared)
     checkpoint.restore(engine, saved_after(run_dir, step))
     return engine
@@ -355,3 +354,47 @@ def test_the_benchmark_takes_the_steps_of_the_policy(prepared_for, tmp_path):
     spans = json.loads((tmp_path / "bench" / "trace.json").read_text())["traceEvents"]
     assert [span["args"]["step"] for span in spans if span["name"] == "optimizer"] == [0, 1, 3, 4]
     assert [span["args"]["step"] for span in spans if span["name"] == "data"] == [*range(6)]
+
+
+# --- the decision file -----------------------------------------------------------------------------------------------
+
+CALM = {"train__learning_rate": 1e-3, "train__schedule": "constant", "train__steps": 24, "run__save_every": 12}
+
+
+@pytest.fixture(scope="module")
+def controller():
+    """The policy in docs/decisions/0016-a-step-is-a-thing.md."""
+    page = Path(__file__).parents[2] / "docs" / "decisions" / "0016-a-step-is-a-thing.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    names = {"Ordinary": Ordinary, "Outcome": Outcome, "PolicyState": PolicyState, "Event": Event}
+    exec(compile(code, page, "exec"), names)  # noqa: S102  our own page
+    return names["Controller"]
+
+
+def test_the_controller_of_the_decision_file_predicts_and_corrects(train, controller):
+    run_dir = train(controller, **CALM)
+    jumps = [row for row in rows_of(run_dir) if row.get("event") == "predicted"]
+    assert jumps and all(row["loss_after"] < row["loss_before"] for row in jumps)
+    passed_over = {s for row in jumps for s in range(row["step"] - row["steps"] + 1, row["step"] + 1)}
+    assert updates_of(run_dir) == sorted({*range(1, 25)} - passed_over) and len(passed_over) > len(jumps)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 5])
+def test_the_controller_resumes_in_every_phase(train, controller, stop):
+    straight = train(controller, "straight", **CALM)
+    with pytest.raises(Preempted):
+        train(controller, "stopped", [Terminate(updates_of(straight)[stop])], **CALM)
+    stopped = train(controller, "stopped", **CALM)
+    a, b = saved_after(straight, 24), saved_after(stopped, 24)
+    assert same(a.adapter, b.adapter) and same(a.policy, b.policy) and a.state["policy"] == b.state["policy"]
+
+
+def test_weights_that_were_only_tried_do_not_stay(prepared_for):
+    prepared = prepared_for(toys.Prober)
+    engine = load_engine(prepared)
+    step = TrainingStep(prepared, engine, 0, prepared.batches)
+    before, loss = engine.adapter_state(), step.mean_loss(step.probes)
+    with pytest.raises(Preempted), step.trying({name: w + 1 for name, w in before.items()}):
+        assert step.mean_loss(step.probes) != loss
+        raise Preempted("stopped while it was tried")
+    assert same(engine.adapter_state(), before) and step.mean_loss(step.probes) == loss
