@@ -35,7 +35,8 @@ def is_due(step: int, every: int | None) -> bool:
 
 def steps_until_due(config: RunConfig, step: int, num_steps: int) -> int:
     """How many steps lie between `step` and the next evaluation, checkpoint or the end of the run."""
-    return min(num_steps - step, *(every - step % every for every in (config.eval_every, config.save_every) if every))
+    intervals = (every for every in (config.eval_every, config.save_every) if every)
+    return min([num_steps - step, *(every - step % every for every in intervals)])
 
 
 def warmup_steps(warmup: float, num_steps: int) -> int:
