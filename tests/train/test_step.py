@@ -23,6 +23,7 @@ from dualtune.train.policies import POLICIES
 from dualtune.train.prepare import prepare
 from dualtune.train.run import execute, load_engine
 from dualtune.train.run_dir import open_run
+from dualtune.train.schedule import learning_rate
 from dualtune.train.step import Ordinary, Outcome, PolicyState, TrainingStep
 from dualtune.transfer.bundle import unpack
 from dualtune.transfer.pack import pack
@@ -204,7 +205,8 @@ def test_a_resumed_run_has_the_policy_s_state_bit_for_bit(train, stop):
 
 
 def test_a_stop_in_the_middle_of_a_step_saves_the_state_before_it(train, monkeypatch):
-    straight = train(toys.Remembering, "straight", **HOT)
+    options = HOT | {"run__save_every": None}
+    straight = train(toys.Remembering, "straight", **options)
     add = TrainingStep.add_gradients
 
     def signalled(step):
@@ -215,13 +217,11 @@ def test_a_stop_in_the_middle_of_a_step_saves_the_state_before_it(train, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(TrainingStep, "add_gradients", signalled)
         with pytest.raises(Preempted, match=r"saved in .*step-00000005"):
-            train(toys.Remembering, "stopped", **HOT)
-    assert same(saved_after(train(toys.Remembering, "stopped", **HOT), 9).policy, saved_after(straight, 9).policy)
+            train(toys.Remembering, "stopped", **options)
+    assert same(saved_after(train(toys.Remembering, "stopped", **options), 9).policy, saved_after(straight, 9).policy)
 
 
 def test_a_rollback_takes_the_policy_s_state_back_too(train, monkeypatch):
-    from dualtune.train.schedule import learning_rate
-
     def jolted(config, index, num_steps):  # step 22 has a rate far too large: the loss of step 23 jumps
         return learning_rate(config, index, num_steps) * (1e5 if index == 21 else 1)
 
@@ -255,14 +255,14 @@ def test_a_policy_returns_to_its_own_snapshot_also_in_a_resumed_run(train):
 # --- a step that stands for several ----------------------------------------------------------------------------------
 
 
-def test_a_jump_passes_over_data_and_schedule_but_over_nothing_that_is_due(train):
+def test_a_jump_passes_over_data_and_schedule_but_over_nothing_that_is_due(train, prepared_for):
     run_dir = train(toys.Jumping, train__steps=14, run__save_every=6, run__eval_every=4)
     assert updates_of(run_dir) == [1, 2, 4, 6, 8, 11, 12, 14]
     assert [row["step"] for row in rows_of(run_dir) if "eval_loss" in row] == [0, 4, 8, 12, 14]
     assert {6, 12, 14} <= {*checkpoint.steps(run_dir / "checkpoints")}
-    ordinary = train(Ordinary, "ordinary", train__steps=14)
-    rates = [{row["step"]: row["lr"] for row in rows_of(d) if "lr" in row} for d in (run_dir, ordinary)]
-    assert rates[0][11] == rates[1][9]  # it began after step 8
+    config = prepared_for(toys.Jumping, train__steps=14).config
+    rates = [row["lr"] for row in rows_of(run_dir) if "lr" in row]
+    assert rates == [learning_rate(config, done, 14) for done in (0, 1, 2, 4, 6, 8, 11, 12)]
 
 
 @pytest.mark.parametrize("num_steps", [0, 2])
