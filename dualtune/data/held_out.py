@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from dualtune.errors import DataError
+
 FAR = 2.0  # by this factor the held-out share of the tokens may differ from the share that was asked for
 
 
@@ -13,6 +15,18 @@ def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
     chosen = np.zeros(num_rows, bool)
     chosen[np.random.default_rng([seed, 0]).permutation(num_rows)[:number]] = True
     return chosen
+
+
+def probe_documents(num_documents: int, number: int, seed: int) -> list[int]:
+    """The indices of the documents that are held out of the training data to probe a step with; DataError if too few.
+
+    A function of the seed and the two numbers alone.
+    """
+    if number and number >= num_documents:
+        raise DataError(
+            f"{number} training documents are to be held out as probes, and there are {num_documents}. Use more data"
+        )
+    return sorted(np.random.default_rng([seed, 5]).permutation(num_documents)[:number].tolist())
 
 
 def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, str]:

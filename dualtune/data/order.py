@@ -46,7 +46,7 @@ class Order:
     A step takes `documents_per_step` documents, or as many as fit into `tokens_per_step` (at least one); auto is
     resolved here, and `tokens_per_step` is the number that it stands for. With several
     sources, an epoch takes weight × n documents of a source of n: a weight of 0.5 takes one half in the first epoch
-    and the other in the second, 2 takes each twice.
+    and the other in the second, 2 takes each twice. A document of source -1 comes in no epoch.
     """
 
     def __init__(
@@ -125,6 +125,11 @@ class Order:
             self.step(self._starts[-1])
         share = epochs - (len(self._starts) - 2)  # of the last epoch
         return max(1, self._starts[-2] + round(share * (self._starts[-1] - self._starts[-2])))
+
+
+def without(sources: np.ndarray, documents: Sequence[int]) -> np.ndarray:
+    """The sources of all documents, for an `Order` that takes these documents in no epoch."""
+    return np.where(np.isin(np.arange(len(sources)), documents), -1, sources) if len(documents) else sources
 
 
 def _check_size(config: Config, documents_per_epoch: float) -> None:

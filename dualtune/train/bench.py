@@ -1,4 +1,4 @@
-"""What a config costs on this machine: real steps, taken with the engine's verbs as the training loop takes them.
+"""What a config costs on this machine: real steps, the very ones that the training loop takes.
 
 No run directory is touched. What is measured stands in `BenchResult`, and in a trace on one time axis.
 """
@@ -21,7 +21,7 @@ from dualtune.errors import DiskError
 from dualtune.train.flops import NoFormula, document_lengths, read_shape, training_flops
 from dualtune.train.prepare import Prepared
 from dualtune.train.run import environment, load_engine
-from dualtune.train.schedule import learning_rate
+from dualtune.train.step import DATA, GRADIENT, OPTIMIZER, TrainingStep
 
 RESULT, TRACE = "result.json", "trace.json"
 # The sizes of the matrix products that a machine is judged by: upwards, as long as one takes no longer than this.
@@ -128,13 +128,13 @@ def bench(
     profile = _profile(prepared, engine, out)
 
     step_s = spans.seconds("step", warmup)
-    means = {name: sum(spans.seconds(name, warmup)) / steps for name in ("data", "forward and backward", "optimizer")}
+    means = {name: sum(spans.seconds(name, warmup)) / steps for name in (DATA, GRADIENT, OPTIMIZER)}
     forward_s = sum(spans.seconds("forward alone")) / steps
     phases_s = {
-        "data": means["data"],
+        "data": means[DATA],
         "forward": forward_s,
-        "backward": means["forward and backward"] - forward_s,
-        "optimizer": means["optimizer"],
+        "backward": means[GRADIENT] - forward_s,
+        "optimizer": means[OPTIMIZER],
     }
     num_tokens, num_targets = sum(b.num_tokens for b in batches), sum(b.num_targets for b in batches)
     utilisation, no_utilisation = _utilisation(prepared, engine, batches, sum(step_s))
@@ -165,32 +165,29 @@ def bench(
 
 
 def _train(prepared: Prepared, engine: Engine, spans: Spans, num_steps: int, tell: Callable[[str], None]) -> None:
-    """Take steps as the training loop does, but wait for the device after each phase, which the loop never does: steps
+    """Take the steps of training, but wait for the device after each phase, which the training loop never does: steps
     of a few milliseconds come out a little too slow."""
     prepared.backend.reset_peak_memory()
     with Ahead(prepared.batches, num_steps) as batches_of:
         for step in range(num_steps):
-            interrupt.poll()
             with spans("step", step):
-                with spans("data", step):
-                    batches = batches_of(step)
-                _take(prepared, engine, spans, step, batches)
+                _take(prepared, engine, spans, step, batches_of)
             if step == 0:
                 tell(f"the first step took {spans.seconds('step')[0]:.1f} s; {num_steps - 1} more, and their parts")
 
 
-def _take(prepared: Prepared, engine: Engine, spans: Spans, step: int, batches: list[Batch]) -> None:
-    config, num_steps = prepared.config, prepared.order.num_steps
-    num_targets = sum(batch.num_targets for batch in batches)
-    with spans("forward and backward", step):
-        for batch in batches:
-            engine.forward_backward(batch, num_targets=num_targets)
-        prepared.backend.synchronize()
-    with spans("optimizer", step):
-        lr = learning_rate(config, min(step, num_steps - 1), num_steps)  # the data go on, the schedule does not
-        output = engine.optim_step(lr=lr, max_grad_norm=config.train.max_grad_norm)
-        float(output.loss)  # lazy until it is read
-        prepared.backend.synchronize()
+def _take(
+    prepared: Prepared, engine: Engine, spans: Spans, step: int, batches_of: Callable[[int], list[Batch]]
+) -> None:
+    @contextmanager
+    def phase(name: str) -> Generator[None]:
+        with spans(name, step):
+            yield
+            prepared.backend.synchronize()
+
+    outcome = prepared.policy.take(TrainingStep(prepared, engine, step, batches_of, phase=phase))
+    if outcome.update is not None:
+        float(outcome.update.output.loss)  # lazy until it is read
 
 
 def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range) -> list[Batch]:
@@ -218,7 +215,7 @@ def _profile(prepared: Prepared, engine: Engine, out: Path) -> ProfiledStep:
 
     def step() -> None:
         with spans("step"):
-            _take(prepared, engine, spans, 0, batches)
+            _take(prepared, engine, spans, 0, lambda step: batches)
 
     found = prepared.backend.profile(step, out)
     total = sum(found.seconds.values())

@@ -2,6 +2,7 @@
 
     adapter.safetensors        PEFT names, float32
     optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has the slots m and v, plain SGD none
+    policy.safetensors         tensors of the step policy, if it has any
     state.json                 step, place in the data, guards, config, fingerprints of base model, tokenizer and data
     MANIFEST.json              schema version; size and sha256 of each other file
 
@@ -18,7 +19,7 @@ import re
 import stat
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,6 +64,7 @@ class Checkpoint:
     adapter: Tensors
     optimizer: OptimizerState
     state: dict[str, Any]
+    policy: Tensors = field(default_factory=lambda: {})  # of the step policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,11 @@ def slot_file(slot: str) -> str:
     return f"optimizer_{slot}.safetensors"
 
 
-def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any]) -> Path:
+def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:
     """Write the state after `step` steps. DiskError if that fails; NonFiniteError if it is not worth keeping."""
     adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
-    for name, tensor in (item for tensors in (adapter, *optimizer.slots.values()) for item in tensors.items()):
+    parts = (adapter, *optimizer.slots.values(), policy or {})
+    for name, tensor in (item for tensors in parts for item in tensors.items()):
         if not np.isfinite(tensor).all():
             raise NonFiniteError(f"step {step}: {name} holds NaN or Inf. Nothing was saved. Lower train.learning_rate")
     files = {
@@ -99,6 +102,8 @@ def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any]) -
         **{slot_file(slot): to_bytes(dict(tensors)) for slot, tensors in optimizer.slots.items()},
         "state.json": json_bytes({"step": step, "optimizer_step": optimizer.step, **state}),
     }
+    if policy:
+        files[POLICY] = to_bytes(policy)
     version = ADAMW_VERSION if {*optimizer.slots} == {*OPTIMIZERS["adamw"].slots} else SCHEMA_VERSION
     files[MANIFEST] = json_bytes({"schema_version": version, "step": step, "files": listing(files)})
     path = path_of(directory, step)
@@ -164,12 +169,13 @@ def read(path: Path) -> Checkpoint:
     state = _verified_state(path)
     adapter = read_safetensors(path / "adapter.safetensors")
     slots = {slot: read_safetensors(path / slot_file(slot)) for slot in OPTIMIZERS[optimizer_of(state)].slots}
+    policy = read_safetensors(path / POLICY) if POLICY in _read_manifest(path)["files"] else {}
     shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
     if any(shapes[0] != other for other in shapes):
         raise FormatError(f"{path}: the adapter and the state of its optimizer are not of the same tensors")
-    if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values()) for x in tensors.values()):
+    if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed since")
-    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state)
+    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state, policy)
 
 
 def restore(engine: Engine, saved: Checkpoint) -> None:
@@ -190,7 +196,7 @@ def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
 
 def files_of(saved: Checkpoint) -> list[str]:
     """The names of its files."""
-    return sorted([MANIFEST, *FILES, *map(slot_file, saved.optimizer.slots)])
+    return sorted([MANIFEST, *FILES, *map(slot_file, saved.optimizer.slots), *([POLICY] if saved.policy else [])])
 
 
 def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -228,6 +234,9 @@ def _read_state(path: Path) -> dict[str, Any]:
             raise fields.wrong(f"{file}: fingerprints", key, value, "a text")
     for key in ("place", "schedule", "guards"):
         fields.subtable(state, key, file)
+    if policy := fields.subtable(state, "policy", file):
+        fields.required(policy, "name", f"{file}: policy")
+        fields.subtable(policy, "values", f"{file}: policy")
     _check_guards(state.get("guards") or {}, f"{file}: guards")
     return state
 
@@ -255,6 +264,7 @@ def _is_number(value: Any) -> bool:
 
 
 FILES = frozenset({"adapter.safetensors", "state.json"})  # and one for each slot of the optimizer
+POLICY = "policy.safetensors"  # besides, where the step policy has tensors
 _SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
@@ -315,7 +325,7 @@ def _verify(path: Path) -> dict[str, Any]:
             f"was made by a newer dualtune: it has schema version {version}, this dualtune reads up to "
             f"{SCHEMA_VERSION}. Upgrade it"
         )
-    _check_listed({*files}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
+    _check_listed({*files} - {POLICY}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
     for name in files:
         if problem := _problem_of_file(path / name, fields.subtable(files, name, MANIFEST)):  # {} for null
             raise FormatError(problem)

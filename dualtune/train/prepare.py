@@ -25,13 +25,16 @@ from dualtune.config import Config
 from dualtune.data.batches import Layout, micro_batches
 from dualtune.data.control_tokens import about_rows
 from dualtune.data.documents import Data, Documents, Show
-from dualtune.data.order import Order
+from dualtune.data.held_out import probe_documents
+from dualtune.data.order import Order, without
 from dualtune.data.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
 from dualtune.train.checkpoint import Checkpoint
 from dualtune.train.ended import check_end, has_ended
 from dualtune.train.evaluation import layout_of
+from dualtune.train.policies import ORDINARY, open_policy
 from dualtune.train.resume import Change, as_recorded, check_config, check_fingerprints, check_place, with_tokens
+from dualtune.train.step import StepPolicy
 from dualtune.train.team import Team
 
 
@@ -56,12 +59,19 @@ class Prepared:
     ended: list[Change] | None  # where no step is left: what has changed and makes no difference any more
     team: Team  # the processes that share the work
     weights: BaseWeights | None  # the files of the base model; None: they are drawn
+    policy: StepPolicy  # what each step does, in the state of the checkpoint
+    probes: list[int]  # the training documents that no step takes, because the policy probes with them
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of a step, counted from 0, that this process computes: a pure function."""
         ids = self.order.step(step).documents.tolist()
         rank, size = self.team.rank, self.team.size
         return micro_batches(self.train, ids, self.layout, seed=self.config.run.seed, step=step, rank=rank, size=size)
+
+    def probe_batches(self) -> list[Batch]:
+        """The micro-batches of the probe documents that this process computes."""
+        rank, size = self.team.rank, self.team.size
+        return micro_batches(self.train, self.probes, self.layout, seed=0, step=0, rank=rank, size=size)
 
     def summary(self) -> list[str]:
         """What will be done, a line each."""
@@ -92,19 +102,21 @@ class Prepared:
 
 def prepare(
     config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None,
-    team: Team | None = None,
+    team: Team | None = None, policy: str = ORDINARY,
 ) -> Prepared:  # fmt: skip
     """Check a config, cheap things first: what it asks of the backend, the data files, the tokenizer, then the weights.
 
     With a checkpoint, also whether the run may continue from it. `show` is told how far the data are tokenized. In a
-    team the first process goes first, and leaves the others its tokenized data. Raises ConfigError, DataError,
-    FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
+    team the first process goes first, and leaves the others its tokenized data. `policy` is a name in `POLICIES`.
+    Raises ConfigError, DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
     """
     team = team or Team()
-    return team.first_alone(lambda: _prepare(config, backend, saved, show, team))
+    return team.first_alone(lambda: _prepare(config, backend, saved, show, team, policy))
 
 
-def _prepare(config: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team) -> Prepared:
+def _prepare(
+    config: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team, policy_name: str
+) -> Prepared:
     check_capabilities(backend, config)
     if config.memory.sharding == "full" and team.size == 1:
         raise ConfigError(
@@ -117,6 +129,7 @@ def _prepare(config: Config, backend: Backend, saved: Checkpoint | None, show: S
     if saved is not None:
         config = as_recorded(saved, config)
         changes = check_config(saved, config)
+    policy = open_policy(policy_name, config, saved)
     data = Data(config)
     weights = config.model.init == "pretrained"
     # Weights that have to be downloaded wait until the data are known to be good.
@@ -133,7 +146,8 @@ def _prepare(config: Config, backend: Backend, saved: Checkpoint | None, show: S
                 "Raise max_length, or check data.loss_on and the template."
             )
     model_dir = resolve_model(config.model.name, weights=weights)
-    order = Order(config, train.lengths, train.sources, train.weights)
+    probes = probe_documents(len(train), policy.num_probes, config.run.seed)
+    order = Order(config, train.lengths, without(train.sources, probes), train.weights)
     config = with_tokens(config, order.tokens_per_step)
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
@@ -149,7 +163,7 @@ def _prepare(config: Config, backend: Backend, saved: Checkpoint | None, show: S
     spec = _spec(config, start)
     return Prepared(
         config, backend, model_dir, tokenizer, train, eval_, order, layout_of(config), spec, start, base, found, saved,
-        changes, ended, team, base_weights,
+        changes, ended, team, base_weights, policy, probes,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 from dualtune.backend import Engine
@@ -17,6 +18,7 @@ from dualtune.train import checkpoint
 from dualtune.train.checkpoint import Checkpoint
 from dualtune.train.guards import Guards
 from dualtune.train.metrics import Metrics
+from dualtune.train.policies import entry_of
 from dualtune.train.prepare import Prepared, place_of
 from dualtune.train.replaced import Opened, set_aside
 from dualtune.train.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir
@@ -27,7 +29,7 @@ ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
 
 
 class Saver:
-    """Saves the state of an engine and of the guards, and keeps the newest checkpoints and the best."""
+    """Saves the state of an engine, the guards and the step policy, and keeps the newest checkpoints and the best."""
 
     def __init__(self, place: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics) -> None:
         self._place = place
@@ -36,6 +38,7 @@ class Saver:
         self._fixed = {"config": prepared.config.model_dump(mode="json"), "fingerprints": prepared.fingerprints}
         self._engine = engine
         self._guards = guards
+        self._policy = prepared.policy
         self._log = log
         self._team = prepared.team
         self._saved_step = prepared.saved.step if prepared.saved else None
@@ -55,7 +58,7 @@ class Saver:
             return
         self._log.sync()
         try:
-            self.newest = checkpoint.save(self._place.checkpoints, step, self._engine, self._state(step))
+            self.newest = self._write(self._place.checkpoints, step)
             self._open_checkpoints()
         except DiskError as error:
             self.failure = error
@@ -107,10 +110,12 @@ class Saver:
         step = self._guards.state.best_step
         return shared(self._team, None if step is None else self._read(step))
 
-    def _state(self, step: int) -> dict[str, Any]:
-        """What state.json holds."""
+    def _write(self, checkpoints: Path, step: int) -> Path:
+        """A checkpoint of everything that the run remembers."""
         state = {"place": place_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
-        return state | {"guards": self._guards.saved_state()}
+        policy = self._policy.state()
+        state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
+        return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 
     def _moved_out(self, step: int, fault: str) -> DiskError:
         """Save everything in a new run directory beside the old one; the error that ends the run."""
@@ -122,7 +127,7 @@ class Saver:
             for name, text in self._place.records.items():
                 write_file(new / name, to_yaml(moved) if name == CONFIG else text)
             self._log.copy_to(new / METRICS)
-            self.newest = checkpoint.save(new / CHECKPOINTS, step, self._engine, self._state(step))
+            self.newest = self._write(new / CHECKPOINTS, step)
         except (OSError, DiskError) as error:
             return DiskError(f"run.dir: {fault} while the run trained, and nothing could be saved in {new}: {error}")
         return DiskError(

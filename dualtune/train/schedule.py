@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from dualtune.config import Config
+from dualtune.config.schema import RunConfig
 
 
 def learning_rate(config: Config, step: int, num_steps: int) -> float:
@@ -30,6 +31,12 @@ def learning_rate(config: Config, step: int, num_steps: int) -> float:
 def is_due(step: int, every: int | None) -> bool:
     """Whether something that happens every so many steps happens after this one."""
     return every is not None and step % every == 0
+
+
+def steps_until_due(config: RunConfig, step: int, num_steps: int) -> int:
+    """How many steps lie between `step` and the next evaluation, checkpoint or the end of the run."""
+    intervals = (every for every in (config.eval_every, config.save_every) if every)
+    return min([num_steps - step, *(every - step % every for every in intervals)])
 
 
 def warmup_steps(warmup: float, num_steps: int) -> int:

@@ -1,22 +1,24 @@
-"""The training loop: the only one, for every backend. It reads in time order."""
+"""The training loop: the only one, for every backend and every step policy. It reads in time order."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from dualtune import faults, interrupt
+from dualtune import faults
 from dualtune.backend import Batch, Engine
+from dualtune.errors import Preempted
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.checkpoint import restore
 from dualtune.train.evaluation import evaluate
 from dualtune.train.guards import Guards
 from dualtune.train.metrics import Metrics
+from dualtune.train.policies import restore_policy
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver
-from dualtune.train.schedule import is_due, learning_rate
-from dualtune.train.team import Team
+from dualtune.train.schedule import is_due, steps_until_due
+from dualtune.train.step import TrainingStep, record
 from dualtune.train.watchers import Watchers
 
 
@@ -35,105 +37,89 @@ class Job:
 
 def fit(job: Job, first_step: int = 0) -> int:
     """Train from step `first_step` to the end, and return the number of steps done. Preempted if a signal asks."""
-    config, engine, log, guards, saver = job.prepared.config, job.engine, job.log, job.guards, job.saver
-    num_steps = job.prepared.order.num_steps
-    team = job.prepared.team
     step = first_step
     job.prepared.backend.reset_peak_memory()
-    if config.guards.on_spike == "rollback" and step == 0:
-        saver.save(0)  # there must be something to return to
+    if job.prepared.config.guards.on_spike == "rollback" and step == 0:
+        job.saver.save(0)  # there must be something to return to
     # Also where a run was stopped after the checkpoint and before the evaluation of the same step.
     _evaluate_if_due(job, step)
-    log.restart_clock()
+    job.log.restart_clock()
 
-    while step < num_steps and not guards.stops_early:
-        batches = job.batches(step)
-        weight, num_targets, num_tokens = _count(team, batches)
-        lr = learning_rate(config, step, num_steps)
+    while step < job.prepared.order.num_steps and not job.guards.stops_early:
+        step = _take_step(job, step)
+        step = _do_what_is_due(job, step)
 
-        for batch in batches:
-            if team.agree(interrupt.requested()):
-                _stop(job, step)
-            engine.forward_backward(batch, num_targets=weight)
-        team.check()
-        output = engine.optim_step(lr=lr, max_grad_norm=config.train.max_grad_norm)
-        faults.reach("step")
-
-        with team.waiting("the gradients of the other processes"):
-            record = log.step(
-                output,
-                step=step + 1,
-                epoch=job.prepared.order.step(step).epoch,
-                lr=lr,
-                num_targets=num_targets,
-                num_tokens=num_tokens,
-            )
-        step += 1
-        _judge(job, record)
-        if guards.spike_step is not None:  # it was the step before, so the one just made is taken again
-            step = _roll_back(job, step)
-
-        save_due = team.agree(saver.asked()) or step == num_steps or is_due(step, config.run.save_every)
-        if save_due or _eval_due(job, step):
-            step = _settle(job, step)
-            if save_due:
-                saver.save(step)
-            _evaluate_if_due(job, step)
-            log.restart_clock()
-
-    if guards.stops_early:
-        saver.save(step)
+    if job.guards.stops_early:
+        job.saver.save(step)
     return step
 
 
-def _count(team: Team, batches: Sequence[Batch]) -> tuple[float, int, int]:
-    """The weight of the targets, their number, and the tokens of the whole step, the shares of all processes together.
+def _take_step(job: Job, step: int) -> int:
+    """Let the policy take a step, and judge the one before it. Returns where the run stands."""
+    made, team = job.prepared, job.prepared.team
+    max_steps = steps_until_due(made.config.run, step, made.order.num_steps)
+    try:
+        outcome = made.policy.take(TrainingStep(made, job.engine, step, job.batches, max_steps=max_steps))
+    except Preempted:  # the gradient that was begun is lost, and the run that resumes takes the step again
+        job.saver.save(_settle(job, step))
+        team.check()
+        raise
+    faults.reach("step")
+    if not 1 <= outcome.num_steps <= max_steps:
+        raise ValueError(f"step policy {made.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}")
+    step += outcome.num_steps
+    with team.waiting("the gradients of the other processes"):
+        record_before = record(outcome, job.log, step, made.order.step(step - 1).epoch)
+    return _judge(job, step, record_before)
 
-    The weight is what the loss is divided by: the number of targets where nothing is weighted.
-    """
-    with_targets = [batch for batch in batches if batch.num_targets]  # one without fills a gap
-    counted = ("total_weight", "num_targets", "num_tokens")
-    weight, targets, tokens = team.total(*(sum(getattr(batch, n) for batch in with_targets) for n in counted))
-    return weight, int(targets), int(tokens)
+
+def _judge(job: Job, step: int, record: StepRecord | None) -> int:
+    """Show a record to the guards. Returns where the run stands."""
+    if record is not None:
+        if event := job.guards.on_step(record):
+            job.log.event(event)
+        job.guards.check()
+    return step if job.guards.spike_step is None else _roll_back(job, step, job.guards.spike_step)
 
 
 def _settle(job: Job, step: int) -> int:
     """Read what the device still holds and judge it, so that the state can be saved. Returns where the run stands."""
-    _judge(job, job.log.flush())
-    return step if job.guards.spike_step is None else _roll_back(job, step)
+    return _judge(job, step, job.log.flush())
 
 
-def _stop(job: Job, step: int) -> None:
-    """Save and raise Preempted. Gradients of the step that was begun are left behind: it is taken again."""
-    job.saver.save(_settle(job, step))
-    job.prepared.team.stop_if(True)
+def _roll_back(job: Job, step: int, spike: int) -> int:
+    """Return to the checkpoint before a spike and continue after it: the data since the checkpoint is left out.
 
-
-def _judge(job: Job, record: StepRecord | None) -> None:
-    if record is None:
-        return
-    if event := job.guards.on_step(record):
-        job.log.event(event)
-    job.guards.check()
-
-
-def _roll_back(job: Job, step: int) -> int:
-    """Return to the checkpoint before a spike, and go on after it: the data since the checkpoint is not tried again.
-
-    As in PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1). The number of the step keeps counting the data.
+    As in PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1). The number of the step keeps counting the data, so a
+    step that was taken after the spike is taken again.
     """
-    spike, job.guards.spike_step = job.guards.spike_step, None
-    assert spike is not None
+    job.guards.spike_step = None
     saved = job.saver.before_spike(spike)
     if saved is None:
         job.log.event(Event(spike, "no_rollback", "there is no older checkpoint to return to, so the run goes on"))
         return step
     job.log.discard()
     restore(job.engine, saved)
+    restore_policy(job.prepared.policy, saved)
     job.guards.rolled_back(saved.step, spike, saved.state.get("guards", {}))
     text = f"back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are left out"
     job.log.event(Event(spike, "rollback", text, {"to_step": saved.step}))
     return spike
+
+
+def _do_what_is_due(job: Job, step: int) -> int:
+    """Save and evaluate where it is time. Returns where the run stands."""
+    made, saver = job.prepared, job.saver
+    is_last = step == made.order.num_steps
+    save_due = made.team.agree(saver.asked()) or is_last or is_due(step, made.config.run.save_every)
+    if not (save_due or _eval_due(job, step)):
+        return step
+    step = _settle(job, step)
+    if save_due:
+        saver.save(step)
+    _evaluate_if_due(job, step)
+    job.log.restart_clock()
+    return step
 
 
 def _evaluate_if_due(job: Job, step: int) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 
 from dualtune.optimizer import OPTIMIZERS
-from dualtune.train.checkpoint import slot_file
+from dualtune.train.checkpoint import POLICY, slot_file
 
 BUNDLE_FILE = "BUNDLE.json"
 IN_DIRECTORY = "bundle.tar"  # what a bundle is called where a directory was named for it
@@ -31,6 +31,7 @@ ADAPTER_FILES = (
 )  # fmt: skip
 CHECKPOINT_FILES = ("MANIFEST.json", "adapter.safetensors", "state.json")  # and those of the optimizer's slots
 SLOT_FILES = frozenset(slot_file(slot) for optimizer in OPTIMIZERS.values() for slot in optimizer.slots)
+OPTIONAL_FILES = SLOT_FILES | {POLICY}  # POLICY: in a checkpoint whose step policy has tensors
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json", "merges.txt", TEMPLATE,
@@ -53,7 +54,7 @@ def is_allowed(name: str) -> bool:
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's file; None for any other name, and for one that no checkpoint has."""
     match = _STEP.fullmatch(name)
-    is_ours = match and match[2] in {*CHECKPOINT_FILES, *SLOT_FILES} and match[1] == f"{int(match[1]):08d}"
+    is_ours = match and match[2] in {*CHECKPOINT_FILES, *OPTIONAL_FILES} and match[1] == f"{int(match[1]):08d}"
     return int(match[1]) if match and is_ours else None
 
 
@@ -104,7 +105,7 @@ def problem_of(name: str) -> str | None:
 
 def is_allowed_in_any_case(lower: str) -> bool:
     folder, _, file = lower.rpartition("/")
-    spellings = {known.lower(): known for known in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES, *SLOT_FILES)}
+    spellings = {known.lower(): known for known in (BUNDLE_FILE, CONFIG, *CHECKPOINT_FILES, *OPTIONAL_FILES)}
     proper = spellings.get(file, file)
     return is_allowed(f"{folder}/{proper}" if folder else proper)
 

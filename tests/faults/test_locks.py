@@ -36,7 +36,7 @@ def wait_for(is_true, seconds=60):
 )
 def test_one_run_a_directory_and_a_dead_one_does_not_block_it(box):
     straight = box.straight()
-    with box.start("enter('dualtune.train.trainer.learning_rate', 6, send('SIGSTOP'))") as first:
+    with box.start("enter('dualtune.train.step.learning_rate', 6, send('SIGSTOP'))") as first:
         wait_for(lambda: (box.dir / "checkpoints" / "step-00000004").exists() and is_stopped(first.pid))
         before = sorted(path for path in box.dir.rglob("*"))
         complaint = box.resume(9).stderr

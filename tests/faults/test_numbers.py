@@ -131,11 +131,11 @@ SPIKE = 24  # the step with the rate x1000; what it does to the loss shows in th
 @pytest.fixture
 def spiking(request, box, monkeypatch):
     """A run of forty steps, one of them with a thousand times the learning rate. Losses vary little before."""
-    from dualtune.train import trainer
+    from dualtune.train import step as step_module
 
-    rate, spike = trainer.learning_rate, getattr(request, "param", SPIKE)
+    rate, spike = step_module.learning_rate, getattr(request, "param", SPIKE)
     monkeypatch.setattr(
-        trainer, "learning_rate", lambda c, step, n: rate(c, step, n) * (1000 if step == spike - 1 else 1)
+        step_module, "learning_rate", lambda c, step, n: rate(c, step, n) * (1000 if step == spike - 1 else 1)
     )
     box.settings |= {
         "data.eval": 0, "adapter.dropout": 0, "train.steps": 40, "train.documents_per_step": 16, "run.save_every": 10,

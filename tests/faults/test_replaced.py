@@ -16,9 +16,9 @@ def during(box, monkeypatch):
     """Let something happen in step 5 of a run in this process; what `dualtune train` said, with its exit code."""
 
     def train(action, code):
-        from dualtune.train import trainer
+        from dualtune.train import step as step_module
 
-        original, calls = trainer.learning_rate, []
+        original, calls = step_module.learning_rate, []
 
         def entered(*args):
             calls.append(args)
@@ -27,7 +27,7 @@ def during(box, monkeypatch):
             return original(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(trainer, "learning_rate", entered)
+            patch.setattr(step_module, "learning_rate", entered)
             return box.resume(code)
 
     box.settings |= {"run.keep": 9}

@@ -183,7 +183,7 @@ def test_checkpoint_now_saves_without_stopping(box, kept):
     box.settings |= {"run.save_every": 5 if kept else None, "data.eval": 0}
     straight = box.straight()
     now = box.dir / "checkpoint-now"
-    box.train(0, inject=f"enter('dualtune.train.trainer.learning_rate', 5, touch({str(now)!r}))")
+    box.train(0, inject=f"enter('dualtune.train.step.learning_rate', 5, touch({str(now)!r}))")
     assert "step-00000005" in box.checkpoints
     assert not now.exists()
     assert box.adapter == straight
@@ -197,7 +197,7 @@ def test_checkpoint_now_saves_without_stopping(box, kept):
 )
 def test_checkpoint_now_is_gone_when_the_run_is(box):
     now = box.dir / "checkpoint-now"
-    box.train(0, inject=f"enter('dualtune.train.trainer.learning_rate', 9, touch({str(now)!r}))")
+    box.train(0, inject=f"enter('dualtune.train.step.learning_rate', 9, touch({str(now)!r}))")
     assert box.checkpoints[-1] == "step-00000009"
     assert not now.exists()
 

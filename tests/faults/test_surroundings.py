@@ -126,7 +126,7 @@ def test_a_run_may_be_found_from_elsewhere_and_moved(box, monkeypatch):
     expected="trains, saves, exit 0; adapter bitwise equal",
 )
 def test_a_run_that_nobody_reads_saves_and_ends_well(box):
-    for inject, code in (("enter('dualtune.train.trainer.learning_rate', 6, send('SIGKILL'))", -9), ("", 0)):
+    for inject, code in (("enter('dualtune.train.step.learning_rate', 6, send('SIGKILL'))", -9), ("", 0)):
         read, write = os.pipe()
         os.close(read)
         with box.start(inject, stdout=write) as process:

@@ -118,7 +118,7 @@ def jolt(lab, monkeypatch):
 
     def at(step):
         rate = lambda config, index, num: learning_rate(config, index, num) * (factor if index + 1 == step else 1)  # noqa: E731
-        monkeypatch.setattr("dualtune.train.trainer.learning_rate", rate)
+        monkeypatch.setattr("dualtune.train.step.learning_rate", rate)
 
     return at
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 import pytest
 
 from dualtune.config import parse_config
-from dualtune.train.schedule import learning_rate, warmup_steps
+from dualtune.config.schema import RunConfig
+from dualtune.train.schedule import is_due, learning_rate, steps_until_due, warmup_steps
 
 PEAK = 2e-4
 
@@ -69,3 +70,14 @@ def test_a_warmup_below_one_is_a_share_rounded_up(warmup, num_steps, expected):
 @pytest.mark.parametrize("schedule", FORMULAS)
 def test_a_single_step_has_the_full_rate(schedule):
     assert rates(schedule, 0, 1) == [PEAK]
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "expected"),
+    [((None, None), 0, 20), ((None, None), 19, 1), ((6, None), 0, 6), ((6, None), 6, 6), ((6, 4), 6, 2)],
+)
+def test_what_is_due_next(every, step, expected):
+    config = RunConfig(eval_every=every[0], save_every=every[1])
+    assert steps_until_due(config, step, 20) == expected
+    ahead = [s for s in range(step + 1, 21) if s == 20 or any(is_due(s, e) for e in every)]
+    assert ahead[0] - step == expected

@@ -1,0 +1,47 @@
+"""The step policies by name, and how their state gets into a checkpoint and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dualtune.adapter import fields
+from dualtune.config import Config
+from dualtune.errors import ConfigError, FormatError
+from dualtune.train.checkpoint import Checkpoint
+from dualtune.train.step import Ordinary, PolicyState, StepPolicy
+
+ORDINARY = Ordinary.name
+POLICIES: dict[str, Callable[[Config], StepPolicy]] = {
+    ORDINARY: Ordinary,
+}
+
+
+def open_policy(name: str, config: Config, saved: Checkpoint | None) -> StepPolicy:
+    """The policy of this name, in the state of the checkpoint if there is one."""
+    if name not in POLICIES:
+        raise ConfigError(f"step policy: got {name!r}, allowed: {', '.join(sorted(POLICIES))}")
+    policy = POLICIES[name](config)
+    if saved is not None:
+        restore_policy(policy, saved)
+    return policy
+
+
+def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:
+    """Put a policy into the state of a checkpoint. ConfigError if another policy saved it, FormatError if damaged."""
+    entry: dict[str, Any] = saved.state.get("policy") or {"name": policy.name}
+    if entry["name"] != policy.name:
+        other = fields.shown(fields.text_of(entry["name"]))
+        raise ConfigError(
+            f"{saved.path}: was saved by the step policy {other!r}, and this run has {policy.name!r}. "
+            "Restore the config, or choose another run.dir to start a new run"
+        )
+    try:
+        policy.load_state(PolicyState(entry.get("values") or {}, saved.policy))
+    except ValueError as error:
+        raise FormatError(f"{saved.path}: the state of the step policy {policy.name!r}: {error}") from None
+
+
+def entry_of(policy: StepPolicy, state: PolicyState) -> dict[str, Any]:
+    """What state.json holds of it: nothing of a policy without a state, so that its checkpoints stay as they were."""
+    return {} if state.is_empty else {"policy": {"name": policy.name, "values": dict(state.values)}}

@@ -1,0 +1,105 @@
+"""Step policies for tests. Each does one thing that predictive training needs: a step without an update, a probe of
+documents that are held out, a state that is saved, a return to an earlier state, a step that stands for several."""
+
+import numpy as np
+
+from dualtune.hooks import Event
+from dualtune.train.step import Ordinary, Outcome, PolicyState
+
+
+class EveryThirdOnlyLooks(Ordinary):
+    """Makes no update in every third step; it measures the loss there."""
+
+    name = "every third only looks"
+
+    def take(self, step):
+        if step.index % 3 != 2:
+            return super().take(step)
+        loss = step.mean_loss(step.batches)
+        return Outcome(None, events=(Event(step.index + 1, "no_update", "only looked", {"mean_loss": loss}),))
+
+
+class Prober(Ordinary):
+    """Measures the loss on documents that are held out for it, after every update."""
+
+    name, num_probes = "prober", 3
+
+    def take(self, step):
+        update = super().take(step).update
+        loss = step.mean_loss(step.probes)
+        return Outcome(update, events=(Event(step.index + 1, "probe", "probed", {"mean_loss": loss}),))
+
+
+class Remembering(Ordinary):
+    """Remembers its steps, the loss of the last one, and an average of the weights, to which it returns when the loss
+    rises: what it does depends on what it remembers. It reads the loss one step late."""
+
+    name = "remembering"
+
+    def __init__(self, config):
+        self._takes, self._loss, self._output, self._average = 0, None, None, {}
+
+    def take(self, step):
+        last = None if self._output is None else float(self._output.loss)
+        if last is not None and self._loss is not None and last > self._loss:
+            step.engine.load_adapter_state(self._average)
+        outcome = super().take(step)
+        self._takes, self._loss, self._output = self._takes + 1, last, outcome.update.output
+        weights = step.engine.adapter_state()
+        self._average = {n: (w + self._average.get(n, w)) / 2 for n, w in weights.items()}
+        return outcome
+
+    def state(self):
+        if not self._takes:
+            return PolicyState()
+        return PolicyState({"takes": self._takes, "losses": [self._loss, float(self._output.loss)]}, self._average)
+
+    def load_state(self, state):
+        self.__init__(None)
+        if not state.is_empty:
+            self._takes, (self._loss, loss) = state.values["takes"], state.values["losses"]
+            self._output, self._average = Loss(loss), state.tensors
+
+
+class Loss:
+    """What is left of a step's output in a resumed run."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Undoing(Ordinary):
+    """Step 4 makes the weights ten times as large, step 5 sees that this does not help and takes it back."""
+
+    name, num_probes = "undoing", 2
+
+    def __init__(self, config):
+        self._before = {}
+
+    def take(self, step):
+        engine, loss = step.engine, step.mean_loss(step.probes)
+        if step.index == 3:
+            before, self._before = engine.adapter_state(), engine.adapter_state() | {"loss": np.array(loss)}
+            engine.load_adapter_state({name: 10 * w for name, w in before.items()})
+            return Outcome(None)
+        if self._before and loss > self._before["loss"]:
+            engine.load_adapter_state({name: w for name, w in self._before.items() if name != "loss"})
+            self._before = {}
+            return Outcome(None, events=(Event(step.index + 1, "undone", "did not help"),))
+        return super().take(step)
+
+    def state(self):
+        return PolicyState(tensors=self._before)
+
+    def load_state(self, state):
+        self._before = dict(state.tensors)
+
+
+class Jumping(Ordinary):
+    """From step 2 on, every step stands for three, where it may."""
+
+    name = "jumping"
+
+    def take(self, step):
+        update = super().take(step).update
+        return Outcome(update, num_steps=min(3, step.max_steps) if step.index >= 2 else 1)
