@@ -86,8 +86,9 @@ def test_what_was_imported_trains(text, name, tiny_llama, write_rows, tmp_path, 
     assert done.returncode == 0, done.stderr
     assert f"a config of {name}" in ours.read_text(encoding="utf-8")
 
-    result = dualtune.train(load_config(ours), platform="numpy")
-    assert result.step == 3 and (out / "adapter" / "adapter_model.safetensors").is_file()
+    dualtune.train(load_config(ours), platform="cpu")
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert steps[-1] == 3 and (out / "adapter" / "adapter_model.safetensors").is_file()
     targets = json.loads((out / "adapter" / "adapter_config.json").read_text())["target_modules"]
     if name == "mlx-lm":  # the last layer alone
         assert {target.split(".")[-1] for target in targets} == {"q_proj", "v_proj"}

@@ -6,7 +6,7 @@ From axolotl/utils/schemas/ and core/builders/base.py, of July 2026.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from dualtune.config.importing.axolotl_data import data
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
@@ -221,7 +221,7 @@ def _special_tokens(given: Given) -> Settings:
     """A padding token changes nothing here; other tokens would."""
     tokens = given.get("special_tokens")
     if isinstance(tokens, dict):
-        for name, token in tokens.items():
+        for name, token in cast(dict[str, Any], tokens).items():
             if name == "pad_token" or is_off(token):
                 given.skip(f"special_tokens.{name}", "padding is not computed with", value=token)
             else:
@@ -242,7 +242,7 @@ def _order(given: Given) -> Settings:
 
 def _plugins(given: Given) -> Settings:
     plugins = given.get("plugins")
-    for name in plugins if isinstance(plugins, list) else []:
+    for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
         if "liger" in str(name).lower() or "cut_cross_entropy" in str(name):
             given.skip("plugins", "model.kernels takes the fast code by itself", value=name)
         else:

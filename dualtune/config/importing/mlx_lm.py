@@ -64,8 +64,8 @@ def _targets(given: Given) -> Settings:
         raise given.wrong("num_layers", f"the model has {there} layers")
     if asked <= 0 or there is None or asked == there:
         return {"adapter.targets": keys or "all-linear"}
-    layers = range(there - asked, there)
-    names = [f"layers.{layer}.{key}" for layer in layers for key in keys or _LINEAR]
+    layers, modules = range(there - asked, there), cast(list[str], keys) or _LINEAR
+    names = [f"layers.{layer}.{module}" for layer in layers for module in modules]
     return {"adapter.targets": Note(names, f"num_layers: the last {asked} of {there}")}
 
 
@@ -94,7 +94,7 @@ _COLUMNS = {
 def _hub(given: Given) -> Settings:
     value = given.get("hf_dataset")
     sets: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
-    if not all(isinstance(each, dict) and isinstance(each.get("path"), str) for each in sets):
+    if not all(isinstance(each, dict) and isinstance(cast(dict[str, Any], each).get("path"), str) for each in sets):
         raise given.wrong("hf_dataset", "must be a mapping with a path, or a list of such")
     train = [_hub_source(given, each, "train_split", "train[:80%]") for each in sets]
     valid = [_hub_source(given, each, "valid_split", "train[-10%:]") for each in sets]
@@ -184,10 +184,10 @@ def _check_end(given: Given, name: str, numbers: list[float]) -> None:
 
 def _optimizer(given: Given) -> Settings:
     name = str(given.get("optimizer")).lower()
-    configs = given.get("optimizer_config") or {}
+    configs: Any = given.get("optimizer_config") or {}
     if not isinstance(configs, dict):
         raise given.wrong("optimizer_config", "must be a mapping")
-    options = given.get(f"optimizer_config.{name}") or {}
+    options: Any = given.get(f"optimizer_config.{name}") or {}
     if not isinstance(options, dict):
         raise given.wrong(f"optimizer_config.{name}", "must be a mapping")
     if name not in _WEIGHT_DECAY:
