@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -107,7 +107,7 @@ class MlxEngine:
         self._bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
-        return OptimizerState(int(self._step.item()), self._to_numpy(self._m), self._to_numpy(self._v))
+        return OptimizerState(int(cast(int, self._step.item())), self._to_numpy(self._m), self._to_numpy(self._v))
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         shapes = self.adapter_state()
@@ -135,10 +135,10 @@ class MlxEngine:
         check_mergeable(self.description)
         layers = {path: layer for path, layer in self.model.named_modules() if isinstance(layer, LoRALinear)}
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in layers for part in ("weight", "bias")}
-        weights = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
+        weights: dict[str, Any] = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
         for module, layer in layers.items():
             delta = layer.scale * (layer.weights.lora_B_Or @ layer.weights.lora_A_rI)
-            base = layer.base.weight
+            base: Any = layer.base.weight
             weights[f"{module}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
         if isinstance(self.model, gpt2.Model):
             weights = gpt2.as_stored(weights)

@@ -5,6 +5,8 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
+from typing import cast
+
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_unflatten
@@ -89,7 +91,7 @@ class LoRALinear(nn.Module):
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
     """(out, in) of a linear layer; a quantized one packs 32 / bits weights into a word."""
-    out_dim, in_dim = layer.weight.shape
+    out_dim, in_dim = cast(mx.array, layer.weight).shape
     return out_dim, in_dim * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else in_dim
 
 

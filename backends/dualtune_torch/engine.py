@@ -118,7 +118,8 @@ class TorchEngine:
         loss, self._loss = self._loss, torch.zeros_like(self._loss)
         self._optimizer.param_groups[0]["lr"] = lr
         # As torch's GradScaler says it: where this is 1, the fused kernels update nothing and the count is taken back.
-        self._optimizer.found_inf = (~(loss.isfinite() & norm.isfinite())).float()
+        found_inf = (~(loss.isfinite() & norm.isfinite())).float()
+        self._optimizer.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]  torch declares it nowhere
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)
         self._adapter.refresh()

@@ -38,6 +38,7 @@ class LoRALinear(nn.Module):
     """
 
     group: Group | None = None
+    keys_I: Tensor
 
     def __init__(self, base: FrozenLinear, module: str, spec: LoraSpec, noise: Noise) -> None:
         super().__init__()

@@ -334,12 +334,15 @@ RULES = (
     absent("gptq gptq_* model_quantization_config model_quantization_config_kwargs bnb_config_kwargs "
            "quantize_moe_experts", "the quantizations are nf4, affine4 and affine8", "model.quantization"),
     absent("save_first_step", "`touch RUN/checkpoint-now` saves at any step"),
-    needless("model_type tokenizer_type processor_type tokenizer_use_fast tokenizer_legacy base_model_config "
+    needless("model_type tokenizer_type processor_type tokenizer_use_mistral_common tokenizer_use_fast "
+             "tokenizer_legacy base_model_config "
              "is_llama_derived_model is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model",
              "the model's own files say it"),
     needless("attn_implementation flash_attention flash_attn_* flash_optimum sdp_attention xformers_attention "
              "eager_attention flex_attention flex_attn_compile_kwargs sdpa_varlen liger_* cut_cross_entropy "
              "chunked_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel "
+             "use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels experts_implementation "
+             "gemma4_hybrid_attn_impl llama4_linearized_experts "
              "fused_attn_kernel use_kernels torch_compile torch_compile_* tf32 tiled_mlp tiled_mlp_*", _BY_ITSELF),
     needless("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataloader_* "
              "remove_unused_columns skip_prepare_dataset num_dataset_shards_to_save streaming "
