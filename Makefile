@@ -51,6 +51,7 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python --project backends
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # Build the wheel, install it into an environment of its own, and train one step with it, away from the source tree.
-# Usage: BACKEND=torch scripts/check_wheel.sh PYTHON   (a Python with the package `build`)
+# Usage: BACKEND=torch scripts/check_wheel.sh PYTHON [WHEEL]   (without a wheel: a Python with the package `build`)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"$python" -m build --wheel --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
-wheel=$(ls "$work"/dist/*.whl)
+if [ $# -gt 1 ]; then
+    wheel=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
+else
+    "$python" -m build --wheel --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+    wheel=$(ls "$work"/dist/*.whl)
+fi
 "$python" -m venv "$work/venv"
 pip=("$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$root/constraints.txt")
 if [ "$BACKEND" = torch ]; then "${pip[@]}" torch; fi
@@ -20,4 +24,7 @@ dualtune --help >/dev/null
 dualtune train --demo --set train.steps=1 --set train.warmup=0 --set run.dir=run
 dualtune adapter inspect run/adapter >/dev/null
 dualtune config training_config_h100 >config.yaml # the configs travel with the wheel
+for package in dualtune dualtune_torch dualtune_mlx; do # and so does the word that they have types
+    python -m zipfile --list "$wheel" | grep "^$package/py.typed " >/dev/null
+done
 echo "wheel ok: $(basename "$wheel"), one step trained from a clean environment"

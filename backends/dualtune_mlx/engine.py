@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -127,7 +127,8 @@ class MlxEngine:
         self._bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
-        return OptimizerState(int(self._step.item()), {s: self._to_numpy(flat) for s, flat in self._slots.items()})
+        step = int(cast(int, self._step.item()))
+        return OptimizerState(step, {slot: self._to_numpy(flat) for slot, flat in self._slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_state(), state)
@@ -154,9 +155,9 @@ class MlxEngine:
         adapted = {id(layer) for layer in self._layers.values()}
         layers = {path: layer for path, layer in self.model.named_modules() if id(layer) in adapted}
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in layers for part in ("weight", "bias")}
-        weights = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
+        weights: dict[str, Any] = {renamed.get(n, n): w for n, w in tree_flatten(self.model.parameters())}
         for module, layer in layers.items():
-            base = layer.base.weight
+            base: Any = layer.base.weight
             weights[f"{module}.weight"] = (base.astype(mx.float32) + layer.delta()).astype(base.dtype)
         if isinstance(self.model, gpt2.Model):
             weights = gpt2.as_stored(weights)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -62,7 +62,7 @@ def add_layers(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
     """(out, in) of a linear layer; a quantized one packs 32 / bits weights into a word."""
-    out_dim, in_dim = layer.weight.shape
+    out_dim, in_dim = cast(mx.array, layer.weight).shape
     return out_dim, in_dim * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else in_dim
 
 
@@ -70,7 +70,7 @@ def weight_of(layer: nn.Module) -> mx.array:
     """The weight [out, in] of a linear layer, plain or quantized, in float32."""
     if isinstance(layer, nn.QuantizedLinear):
         return mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits).astype(mx.float32)
-    return layer.weight.astype(mx.float32)
+    return cast(mx.array, layer.weight).astype(mx.float32)
 
 
 def storage(bases: Collection[nn.Module]) -> dict[str, int]:

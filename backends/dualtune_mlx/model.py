@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -83,9 +83,10 @@ def _checking(model_dir: Path, choose: Choose) -> Choose:
         model_class, args_class = choose(config)
 
         class Checked(model_class):
-            def load_weights(self, file_or_weights: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+            def load_weights(self, file_or_weights: Any, strict: bool = True) -> nn.Module:
                 stored = {name: tensor.shape for name, tensor in file_or_weights}
-                needed = {name: tensor.shape for name, tensor in tree_flatten(self.parameters())}
+                own = cast(list[tuple[str, mx.array]], tree_flatten(self.parameters()))
+                needed = {name: tensor.shape for name, tensor in own}
                 check_complete(
                     model_dir,
                     missing=needed.keys() - stored.keys(),
@@ -184,7 +185,8 @@ def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: s
 
 def _num_weights(module: nn.Module) -> int:
     total = 0
-    for name, value in tree_flatten(module.parameters(), is_leaf=lambda v: isinstance(v, mx.array)):
+    found: Any = tree_flatten(module.parameters(), is_leaf=lambda v: isinstance(v, mx.array))
+    for name, value in found:
         if "." in name:
             continue  # a child's; counted there
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name == "weight":

@@ -49,7 +49,7 @@ class PerToken:
     """A rotary embedding that also takes an offset for each token, [B, T]."""
 
     def __call__(self, x_BHTd: mx.array, offset: Any = 0, **options: Any) -> mx.array:
-        rotate = super().__call__
+        rotate: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this goes before
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return rotate(x_BHTd, offset, **options)
         B, H, T, d = x_BHTd.shape
@@ -64,7 +64,7 @@ def accept_positions(model: nn.Module) -> None:
         if list(inspect.signature(type(module).__call__).parameters)[1:3] == ["x", "offset"]:
             module.__class__ = _per_token(PerToken, type(module))
     if isinstance(model, gpt2.Model):
-        table = model.model.wpe
+        table: Any = model.model.wpe
         table.__class__ = _per_token(gpt2.PerToken, type(table))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -108,14 +108,14 @@ def replace_modules(model: PreTrainedModel, made: Callable[[str, nn.Module], nn.
     for target, source in tied.items():
         path, layer = target.removesuffix(".weight"), model.get_submodule(source.removesuffix(".weight"))
         if isinstance(layer, AffineLayer):
-            model.set_submodule(path, AffineLinear(layer.packed, model.get_submodule(path).bias))
+            model.set_submodule(path, AffineLinear(layer.packed, cast(nn.Linear, model.get_submodule(path)).bias))
         else:
             model.tie_weights()
 
 
 def _packed(weights: Weights, path: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> AffineLayer:
     """A layer with the packed bytes of a directory in MLX format."""
-    rows, columns = module.weight.shape
+    rows, columns = cast(Tensor, module.weight).shape
     words = [(rows, columns * bits // 32) for bits in BITS.values()]
     shape = next((shape for shape in words if weights.shape(f"{path}.weight") == shape), words[0])
     packed = Packed(
@@ -147,7 +147,7 @@ def in_place_of(module: nn.Module, packed: Packed) -> AffineLayer:
     """The layer that computes what the module does. ConfigError for one that is more than its matrix."""
     kind, factor = type(module), getattr(module, "embed_scale", None)
     if kind is nn.Linear:
-        return AffineLinear(packed, module.bias)
+        return AffineLinear(packed, cast(nn.Linear, module).bias)
     if kind is nn.Embedding:
         return AffineEmbedding(packed)
     if kind.__name__.endswith("ScaledWordEmbedding") and isinstance(factor, Tensor):  # of Gemma: rows times a number

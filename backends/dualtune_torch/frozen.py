@@ -6,6 +6,8 @@ time: kept are the packed bytes alone.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,7 +29,7 @@ def weight_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a linear layer, in the dtype that the model computes in."""
     if isinstance(layer, AffineLayer):
         return dequantize(layer.packed)  # its scales have that dtype
-    weight = layer.weight
+    weight: Any = layer.weight
     state = getattr(weight, "quant_state", None)
     if state is None:
         return as_stored(layer, weight)
@@ -54,7 +56,7 @@ def stored_bytes(layer: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _scales(weight: Tensor) -> list[Tensor]:
+def _scales(weight: Any) -> list[Tensor]:
     """What bitsandbytes keeps beside the packed bytes: scales, their own scales, and the table of each."""
     states = [state for state in [getattr(weight, "quant_state", None)] if state is not None]
     states += [state.state2 for state in states if state.state2 is not None]
@@ -65,7 +67,8 @@ def _scales(weight: Tensor) -> list[Tensor]:
 def compute_dtype(model: PreTrainedModel) -> torch.dtype:
     """What the model computes in. `model.dtype` is that of its first parameter, which may be one of an adapter."""
     embedding = model.get_input_embeddings()
-    return (embedding.scales if isinstance(embedding, AffineLayer) else embedding.weight).dtype
+    weight = embedding.scales if isinstance(embedding, AffineLayer) else embedding.weight
+    return cast(Tensor, weight).dtype
 
 
 def num_parameters(model: PreTrainedModel) -> int:

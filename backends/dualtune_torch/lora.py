@@ -32,6 +32,7 @@ class LoRALinear(AdaptedLayer):
 
     grouped = True
     group: Group | None = None
+    keys_I: Tensor
 
     def __init__(self, base: FrozenLinear, module: str, spec: LoraSpec, noise: Noise) -> None:
         super().__init__()

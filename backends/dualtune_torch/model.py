@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -58,7 +59,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
-    for module in model.modules():
+    for module in cast(Iterator[Any], model.modules()):
         if _is_4bit(module):
             # In eval mode bitsandbytes repacks the weights of a Linear4bit for its CPU inference kernel, which has no
             # backward pass: gradients through the layer would vanish without a word.
@@ -102,7 +103,7 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
 
 def _mlx_kind(stored: dict[str, Any]) -> str:
     mode, bits, size = stored.get("mode", "affine"), stored.get("bits"), stored.get("group_size")
-    names = {("affine", number, GROUP_SIZE): name for name, number in BITS.items()}
+    names: dict[Any, str] = {("affine", number, GROUP_SIZE): name for name, number in BITS.items()}
     return names.get((mode, bits, size), f"{mode} {bits}-bit, groups of {size}")
 
 
@@ -120,7 +121,7 @@ def _pretrained(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
         place, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True, output_loading_info=True, **options
     )
     _check_loaded(info, weights)
@@ -134,7 +135,7 @@ def _check_by_headers(config: PreTrainedConfig, weights: BaseWeights) -> None:
     joins or leaves out is known there alone.
     """
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.tensors.items()}
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
     _, info = model_class.from_pretrained(
         None, config=config, state_dict=empty, device_map={"": "meta"}, ignore_mismatched_sizes=True,
         output_loading_info=True, local_files_only=True,
@@ -194,7 +195,7 @@ def _module_by_module(
         if quantization in BITS:
             return affine_model.finished(module, quantization, dtype)
         is_packed = isinstance(module, nn.Linear | Conv1D) and path.split(".")[-1] != OUTPUT_HEAD
-        return _nf4(module, dtype) if is_packed else module
+        return _nf4(cast(nn.Linear, module), dtype) if is_packed else module
 
     affine_model.replace_modules(model, made)
     return model
@@ -209,7 +210,8 @@ def _nf4(layer: nn.Linear | Conv1D, compute_dtype: torch.dtype) -> nn.Module:
         in_features, out_features, bias=layer.bias is not None, compute_dtype=compute_dtype,
         compress_statistics=True, quant_type="nf4", device="meta",
     )  # fmt: skip
-    weight = bnb.nn.Params4bit(as_stored(layer, layer.weight.data).contiguous(), requires_grad=False, quant_type="nf4")
+    params: Any = bnb.nn.Params4bit  # which takes more than the parameter that it is
+    weight = params(as_stored(layer, layer.weight.data).contiguous(), requires_grad=False, quant_type="nf4")
     quantized.weight = weight.to(layer.weight.device)  # quantizes
     quantized.bias = layer.bias
     return quantized

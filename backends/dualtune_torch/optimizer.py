@@ -21,6 +21,8 @@ class Fused(NamedTuple):
 class _CountingSgd(torch.optim.SGD):
     """torch's plain SGD has no count of updates; this one keeps it as AdamW does, on the device."""
 
+    found_inf: Tensor
+
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         (state,) = self.state.values()
@@ -59,6 +61,7 @@ class FlatOptimizer:
         """Update the tensor by its gradient, and set that to zero. Where `is_good` is false nothing else changes."""
         self._torch.param_groups[0]["lr"] = lr
         # As torch's GradScaler says it: where this is 1, the fused kernels update nothing and the count is taken back.
-        self._torch.found_inf = (~is_good).float()
+        found_inf = (~is_good).float()
+        self._torch.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]  torch declares it nowhere
         self._torch.step()
         self._torch.zero_grad(set_to_none=False)

@@ -13,7 +13,7 @@ import datetime
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class Shards:
         # Collectives of their own: where one process fails inside a layer and others wait there, the notes of the loop
         # still reach everybody (`dualtune.train.team`).
         self._group = dist.new_group(timeout=wait)
-        self._mesh = DeviceMesh.from_group(self._group, device.type)
+        self._mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, self._group), device.type)
         self._store = dist.distributed_c10d._get_default_store()
 
     def split(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class Shards:
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w*(Model|Linear)\) returned a view tensor")
         # A group of nothing: it is the root, which lets the others fetch the next layer while one computes.
         fully_shard(model.base_model, mesh=self._mesh, reshard_after_forward=True, ignored_params=whole)
-        model.to(device)
+        cast(nn.Module, model).to(device)
 
     @contextmanager
     def together(self) -> Generator[None]:

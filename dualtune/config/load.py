@@ -26,7 +26,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
         return _checked(Document(_plain(source), {(): Place(MAPPING)}), MAPPING, overrides)
     if not isinstance(source, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]  callers may be unchecked
         raise ConfigError(f"the config: got {type(source).__name__}, needed: the path of a YAML file, or a mapping")
-    return parse_config(_read_text(Path(source)), source=str(source), overrides=overrides)
+    return parse_config(read_text(Path(source)), source=str(source), overrides=overrides)
 
 
 def parse_config(text: str, *, source: str = "<string>", overrides: Iterable[str] = ()) -> Config:
@@ -84,7 +84,7 @@ def _plain(value: Any) -> Any:
             return value
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)

@@ -28,7 +28,7 @@ def default_yaml() -> str:
             is_required = key in examples()[section]
             comment = f"{inner['description']} {'Required' if is_required else 'Allowed'}: {describe(inner)}."
             lines += textwrap.wrap(comment, 120, initial_indent="  # ", subsequent_indent="  # ")
-            lines += [_entry(key, examples()[section][key] if is_required else inner["default"])]
+            lines += [entry(key, examples()[section][key] if is_required else inner["default"])]
     return "\n".join(lines) + "\n"
 
 
@@ -36,7 +36,7 @@ def to_yaml(config: Config) -> str:
     """The config with every key written out; parse_config gives it back unchanged."""
     lines: list[str] = []
     for section, values in config.model_dump().items():
-        lines += [f"{section}:", *(_entry(key, value) for key, value in values.items())]
+        lines += [f"{section}:", *(entry(key, value) for key, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -61,7 +61,7 @@ def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
 _Dumper.add_representer(float, _number)
 
 
-def _entry(key: str, value: object) -> str:
+def entry(key: str, value: object) -> str:
     """One line of a section."""
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=sys.maxsize, sort_keys=False

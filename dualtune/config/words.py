@@ -94,7 +94,7 @@ def _bounds(node: Fragment) -> str:
 
 def wrong_value(path: KeyPath, value: object) -> str:
     """What was got and what is allowed, for a value that the schema refuses."""
-    node, names, got = fragment(path), choices(fragment(path)), f"got {_show(value)}"
+    node, names, got = fragment(path), choices(fragment(path)), f"got {show(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{got}, must be finite"
     if "enum" in node:
@@ -103,7 +103,7 @@ def wrong_value(path: KeyPath, value: object) -> str:
         text = f"{got}, must be {_bounds(node)}"
     else:
         text = f"{got}, must be {describe(node)}"
-    said = value if isinstance(value, str) else _show(value) if value is None or isinstance(value, bool) else ""
+    said = value if isinstance(value, str) else show(value) if value is None or isinstance(value, bool) else ""
     advice = unknown_value(said, names)
     return f"{text}. {advice}" if advice else text
 
@@ -119,7 +119,7 @@ def missing(path: KeyPath) -> str:
     return f"missing; '{dotted(path[:-1])}' needs it: {describe(node)}, such as `{example}`"
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """A value as it is written in YAML, shortened."""
     if isinstance(value, dict):
         return "a mapping"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -77,7 +77,7 @@ def install(model: nn.Module, attention: Attention) -> int:
             names = call.__globals__ | {NAME: attention.replaces(call.__globals__[NAME])}
             copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
             copy.__kwdefaults__ = call.__kwdefaults__
-            made[kind] = type(kind.__name__, (kind,), {"__call__": copy})
+            made[kind] = cast(type[nn.Module], type(kind.__name__, (kind,), {"__call__": copy}))
         module.__class__ = made[kind]
         changed += 1
     return changed
@@ -136,13 +136,13 @@ def chunked(
         for i, j in spans:
             inputs = [q_BHTd[:, :, i:j], k_BHTd[:, :, :j], v_BHTd[:, :, :j]]
             inputs = _after([*dq_parts[-1:], dk_BHTd, dv_BHTd], inputs)
-            _, (dq, dk, dv) = mx.vjp(attend, inputs, [slope_BHTd[:, :, i:j]])
+            dq, dk, dv = mx.vjp(attend, inputs, [slope_BHTd[:, :, i:j]])[1]
             dq_parts.append(dq)
             behind = [(0, 0), (0, 0), (0, T - j), (0, 0)]
             dk_BHTd, dv_BHTd = dk_BHTd + mx.pad(dk, behind), dv_BHTd + mx.pad(dv, behind)
         return mx.concatenate(dq_parts, axis=2), dk_BHTd.astype(k_BHTd.dtype), dv_BHTd.astype(v_BHTd.dtype)
 
-    return all_chunks(q_BHTd, k_BHTd, v_BHTd)
+    return cast(mx.array, all_chunks(q_BHTd, k_BHTd, v_BHTd))
 
 
 def _after(results: list[mx.array], inputs: list[mx.array]) -> list[mx.array]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -28,7 +28,8 @@ class Compiled:
         self._by_shape: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
 
     def __call__(self, *inputs: Any) -> Any:
-        key = tuple((name, a.shape, a.dtype) for name, a in tree_flatten(inputs))
+        leaves = cast(list[tuple[str, Any]], tree_flatten(inputs))
+        key = tuple((name, a.shape, a.dtype) for name, a in leaves)
         if key in self._by_shape:
             self._by_shape.move_to_end(key)
         else:

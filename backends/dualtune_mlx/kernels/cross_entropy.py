@@ -33,12 +33,13 @@ class Head:
     """A frozen linear layer from hidden states to logits, or the embedding that stands for one; plain or quantized."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
+        self._layer: Any = layer
         self._bias = layer.get("bias")
         self._quantized = isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-        self.vocab: int = layer.weight.shape[0]
+        self.vocab: int = self._layer.weight.shape[0]
         # The reference BLAS of MLX's CPU build multiplies by columns 1.6 times as fast as by rows: worth a copy there.
-        self._weight_HV = layer.weight.T if self._quantized or on_gpu() else mx.contiguous(layer.weight.T)
+        weight_HV = self._layer.weight.T
+        self._weight_HV = weight_HV if self._quantized or on_gpu() else mx.contiguous(weight_HV)
         mx.eval(self._weight_HV)
 
     def logits(self, hidden_NH: mx.array) -> mx.array:
@@ -70,7 +71,7 @@ def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
     for layer in (getattr(model, "lm_head", None), embedding):
         if not isinstance(layer, (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)):
             continue
-        apply = getattr(layer, "as_linear", layer)
+        apply: Any = getattr(layer, "as_linear", layer)
         tokens = mx.arange(PROBE)[None] % layer.weight.shape[0]
         expected, hidden = model(tokens), body(tokens)
         if isinstance(hidden, mx.array) and expected.any() and mx.array_equal(apply(hidden), expected):
@@ -106,12 +107,12 @@ def target_loss(
             loss = (losses_n1 if weights_N is None else losses_n1 * weights_N[rows, None]).sum()
             made.append((loss, head.back(slopes_nV)) if slopes else (loss,))
         losses, *slopes_NH = zip(*made, strict=True)
-        return mx.stack(losses).sum(), *(mx.concatenate(parts) for parts in slopes_NH)
+        return mx.stack([*losses]).sum(), *(mx.concatenate([*parts]) for parts in slopes_NH)
 
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
     if not slopes:
         return chunks(rows_NH)[0]
-    loss_and_slopes = mx.custom_function(chunks)
+    loss_and_slopes: Any = mx.custom_function(chunks)
 
     @loss_and_slopes.vjp
     def _(hidden_NH: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:

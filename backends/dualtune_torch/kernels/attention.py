@@ -106,9 +106,10 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     B, _, T, _ = q_BHTd.shape
-    ragged = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd)]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd))
+    cu_seqlens: Any = where.cu_seqlens  # a tensor, where this is called
     out = varlen_attn(
-        *ragged, where.cu_seqlens, where.cu_seqlens, where.longest, where.longest, scale=scale,
+        q, k, v, cu_seqlens, cu_seqlens, where.longest, where.longest, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=q_BHTd.shape[1] != k_BGTd.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
     if not kernels.attention:
         yield
         return
-    model.set_attn_implementation(kernels.own_attention)
+    model.set_attn_implementation(cast(str, kernels.own_attention))
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) ->
         if _has_window(model) and where.windows == {None}:
             raise NotCovered("has a sliding window that only its own masks know")
     except TROUBLE as error:
-        model.set_attn_implementation(chosen.own_attention)
+        model.set_attn_implementation(cast(str, chosen.own_attention))
         chosen.attention = False
         chosen.plain.append(f"attention plain: {_first_line(error)}")
     else:

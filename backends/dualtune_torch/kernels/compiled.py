@@ -25,7 +25,8 @@ def fuse(function: Function) -> Function:
     """The function, compiled at its first call, forward and backward."""
     os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # what was compiled once is read from disk
     # A size of 1 is no symbol to the compiler, nor is a dtype: each combination is another compilation, of a second.
-    return torch.compile(function, dynamic=True, fullgraph=True, recompile_limit=64, isolate_recompiles=True)
+    compile_: Any = torch.compile  # whose overloads lack its newest options
+    return compile_(function, dynamic=True, fullgraph=True, recompile_limit=64, isolate_recompiles=True)
 
 
 def why_not(device: torch.device) -> str | None:

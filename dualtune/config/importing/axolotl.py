@@ -1,0 +1,360 @@
+"""Configs of axolotl: its keys and defaults, and what they mean here.
+
+From axolotl/utils/schemas/ and core/builders/base.py, of July 2026.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+from dualtune.config.importing.axolotl_data import data
+from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
+
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "./model-out", "sequence_len": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
+    "num_epochs": 1.0, "lr_scheduler": "cosine", "optimizer": "adamw_torch_fused", "weight_decay": 0.0,
+    "max_grad_norm": 1.0, "lora_dropout": 0.0, "val_set_size": 0.0, "warmup_ratio": 0.03, "seed": 42,
+}  # fmt: skip
+
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+_ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"}
+_MOMENTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+
+
+def _method(given: Given) -> Settings:
+    for key in ("rl", "reward_model", "process_reward_model", "pretraining_dataset"):
+        if key in given and not is_off(given.get(key)):
+            raise given.wrong(key, "cannot be translated: preferences, rewards and streams are not there yet")
+    if given.get("adapter") not in ("lora", "qlora"):
+        raise given.wrong("adapter", "only lora and qlora can be translated; full fine-tuning is not there yet")
+    return {}
+
+
+def _model(given: Given) -> Settings:
+    if (name := given.text("base_model")) is None:
+        raise given.wrong("base_model", "must be a hub id or a directory")
+    return {"model.name": name}
+
+
+def _dtype(given: Given) -> Settings:
+    for key, ours in (("fp16", "float16"), ("float16", "float16"), ("float32", "float32")):
+        if key in given and given.flag(key):
+            return {"model.dtype": ours}
+    for key in ("bf16", "bfloat16"):
+        if key in given:
+            value = given.get(key)
+            on = "bfloat16" if value == "full" or (value != "auto" and given.flag(key)) else "float32"
+            return {"model.dtype": "auto" if value == "auto" else on}
+    return {}
+
+
+def _quantization(given: Given) -> Settings:
+    if given.get("adapter") == "qlora" or given.flag("load_in_4bit"):
+        return {"model.quantization": Note("nf4", "adapter: qlora, or load_in_4bit: true")}
+    if given.flag("load_in_8bit"):
+        reason = (
+            "bitsandbytes' 8-bit weights are not there; the base stays as it is stored, which takes more memory. "
+            "model.quantization: affine8 has 8 bits of another kind"
+        )
+        given.lose("load_in_8bit", reason)
+    return {}
+
+
+def _adapter(given: Given) -> Settings:
+    rank, alpha = given.count("lora_r"), given.number("lora_alpha")
+    settings: Settings = {"adapter.rank": given.note(rank, "lora_r"), "adapter.alpha": given.note(alpha, "lora_alpha")}
+    if given.flag("peft_use_rslora"):
+        comment = f"peft_use_rslora: lora_alpha × sqrt(lora_r) = {alpha:g} × sqrt({rank})"
+        settings["adapter.alpha"] = Note(alpha * math.sqrt(rank), comment)
+    return settings | {"adapter.dropout": given.note(given.number("lora_dropout"), "lora_dropout")}
+
+
+def _targets(given: Given) -> Settings:
+    names = given.get("lora_target_modules")
+    if given.flag("lora_target_linear") or names == "all-linear":
+        if names and names != "all-linear":
+            given.skip("lora_target_modules", "lora_target_linear takes all linear layers")
+        return {"adapter.targets": "all-linear"}
+    if isinstance(names, list) and names:
+        return {"adapter.targets": names}
+    if isinstance(names, str) and names:
+        given.lose(
+            "lora_target_modules", "it is a pattern; write the names of the layers to adapter.targets, as a list"
+        )
+    else:
+        reason = "the file names none, and PEFT has targets for each architecture; here it is adapter.targets' default"
+        given.lose("lora_target_modules", reason)
+    return {}
+
+
+def _init_from(given: Given) -> Settings:
+    path = given.text("lora_model_dir")
+    return {} if path is None else {"adapter.init_from": path}
+
+
+def _template(given: Given) -> Settings:
+    """The chat template. What the datasets say of it is in axolotl_data.py."""
+    name, jinja = given.text("chat_template"), given.text("chat_template_jinja")
+    if jinja is not None:
+        if "\n" not in jinja and "{" not in jinja:
+            return {"data.template": jinja}
+        given.lose("chat_template_jinja", "write it to a file, and its name to data.template")
+    elif name is not None and not name.startswith("tokenizer_default"):
+        reason = "the tokenizer's own template is taken; for another one, name a Jinja file in data.template"
+        given.lose("chat_template", reason)
+    return {}
+
+
+def _max_length(given: Given) -> Settings:
+    length = given.count("sequence_len", 2)
+    if (strategy := given.get("excess_length_strategy")) not in (None, "truncate"):
+        reason = "documents longer than data.max_length are cut; `dualtune preview` counts them"
+        given.lose("excess_length_strategy", reason, value=strategy)
+    return {"data.max_length": Note(length, f"sequence_len: {length}; longer documents are cut, and dropped there")}
+
+
+def _steps(given: Given) -> Settings:
+    """How much a step takes: whole rows of tokens where documents are packed, documents where they are not."""
+    micro, accumulated = given.count("micro_batch_size"), given.count("gradient_accumulation_steps")
+    rows = given.count("batch_size") if "batch_size" in given else micro * accumulated
+    factors = f"batch_size: {rows}" if "batch_size" in given else (
+        f"micro_batch_size: {micro} × gradient_accumulation_steps: {accumulated}")  # fmt: skip
+    gpus = "; multiply it by the number of GPUs that you had"
+    if not given.flag("sample_packing"):
+        return {
+            "data.packing": given.note(False, "sample_packing"),
+            "train.documents_per_step": Note(rows, factors + gpus),
+        }
+    length = given.count("sequence_len", 2)
+    tokens = Note(rows * length, f"{factors} × sequence_len: {length}{gpus}")
+    return {"data.packing": given.note(True, "sample_packing"), "train.tokens_per_step": tokens}
+
+
+def _length(given: Given) -> Settings:
+    steps = given.get("max_steps")
+    if steps is not None and given.number("max_steps") > 0:  # -1 is none
+        return {"train.steps": given.note(given.count("max_steps"), "max_steps")}
+    return {"train.epochs": given.note(given.number("num_epochs"), "num_epochs")}
+
+
+def _schedule(given: Given) -> Settings:
+    name = given.text("lr_scheduler") or "cosine"
+    if name not in _SCHEDULES:
+        given.lose("lr_scheduler", "the schedules are constant, linear and cosine; cosine is taken")
+    settings: Settings = {
+        "train.learning_rate": given.note(given.number("learning_rate"), "learning_rate"),
+        "train.schedule": given.note(_SCHEDULES.get(name, "cosine"), "lr_scheduler"),
+    }
+    return settings | {"train.warmup": _warmup(given, name)}
+
+
+def _warmup(given: Given, schedule: str) -> Note:
+    """A share of the steps, or their number."""
+    if schedule == "constant":
+        return Note(0, "lr_scheduler: constant has no warm-up")
+    if "warmup_steps" not in given:
+        return given.note(given.number("warmup_ratio"), "warmup_ratio")
+    steps = given.number("warmup_steps")
+    is_share = 0 < steps < 1
+    return given.note(steps if is_share else given.count("warmup_steps", 0), "warmup_steps")
+
+
+def _optimizer(given: Given) -> Settings:
+    name = str(given.get("optimizer"))
+    if "adamw" in name and name not in _ADAMW:
+        given.lose("optimizer", "it is AdamW with moments in float32 here, which take more memory than 8 bits do")
+    elif name not in _ADAMW:
+        given.lose("optimizer", "the optimizer is AdamW; choose its learning rate and weight decay anew")
+    for key, ours in _MOMENTS.items():
+        if key in given:
+            if given.number(key) == ours:
+                given.skip(key, "it is so")
+            else:
+                given.lose(key, f"it is {ours:g}, always")
+    return {
+        "train.weight_decay": given.note(given.number("weight_decay"), "weight_decay"),
+        "train.max_grad_norm": given.note(given.number("max_grad_norm") or None, "max_grad_norm"),
+    }
+
+
+def _checkpointing(given: Given) -> Settings:
+    if not is_off(given.get("gradient_checkpointing")):
+        given.lose("gradient_checkpointing", "it is not there yet; a lower train.micro_batch_tokens takes less memory")
+    return {}
+
+
+def _intervals(given: Given) -> Settings:
+    settings: Settings = {}
+    if "logging_steps" in given:
+        settings["run.log_every"] = given.note(given.count("logging_steps"), "logging_steps")
+    for key, ours in (("eval_steps", "eval_every"), ("save_steps", "save_every")):
+        if key not in given:
+            continue
+        if given.number(key) < 1:
+            given.lose(key, f"it is a share of the run; run.{ours} is a number of steps")
+        else:
+            settings[f"run.{ours}"] = given.note(given.count(key), key)
+    for key, ours in (("eval_strategy", "eval_every"), ("evaluation_strategy", "eval_every"),
+                      ("save_strategy", "save_every")):  # fmt: skip
+        if given.get(key) in ("no", False):
+            settings[f"run.{ours}"] = given.note(None, key)
+        elif key in given and given.get(key) != "steps":
+            given.lose(key, f"how often is set in steps: run.{ours}")
+    if "save_total_limit" in given:
+        settings["run.keep"] = given.note(given.count("save_total_limit"), "save_total_limit")
+    return settings
+
+
+def _guards(given: Given) -> Settings:
+    settings: Settings = {}
+    if "early_stopping_patience" in given:
+        patience = given.count("early_stopping_patience")
+        settings["guards.early_stopping"] = given.note(patience, "early_stopping_patience")
+    if "load_best_model_at_end" in given:
+        best = given.flag("load_best_model_at_end")
+        settings["guards.restore_best"] = given.note(best, "load_best_model_at_end")
+    return settings
+
+
+def _special_tokens(given: Given) -> Settings:
+    """A padding token changes nothing here; other tokens would."""
+    tokens = given.get("special_tokens")
+    if isinstance(tokens, dict):
+        for name, token in cast(dict[str, Any], tokens).items():
+            if name == "pad_token" or is_off(token):
+                given.skip(f"special_tokens.{name}", "padding is not computed with", value=token)
+            else:
+                given.lose(f"special_tokens.{name}", "the model's own tokenizer is used, always", value=token)
+    return {}
+
+
+def _loss_on(given: Given) -> Settings:
+    return {"data.loss_on": "all" if given.flag("train_on_inputs") else "assistant"}
+
+
+def _order(given: Given) -> Settings:
+    if "shuffle_merged_datasets" in given:
+        tell = given.skip if given.flag("shuffle_merged_datasets") else given.lose
+        tell("shuffle_merged_datasets", "documents come in a new random order in each epoch, always")
+    return {}
+
+
+def _plugins(given: Given) -> Settings:
+    plugins = given.get("plugins")
+    for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
+        if "liger" in str(name).lower() or "cut_cross_entropy" in str(name):
+            given.skip("plugins", "model.kernels takes the fast code by itself", value=name)
+        else:
+            given.lose("plugins", "there are no plugins; hooks watch a run, from Python", value=name)
+    return {}
+
+
+_NO_PREFERENCES = "preference and reward training are not there yet"
+_NO_TRACKER = "there is no tracker yet; metrics.jsonl in the run directory holds every figure"
+_BY_ITSELF = "the fastest code that keeps the numbers is chosen by itself; see model.kernels"
+_PROCESSES = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
+
+RULES = (
+    translated("base_model", "model.name", _model),
+    translated("adapter rl reward_model process_reward_model pretraining_dataset", "", _method,
+               "adapter: lora and qlora alone; preferences, rewards and streams are refused"),
+    translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
+    translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
+               "4 bits, or adapter: qlora, are nf4; bitsandbytes' 8 bits are not there"),
+    translated("lora_r lora_alpha lora_dropout peft_use_rslora", "adapter.rank, adapter.alpha, adapter.dropout",
+               _adapter, "rsLoRA is an alpha of sqrt(lora_r) times as much"),
+    translated("lora_target_linear lora_target_modules", "adapter.targets", _targets,
+               "lora_target_linear is `all-linear`; a list of names is the same"),
+    translated("lora_model_dir", "adapter.init_from", _init_from),
+    translated("chat_template chat_template_jinja", "data.template", _template,
+               "`auto` is the tokenizer's own; another one is a Jinja file"),
+    translated("datasets test_datasets val_set_size", "data.train, data.eval", data,
+               "type: alpaca is `alpaca`, chat_template is `messages` (or `sharegpt`), completion is `text`; "
+               "val_set_size is a share, as here"),
+    translated("sequence_len excess_length_strategy", "data.max_length", _max_length,
+               "longer documents are cut, which there is excess_length_strategy: truncate"),
+    translated("micro_batch_size gradient_accumulation_steps batch_size sample_packing",
+               "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
+               "packed: micro_batch_size × gradient_accumulation_steps × sequence_len tokens; else micro_batch_size × "
+               "gradient_accumulation_steps documents; times the number of GPUs that there were"),
+    translated("num_epochs max_steps", "train.epochs, train.steps", _length),
+    translated("learning_rate lr_scheduler warmup_steps warmup_ratio",
+               "train.learning_rate, train.schedule, train.warmup", _schedule,
+               "a warm-up below 1 is a share of the steps, from 1 on a number of steps"),
+    translated("optimizer weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
+               "train.weight_decay, train.max_grad_norm", _optimizer, "always AdamW, with moments in float32"),
+    translated("gradient_checkpointing", "", _checkpointing, "not there yet"),
+    translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
+               "run.log_every, run.eval_every, run.save_every, run.keep", _intervals, "in optimizer steps, always"),
+    translated("early_stopping_patience load_best_model_at_end", "guards.early_stopping, guards.restore_best", _guards),
+    translated("output_dir", "run.dir", lambda given: {"run.dir": given.text("output_dir")}),
+    translated("seed", "run.seed", lambda given: {"run.seed": given.count("seed", 0)}, "the draws are other ones"),
+    translated("special_tokens", "", _special_tokens, "a padding token is not needed; others cannot be changed"),
+    translated("plugins", "", _plugins, "fast code is chosen by itself"),
+    translated("train_on_inputs", "data.loss_on", _loss_on, "false is `assistant`, true is `all`"),
+    absent("evals_per_epoch saves_per_epoch", "how often is set in steps", "run.eval_every, run.save_every"),
+    absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not there yet"),
+    absent("loraplus_lr_ratio loraplus_lr_embedding", "each LoRA matrix has the same learning rate"),
+    absent("peft_use_dora", "DoRA is not there yet; this is LoRA of the same rank"),
+    absent("lora_modules_to_save lora_target_parameters unfrozen_parameters peft_trainable_token_indices",
+           "only LoRA matrices of linear layers are trained", "adapter.targets"),
+    absent("peft_layers_to_transform peft_layers_pattern", "name the layers: layers.3.self_attn.q_proj",
+           "adapter.targets"),
+    absent("lora_rank_pattern lora_alpha_pattern", "every layer has the same rank and alpha"),
+    absent("peft peft_* relora* lisa_* qat quantization", "this kind of training or start is not there yet"),
+    absent("cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs lr_groups lr_div_factor "
+           "lr_quadratic_warmup embedding_lr embedding_lr_scale jagged_*",
+           "the learning rate has a peak, a warm-up and a schedule that falls to 0", "train.schedule"),
+    absent("optim_args optim_target_modules", "AdamW has one learning rate, betas of 0.9 and 0.999 and an eps of 1e-8"),
+    absent("loss_watchdog_threshold loss_watchdog_patience", "loss spikes are found by themselves",
+           "guards.on_spike, guards.spike_threshold"),
+    absent("tokens added_tokens_overrides tokenizer_config resize_token_embeddings_to_32x eot_tokens",
+           "the model's own tokenizer and embeddings are used, always"),
+    absent("default_system_message chat_template_kwargs", "write a system message into the rows"),
+    translated("shuffle_merged_datasets", "", _order, "always"),
+    absent("curriculum_sampling group_by_length sample_packing_sequentially",
+           "documents come in a new random order in each epoch"),
+    absent("min_sample_len dataset_exact_deduplication dataset_shard_num dataset_shard_idx",
+           "rows are taken as they are; `dualtune check-data` finds bad ones and `dualtune preview` duplicates"),
+    absent("wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet trackio_* use_trackio swanlab_* use_swanlab "
+           "use_tensorboard hf_mlflow_log_artifacts otel_* use_otel_metrics", _NO_TRACKER),
+    absent("hub_model_id hub_strategy hub_revision push_dataset_to_hub", "`dualtune push hf://…` publishes an adapter"),
+    absent("trust_remote_code", "nothing is ever run from a model's repository; use a model that needs no code"),
+    absent("deepspeed deepcompile fsdp fsdp_* dp_shard_size dp_replicate_size tensor_parallel_size "
+           "context_parallel_size sequence_parallel_degree expert_parallel_size ray_* use_ray", _PROCESSES,
+           "memory.sharding"),
+    absent("max_memory gpu_memory_limit activation_offloading layer_offloading selective_checkpointing",
+           "memory is not traded for time yet; a lower train.micro_batch_tokens takes less",
+           "train.micro_batch_tokens"),
+    absent("trl vllm ebft dpo_* simpo_* kto_* cpo_* orpo_* rl_beta", _NO_PREFERENCES),
+    absent("reinit_weights", "`model.init: random` measures speed and memory; nothing trained so can be used",
+           "model.init"),
+    absent("revision_of_model", "download the revision, and name its directory in model.name", "model.name"),
+    absent("gptq gptq_* model_quantization_config model_quantization_config_kwargs bnb_config_kwargs "
+           "quantize_moe_experts", "the quantizations are nf4, affine4 and affine8", "model.quantization"),
+    absent("save_first_step", "`touch RUN/checkpoint-now` saves at any step"),
+    needless("model_type tokenizer_type processor_type tokenizer_use_mistral_common tokenizer_use_fast "
+             "tokenizer_legacy base_model_config "
+             "is_llama_derived_model is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model",
+             "the model's own files say it"),
+    needless("attn_implementation flash_attention flash_attn_* flash_optimum sdp_attention xformers_attention "
+             "eager_attention flex_attention flex_attn_compile_kwargs sdpa_varlen liger_* cut_cross_entropy "
+             "chunked_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel "
+             "use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels experts_implementation "
+             "gemma4_hybrid_attn_impl llama4_linearized_experts "
+             "fused_attn_kernel use_kernels torch_compile torch_compile_* tf32 tiled_mlp tiled_mlp_*", _BY_ITSELF),
+    needless("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataloader_* "
+             "remove_unused_columns skip_prepare_dataset num_dataset_shards_to_save streaming "
+             "shuffle_before_merging_datasets",
+             "tokens are cached, and batches made ahead, by itself"),
+    needless("eval_sample_packing eval_batch_size pad_to_sequence_len pad_to_multiple_of sample_packing_group_size "
+             "sample_packing_bin_size auto_find_batch_size multipack_real_batches batch_flattening low_cpu_mem_usage "
+             "gradient_checkpointing_kwargs gc_steps torch_empty_cache_steps",
+             "the layout in memory does not change the result, and is chosen by itself"),
+    needless("resume_from_checkpoint auto_resume_from_checkpoints", "the same command resumes a run"),
+    needless("device device_map local_rank world_size ddp ddp_* gpu_count", "--platform and the launcher say it"),
+    needless("save_safetensors save_only_model strict debug lora_fan_in_fan_out hf_use_auth_token "
+             "include_tokens_per_second include_tkps profiler_steps experimental_skip_move_to_device",
+             "there is nothing to set"),
+)  # fmt: skip

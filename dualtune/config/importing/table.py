@@ -1,0 +1,183 @@
+"""The form of a translation table: rules that say what becomes of the keys of another trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from dualtune.config.problem import KeyPath, dotted
+from dualtune.config.reader import Document
+from dualtune.config.words import show
+from dualtune.errors import ConfigError
+from dualtune.redaction import redact
+
+Settings = dict[str, Any]  # our key, such as "adapter.rank" -> its value, or a Note
+
+
+class Note(NamedTuple):
+    """A value with a comment of its own."""
+
+    value: Any
+    comment: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What becomes of the keys that are named: they are translated together, not needed, or without a counterpart.
+
+    A name that ends in `*` stands for all keys that begin so. `convert` gives our settings. It is also called where
+    the file has none of the keys, because the other trainer's default is then what the file means.
+    """
+
+    names: tuple[str, ...]
+    ours: str = ""  # our keys as a reader writes them; "" where there is none
+    note: str = ""  # what differs; or why there is no such key, and what to do
+    convert: Callable[[Given], Settings] | None = None
+    is_needless: bool = False  # nothing is lost without it
+
+    def knows(self, name: str) -> bool:
+        return any(name.startswith(each[:-1]) if each.endswith("*") else name == each for each in self.names)
+
+
+def translated(names: str, ours: str, convert: Callable[[Given], Settings], note: str = "") -> Rule:
+    return Rule(tuple(names.split()), ours, note, convert)
+
+
+def needless(names: str, note: str) -> Rule:
+    return Rule(tuple(names.split()), note=note, is_needless=True)
+
+
+def absent(names: str, note: str, ours: str = "") -> Rule:
+    """For keys without a counterpart; `ours` names what comes near."""
+    return Rule(tuple(names.split()), ours, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A line of the translated config, and what it comes from."""
+
+    key: str
+    value: Any
+    comment: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A key that has no line in the translated config."""
+
+    key: str
+    value: str  # as it is shown
+    reason: str
+
+
+@dataclass(slots=True)
+class Imported:
+    """What a file of another trainer became."""
+
+    trainer: str
+    source: str
+    settings: list[Setting] = field(default_factory=list[Setting])
+    lost: list[Left] = field(default_factory=list[Left])  # the result differs without them, or may
+    needless: list[Left] = field(default_factory=list[Left])
+
+
+class Given:
+    """The keys of a file, read with the other trainer's defaults, and a list of what could not be translated."""
+
+    def __init__(
+        self, document: Document, trainer: str, defaults: Mapping[str, Any], num_layers: int | None = None
+    ) -> None:
+        self._document = document
+        self._trainer = trainer
+        self._data = cast(dict[str, Any], document.data)
+        self._defaults = defaults
+        self.num_layers = num_layers  # of the base model, if it is here
+        self.lost: list[Left] = []
+        self.needless: list[Left] = []
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the file gives it a value; null is none."""
+        return self._find(name) is not None
+
+    def _find(self, name: str) -> Any:
+        value: Any = self._data
+        for part in name.split("."):
+            value = cast(dict[str, Any], value).get(part) if isinstance(value, dict) else None
+        return value
+
+    def get(self, name: str) -> Any:
+        """The value in the file, or the other trainer's default."""
+        value = self._find(name)
+        return self._defaults.get(name) if value is None else value
+
+    def number(self, name: str) -> float:
+        """A finite number; a string that reads as one is one, as there."""
+        value = self.get(name)
+        try:
+            number = math.nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.wrong(name, "must be a number")
+        return number
+
+    def count(self, name: str, least: int = 1) -> int:
+        number = self.number(name)
+        if not number.is_integer() or number < least:
+            raise self.wrong(name, f"must be an integer >= {least}")
+        return int(number)
+
+    def flag(self, name: str) -> bool:
+        """True or false; yes, on and their opposites are what YAML 1.1 calls them."""
+        value = self.get(name)
+        word = str(value).lower()
+        if value is None or word in ("false", "no", "off", ""):
+            return False
+        if word in ("true", "yes", "on"):
+            return True
+        raise self.wrong(name, "must be true or false")
+
+    def text(self, name: str) -> str | None:
+        value = self.get(name)
+        if value is None or isinstance(value, str):
+            return value or None
+        raise self.wrong(name, "must be a text")
+
+    def note(self, value: Any, *names: str) -> Note:
+        """A value with the keys that it comes from as its comment."""
+        origin = ", ".join(f"{name}: {shown(self.get(name))}" for name in names if name in self)
+        return Note(value, origin or f"the default of {self._trainer}")
+
+    def wrong(self, name: str, rule: str) -> ConfigError:
+        path: KeyPath = tuple(name.split("."))
+        return ConfigError(redact(f"{self._document.place(path)}: {dotted(path)}: got {show(self.get(name))}, {rule}"))
+
+    def lose(self, name: str, reason: str, value: Any = None) -> None:
+        """Name a key whose meaning is lost, in whole or in part."""
+        self.lost.append(Left(name, shown(self.get(name) if value is None else value), reason))
+
+    def skip(self, name: str, reason: str, value: Any = None) -> None:
+        """Name a key that is not needed here."""
+        self.needless.append(Left(name, shown(self.get(name) if value is None else value), reason))
+
+
+def shown(value: Any) -> str:
+    """A foreign value on one line of a comment, shortened, without secrets and control characters."""
+    if isinstance(value, dict):
+        items = cast(dict[str, Any], value).items()
+        text = "{" + ", ".join(f"{key}: {shown(each)}" for key, each in items) + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(map(shown, cast(list[Any], value))) + "]"
+    elif isinstance(value, str):
+        text = value if value.isprintable() and value else repr(value)
+    else:
+        text = show(value)
+    text = redact(text)
+    return text if len(text) <= 80 else f"{text[:60]}…"
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value asks for nothing: null, false, zero, an empty text, list or mapping."""
+    return not value or value in ("false", "no", "off", "none", "no_", "False")

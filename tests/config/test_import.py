@@ -1,0 +1,291 @@
+"""`dualtune config import`: configs of other trainers, translated, with the name of whatever cannot be."""
+
+import json
+
+import pytest
+import yaml
+
+from dualtune.config import parse_config
+from dualtune.config.importing import import_config
+from dualtune.config.importing.written import to_text
+from dualtune.errors import ConfigError
+
+AXOLOTL = """
+base_model: some/model
+adapter: lora
+lora_r: 8
+lora_alpha: 16
+lora_target_linear: true
+datasets: [{path: data/rows.jsonl, type: alpaca}]
+learning_rate: 2e-4
+"""
+MLX_LM = """
+model: some/model
+data: data/folder
+num_layers: -1
+"""
+
+
+@pytest.fixture
+def translate(tmp_path):
+    """Translate a text with more lines, or other values for keys; returns the config, the report and the new text."""
+
+    def run(base, more=None, *, layers=None, trainer=None):
+        table = yaml.safe_load(base) | (more or {})
+        path = tmp_path / "theirs.yaml"
+        path.write_text(json.dumps(table), encoding="utf-8")
+        imported = import_config(path, trainer, lambda _: layers)
+        text = to_text(imported)
+        return parse_config(text), imported, text
+
+    return run
+
+
+def lost(imported):
+    return {left.key: left for left in imported.lost}
+
+
+# --- axolotl ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_axolotl_config(translate):
+    config, imported, _ = translate(AXOLOTL)
+    assert imported.trainer == "axolotl" and not imported.lost
+    assert (config.adapter.rank, config.adapter.alpha, config.adapter.targets) == (8, 16, "all-linear")
+    assert config.train.learning_rate == 2e-4  # which PyYAML reads as a text, and axolotl as a number
+    # axolotl's defaults, which are not ours
+    assert (config.adapter.dropout, config.train.epochs, config.train.max_grad_norm) == (0, 1, 1)
+    assert (config.data.max_length, config.data.eval, config.data.packing) == (512, 0, False)
+    assert (config.train.documents_per_step, config.train.weight_decay, config.train.warmup) == (1, 0, 0.03)
+
+
+@pytest.mark.parametrize(
+    ("more", "ours"),
+    [
+        ({"adapter": "qlora"}, {"model.quantization": "nf4"}),
+        ({"load_in_4bit": True}, {"model.quantization": "nf4"}),
+        ({"bf16": True}, {"model.dtype": "bfloat16"}),
+        ({"bf16": "auto"}, {"model.dtype": "auto"}),
+        ({"bf16": False, "fp16": True}, {"model.dtype": "float16"}),
+        ({"bf16": False}, {"model.dtype": "float32"}),
+        ({"peft_use_rslora": True, "lora_r": 16}, {"adapter.alpha": 64}),
+        ({"lora_target_linear": False, "lora_target_modules": ["q_proj", "v_proj"]},
+         {"adapter.targets": ["q_proj", "v_proj"]}),
+        ({"lora_model_dir": "old/adapter"}, {"adapter.init_from": "old/adapter"}),
+        ({"sample_packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_len": 1024},
+         {"train.tokens_per_step": 8192, "data.packing": True, "data.max_length": 1024}),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"train.documents_per_step": 8}),
+        ({"batch_size": 32, "micro_batch_size": 2}, {"train.documents_per_step": 32}),
+        ({"num_epochs": 4}, {"train.epochs": 4}),
+        ({"max_steps": 50}, {"train.steps": 50}),
+        ({"lr_scheduler": "linear"}, {"train.schedule": "linear"}),
+        ({"lr_scheduler": "constant", "warmup_steps": 9}, {"train.schedule": "constant", "train.warmup": 0}),
+        ({"lr_scheduler": "constant_with_warmup", "warmup_steps": 9}, {"train.warmup": 9}),
+        ({"warmup_steps": 10}, {"train.warmup": 10}),
+        ({"warmup_steps": 0}, {"train.warmup": 0}),
+        ({"warmup_ratio": 0.1}, {"train.warmup": 0.1}),
+        ({"weight_decay": 0.1, "max_grad_norm": 0}, {"train.weight_decay": 0.1, "train.max_grad_norm": None}),
+        ({"val_set_size": 0.05}, {"data.eval": 0.05}),
+        ({"test_datasets": [{"path": "e.jsonl", "type": "alpaca"}]},
+         {"data.eval": [{"path": "e.jsonl", "format": "alpaca"}]}),
+        ({"train_on_inputs": True}, {"data.loss_on": "all"}),
+        ({"chat_template_jinja": "my.jinja", "datasets": [{"path": "a", "type": "chat_template"}]},
+         {"data.template": "my.jinja"}),
+        ({"output_dir": "out", "seed": 7}, {"run.dir": "out", "run.seed": 7}),
+        ({"logging_steps": 5, "eval_steps": 20, "save_steps": 30, "save_total_limit": 2},
+         {"run.log_every": 5, "run.eval_every": 20, "run.save_every": 30, "run.keep": 2}),
+        ({"save_strategy": "no", "eval_strategy": "no"}, {"run.save_every": None, "run.eval_every": None}),
+        ({"early_stopping_patience": 3, "load_best_model_at_end": True, "val_set_size": 0.1},
+         {"guards.early_stopping": 3, "guards.restore_best": True}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_axolotl_s_values_become_ours(translate, more, ours):
+    config, imported, _ = translate(AXOLOTL, more)
+    dumped = json.loads(config.model_dump_json())
+    assert {key: dumped[key.split(".")[0]][key.split(".")[1]] for key in ours} == ours
+    assert not imported.lost
+
+
+@pytest.mark.parametrize(
+    ("entry", "ours", "template"),
+    [
+        ({"path": "a", "type": "alpaca"}, {"path": "a", "format": "alpaca"}, "none"),
+        ({"path": "a", "type": "completion", "field": "body"},
+         {"path": "a", "format": "text", "columns": {"text": "body"}}, "auto"),
+        ({"path": "a", "type": "chat_template", "field_messages": "chat"},
+         {"path": "a", "format": "messages", "columns": {"messages": "chat"}}, "auto"),
+        ({"path": "a", "type": "chat_template", "field_messages": "conversations",
+          "message_property_mappings": {"role": "from", "content": "value"}},
+         {"path": "a", "format": "sharegpt"}, "auto"),
+        ({"path": "a", "type": "chat_template", "roles_to_train": ["assistant"], "train_on_eos": "turn"},
+         {"path": "a", "format": "messages"}, "auto"),
+        ({"path": "o/n", "name": "main", "split": "train[:1%]", "type": "chat_template"},
+         {"path": "o/n", "subset": "main", "split": "train[:1%]", "format": "messages"}, "auto"),
+        ({"path": "json", "ds_type": "json", "data_files": "b.jsonl", "type": "alpaca"},
+         {"path": "b.jsonl", "format": "alpaca"}, "none"),
+        ({"path": "a", "type": {"field_instruction": "q", "field_output": "r"}},
+         {"path": "a", "format": "alpaca", "columns": {"instruction": "q", "output": "r"}}, "none"),
+    ],
+)  # fmt: skip
+def test_a_dataset_of_axolotl_becomes_a_source(translate, entry, ours, template):
+    config, imported, _ = translate(AXOLOTL, {"datasets": [entry]})
+    assert json.loads(config.data.model_dump_json())["train"] == ours
+    assert config.data.template == template and not imported.lost
+
+
+@pytest.mark.parametrize(
+    ("more", "named", "reason"),
+    [
+        ({"load_in_8bit": True}, "load_in_8bit", "affine8"),
+        ({"optimizer": "lion"}, "optimizer", "AdamW"),
+        ({"optimizer": "adamw_bnb_8bit"}, "optimizer", "float32"),
+        ({"adam_beta2": 0.95}, "adam_beta2", "0.999"),
+        ({"lr_scheduler": "rex"}, "lr_scheduler", "cosine"),
+        ({"chat_template": "chatml"}, "chat_template", "Jinja"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing", "micro_batch_tokens"),
+        ({"excess_length_strategy": "raise"}, "excess_length_strategy", "cut"),
+        ({"val_set_size": 200}, "val_set_size", "share"),
+        ({"evals_per_epoch": 4}, "evals_per_epoch", "run.eval_every"),
+        ({"eval_steps": 0.1}, "eval_steps", "run.eval_every"),
+        ({"special_tokens": {"eos_token": "<e>"}}, "special_tokens.eos_token", "tokenizer"),
+        ({"plugins": ["a.b.Plugin"]}, "plugins", "hooks"),
+        ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets", "random order"),
+        ({"lora_target_linear": False, "lora_target_modules": ".*_proj"}, "lora_target_modules", "pattern"),
+        ({"lora_target_linear": None}, "lora_target_modules", "names none"),
+        ({"datasets": [{"path": "a", "type": "alpaca", "shards": 4}]}, "datasets[0].shards", "split"),
+        ({"datasets": [{"path": "a", "type": "alpaca:chat"}]}, "datasets[0].type", "prompts"),
+        ({"datasets": [{"path": "a", "type": "oasst"}]}, "datasets[0].type", "columns"),
+        ({"datasets": [{"path": "a", "type": "chat_template", "roles_to_train": ["user"]}]},
+         "datasets[0].roles_to_train", "loss_on"),
+        ({"nobody_knows": 3}, "nobody_knows", "unknown"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_what_axolotl_has_alone_is_named(translate, more, named, reason):
+    _, imported, text = translate(AXOLOTL, more)
+    assert reason in lost(imported)[named].reason
+    assert f"#   {named}: " in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"rl": "dpo"}, "rl: got 'dpo', cannot be translated"),
+        ({"adapter": None}, "adapter: got null, only lora and qlora"),
+        ({"adapter": "llama-adapter"}, "adapter: got 'llama-adapter'"),
+        ({"pretraining_dataset": [{"path": "a"}]}, "pretraining_dataset: got a list, cannot be translated"),
+        ({"lora_r": "many"}, "lora_r: got 'many', must be a number"),
+        ({"lora_r": None}, "lora_r: got null, must be a number"),
+        ({"micro_batch_size": 1.5}, "micro_batch_size: got 1.5, must be an integer >= 1"),
+        ({"datasets": None}, "datasets: got null, must be a list"),
+        ({"learning_rate": "1e999"}, "learning_rate: got '1e999', must be a number"),
+        ({"lora_dropout": 2}, "adapter.dropout: got 2.0, must be >= 0 and < 1 (from lora_dropout: 2)"),
+        ({"warmup_steps": 9, "max_steps": 9}, "train.warmup: got 9 steps, must be below"),
+        ({"early_stopping_patience": 2}, "guards.early_stopping: got 2, needs evaluation data"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_gives_no_config_is_refused(translate, more, message):
+    with pytest.raises(ConfigError) as caught:
+        translate(AXOLOTL, more)
+    assert message in str(caught.value)
+
+
+# --- mlx-lm ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_mlx_lm_config(translate):
+    config, imported, _ = translate(MLX_LM)
+    assert imported.trainer == "mlx-lm" and list(lost(imported)) == ["optimizer"]  # Adam without bias correction
+    # mlx-lm's defaults: a scale of 20 at rank 8, no clipping, everything learned
+    assert (config.adapter.rank, config.adapter.alpha, config.adapter.targets) == (8, 160, "all-linear")
+    assert (config.train.steps, config.train.documents_per_step, config.train.max_grad_norm) == (1000, 4, None)
+    assert (config.train.schedule, config.train.warmup, config.train.learning_rate) == ("constant", 0, 1e-5)
+    assert (config.data.loss_on, config.data.max_length, config.run.seed) == ("all", 2048, 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "layers", "ours"),
+    [
+        ({"lora_parameters": {"rank": 4, "scale": 2.5, "dropout": 0.1}}, None,
+         {"adapter.rank": 4, "adapter.alpha": 10, "adapter.dropout": 0.1}),
+        ({"lora_parameters": {"rank": 4, "scale": 2, "dropout": 0, "keys": ["self_attn.q_proj"]}}, None,
+         {"adapter.targets": ["self_attn.q_proj"]}),
+        ({"lora_parameters": {"rank": 4, "scale": 2, "dropout": 0, "keys": ["self_attn.q_proj"]}, "num_layers": 2}, 5,
+         {"adapter.targets": ["layers.3.self_attn.q_proj", "layers.4.self_attn.q_proj"]}),
+        ({"num_layers": 5}, 5, {"adapter.targets": "all-linear"}),
+        ({"iters": 100, "grad_accumulation_steps": 4, "batch_size": 2}, None,
+         {"train.steps": 25, "train.documents_per_step": 8, "run.save_every": 25, "run.log_every": 2}),
+        ({"mask_prompt": True}, None, {"data.loss_on": "last"}),
+        ({"max_seq_length": 99}, None, {"data.max_length": 99}),
+        ({"lr_schedule": {"name": "cosine_decay", "arguments": [1e-4, 1000], "warmup": 20}}, None,
+         {"train.learning_rate": 1e-4, "train.schedule": "cosine", "train.warmup": 20}),
+        ({"lr_schedule": {"name": "linear_schedule", "arguments": [1e-4, 0, 1000]}}, None,
+         {"train.schedule": "linear", "train.warmup": 0}),
+        ({"optimizer": "adamw"}, None, {"train.weight_decay": 0.01}),
+        ({"optimizer": "adamw", "optimizer_config": {"adamw": {"weight_decay": 0.2}}}, None,
+         {"train.weight_decay": 0.2}),
+        ({"adapter_path": "out", "seed": 3, "resume_adapter_file": "old/adapters.safetensors"}, None,
+         {"run.dir": "out", "run.seed": 3, "adapter.init_from": "old"}),
+        ({"hf_dataset": {"path": "o/n", "train_split": "train", "valid_split": "test", "prompt_feature": "q",
+                         "completion_feature": "a", "config": {"name": "main"}}}, None,
+         {"data.train": [{"path": "o/n", "subset": "main", "split": "train",
+                          "columns": {"prompt": "q", "completion": "a"}}],
+          "data.eval": [{"path": "o/n", "subset": "main", "split": "test",
+                         "columns": {"prompt": "q", "completion": "a"}}]}),
+        ({"text_feature": "body"}, None, {"data.columns": {"text": "body"}}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_mlx_lm_s_values_become_ours(translate, more, layers, ours):
+    config, imported, _ = translate(MLX_LM, more, layers=layers)
+    dumped = json.loads(config.model_dump_json())
+    assert {key: dumped[key.split(".")[0]][key.split(".")[1]] for key in ours} == ours
+    assert set(lost(imported)) <= {"optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"num_layers": 4}, "num_layers"),
+        ({"num_layers": None}, "num_layers"),  # the default is 16
+        ({"optimizer": "muon"}, "optimizer"),
+        ({"optimizer_config": {"adam": {"betas": [0.9, 0.95]}}}, "optimizer_config.adam.betas"),
+        ({"lr_schedule": {"name": "exponential_decay", "arguments": [1e-4, 0.9]}}, "lr_schedule.name"),
+        ({"lr_schedule": {"name": "cosine_decay", "arguments": [1e-4, 500]}}, "lr_schedule.arguments"),
+        ({"lr_schedule": {"name": "cosine_decay", "arguments": [1e-4, 1000, 1e-6]}}, "lr_schedule.arguments"),
+        ({"lr_schedule": {"name": "cosine_decay", "arguments": [1e-4, 1000], "warmup_init": 1e-6}},
+         "lr_schedule.warmup_init"),
+        ({"grad_checkpoint": True}, "grad_checkpoint"),
+        ({"test": True}, "test"),
+        ({"hf_dataset": {"path": "o/n", "test_split": "test"}}, "hf_dataset.test_split"),
+        ({"report_to": "wandb"}, "report_to"),
+        ({"lora_parameters": {"rank": 4, "scale": 2, "dropout": 0, "alpha": 3}}, "lora_parameters.alpha"),
+        ({"resume_adapter_file": "w.npz"}, "resume_adapter_file"),
+        ({"nobody_knows": 3}, "nobody_knows"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_what_mlx_lm_has_alone_is_named(translate, more, named):
+    _, imported, text = translate(MLX_LM, more)
+    assert named in lost(imported) and f"#   {named}: " in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"fine_tune_type": "dora"}, "fine_tune_type: got 'dora', only lora"),
+        ({"train": False, "test": True}, "train: got false, there is nothing to translate"),
+        ({"lora_parameters": {"rank": 8, "alpha": 16}}, "lora_parameters.scale: got 20.0, mlx-lm needs it"),
+        ({"iters": 3, "grad_accumulation_steps": 4}, "iters: got 3, must be at least"),
+        ({"num_layers": 9}, "num_layers: got 9, the model has 5 layers"),
+        ({"lora_parameters": {"rank": 8, "scale": 1, "dropout": 0, "keys": 3}}, "lora_parameters.keys: got 3"),
+        ({"lr_schedule": {"name": "cosine_decay"}}, "lr_schedule.arguments: got null, must be a list of numbers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_mlx_lm_asks_in_vain_is_refused(translate, more, message):
+    with pytest.raises(ConfigError) as caught:
+        translate(MLX_LM, more, layers=5)
+    assert message in str(caught.value)
