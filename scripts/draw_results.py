@@ -62,7 +62,8 @@ def draw(results: dict[str, Any]) -> str:
             drawn += _bar(bar, top)
             top += ROW
         top += 4
-    note = "Medians of interleaved pairs at equal losses, lines from lowest to highest. 2 CPU cores with AMX; not run on a GPU."
+    note = "Medians of interleaved pairs at equal losses, lines from lowest to highest. "
+    note += "2 CPU cores with AMX; not run on a GPU."
     drawn.append(_text(16, top + 18, note, "s", 'textLength="648" lengthAdjust="spacingAndGlyphs"'))
     height = top + 34
     one = f'<path class="o" d="M{LEFT + SCALE} 48V{top}" stroke-dasharray="3 3"/>'

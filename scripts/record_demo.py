@@ -37,7 +37,8 @@ HOLD_S = 6.0  # how long the last screen stays before the animation begins again
 LEAST_S = 0.06  # of the playback: changes that are closer together are drawn as one
 CHAR, LINE, PAD, FONT = 8.4, 19, 16, 14  # px
 STYLE = """
-rect{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre}
+rect{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;white-space:pre}
+text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}
 .p{fill:#0969da}.t{visibility:hidden}
 @media(prefers-color-scheme:dark){rect{fill:#0d1117;stroke:#30363d}text{fill:#e6edf3}.p{fill:#58a6ff}}
 @media(prefers-reduced-motion:reduce){*{animation:none!important}}
@@ -163,7 +164,7 @@ def replay(events: list[Event]) -> tuple[list[Shown], list[tuple[float, int]]]:
     screen, shown, scrolled = Screen(), list[Shown](), [(0.0, 0)]
     screen.write(f"$ {' '.join(COMMAND)}\r\n")
     since: dict[int, tuple[float, str]] = {}
-    drawn = 0.0
+    drawn = -LEAST_S  # so that the prompt is there from the start
     events = [(0.0, ""), *events]
     following = [*(t for t, _ in events[1:]), float("inf")]
     for (t, text), then in zip(events, following, strict=True):
@@ -201,8 +202,8 @@ def draw(events: list[Event]) -> str:
         STYLE,
         f"text,g g{{animation:{whole:.1f}s step-end infinite}}",
         f"g g{{transform:translateY({-LINE * scrolled[-1][1]}px);animation-name:s}}@keyframes s{{{moves}}}",
-        *(f".{name}{{animation-name:{name}}}@keyframes {name}{{{_keys(*times, whole)}}}" for times, name in names.items()),
-    ]  # fmt: skip
+        *(f".{name}{{animation-name:{name}}}@keyframes {name}{{{_keys(*at, whole)}}}" for at, name in names.items()),
+    ]
     label = f"A terminal recording of {' '.join(COMMAND)}"
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" height="{height}" '
