@@ -58,22 +58,22 @@ def draw(results: dict[str, Any]) -> str:
     for title, found in groups.items():
         drawn.append(_text(16, top + 20, title, "s"))
         top += HEAD - 4
+        equal = f'<path class="o" d="M{LEFT + SCALE} {top - 3}v{ROW * len(found) - 4}" stroke-dasharray="3 3"/>'
         for bar in found:
             drawn += _bar(bar, top)
             top += ROW
+        drawn.append(equal)
         top += 4
     note = "Medians of interleaved pairs at equal losses, lines from lowest to highest. "
     note += "2 CPU cores with AMX; not run on a GPU."
     drawn.append(_text(16, top + 18, note, "s", 'textLength="648" lengthAdjust="spacingAndGlyphs"'))
     height = top + 34
-    one = f'<path class="o" d="M{LEFT + SCALE} 48V{top}" stroke-dasharray="3 3"/>'
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" aria-label="Training speed against peers">',
         f"<style>{STYLE}</style>",
         f'<rect class="f" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         *drawn,
-        one,
         "</svg>\n",
     ])  # fmt: skip
 
