@@ -53,14 +53,18 @@ Event = tuple[float, str]  # seconds since the start, what was written
 def record(command: tuple[str, ...] = COMMAND) -> list[Event]:
     """Run a command of this Python's environment on a terminal, in an empty directory, and return what it writes.
 
-    SystemExit where the command fails, with the end of its output.
+    Its cache is empty too, as on a fresh machine. SystemExit where the command fails, with the end of its output.
     """
     found = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as directory:
         pid, terminal = pty.fork()
         if pid == 0:
             os.chdir(directory)
-            changes = {"TERM": "xterm-256color", "PATH": f"{found}:{os.environ['PATH']}"}
+            changes = {
+                "TERM": "xterm-256color",
+                "PATH": f"{found}:{os.environ['PATH']}",
+                "DUALTUNE_CACHE": f"{directory}/cache",
+            }
             os.execve(found / command[0], command, os.environ | changes)
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         events = list(_read(terminal))
