@@ -8,7 +8,7 @@ import pytest
 from dualtune.config import load_config, parse_config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -22,7 +22,7 @@ def test_relative_links_lead_somewhere(page):
 def test_files_named_in_code_marks_exist(page):
     """`tests/…`, `dualtune/…`, `docs/…` and so on, as a reader would look them up."""
     text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`(?:pytest )?((?:tests|dualtune|docs|configs|scripts|backends)/[\w/.]+)`", text)
+    named = re.findall(r"`(?:pytest )?((?:tests|dualtune|docs|configs|examples|scripts|backends)/[\w/.]+)`", text)
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
 
@@ -30,6 +30,10 @@ def test_files_named_in_code_marks_exist(page):
 def test_the_config_in_the_readme_is_valid():
     (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert parse_config(text).train.epochs == 1
+
+
+def test_the_readme_is_read_in_one_go():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -1,7 +1,9 @@
-"""The figures of docs/performance.md are those of the results beside it, and of one machine."""
+"""The figures of docs/performance.md and docs/claims.md are those of the results; each claim has its commands."""
 
 import json
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,51 @@ def test_the_ratios_in_the_text_are_those_that_were_measured(begins, parts):
 def test_all_figures_are_of_the_same_kind_of_machine():
     cpus = {part["machine"].get("cpu") for part in PARTS.values()} - {None}
     assert len(cpus) == 1 and "amx_bf16" in cpus.pop()
+
+
+# --- docs/claims.md ---
+
+CLAIMS = [
+    tuple(cell.strip() for cell in line.strip("| ").rsplit(" | ", 1))
+    for line in (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ") and not line.startswith("| claim |")
+]
+
+
+def ratios(*parts: str) -> list[float]:
+    return [PARTS[part]["tokens_per_s"]["ratio"]["median"] for part in parts]
+
+
+def test_the_claims_are_all_there():
+    assert len(CLAIMS) >= 28 and len({claim for claim, _ in CLAIMS}) == len(CLAIMS)
+
+
+@pytest.mark.parametrize(("claim", "shown_by"), CLAIMS, ids=[claim[:40] for claim, _ in CLAIMS])
+def test_each_claim_has_commands_and_they_exist(claim, shown_by):
+    commands = [shlex.split(command) for command in re.findall(r"`([^`]+)`", shown_by)]
+    assert commands, claim
+    for command, *words in commands:
+        if command == "make":
+            assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M), words
+        elif words[0] == "-m":
+            markers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
+            assert words[1] in [text.partition(":")[0] for text in markers["ini_options"]["markers"]]
+        else:
+            assert command in ("pytest", "python"), command
+            paths = words if command == "pytest" else words[:1]
+            assert paths and all((ROOT / path).exists() for path in paths), paths
+
+
+def test_the_speeds_among_the_claims_are_those_that_were_measured():
+    (claim,) = (claim for claim, _ in CLAIMS if claim.startswith("a step on a CPU with AMX"))
+    cpu, mlx = "cpu/smollm2-135m/gsm8k", "mlx/llama-1m"
+    packed = PARTS[f"{cpu}/trl/packed"]
+    expected = [
+        packed["tokens_per_s"]["ratio"]["median"],
+        packed["peak_bytes"]["ratio"]["median"],
+        *sorted(ratios(f"{cpu}/hf_peft/best", "cpu/llama-19m/gsm8k/hf_peft/best")),
+        min(ratios(f"{cpu}/trl/best", f"{cpu}/llamafactory/best")),
+        *sorted(ratios(f"{cpu}/unsloth/best", "cpu/llama-19m/gsm8k/unsloth/best")),
+        *sorted(ratios(f"{mlx}/wikisql/mlx_lm/best", f"{mlx}/gsm8k-masked/mlx_lm/best")),
+    ]
+    assert re.findall(r"\d+\.\d", claim) == [f"{ratio:.1f}" for ratio in expected]

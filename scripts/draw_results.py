@@ -1,0 +1,102 @@
+"""Draw docs/pictures/speed.svg: training speed against peers, from benchmarks/results/peers.json.
+
+    python scripts/draw_results.py
+
+Each bar is the median of the ratios of interleaved pairs, its line goes from the lowest to the highest. Shown are the
+peers at the best settings that were found for them, and TRL's packed rows; all parts, those at a peer's defaults too,
+are in benchmarks/results/peers.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
+PICTURE = ROOT / "docs" / "pictures" / "speed.svg"
+
+SETTINGS = {"best": "its best", "packed": "packed"}
+PEERS = {"hf_peft": "Hugging Face + PEFT", "trl": "TRL", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth",
+         "mlx_lm": "mlx-lm"}  # fmt: skip
+GROUPS = {  # platform/shape/workload -> what it is
+    "cpu/smollm2-135m/gsm8k": "PyTorch on a CPU, SmolLM2-135M shape, GSM8K",
+    "cpu/llama-19m/gsm8k": "PyTorch on a CPU, 19M Llama shape, GSM8K",
+    "mlx/llama-1m/gsm8k-masked": "MLX's CPU build, 1M Llama shape, GSM8K",
+    "mlx/llama-1m/wikisql": "MLX's CPU build, 1M Llama shape, WikiSQL",
+}
+LEFT, SCALE, BAR, ROW, HEAD, WIDTH = 212, 84, 15, 25, 34, 680  # px; SCALE is that of a ratio of 1
+STYLE = """
+.f{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}
+.b{fill:#0969da}.r{stroke:#1f2328}.o{stroke:#59636e}.h{font-weight:600}.s{fill:#59636e}
+@media(prefers-color-scheme:dark){.f{fill:#0d1117;stroke:#30363d}text{fill:#e6edf3}.b{fill:#388bfd}.r{stroke:#e6edf3}
+.o{stroke:#9198a1}.s{fill:#9198a1}}
+""".strip()
+
+
+class Bar(NamedTuple):
+    name: str
+    ratio: dict[str, float]  # lowest, median, highest
+
+
+def bars(parts: dict[str, Any], group: str) -> list[Bar]:
+    """Those of a group, the largest ratio first."""
+    found: list[Bar] = []
+    for part, figures in parts.items():
+        place, peer, settings = part.rsplit("/", 2)
+        if place == group and peer in PEERS and settings in SETTINGS and "not_run" not in figures:
+            found.append(Bar(f"{PEERS[peer]}, {SETTINGS[settings]}", figures["tokens_per_s"]["ratio"]))
+    return sorted(found, key=lambda bar: -bar.ratio["median"])
+
+
+def draw(results: dict[str, Any]) -> str:
+    groups = {title: bars(results["parts"], group) for group, title in GROUPS.items()}
+    drawn = [_text(16, 28, "Training speed as a multiple of the peer's (1× = as fast as the peer)", "h")]
+    top = 44
+    for title, found in groups.items():
+        drawn.append(_text(16, top + 20, title, "s"))
+        top += HEAD - 4
+        equal = f'<path class="o" d="M{LEFT + SCALE} {top - 3}v{ROW * len(found) - 4}" stroke-dasharray="3 3"/>'
+        for bar in found:
+            drawn += _bar(bar, top)
+            top += ROW
+        drawn.append(equal)
+        top += 4
+    note = "Medians of interleaved pairs at equal losses, lines from lowest to highest. "
+    note += "2 CPU cores with AMX; not run on a GPU."
+    drawn.append(_text(16, top + 18, note, "s", 'textLength="648" lengthAdjust="spacingAndGlyphs"'))
+    height = top + 34
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'role="img" aria-label="Training speed against peers">',
+        f"<style>{STYLE}</style>",
+        f'<rect class="f" x=".5" y=".5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        *drawn,
+        "</svg>\n",
+    ])  # fmt: skip
+
+
+def _bar(bar: Bar, top: int) -> list[str]:
+    low, median, high = (LEFT + SCALE * bar.ratio[key] for key in ("lowest", "median", "highest"))
+    middle = top + BAR / 2
+    return [
+        _text(LEFT - 10, middle + 4.5, bar.name, "", 'text-anchor="end"'),
+        f'<rect class="b" x="{LEFT}" y="{top}" width="{median - LEFT:.1f}" height="{BAR}" rx="2"/>',
+        f'<path class="r" d="M{low:.1f} {middle}H{high:.1f}"/>',
+        _text(max(high, median) + 8, middle + 4.5, f"{bar.ratio['median']:.1f}×", "h"),
+    ]
+
+
+def _text(x: float, y: float, words: str, kind: str, more: str = "") -> str:
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" {more}>{escape(words)}</text>'
+
+
+def main() -> None:
+    PICTURE.write_text(draw(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+    print(PICTURE.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

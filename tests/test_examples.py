@@ -1,0 +1,146 @@
+"""Every example runs and does what it says, on the tiny models that the project makes."""
+
+import csv
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from dualtune.adapter.directory import read_adapter
+from dualtune.capabilities import check_capabilities
+from dualtune.config import load_config
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))
+DEMO = ROOT / "dualtune" / "demo"
+BACKENDS = ["numpy", "torch", pytest.param("mlx", marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def example(open_backend, tiny_softmax, write_rows, qa_rows, monkeypatch, tmp_path, capsys):
+    """Run an example for three steps as a program in this process, and return what it prints."""
+
+    def run(name: str, backend: str) -> str:
+        open_backend(backend)
+        monkeypatch.chdir(tmp_path)
+        words = ["--platform", "cpu" if backend == "torch" else backend, "--steps", "3", "--out", str(tmp_path / "out")]
+        if backend == "numpy":
+            words += ["--model", str(tiny_softmax)]
+            words += ["--data", str(write_rows(4 * qa_rows))] if name != "custom_data" else []
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        capsys.readouterr()
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_minimal_loop_learns_and_leaves_an_adapter(example, tmp_path, backend):
+    out = example("minimal_loop", backend)
+    before, after = (float(re.search(rf"held-out loss {when}: +([\d.]+)", out)[1]) for when in ("before", "after"))
+    assert after < before
+    adapter = read_adapter(tmp_path / "out")
+    assert adapter.spec.rank == 8 and any((array != 0).any() for n, array in adapter.tensors.items() if "lora_B" in n)
+
+
+def test_the_minimal_loop_is_short_and_uses_each_verb():
+    text = (EXAMPLES / "minimal_loop.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 100
+    verbs = ["backend.load(", "engine.forward_backward(", "engine.optim_step(", "engine.adapter_state("]
+    places = [text.index(verb) for verb in verbs]
+    assert places == sorted(places) and "engine.evaluate(" in text
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_custom_data_shows_what_is_trained_and_trains_on_it(example, tmp_path, backend):
+    out = example("custom_data", backend)
+    rows = (tmp_path / "out" / "orders.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(row)["messages"][1]["content"] for row in rows]
+    trained = re.search(r"^trained   (.*)$", out, re.M)[1]
+    assert any(answer in trained for answer in answers) and "lamps" not in trained
+    before, after = map(float, re.search(r"held-out rows: ([\d.]+) before, ([\d.]+) after", out).groups())
+    assert after < before
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_the_hook_sees_every_step_and_both_evaluations(example, tmp_path, backend):
+    out = example("watch_a_run", backend)
+    with (tmp_path / "out" / "losses.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["loss"]] == [1, 2, 3]
+    assert [int(row["step"]) for row in rows if row["eval_loss"]] == [0, 3]
+    metrics = (tmp_path / "out" / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [row["loss"] for row in map(json.loads, metrics) if "loss" in row]
+    assert [float(row["loss"]) for row in rows if row["loss"]] == losses
+    assert "verdict: " in out
+
+
+# --- the notebook ---
+
+
+NOTEBOOK = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))
+
+
+def test_the_notebook_is_one_without_outputs():
+    """The keys that nbformat 4.5 asks for, and nothing left over from somebody's machine."""
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+    assert NOTEBOOK.keys() == {"cells", "metadata", "nbformat", "nbformat_minor"}
+    ids = [cell["id"] for cell in NOTEBOOK["cells"]]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in ids)
+    for cell in NOTEBOOK["cells"]:
+        assert {"cell_type", "id", "metadata", "source"} <= cell.keys() and cell["cell_type"] in ("code", "markdown")
+        assert all(isinstance(line, str) for line in cell["source"])
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(open_backend, python, tmp_path):
+    """Its code cells one after another in one process, as a kernel runs them."""
+    open_backend("torch")
+    cells = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    (tmp_path / "notebook.py").write_text("\n\n".join(cells), encoding="utf-8")
+    result = python("notebook.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "learning" in result.stdout
+    before, after = re.findall(r"^answered: (.*)$", result.stdout, re.M)
+    assert not before.startswith("{") and json.loads(after)["customer"]
+
+
+# --- the configs ---
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_passes_check_config(dualtune_main, open_backend, path, tmp_path):
+    """With the demo's model and data in place of a download; on the backend that its comments name."""
+    backend = "mlx" if path.stem == "mlx_lm_lora" else "torch"
+    check_capabilities(open_backend(backend), load_config(path))
+    places = {"model.name": DEMO / "model", "data.train": DEMO / "data" / "train.jsonl", "run.dir": tmp_path / "run"}
+    overrides = [word for key, place in places.items() for word in ("--set", f"{key}={place}")]
+    overrides += ["--set", "data.max_length=256"]
+    platform = "mlx" if backend == "mlx" else "cpu"
+    result = dualtune_main("check-config", path, "--platform", platform, *overrides)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_there_is_a_config_for_users_of_each_tool():
+    assert {path.stem.partition("_")[0] for path in CONFIGS} == {"axolotl", "trl", "unsloth", "mlx"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_each_key_of_a_config_names_the_other_tool_s(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    bare = [line for line in lines if re.match(r"  \w+:", line) and "  # " not in line]
+    assert not bare and max(map(len, lines)) <= 120
+
+
+def test_the_page_lists_every_example():
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    files = [path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.*")]
+    listed = [name for name in files if name.endswith((".py", ".ipynb", ".yaml"))]
+    assert listed and all(f"]({name})" in page for name in listed)

@@ -1,0 +1,144 @@
+"""The pictures of README.md: what their scripts draw from the files beside them, nothing private, no script in them."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    pytest.importorskip("termios", reason="a pseudo-terminal")
+    return script("record_demo")
+
+
+@pytest.fixture(scope="module")
+def events(recorder):
+    return recorder.events_of(recorder.CAST.read_text(encoding="utf-8"))
+
+
+def test_the_chart_is_that_of_the_results():
+    drawing = script("draw_results")
+    results = json.loads(drawing.RESULTS.read_text(encoding="utf-8"))
+    assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(results)
+    best = [part for part in results["parts"] if part.endswith(("/best", "/packed"))]
+    assert sum(len(drawing.bars(results["parts"], group)) for group in drawing.GROUPS) == len(best) > 0
+
+
+def test_the_recording_is_drawn_as_it_was_made(recorder, events):
+    assert recorder.SVG.read_text(encoding="utf-8") == recorder.draw(events)
+
+
+@pytest.mark.parametrize("path", sorted(PICTURES.glob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_is_small_and_well_formed_and_runs_nothing(path):
+    text = path.read_text(encoding="utf-8")
+    tags = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()}
+    assert tags <= {"svg", "style", "rect", "text", "path", "g", "clipPath"}
+    assert not re.search(r"\son\w+=|href|@import|url\((?!#)", text)
+    assert "prefers-color-scheme:dark" in text and len(text.encode()) < 150 * 1024
+
+
+@pytest.mark.parametrize("path", sorted(PICTURES.iterdir()), ids=lambda path: path.name)
+def test_no_path_of_a_machine_shows(path):
+    text = path.read_text(encoding="utf-8").replace("~/dualtune", "")
+    assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users|mnt|opt|usr|var)\b", text)
+
+
+def test_the_readme_shows_every_picture():
+    shown = set(re.findall(r"docs/pictures/([\w.]+)", README))
+    assert shown == {path.name for path in PICTURES.iterdir()}
+
+
+def test_the_last_screen_stays_where_nothing_moves(recorder, events):
+    """Without animation: the lines that were there at the end, and no other, all of the last screen in view."""
+    last = re.findall(r'<text class="k[^"]*"[^>]*>(.*)</text>', recorder.draw(events))
+    assert any(re.fullmatch(r"exact match on 60 held-out rows: [\d.]+% before, [\d.]+% after", text) for text in last)
+    assert not [text for text in last if text.startswith(("training ", "importing ", "evaluating "))]
+    assert ".t{visibility:hidden}" in recorder.STYLE
+
+
+# --- the terminal of the recorder ---
+
+
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        ("one\r\ntwo", ["one", "two"]),
+        ("loading 1 s\r\x1b[2Kloading 2 s", ["loading 2 s"]),
+        ("abc\rX", ["Xbc"]),
+        ("a\r\nb\r\x1b[1A\x1b[2Kc", ["c", "b"]),
+        ("\x1b[?25l\x1b[1mbold\x1b[0m\x1b[?25h", ["bold"]),
+        ("x" * 81, ["x" * 80, "x"]),
+        ("x" * 80 + "\r\ny", ["x" * 80, "y"]),
+    ],
+)
+def test_a_screen_shows_what_a_terminal_shows(recorder, written, lines):
+    screen = recorder.Screen()
+    screen.write(written)
+    assert screen.lines == lines
+
+
+def test_a_control_code_that_is_not_known_is_no_silent_mistake(recorder):
+    with pytest.raises(ValueError, match=r"ESC\[5C"):
+        recorder.Screen().write("\x1b[5C")
+
+
+def test_a_line_is_shown_until_another_takes_its_place(recorder):
+    events = [(1.0, "loading"), (2.0, "\r\x1b[2Kloaded\r\n"), (3.0, "done\r\n")]
+    shown, scrolled = recorder.replay(events)
+    rows = {line.text: (line.row, line.start, line.end) for line in shown}
+    prompt = "$ dualtune train --demo"
+    assert rows == {prompt: (0, 0.0, None), "loading": (1, 1.0, 2.0), "loaded": (1, 2.0, None), "done": (2, 3.0, None)}
+    assert scrolled == [(0.0, 0)]
+
+
+def test_changes_in_quick_succession_are_drawn_as_one(recorder):
+    steps = [(0.01 * n, f"\r\x1b[2K{n}") for n in range(1, 101)]
+    shown, _ = recorder.replay(steps)
+    assert len(shown) <= 25  # of 101: one every 60 ms at most, in steps of 10 ms
+    assert [line.text for line in shown if line.row and line.end is None] == ["100"]
+
+
+def test_a_recording_has_the_time_of_what_was_written_and_ends_with_its_command(recorder, monkeypatch, tmp_path):
+    """A real pseudo-terminal of the right size, and a failure that is not drawn."""
+    (tmp_path / "said").write_text("#!/bin/sh\nstty size; printf 'ü\\n'; exit ${FAILS:-0}\n")
+    (tmp_path / "said").chmod(0o755)
+    monkeypatch.setattr(recorder.sys, "executable", str(tmp_path / "python"))
+    found = recorder.record(("said",))
+    assert "".join(text for _, text in found) == "24 80\r\nü\r\n" and found[0][0] >= 0
+    assert recorder.events_of(recorder.cast_of(found)) == found
+    monkeypatch.setenv("FAILS", "3")
+    with pytest.raises(SystemExit, match="said ended with 3"):
+        recorder.record(("said",))
+
+
+@pytest.mark.slow
+def test_the_recording_says_what_the_demo_says_today(recorder, events, open_backend):
+    """The words that begin its lines, in their order: a recording of an older dualtune is not shown as today's."""
+    open_backend("torch")
+
+    def labels(recorded):
+        screen = recorder.Screen()
+        screen.write("".join(text for _, text in recorded))
+        return [line.split("  ")[0] for line in screen.lines if re.match(r"[a-zA-Z]", line)]
+
+    def without_counts(recorded):
+        return [re.sub(r"\d+", "N", label) for label in labels(recorded)]
+
+    today = recorder.events_of(recorder.cast_of(recorder.record((*recorder.COMMAND, "--platform", "cpu"))))
+    assert without_counts(today) == without_counts(events)
