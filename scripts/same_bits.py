@@ -19,13 +19,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 import tomllib
@@ -127,8 +125,8 @@ def open_tree(name: str, given: str, home: Path) -> Tree:
         packed = subprocess.run(["git", "-C", str(ROOT), "archive", given], capture_output=True)
         if packed.returncode:
             sys.exit(f"{given!r} is neither a directory with a tree of dualtune nor a commit: {packed.stderr.decode()}")
-        with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-            archive.extractall(path, filter="data")
+        path.mkdir()
+        subprocess.run(["tar", "-x", "-C", str(path)], input=packed.stdout, check=True)
     tree = Tree(name, path, _environment(path, home))
     _check_own_code(tree)
     return tree

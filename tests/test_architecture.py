@@ -5,7 +5,7 @@ cli -> platform, transfer, launch, report -> train -> memory, hybrid, data -> ba
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -72,11 +72,22 @@ def imported_when_loaded(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports_of(statements(tree_of(file).body))}
 
 
+def imported_anywhere(file: Path) -> set[str]:
+    """Top-level modules that a file imports, also in functions."""
+    return {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
+
+
 def parts_imported(file: Path) -> set[str]:
     """The parts of dualtune (adapter, backend, …) that a file imports anywhere, also late or for types alone."""
     names = [name.split(".") for name in imports_of(ast.walk(tree_of(file)))]
     parts = {name[1] if len(name) > 1 else FACADE for name in names if name[0] == "dualtune"}
     return {part if part in LEVEL or part == "testing" else FACADE for part in parts}
+
+
+def offenders(files: Iterable[Path], crimes: Callable[[Path], Iterable[str]]) -> list[str]:
+    """A line for every file that breaks a rule: its name, and what `crimes` finds in it."""
+    found = {name_of(file): sorted(crimes(file)) for file in files}
+    return [f"{name}: {', '.join(what)}" for name, what in found.items() if what]
 
 
 def part_of(file: Path) -> str:
@@ -90,11 +101,12 @@ def test_every_part_has_its_place():
     assert {part_of(file) for file in CORE} - {"__init__", "__main__", "testing", "demo"} <= LEVEL.keys()
 
 
-@pytest.mark.parametrize("file", [f for f in CORE if part_of(f) in LEVEL], ids=name_of)
-def test_imports_go_down(file):
-    own = part_of(file)
-    upwards = {part for part in parts_imported(file) - {own, FACADE} if LEVEL.get(part, 99) >= LEVEL[own]}
-    assert not upwards, f"{own} imports {', '.join(sorted(upwards))}"
+def test_imports_go_down():
+    def upwards(file: Path) -> Iterator[str]:
+        level, below = LEVEL[part_of(file)], {part_of(file), FACADE}
+        return (f"imports {part}" for part in parts_imported(file) - below if LEVEL.get(part, 99) >= level)
+
+    assert not offenders([file for file in CORE if part_of(file) in LEVEL], upwards)
 
 
 def test_the_test_tools_import_what_lies_below_train_and_nobody_imports_them():
@@ -107,20 +119,23 @@ def test_the_test_tools_import_what_lies_below_train_and_nobody_imports_them():
     assert project.count("dualtune.testing") == 1 and 'numpy = "dualtune.testing.numpy_engine:backend"' in project
 
 
-@pytest.mark.parametrize("file", BACKENDS, ids=name_of)
-def test_backends_know_the_boundary_and_not_each_other(file):
-    own = file.relative_to(ROOT / "backends").parts[0]
-    others = {path.name for path in (ROOT / "backends").iterdir()} - {own}
-    assert not parts_imported(file) - FOR_BACKENDS
-    assert not others & {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
+def test_backends_know_the_boundary_and_not_each_other():
+    names = {path.name for path in (ROOT / "backends").iterdir()}
+
+    def forbidden(file: Path) -> set[str]:
+        others = names - {file.relative_to(ROOT / "backends").parts[0]}
+        return (parts_imported(file) - FOR_BACKENDS) | (others & imported_anywhere(file))
+
+    assert not offenders(BACKENDS, forbidden)
 
 
-@pytest.mark.parametrize("file", CORE, ids=name_of)
-def test_the_core_knows_no_backend_and_loads_no_framework(file):
-    anywhere = {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
-    assert not {"dualtune_torch", "dualtune_mlx"} & anywhere
-    assert not (FRAMEWORKS - {"transformers"}) & anywhere
-    assert not FRAMEWORKS & imported_when_loaded(file)
+def test_the_core_knows_no_backend_and_loads_no_framework():
+    never = {"dualtune_torch", "dualtune_mlx", *FRAMEWORKS} - {"transformers"}
+
+    def forbidden(file: Path) -> set[str]:
+        return (never & imported_anywhere(file)) | (FRAMEWORKS & imported_when_loaded(file))
+
+    assert not offenders(CORE, forbidden)
 
 
 def test_the_example_engine_is_an_ordinary_backend():
@@ -148,9 +163,8 @@ def crimes_of(tree: ast.Module) -> Iterator[str]:
                     yield f"{called}({keyword.arg}={value})"
 
 
-@pytest.mark.parametrize("file", [*CORE, *BACKENDS, *TOOLS], ids=name_of)
-def test_nobody_runs_what_was_loaded(file):
-    assert not list(crimes_of(tree_of(file)))
+def test_nobody_runs_what_was_loaded():
+    assert not offenders([*CORE, *BACKENDS, *TOOLS], lambda file: crimes_of(tree_of(file)))
 
 
 @pytest.mark.parametrize(
@@ -171,11 +185,14 @@ def test_the_search_lets_the_innocent_go():
 # --- form ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [*CORE, *BACKENDS, *TOOLS, *TESTS], ids=name_of)
-def test_every_file_says_what_it_is_and_fits_a_reader(file):
-    assert ast.get_docstring(tree_of(file)), "no docstring"
-    num_lines = len(file.read_text(encoding="utf-8").splitlines())
-    assert num_lines <= MAX_LINES, f"{num_lines} lines: split it by idea"
+def test_every_file_says_what_it_is_and_fits_a_reader():
+    def faults(file: Path) -> Iterator[str]:
+        if not ast.get_docstring(tree_of(file)):
+            yield "no docstring"
+        if (num_lines := len(file.read_text(encoding="utf-8").splitlines())) > MAX_LINES:
+            yield f"{num_lines} lines: split it by idea"
+
+    assert not offenders([*CORE, *BACKENDS, *TOOLS, *TESTS], faults)
 
 
 def test_the_folders_of_the_backends_hold_the_same_files():
