@@ -28,7 +28,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -107,13 +107,14 @@ class Tree:
     path: Path
     environment: dict[str, str]
 
-    def dualtune(self, *words: str) -> None:
-        """Run `dualtune WORDS`; RuntimeError with the end of its messages if it fails."""
+    def dualtune(self, *words: str) -> str:
+        """Run `dualtune WORDS`: what it writes to standard output. RuntimeError with its last words if it fails."""
         command = [sys.executable, "-m", "dualtune", *words]
         done = subprocess.run(command, env=self.environment, cwd=self.path, capture_output=True, timeout=TIMEOUT_S)
         if done.returncode:
             said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()
             raise RuntimeError(f"{self.name}: exit {done.returncode}: {' | '.join(said[-3:])}")
+        return done.stdout.decode()
 
 
 def open_tree(name: str, given: str, home: Path) -> Tree:
@@ -189,13 +190,16 @@ def _write_softmax(path: Path, demo: Path) -> None:
     (path / "config.json").write_text('{"model_type": "dualtune-softmax"}', encoding="utf-8")
 
 
+def settings_as_words(settings: Mapping[str, Any]) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
 def train(tree: Tree, case: Case, material: Path, run: Path, resume: Path | None = None) -> Path:
     """Train into the run directory `run`, from a checkpoint or from the start; returns `run`."""
     config = material / ("softmax.yaml" if case.platform == "numpy" else "llama.yaml")
     verb = ["train"] if case.processes == 1 else ["launch", "--on", "local", "--procs", str(case.processes)]
     words = [verb[0], str(config), *verb[1:], "--platform", case.platform]
-    for key, value in (COMMON | case.settings | {"run.dir": str(run)}).items():
-        words += ["--set", f"{key}={json.dumps(value)}"]
+    words += settings_as_words(COMMON | case.settings | {"run.dir": str(run)})
     tree.dualtune(*words, "--resume", "never" if resume is None else str(resume))
     return run
 
