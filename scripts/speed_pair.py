@@ -28,13 +28,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from same_bits import EVERYTHING, Tree, open_tree, settings_as_words, write_material
+from same_bits import COMMON, EVERYTHING, Tree, open_tree, settings_as_words, write_material
 
 
 def train_step_s(tree: Tree, material: Path, out: Path) -> float:
     """Median seconds of 20 steps."""
     words = ["bench", str(material / "llama.yaml"), "--platform", "cpu", "--steps", "20", "--warmup", "5", "--json"]
-    said = tree.dualtune(*words, "--out", str(out), *settings_as_words(EVERYTHING))
+    said = tree.dualtune(*words, "--out", str(out), *settings_as_words(COMMON | EVERYTHING))
     return float(statistics.median(json.loads(said)["step_s"]))
 
 
@@ -48,7 +48,7 @@ def processor_s(action: Callable[[], Any]) -> float:
 
 def measures(material: Path, home: Path) -> dict[str, Callable[[Tree], float]]:
     dry = ["train", str(material / "llama.yaml"), "--platform", "cpu", "--dry-run"]
-    dry += settings_as_words({"run.dir": str(home / "never-written")})
+    dry += settings_as_words(COMMON | {"run.dir": str(home / "never-written")})
     return {
         "train_step_s": lambda tree: train_step_s(tree, material, home / f"bench-{tree.name}"),
         "help_s": lambda tree: processor_s(lambda: tree.dualtune("--help")),
