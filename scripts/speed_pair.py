@@ -1,4 +1,4 @@
-"""Measures in turns how fast two versions of dualtune train and start: OLD, NEW, OLD, NEW, …
+"""Measures in turns how fast two versions of dualtune train and start: OLD, NEW, NEW, OLD, …
 
     .venv/bin/python scripts/speed_pair.py OLD NEW [--pairs 7] [--output benchmarks/results/redesign.json]
 
@@ -60,7 +60,7 @@ def in_turns(measure: Callable[[Tree], float], old: Tree, new: Tree, pairs: int)
     """One pair that does not count, which writes the bytecode and warms the caches; then the pairs."""
     seconds: dict[str, list[float]] = {"old": [], "new": []}
     for number in range(-1, pairs):
-        for tree in (old, new):
+        for tree in (old, new) if number % 2 else (new, old):  # neither is always the second
             taken = measure(tree)
             if number >= 0:
                 seconds[tree.name].append(taken)
