@@ -1,5 +1,6 @@
 # make demo    a fresh machine to a fine-tuned tiny model, no download of models or data
 # make test    everything that can be tested on this machine (JOBS=2 at a time)
+# make test-fast    the claims that matter, in less than two minutes: parity, resume, data, formats, conformance, CLI
 # make test-cluster   torchrun, mlx.launch and Slurm for real, a quarter of an hour; needs root and Debian's slurmctld,
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-cluster test-interop fuzz chaos lint format bench bench-data wheel reliability clean
+.PHONY: demo test test-fast test-cluster test-interop fuzz chaos lint format bench bench-data wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -31,6 +32,16 @@ demo: .venv/.demo
 # A file at a time in each process, because its tests share what is costly to make.
 test: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+# One file or folder for each claim, on tiny models. `make test` has the pretrained one (stories), and real signals.
+FAST := tests/conformance tests/parity/test_parity.py tests/parity/test_packing.py \
+	tests/train/test_resume.py tests/train/test_run.py \
+	tests/data/test_order.py tests/data/test_batches.py tests/data/test_masks.py tests/data/test_formats.py \
+	tests/adapter/test_peft.py tests/adapter/test_mlx_lm.py tests/adapter/test_canonical.py tests/config/test_load.py \
+	tests/cli/test_errors.py tests/cli/test_runs.py tests/test_architecture.py tests/test_docs.py
+
+test-fast: .venv/.dev
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -k 'not stories' $(FAST)
 
 test-cluster: .venv/.dev
 	$(BIN)/python -m pytest -m cluster

@@ -27,6 +27,7 @@ hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
+PATIENCE_S = 1800  # until a process counts as hanging: a safety net on a machine of any load, never a judgement
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
 SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 VOCAB = len(SPECIAL) + 256 + 1
@@ -155,7 +156,7 @@ def python():
     def run(*args, env=None, cwd=None, **options) -> subprocess.CompletedProcess:
         environment = os.environ | (env or {})
         command = [sys.executable, *map(str, args)]
-        options = {"capture_output": True, "timeout": 300} | options
+        options = {"capture_output": True, "timeout": PATIENCE_S} | options
         return subprocess.run(command, env=environment, cwd=cwd, text=True, encoding="utf-8", check=False, **options)
 
     return run

@@ -11,19 +11,23 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_relative_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    missing = [target for target in targets if not (page.parent / target).exists()]
+def named_in_pages(pattern: str) -> list[tuple[Path, str]]:
+    """(page, name) for everything that the pattern finds in the documentation."""
+    found = [(page, name) for page in PAGES for name in re.findall(pattern, page.read_text(encoding="utf-8"))]
+    assert found
+    return found
+
+
+def test_relative_links_lead_somewhere():
+    links = named_in_pages(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+    missing = [f"{page.relative_to(ROOT)}: {target}" for page, target in links if not (page.parent / target).exists()]
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_named_in_code_marks_exist(page):
+def test_files_named_in_code_marks_exist():
     """`tests/…`, `dualtune/…`, `docs/…` and so on, as a reader would look them up."""
-    text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`(?:pytest )?((?:tests|dualtune|docs|configs|examples|scripts|backends)/[\w/.]+)`", text)
-    missing = [name for name in named if not (ROOT / name).exists()]
+    named = named_in_pages(r"`(?:pytest )?((?:tests|dualtune|docs|configs|examples|scripts|backends)/[\w/.]+)`")
+    missing = [f"{page.relative_to(ROOT)}: {name}" for page, name in named if not (ROOT / name).exists()]
     assert not missing
 
 

@@ -160,7 +160,7 @@ WRITER = """
 
 def run_python(*lines, args):
     code = textwrap.dedent(WRITER) + "\n".join(lines)
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=1800)
 
 
 def test_a_kill_at_any_sync_leaves_all_or_nothing(tmp_path):

@@ -60,12 +60,12 @@ def test_patterns_of_other_tools_match_as_in_re(pattern, module):
     "pattern", [r"(\w+)+!", r"(a|a)*" * 20 + "!", ".*" * 200 + "!", "(.*)*" * 50 + "!", "((a*)*)*!", "a{99999999}!"]
 )
 def test_what_takes_re_years_is_answered_at_once(pattern):
-    begun = time.perf_counter()
+    begun = time.process_time()
     try:
         assert full_match(pattern, "a" * 300, "test") is False
     except FormatError as refusal:
         assert "takes too long to match" in str(refusal)
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 10  # a tenth of a second on an idle machine
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ ATTACK = """
 @pytest.fixture(scope="module")
 def outcomes(python):
     lines = "".join(json.dumps(attack) + "\n" for attack in STOPPED.items())
-    done = python("-c", textwrap.dedent(ATTACK), input=lines, timeout=300)
+    done = python("-c", textwrap.dedent(ATTACK), input=lines, timeout=1800)
     assert done.returncode == 0, done.stderr
     return {name: (outcome, took_s) for name, outcome, took_s in map(json.loads, done.stdout.splitlines())}
 

@@ -189,7 +189,7 @@ def test_a_limited_process_ends_with_its_parent(module, tmp_path):
     process.stdout.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    assert "Preempted" in process.communicate(timeout=60)[1]
+    assert "Preempted" in process.communicate(timeout=1800)[1]
 
 
 @pytest.mark.parametrize("by_transformers", [False, True])

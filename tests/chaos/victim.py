@@ -23,7 +23,7 @@ PHASES = ("before the first step", "training", "in a save", "in a prune", "evalu
           "after the end")  # fmt: skip
 START, TRAINING, SAVE, PRUNE, EVALUATION, ADAPTER, END = range(len(PHASES))
 PLATFORMS = {"torch": "cpu", "mlx": "mlx"}
-PATIENCE = 120.0  # seconds after which a run counts as hanging; it takes about one
+PATIENCE = 1800.0  # seconds after which a run counts as hanging; it takes about one, and the machine may be busy
 TICK = 0.002
 FORKS = sys.platform != "darwin"  # Metal and Objective-C do not survive a fork
 _NOTE = struct.Struct("<Bid")  # phase; first step, -1 until training begins; seconds until it began

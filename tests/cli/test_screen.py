@@ -38,7 +38,7 @@ def terminal():
                     if close_after is not None and close_after in drawn:
                         break
             os.close(leader)
-            code = process.wait(timeout=120)
+            code = process.wait(timeout=1800)
         lines = [ESCAPE.sub(b"", line).decode() for line in re.split(rb"[\r\n]+", drawn)]
         return code, [line for line in lines if line.strip()]
 

@@ -28,7 +28,7 @@ def shell():
     def run(line: str, **env) -> subprocess.CompletedProcess:
         env = os.environ | {"PYTHON": sys.executable, "DUALTUNE": " ".join(MAIN)} | env
         command = ["bash", "-c", f"{line}\nexit ${{PIPESTATUS[0]}}"]
-        return subprocess.run(command, env=env, capture_output=True, timeout=300, check=False)
+        return subprocess.run(command, env=env, capture_output=True, timeout=1800, check=False)
 
     return run
 

@@ -347,7 +347,7 @@ ATTACK = """
 def outcomes(python):
     """Every attack in one process with little address space: its outcome and the processor time that it took."""
     lines = "".join(json.dumps(attack) + "\n" for attack in LIMITS.items())
-    done = python("-c", textwrap.dedent(ATTACK), input=lines, timeout=600)
+    done = python("-c", textwrap.dedent(ATTACK), input=lines, timeout=1800)
     assert done.returncode == 0, done.stderr
     return {name: (outcome, took_s) for name, outcome, took_s in map(json.loads, done.stdout.splitlines())}
 

@@ -33,7 +33,7 @@ class Running:
     processes: list
     outputs: list[Path]
 
-    def wait(self, seconds=180) -> list[Ended]:
+    def wait(self, seconds=1800) -> list[Ended]:
         for process in self.processes:
             process.join(seconds)
         said = [path.read_text(encoding="utf-8") for path in self.outputs]

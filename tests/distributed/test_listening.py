@@ -35,7 +35,8 @@ def test_processes_of_a_local_launch_listen_on_no_public_address(tmp_path, pytho
 
 def test_a_stale_world_size_is_named_and_not_waited_for_in_silence(start, tmp_path):
     """WORLD_SIZE=2 RANK=0 from a shell of yesterday: nobody else will come."""
-    stale = {0: "os.environ['WORLD_SIZE'] = '2'\n"}
+    soon = "import dualtune_torch.distributed as ours\nours.PATIENCE_S = 0.1\n"  # long before the end of the wait
+    stale = {0: f"os.environ['WORLD_SIZE'] = '2'\n{soon}"}
     (process,) = start(1, "train", CONFIG, "--platform", "cpu", env={"DUALTUNE_WAIT_S": "7"}, inject=stale).wait()
     said = "process 0 of 2 (RANK and WORLD_SIZE are set) waits for the others by way of 127.0.0.1"
     assert f"waiting     {said}" in process.output

@@ -38,7 +38,7 @@ def results(tmp_path_factory):
             command = [sys.executable, str(WORKER), str(model), str(home)]
             started.append(subprocess.Popen(command, env=os.environ | ring, stderr=subprocess.PIPE, text=True))
     for process in started:
-        _, complaint = process.communicate(timeout=120)
+        _, complaint = process.communicate(timeout=1800)
         assert process.returncode == 0, complaint
     return {size: [dict(np.load(home / f"{size}-{rank}.npz")) for rank in range(size)] for size in (1, 2)}
 

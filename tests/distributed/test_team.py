@@ -31,7 +31,7 @@ class ThreadWorld:
 
 def in_world(size, work):
     """[what work(team) returned or raised in each of `size` processes]."""
-    barrier, slots, results = threading.Barrier(size, timeout=10), [None] * size, [None] * size
+    barrier, slots, results = threading.Barrier(size, timeout=1800), [None] * size, [None] * size
 
     def run(rank):
         try:

@@ -153,7 +153,7 @@ def test_a_signal_to_one_process_stops_both_and_the_run_is_saved(job):
 def test_a_process_that_hangs_is_not_waited_for_for_ever(job, sharding):
     stop = f"enter({FORWARD!r}, 4, send('SIGSTOP'))\n"
     running = job.start(2, "run", memory_sharding=sharding, inject={1: stop}, env={"DUALTUNE_WAIT_S": "5"})
-    running.processes[0].join(120)
+    running.processes[0].join(1800)
     said = running.outputs[0].read_text(encoding="utf-8")
     assert running.processes[0].exitcode == EnvironmentFault.exit_code, said
     assert "waited 5 s for the other processes (this is process 0 of 2)" in said

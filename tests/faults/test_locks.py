@@ -20,7 +20,7 @@ from dualtune.train import lock as lock_module
 from dualtune.train.lock import Lock, Note
 
 
-def wait_for(is_true, seconds=60):
+def wait_for(is_true, seconds=1800):
     """Poll what another process does."""
     end = time.monotonic() + seconds
     while not is_true():

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-SAVED = "saved if there is anything, exit 75, the same command goes on; adapter bitwise equal"
+SAVED = "saved if there is anything, exit 75, the same command resumes; adapter bitwise equal"
 UNSCHEDULED = {"run.save_every": None, "run.eval_every": None}  # so that the signal alone is why a state is saved
 
 
@@ -53,7 +53,7 @@ def test_sigterm_in_an_evaluation_saves_what_was_trained(box, call, steps):
     row=4,
     fault="SIGTERM while the data are tokenized or the model is loaded",
     injection="signal in the middle of rendering the rows; when the engine is loaded",
-    expected="exit 75 before the first step; the same command begins anew; adapter bitwise equal",
+    expected="exit 75 before the first step; the same command starts over; adapter bitwise equal",
 )
 @pytest.mark.parametrize("where", ["dualtune.data.tokenize.render_example", "dualtune.train.run.load_engine"])
 def test_sigterm_before_training_leaves_little_behind(box, where):
@@ -165,7 +165,7 @@ def test_a_signal_from_another_process_stops_the_run(box):
     with box.start(stdout=subprocess.PIPE, text=True) as process:
         first = next(line for line in process.stdout if line.startswith("step "))
         os.kill(process.pid, signal.SIGTERM)
-        _, complaint = process.communicate(timeout=60)
+        _, complaint = process.communicate(timeout=1800)
     assert process.returncode == 75, complaint
     assert first.split()[1] == "1/20000"
     (saved,) = box.checkpoints

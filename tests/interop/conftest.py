@@ -64,7 +64,7 @@ class LlamaCpp:
 
     def _run(self, *args: object) -> None:
         command = [str(ENVIRONMENT / "bin" / "python"), *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
         assert done.returncode == 0, done.stderr[-3000:]
 
 

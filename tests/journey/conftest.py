@@ -176,7 +176,7 @@ def _started(tmp_path_factory):
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([program, "-D", "-e", "-f", str(folder / "sshd_config")], stderr=log)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 1800
         while time.monotonic() < deadline and process.poll() is None:
             try:
                 socket.create_connection(("127.0.0.1", port)).close()

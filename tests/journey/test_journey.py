@@ -30,7 +30,8 @@ class Desk:
     def dualtune(self, *args) -> str:
         env = {key: value for key, value in os.environ.items() if key != "DUALTUNE_SSH"} | self._env
         command = [sys.executable, "-m", "dualtune.cli.main", *map(str, args)]
-        done = subprocess.run(command, env=env, cwd=self.home, capture_output=True, text=True, timeout=300, check=False)
+        options = {"capture_output": True, "text": True, "timeout": 1800, "check": False}
+        done = subprocess.run(command, env=env, cwd=self.home, **options)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 

@@ -62,7 +62,7 @@ def test_the_walk_can_be_followed(cluster, tmp_path, open_backend):
         if name == "cluster":
             del env["DUALTUNE_SSH"]  # it reaches nobody
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", text], env=env, cwd=homes[name], capture_output=True,
-                              text=True, timeout=300, check=False)  # fmt: skip
+                              text=True, timeout=1800, check=False)  # fmt: skip
         assert done.returncode == 0, text + done.stdout + done.stderr
         said.append(done.stdout)
     assert sum("verdict: same: " in text for text in said) == 2

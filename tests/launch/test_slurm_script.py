@@ -107,7 +107,7 @@ class Cluster:
 
     def run(self, code: int, **job) -> str:
         process = self.start(**job)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=1800)
         assert process.returncode == code, said
         return said
 
@@ -171,12 +171,12 @@ def test_a_task_is_requeued_by_both_numbers(cluster):
 @pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_script_has_the_step_save(cluster, sent):
     process = cluster.start(codes=["wait"])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 1800
     while not (cluster.home / "waiting").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(sent)
-    process.communicate(timeout=30)
+    process.communicate(timeout=1800)
     assert (process.returncode, cluster.requeued()) == (75, ["71"])
     assert (cluster.home / "signals").read_text() == "signalled\n"
 

@@ -184,12 +184,12 @@ def test_the_longest_document_is_found_where_longer_ones_need_less(monkeypatch):
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def test_an_estimate_takes_no_time():
+def test_an_estimate_costs_next_to_nothing():
     estimate(MISTRAL, H100)
-    began = time.perf_counter()
+    began = time.process_time()
     for length in range(100, 300):
         estimate(MISTRAL, replace(H100, max_length=length))
-    assert (time.perf_counter() - began) / 200 < 1e-3  # 40 µs on an idle machine
+    assert (time.process_time() - began) / 200 < 1e-3  # 40 µs on an idle machine
 
 
 def test_an_estimate_loads_neither_a_framework_nor_numpy():

@@ -180,7 +180,7 @@ def looks(request, page, tmp_path_factory):
         browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", scheme, "--dump-dom",
         f"--user-data-dir={path / 'profile'}", (path / "around.html").as_uri(),
     ]  # fmt: skip
-    dom = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=1800, check=True).stdout
     return request.param, json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S)[1]))
 
 

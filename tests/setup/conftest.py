@@ -52,7 +52,7 @@ class Machine:
         environment = {"PATH": str(self.commands), "CALLS": str(self.calls), "STUBS": str(self.commands)}
         return subprocess.run(
             [self.root / script, *options], env=environment | self.environment, cwd="/", capture_output=True,
-            text=True, timeout=60, check=False,
+            text=True, timeout=1800, check=False,
         )  # fmt: skip
 
     @property

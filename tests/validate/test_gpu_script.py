@@ -171,7 +171,7 @@ def test_colours_are_for_terminals_that_want_them(gpu_test, env, coloured):
         pytest.skip("needs the program script, which makes a terminal")
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")} | env
     command = [script, "-qec", f"{SCRIPT} fast", "/dev/null"]
-    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1800)
     assert "unknown command: fast" in shown.stdout and ("\x1b[" in shown.stdout) is coloured
     assert "\x1b[" not in gpu_test("quick").stdout
 

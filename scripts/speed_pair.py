@@ -1,0 +1,100 @@
+"""Measures in turns how fast two versions of dualtune train and start: OLD, NEW, NEW, OLD, …
+
+    .venv/bin/python scripts/speed_pair.py OLD NEW [--pairs 7] [--output benchmarks/results/redesign.json]
+
+OLD and NEW are commits, or directories with a tree of dualtune; each runs with its own code (see same_bits.py). It
+measures
+
+- train_step_s: the median of a step of `dualtune bench`, torch on the CPU, the demo's model with packing and dropout;
+- help_s: the processor time (user and system) of `dualtune --help`;
+- start_s: the processor time of `dualtune train … --dry-run`, which imports the backend and reads config and data.
+
+Every pair gives a ratio NEW / OLD, so a machine that becomes slower between pairs does not change it. The JSON has all
+seconds, and the median, least and largest ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from same_bits import COMMON, EVERYTHING, Tree, open_tree, settings_as_words, write_material
+
+
+def train_step_s(tree: Tree, material: Path, out: Path) -> float:
+    """Median seconds of 20 steps."""
+    words = ["bench", str(material / "llama.yaml"), "--platform", "cpu", "--steps", "20", "--warmup", "5", "--json"]
+    said = tree.dualtune(*words, "--out", str(out), *settings_as_words(COMMON | EVERYTHING))
+    return float(statistics.median(json.loads(said)["step_s"]))
+
+
+def processor_s(action: Callable[[], Any]) -> float:
+    """Of the processes that an action starts and waits for, user and system."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    action()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measures(material: Path, home: Path) -> dict[str, Callable[[Tree], float]]:
+    dry = ["train", str(material / "llama.yaml"), "--platform", "cpu", "--dry-run"]
+    dry += settings_as_words(COMMON | {"run.dir": str(home / "never-written")})
+    return {
+        "train_step_s": lambda tree: train_step_s(tree, material, home / f"bench-{tree.name}"),
+        "help_s": lambda tree: processor_s(lambda: tree.dualtune("--help")),
+        "start_s": lambda tree: processor_s(lambda: tree.dualtune(*dry)),
+    }
+
+
+def in_turns(measure: Callable[[Tree], float], old: Tree, new: Tree, pairs: int) -> dict[str, Any]:
+    """One pair that does not count, which writes the bytecode and warms the caches; then the pairs."""
+    seconds: dict[str, list[float]] = {"old": [], "new": []}
+    for number in range(-1, pairs):
+        for tree in (old, new) if number % 2 else (new, old):  # neither is always the second
+            taken = measure(tree)
+            if number >= 0:
+                seconds[tree.name].append(taken)
+    ratios = [after / before for before, after in zip(seconds["old"], seconds["new"], strict=True)]
+    summary = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+    return {"ratio_new_to_old": summary, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", help="a commit, or a directory with a tree")
+    parser.add_argument("new", help="likewise")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="where to write the JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="speed-pair-") as place:
+        home = Path(place)
+        old, new = open_tree("old", args.old, home / "old"), open_tree("new", args.new, home / "new")
+        write_material(home / "material", old.path)
+        found: dict[str, Any] = {}
+        for name, measure in measures(home / "material", home).items():
+            found[name] = in_turns(measure, old, new, args.pairs)
+            ratio = found[name]["ratio_new_to_old"]
+            print(
+                f"{name:14} new / old {ratio['median']:.3f} (from {ratio['least']:.3f} to {ratio['most']:.3f})",
+                flush=True,
+            )
+    report = {
+        "old": args.old, "new": args.new, "pairs": args.pairs, "date": datetime.now(UTC).date().isoformat(),
+        "machine": platform.machine(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0], "measures": found,
+    }  # fmt: skip
+    text = json.dumps(report, indent=2) + "\n"
+    args.output.write_text(text, encoding="utf-8") if args.output else sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
