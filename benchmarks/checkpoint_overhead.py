@@ -25,8 +25,8 @@ import dualtune
 from dualtune.config import Config, load_config
 from dualtune.hooks import Hook
 from dualtune.platform.choose import choose, open_backend
-from dualtune.train import checkpoint
 from dualtune.train.run import run
+from dualtune.train.state import checkpoint
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 # HuggingFaceTB/SmolLM2-135M, config.json

@@ -27,7 +27,7 @@ from peers_inputs import SHAPES
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import Backend, LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.batching.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.optimizer import OptimizerSpec
 from dualtune_torch.kernels import attention, cross_entropy

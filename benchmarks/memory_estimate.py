@@ -24,7 +24,7 @@ from peers_inputs import SHAPES
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.batching.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import KNOWN, decoder_of

@@ -23,7 +23,7 @@ from typing import Any
 import record
 
 import dualtune
-from dualtune.train.metrics import read_rows
+from dualtune.train.state.metrics import read_rows
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "dualtune" / "demo"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dualtune.errors import EnvironmentFault
-from dualtune.show import in_columns
+from dualtune.text.show import in_columns
 
 # fail: it will not work. advice: it will, and could be better. skipped: not looked at, and `found` says why.
 Level = Literal["ok", "advice", "skipped", "fail"]

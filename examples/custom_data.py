@@ -12,7 +12,7 @@ from pathlib import Path
 
 import dualtune
 from dualtune.data.documents import Data
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenizer import Tokenizer
 
 DEMO = Path(dualtune.__file__).parent / "demo"
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")

@@ -11,13 +11,13 @@ import argparse
 from pathlib import Path
 
 import dualtune
-from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
-from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.batching.batches import Layout, micro_batches
 from dualtune.data.documents import Data
-from dualtune.data.tokenizer import Tokenizer
-from dualtune.disk import free_name
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.io.disk import free_name
 from dualtune.platform.choose import choose, open_backend
 
 DEMO = Path(dualtune.__file__).parent / "demo"

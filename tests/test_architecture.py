@@ -148,12 +148,12 @@ A_BACKEND = re.compile(r"\b(torch|mlx(?!-lm)|dualtune_torch|dualtune_mlx)\b", re
 NAMES_A_BACKEND = {
     "adapter/": "`mlx` is a layout of adapter files, that of mlx-lm",
     "base_model/config_file.py": "MLX's packed weights, a file format",
-    "transfer/places/card.py": "a tag of model cards on the hub",
+    "transfer/remotes/model_card.py": "a tag of model cards on the hub",
     "platform/machines.py": "machines that are not here, with the software of a proper installation",
     "platform/detect.py": "the field torch_cuda of a machine, a key of `check-gpu --json`",
     "launch/mlx.py": "the program mlx.launch",
-    "cli/launch.py": "`--on mlx` and the programs that it stands for",
-    "cli/adapter.py": "`--layout mlx` of adapter files",
+    "cli/training/launch.py": "`--on mlx` and the programs that it stands for",
+    "cli/adapters/adapter.py": "`--layout mlx` of adapter files",
     "cli/suggest.py": "words that somebody may type for a command, such as to-mlx",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.capabilities import check_capabilities
 from dualtune.config import load_config
 

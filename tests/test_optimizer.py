@@ -13,7 +13,7 @@ from dualtune.errors import ConfigError
 from dualtune.optimizer import OPTIMIZERS, Optimizer, OptimizerSpec
 from dualtune.testing.conformance_case import assert_equal, norm_of, random_adapter
 from dualtune.testing.tiny_models import random_batch
-from dualtune.train import checkpoint
+from dualtune.train.state import checkpoint
 
 DECAY = {"weight_decay": 0.1}
 SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))

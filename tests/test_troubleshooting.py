@@ -15,8 +15,8 @@ from dualtune import errors
 from dualtune.cli.main import cli
 from dualtune.config import parse_config
 from dualtune.config.schema import sections
-from dualtune.platform import problems
-from dualtune.train.lock import Lock
+from dualtune.preflight import problems
+from dualtune.train.state.lock import Lock
 from dualtune_mlx import checks as mlx
 from dualtune_torch import checks as torch
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dualtune.checks import Check
 from dualtune.platform.machine import Machine
-from dualtune.platform.problems import Problem, dotted, found_on, row_or_problem
-from dualtune.platform.thresholds import version
+from dualtune.preflight.problems import Problem, dotted, found_on, row_or_problem
+from dualtune.preflight.thresholds import version
 
 LEAST_MACOS = (14,)  # ml-explore.github.io/mlx/build/html/install.html
 

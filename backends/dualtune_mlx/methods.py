@@ -14,7 +14,7 @@ from mlx import nn
 from mlx.utils import tree_unflatten
 
 from dualtune.adapter.dropout import input_of
-from dualtune.adapter.gpt2 import canonical_name
+from dualtune.adapter.formats.gpt2 import canonical_name
 from dualtune.adapter.spec import LoraSpec, select_modules
 
 

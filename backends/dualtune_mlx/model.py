@@ -13,7 +13,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model, quantize_model
 
-from dualtune.adapter.gpt2 import in_file
+from dualtune.adapter.formats.gpt2 import in_file
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dualtune.checks import Check
 from dualtune.platform.machine import Gpu, Machine
-from dualtune.platform.problems import NEW_DRIVER, Problem, found_on, row_or_problem
-from dualtune.platform.requirements import at_least
-from dualtune.platform.thresholds import (
+from dualtune.preflight.problems import NEW_DRIVER, Problem, found_on, row_or_problem
+from dualtune.preflight.requirements import at_least
+from dualtune.preflight.thresholds import (
     BFLOAT16_CAPABILITY,
     BLACKWELL_CAPABILITY,
     BLACKWELL_CUDA,

@@ -17,7 +17,7 @@ from torch import Tensor
 from dualtune.backend import Alone, World, wait_limit_s
 from dualtune.errors import EnvironmentFault, PeerLost
 
-# A process may wait long while another reads data; hung ones are the watchdog's (`dualtune.train.watchdog`).
+# A process may wait long while another reads data; hung ones are the watchdog's (`dualtune.distributed.watchdog`).
 PATIENCE_S = 5.0  # before it is said that the others have not come yet
 TIMEOUT = datetime.timedelta(days=1)
 

@@ -67,7 +67,7 @@ class Shards:
     def __init__(self, device: torch.device) -> None:
         wait = datetime.timedelta(seconds=wait_limit_s())  # as the watchdog
         # Collectives of their own: where one process fails inside a layer and others wait there, the notes of the loop
-        # still reach everybody (`dualtune.train.team`).
+        # still reach everybody (`dualtune.distributed.team`).
         self._group = dist.new_group(timeout=wait)
         self._mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, self._group), device.type)
         self._store = dist.distributed_c10d._get_default_store()

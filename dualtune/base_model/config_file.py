@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.adapter import fields
-from dualtune.adapter.fields import shown
-from dualtune.adapter.files import read_json
 from dualtune.base_model.inside import file_in
 from dualtune.base_model.weights import BaseWeights, has_weights, weights_in
 from dualtune.errors import ConfigError, FormatError
+from dualtune.io import fields
+from dualtune.io.fields import shown
+from dualtune.io.untrusted import read_json
 
 MAX_CONFIG_BYTES = 4 << 20
 # Keys by which a config makes a library import code or open files of the config's own choice.

@@ -9,12 +9,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dualtune.adapter.files import open_file
 from dualtune.base_model.config_file import config_for_loaders
 from dualtune.base_model.inside import file_in
 from dualtune.base_model.weights import INDEX, SINGLE, BaseWeights
 from dualtune.errors import FormatError
-from dualtune.redaction import SecretSearch
+from dualtune.io.untrusted import open_file
+from dualtune.text.redaction import SecretSearch
 
 # What belongs to a model besides its weights. Whatever else is in the directory stays there.
 COPIED = (

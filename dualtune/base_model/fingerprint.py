@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dualtune.adapter.files import read_json, sha256_of
 from dualtune.base_model.config_file import read_config
 from dualtune.base_model.weights import BaseWeights, StoredTensor, has_weights, weights_in
+from dualtune.io.untrusted import read_json, sha256_of
 
 SAMPLED_TENSORS, SAMPLED_BYTES = 8, 65_536
 PROBED_TENSORS, PROBED_BYTES = 256, 4096

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dualtune.adapter.containers import check_shard, shards_of
-from dualtune.adapter.fields import shown
-from dualtune.adapter.files import FLOAT_BITS, open_file, read_header
+from dualtune.adapter.formats.containers import check_shard, shards_of
 from dualtune.base_model.inside import file_in
 from dualtune.errors import EnvironmentFault, FormatError
+from dualtune.io.fields import shown
+from dualtune.io.untrusted import FLOAT_BITS, open_file, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)

@@ -11,10 +11,10 @@ from types import TracebackType
 import click
 
 import dualtune
+from dualtune.cli.output.terminal import help_width, prepare_streams, say
 from dualtune.cli.suggest import Group
-from dualtune.cli.terminal import help_width, prepare_streams, say
 from dualtune.errors import DualtuneError, Preempted
-from dualtune.redaction import redact
+from dualtune.text.redaction import redact
 
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {

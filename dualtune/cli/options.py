@@ -48,7 +48,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 def backend_for(platform: str, *, err: bool = False) -> Backend:
     """Open the backend for --platform and print the choice with its reason."""
-    from dualtune.cli.screen import phases
+    from dualtune.cli.output.screen import phases
     from dualtune.platform.choose import choose, open_backend
 
     with phases(err=err) as shown:

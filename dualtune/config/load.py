@@ -14,7 +14,7 @@ from dualtune.config.reader import UNREADABLE, BadYaml, Document, read_yaml
 from dualtune.config.schema import Config, sections
 from dualtune.config.words import examples, is_union, missing, wrong_value
 from dualtune.errors import ConfigError
-from dualtune.redaction import redact
+from dualtune.text.redaction import redact
 
 _MAX_BYTES = 2**18
 MAPPING = "<mapping>"  # what messages call a config that is no file

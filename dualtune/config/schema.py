@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 from dualtune.adapter.methods import METHODS
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.optimizer import OptimizerName
-from dualtune.redaction import secret_in
+from dualtune.text.redaction import secret_in
 
 _RULES = ConfigDict(
     extra="forbid",

@@ -9,7 +9,7 @@ from typing import Any, cast
 from dualtune.config.advice import unknown_value
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.config.schema import Config
-from dualtune.redaction import redact
+from dualtune.text.redaction import redact
 
 Fragment = dict[str, Any]  # a part of a JSON schema
 

@@ -12,15 +12,15 @@ import numpy as np
 
 from dualtune.config import Config
 from dualtune.config.schema import DataConfig, SourceConfig
-from dualtune.data.bad_rows import BadRows, judge
-from dualtune.data.cache import open_store
-from dualtune.data.formats import Example, detect_format, to_examples
+from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.held_out import held_out_tokens
-from dualtune.data.readers import Role, SourceFiles, has_role, open_source
-from dualtune.data.rows import BadRow, RawRow
-from dualtune.data.store import INDEX, Document, Store, Writer, stored_in_memory
-from dualtune.data.tokenize import State, TokenizedRow, Tokens, tokenize_rows
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.sources.bad_rows import BadRows, judge
+from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
+from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.data.tokens.cache import open_store
+from dualtune.data.tokens.store import INDEX, Document, Store, Writer, stored_in_memory
+from dualtune.data.tokens.tokenize import State, TokenizedRow, Tokens, tokenize_rows
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
 
 Show = Callable[[str, float], None]  # (what is being read, the share of it that is done)

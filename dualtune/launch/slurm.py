@@ -12,8 +12,8 @@ from pathlib import Path
 
 import dualtune
 from dualtune.card import launch_on
-from dualtune.disk import write_file
 from dualtune.errors import ConfigError, DiskError, EnvironmentFault
+from dualtune.io.disk import write_file
 from dualtune.launch.slurm_script import BODY
 from dualtune.launch.worker import OWN_REASONS, Work
 

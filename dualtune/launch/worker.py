@@ -18,7 +18,7 @@ from dualtune.errors import (
     NonFiniteError,
     Preempted,
 )
-from dualtune.train.run_dir import CHECKPOINTS, check_usable
+from dualtune.train.state.run_dir import CHECKPOINTS, check_usable
 
 # What a worker says of itself: begun again, it would say the same. Out of memory (8) has no class of its own yet.
 OWN_REASONS = (*(e.exit_code for e in (ConfigError, DataError, DiskError, FormatError, NonFiniteError, LockedError)), 8)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from dualtune.data.samples import Kind, Sample, kinds_of
-from dualtune.data.survey import Bar, ShownToken, SourceNumbers, Survey
-from dualtune.data.turns import Part, Turn
-from dualtune.escape import visible
+from dualtune.data.preview.samples import Kind, Sample, kinds_of
+from dualtune.data.preview.survey import Bar, ShownToken, SourceNumbers, Survey
+from dualtune.data.preview.turns import Part, Turn
 from dualtune.report.preview_style import STYLE, filter_style
+from dualtune.text.escape import visible
 
 FOLDED = 600  # tokens from which on a row is folded up
 TAGS = {

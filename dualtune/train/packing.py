@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dualtune.backend import Batch, Engine
-from dualtune.data.batches import make_batch
+from dualtune.data.batching.batches import make_batch
 from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError, NonFiniteError
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dualtune.adapter import fields
 from dualtune.config import Config
 from dualtune.errors import ConfigError, FormatError
-from dualtune.train.checkpoint import Checkpoint
+from dualtune.io import fields
+from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.step import Ordinary, PolicyState, StepPolicy
 
 ORDINARY = Ordinary.name

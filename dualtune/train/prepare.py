@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.adapter.chat_template import TEMPLATE_FILE, mismatch
-from dualtune.adapter.directory import Adapter, read_adapter
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, mismatch
+from dualtune.adapter.formats.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, modules_of
 from dualtune.backend import Backend, Batch
 from dualtune.base_model import (
@@ -22,20 +22,20 @@ from dualtune.base_model import (
 )  # fmt: skip
 from dualtune.capabilities import check_capabilities
 from dualtune.config import Config
-from dualtune.data.batches import Layout, micro_batches
-from dualtune.data.control_tokens import about_rows
+from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.order import Order, without
 from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.held_out import probe_documents
-from dualtune.data.order import Order, without
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.control_tokens import about_rows
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
-from dualtune.train.checkpoint import Checkpoint
-from dualtune.train.ended import check_end, has_ended
-from dualtune.train.evaluation import layout_of
+from dualtune.evaluate.evaluation import layout_of
 from dualtune.train.policies import ORDINARY, open_policy
-from dualtune.train.resume import Change, as_recorded, check_config, check_fingerprints, check_place, with_tokens
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.ended import check_end, has_ended
+from dualtune.train.state.resume import Change, as_recorded, check_config, check_fingerprints, check_place, with_tokens
 from dualtune.train.step import StepPolicy
-from dualtune.train.team import Team
 
 
 @dataclass(frozen=True, slots=True)

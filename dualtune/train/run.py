@@ -11,36 +11,36 @@ from pathlib import Path
 from typing import Any
 
 import dualtune
-from dualtune.adapter.chat_template import TEMPLATE_FILE
-from dualtune.adapter.directory import Adapter, write_adapter
-from dualtune.adapter.gpt2 import is_fan_in_fan_out
-from dualtune.adapter.manifest import MANIFEST_FILE
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
+from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
+from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import read_config
 from dualtune.card import by_preference
 from dualtune.config import Config, to_yaml
-from dualtune.data.prefetch import Ahead
-from dualtune.disk import remove_directory, write_file
+from dualtune.data.batching.prefetch import Ahead
+from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, Preempted
+from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
+from dualtune.evaluate.inference import load_adapter
 from dualtune.hooks import Event, Hook, RunInfo
+from dualtune.io.disk import remove_directory, write_file
 from dualtune.optimizer import OptimizerSpec
-from dualtune.train.checkpoint import bytes_per_weight, restore, set_aside
-from dualtune.train.fingerprints import base_fingerprints, fingerprints
-from dualtune.train.guards import Guards
-from dualtune.train.inference import load_adapter
-from dualtune.train.metrics import History, Metrics, read_rows
+from dualtune.train.health.guards import Guards
+from dualtune.train.health.verdict import Verdict, judge
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, prepare
-from dualtune.train.resume import Change, table
-from dualtune.train.run_dir import CONFIG, ENVIRONMENT, METRICS, RunDir
 from dualtune.train.saver import Saver, check_space
-from dualtune.train.team import Team
-from dualtune.train.together import open_together
+from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
+from dualtune.train.state.metrics import History, Metrics, read_rows
+from dualtune.train.state.resume import Change, table
+from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, RunDir
+from dualtune.train.state.together import open_together
 from dualtune.train.trainer import Job, fit
-from dualtune.train.verdict import Verdict, judge
-from dualtune.train.watchers import Watchers
 from dualtune.versions import versions_of
+from dualtune.watchers import Watchers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,20 @@ from typing import Any
 
 from dualtune.backend import Engine
 from dualtune.config import Config, to_yaml
-from dualtune.disk import free_name, write_file
 from dualtune.errors import DiskError, FormatError
 from dualtune.hooks import Event
-from dualtune.show import in_bytes
-from dualtune.train import checkpoint
-from dualtune.train.checkpoint import Checkpoint
-from dualtune.train.guards import Guards
-from dualtune.train.metrics import Metrics
+from dualtune.io.disk import free_name, write_file
+from dualtune.io.replaced import Opened, set_aside
+from dualtune.text.show import in_bytes
+from dualtune.train.health.guards import Guards
 from dualtune.train.policies import entry_of
 from dualtune.train.prepare import Prepared, place_of
-from dualtune.train.replaced import Opened, set_aside
-from dualtune.train.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir
 from dualtune.train.schedule import is_due, learning_rate
-from dualtune.train.together import shared
+from dualtune.train.state import checkpoint
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.metrics import Metrics
+from dualtune.train.state.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir
+from dualtune.train.state.together import shared
 
 ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
 

@@ -20,8 +20,8 @@ from dualtune.hooks import Event, StepRecord
 from dualtune.train.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from dualtune.train.metrics import Metrics
     from dualtune.train.prepare import Prepared
+    from dualtune.train.state.metrics import Metrics
 
 DATA, GRADIENT, OPTIMIZER = "data", "forward and backward", "optimizer"  # the phases of a step
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]

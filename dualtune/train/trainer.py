@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from dualtune import faults
 from dualtune.backend import Batch, Engine
 from dualtune.errors import Preempted
+from dualtune.evaluate.evaluation import evaluate
 from dualtune.hooks import Event, StepRecord
-from dualtune.train.checkpoint import restore
-from dualtune.train.evaluation import evaluate
-from dualtune.train.guards import Guards
-from dualtune.train.metrics import Metrics
+from dualtune.train.health.guards import Guards
 from dualtune.train.policies import restore_policy
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver
 from dualtune.train.schedule import is_due, steps_until_due
+from dualtune.train.state.checkpoint import restore
+from dualtune.train.state.metrics import Metrics
 from dualtune.train.step import TrainingStep, record
-from dualtune.train.watchers import Watchers
+from dualtune.watchers import Watchers
 
 
 @dataclass(frozen=True, slots=True)

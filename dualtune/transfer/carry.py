@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualtune import interrupt
-from dualtune.disk import fsync
 from dualtune.errors import ConfigError, DiskError, FormatError
-from dualtune.train.listing import list_runs
-from dualtune.train.run_dir import METRICS, is_run_dir
-from dualtune.transfer import bundle, signature
-from dualtune.transfer.binding import Wanted
-from dualtune.transfer.bundle import Report
-from dualtune.transfer.manifest import ADAPTER
-from dualtune.transfer.names import IN_DIRECTORY
-from dualtune.transfer.pack import pack
-from dualtune.transfer.places import hub, target
-from dualtune.transfer.places.folder import umask
-from dualtune.transfer.places.hub import Hub
-from dualtune.transfer.places.patience import AbsentFault, Patience
-from dualtune.transfer.places.target import Target
-from dualtune.transfer.signature import Trust
+from dualtune.io.disk import fsync
+from dualtune.io.folder import umask
+from dualtune.train.state.listing import list_runs
+from dualtune.train.state.run_dir import METRICS, is_run_dir
+from dualtune.transfer.bundles import bundle, signature
+from dualtune.transfer.bundles.binding import Wanted
+from dualtune.transfer.bundles.bundle import Report
+from dualtune.transfer.bundles.manifest import ADAPTER
+from dualtune.transfer.bundles.names import IN_DIRECTORY
+from dualtune.transfer.bundles.pack import pack
+from dualtune.transfer.bundles.signature import Trust
+from dualtune.transfer.remotes import hub, target
+from dualtune.transfer.remotes.hub import Hub
+from dualtune.transfer.remotes.patience import AbsentFault, Patience
+from dualtune.transfer.remotes.target import Target
 
 RUNS = Path("runs")
 SIGNATURE_ENDING = ".sig"

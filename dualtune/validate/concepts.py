@@ -12,8 +12,8 @@ import json
 import random
 from pathlib import Path
 
-from dualtune.disk import write_file
 from dualtune.errors import DiskError
+from dualtune.io.disk import write_file
 
 FILE = "explain_concepts.jsonl"
 NUM_ROWS = 1000  # no tier sees a row twice: the longest takes 1000 steps of one row

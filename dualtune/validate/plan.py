@@ -13,8 +13,8 @@ from dualtune.base_model import copy_without_weights
 from dualtune.card import card_of
 from dualtune.config import Config, load_config
 from dualtune.config.examples import example_path
-from dualtune.disk import write_file
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.io.disk import write_file
 from dualtune.memory.shapes import KNOWN
 from dualtune.platform.choose import Choice, open_backend
 from dualtune.validate import tiers

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.adapter.spec import init_adapter, modules_of, tensor_name
 from dualtune.backend import MemoryStats
 from dualtune.config import Config
 from dualtune.hooks import Hook, RunInfo, StepRecord
-from dualtune.train import checkpoint
-from dualtune.train.run_dir import CHECKPOINTS
+from dualtune.train.state import checkpoint
+from dualtune.train.state.run_dir import CHECKPOINTS
 
 
 @dataclass(frozen=True, slots=True)

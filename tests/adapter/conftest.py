@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dualtune.adapter.canonical import to_pairs
-from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.formats.canonical import to_pairs
+from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"

@@ -158,7 +158,7 @@ def shifted(by):
 
 def with_manifest_of(change):
     def make(path, ref):
-        from dualtune.adapter.directory import Adapter, write_adapter
+        from dualtune.adapter.formats.directory import Adapter, write_adapter
         from dualtune.adapter.spec import LoraSpec
 
         adapter = Adapter(LoraSpec(RANK, ALPHA, 0.0, TARGETS), dict(ref.tensors))

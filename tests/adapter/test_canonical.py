@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.adapter.canonical import Pair, check_rank, delta_distance, delta_norm, fold, integral_alpha, unify
+from dualtune.adapter.formats.canonical import Pair, check_rank, delta_distance, delta_norm, fold, integral_alpha, unify
 from dualtune.adapter.layers import Place, exact_targets, is_module_path, place_of, short_targets, uniform_names
 from dualtune.errors import FormatError
 

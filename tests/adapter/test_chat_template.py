@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from dualtune.adapter import chat_template
-from dualtune.adapter.chat_template import TEMPLATE_FILE, hash_of, mismatch, settle
-from dualtune.adapter.directory import read_adapter, write_adapter
-from dualtune.adapter.inspect import inspect_adapter, render_report
-from dualtune.adapter.repair import import_adapter
+from dualtune.adapter.formats import chat_template
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, hash_of, mismatch, settle
+from dualtune.adapter.formats.directory import read_adapter, write_adapter
+from dualtune.adapter.importing.repair import import_adapter
+from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
 from dualtune.errors import FormatError
 
 SOURCE = "{% for m in messages %}\r\n[{{ m.content }} é]{% endfor %}"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.directory import read_adapter, write_adapter
-from dualtune.adapter.repair import import_adapter
+from dualtune.adapter.formats.directory import read_adapter, write_adapter
+from dualtune.adapter.importing.repair import import_adapter
 from dualtune.errors import FormatError
 
 INDEX, NPZ = "adapter_model.safetensors.index.json", "adapters.npz"

@@ -12,7 +12,7 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.adapter.directory import read_adapter, write_adapter
+from dualtune.adapter.formats.directory import read_adapter, write_adapter
 from dualtune.errors import FormatError
 
 WEIGHTS = ("adapter_model.safetensors", "adapters.safetensors")

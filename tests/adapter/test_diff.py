@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.adapter.canonical import to_pairs
-from dualtune.adapter.diff import diff_adapters, render_difference
-from dualtune.adapter.directory import write_adapter
+from dualtune.adapter.formats.canonical import to_pairs
+from dualtune.adapter.formats.directory import write_adapter
+from dualtune.adapter.inspection.diff import diff_adapters, render_difference
 from dualtune.adapter.spec import LoraSpec, tensor_name
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"

@@ -13,9 +13,9 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.adapter.canonical import to_pairs
-from dualtune.adapter.directory import read_adapter, write_adapter
-from dualtune.adapter.inspect import inspect_adapter
+from dualtune.adapter.formats.canonical import to_pairs
+from dualtune.adapter.formats.directory import read_adapter, write_adapter
+from dualtune.adapter.inspection.inspect import inspect_adapter
 from dualtune.errors import ConfigError, DiskError, FormatError, NonFiniteError
 
 FILES = {
@@ -149,7 +149,7 @@ def test_a_module_of_zeros_is_not_written_but_a_fresh_adapter_is(tmp_path, make_
 WRITER = """
     import os, resource, signal, sys
     import numpy as np
-    from dualtune.adapter.directory import Adapter, write_adapter
+    from dualtune.adapter.formats.directory import Adapter, write_adapter
     from dualtune.adapter.spec import LoraSpec, tensor_name
     from dualtune.errors import DualtuneError
     x = np.arange(1, 20001, dtype=np.float32)

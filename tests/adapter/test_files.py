@@ -12,8 +12,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.adapter.files import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
 from dualtune.errors import FormatError
+from dualtune.io.untrusted import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
 
 RNG = np.random.default_rng(0)
 TENSORS = {

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.foreign import base_shapes
-from dualtune.adapter.repair import import_adapter
+from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.importing.foreign import base_shapes
+from dualtune.adapter.importing.repair import import_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.testing.tiny_models import write_tiny_gpt2
 

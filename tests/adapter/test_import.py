@@ -12,11 +12,11 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dualtune.adapter.canonical import Pair
-from dualtune.adapter.diagnose import missing_modules
-from dualtune.adapter.directory import read_adapter
-from dualtune.adapter.foreign import base_shapes
-from dualtune.adapter.repair import import_adapter
+from dualtune.adapter.formats.canonical import Pair
+from dualtune.adapter.formats.directory import read_adapter
+from dualtune.adapter.importing.diagnose import missing_modules
+from dualtune.adapter.importing.foreign import base_shapes
+from dualtune.adapter.importing.repair import import_adapter
 from dualtune.errors import FormatError
 from dualtune.testing.oracles import llama_oracle
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 

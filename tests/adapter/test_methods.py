@@ -6,8 +6,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from dualtune.adapter.formats.peft import REFUSED
 from dualtune.adapter.methods import METHODS, NOT_THERE
-from dualtune.adapter.peft import REFUSED
 from dualtune.adapter.spec import LoraSpec, init_adapter, parse_name, tensor_name
 from dualtune.config.schema import AdapterConfig
 

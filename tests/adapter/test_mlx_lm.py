@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.canonical import to_pairs
-from dualtune.adapter.directory import read_adapter, write_adapter
+from dualtune.adapter.formats.canonical import to_pairs
+from dualtune.adapter.formats.directory import read_adapter, write_adapter
 from dualtune.errors import FormatError
 
 pytest.importorskip("mlx_lm")

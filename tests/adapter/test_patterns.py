@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.adapter.patterns import full_match, matches_end
+from dualtune.adapter.formats.patterns import full_match, matches_end
 from dualtune.errors import FormatError
 
 ATOMS = ["a", "b", ".", "[ab]", "[^a]", r"\.", r"\w", r"\d", "^", "$", r"\b", "", "(?=a)", "(?!b)", "(?:a|)", "(b|ab)"]

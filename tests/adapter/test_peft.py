@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.directory import read_adapter, write_adapter
-from dualtune.adapter.peft import HANDLED, REFUSED
+from dualtune.adapter.formats.directory import read_adapter, write_adapter
+from dualtune.adapter.formats.peft import HANDLED, REFUSED
 from dualtune.errors import FormatError
 
 peft = pytest.importorskip("peft")

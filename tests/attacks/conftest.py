@@ -6,11 +6,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
-from dualtune.transfer.places import connection
-from dualtune.transfer.places.ssh import SshStore
-from dualtune.transfer.signature import Trust
+from dualtune.transfer.bundles.signature import Trust
+from dualtune.transfer.remotes import connection
+from dualtune.transfer.remotes.ssh import SshStore
 
 ALICE = "alice@example.org"
 

@@ -10,7 +10,7 @@ from dualtune.base_model import copy_without_weights, find_weights, resolve_mode
 from dualtune.errors import DualtuneError, FormatError
 from dualtune.testing.tiny_models import write_tiny_llama
 from dualtune.train.run import run
-from dualtune.transfer.pack import pack
+from dualtune.transfer.bundles.pack import pack
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.foreign import base_shapes
+from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.base_model import fingerprint, resolve_model
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.evaluate.inference import load_model
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
-from dualtune.train.inference import load_model
 from dualtune.train.run import run
 
 SPEC = LoraSpec(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj",))

@@ -9,11 +9,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from dualtune.errors import ConfigError, FormatError
-from dualtune.transfer import bundle, carry, manifest, signature
-from dualtune.transfer.binding import ANY, Wanted, check, parse_age
-from dualtune.transfer.bundle import inspect, unpack
-from dualtune.transfer.pack import pack
-from dualtune.transfer.places.patience import Patience
+from dualtune.transfer import carry
+from dualtune.transfer.bundles import bundle, manifest, signature
+from dualtune.transfer.bundles.binding import ANY, Wanted, check, parse_age
+from dualtune.transfer.bundles.bundle import inspect, unpack
+from dualtune.transfer.bundles.pack import pack
+from dualtune.transfer.remotes.patience import Patience
 
 
 def pull(text, dest, *, trust=None, wanted=ANY, keep_packed=False):

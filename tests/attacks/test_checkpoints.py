@@ -11,11 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from dualtune import interrupt
 from dualtune.config import parse_config
-from dualtune.data import order
-from dualtune.data.order import Order
+from dualtune.data.batching import order
+from dualtune.data.batching.order import Order
 from dualtune.errors import ConfigError, FormatError, Preempted
-from dualtune.train import checkpoint
 from dualtune.train.run import run
+from dualtune.train.state import checkpoint
 
 RUN = {"train.steps": 9, "run.save_every": 2, "run.keep": 9}
 

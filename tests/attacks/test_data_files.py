@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dualtune.data.readers import open_source
+from dualtune.data.sources.readers import open_source
 from dualtune.errors import DataError
 
 MIB = 1 << 20
@@ -16,7 +16,7 @@ MIB = 1 << 20
 READ = """
 import json, re, sys
 from pathlib import Path
-from dualtune.data.readers import open_source
+from dualtune.data.sources.readers import open_source
 from dualtune.errors import DataError
 
 def peak(reset=False):

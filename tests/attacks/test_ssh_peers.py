@@ -13,14 +13,14 @@ import pytest
 from dualtune import interrupt
 from dualtune.errors import DiskError, EnvironmentFault, FormatError, Preempted
 from dualtune.transfer import carry
-from dualtune.transfer.binding import ANY
+from dualtune.transfer.bundles.binding import ANY
+from dualtune.transfer.bundles.pack import pack
 from dualtune.transfer.carry import Choice
-from dualtune.transfer.pack import pack
-from dualtune.transfer.places import ssh_script, store
-from dualtune.transfer.places.chunks import Chunks
-from dualtune.transfer.places.pace import Pace
-from dualtune.transfer.places.patience import Cut, Patience
-from dualtune.transfer.places.ssh import SshStore
+from dualtune.transfer.remotes import ssh_script, store
+from dualtune.transfer.remotes.chunks import Chunks
+from dualtune.transfer.remotes.pace import Pace
+from dualtune.transfer.remotes.patience import Cut, Patience
+from dualtune.transfer.remotes.ssh import SshStore
 
 HERE = 'for last; do :; done; exec sh -c "$last"'  # an ssh that runs its last argument on this machine
 

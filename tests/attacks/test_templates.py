@@ -13,8 +13,8 @@ import threading
 import pytest
 
 from dualtune import interrupt
-from dualtune.data import template_meter
-from dualtune.data.template import ChatTemplate
+from dualtune.data.chat import template_meter
+from dualtune.data.chat.template import ChatTemplate
 from dualtune.errors import ConfigError, Preempted
 
 # A namespace in many places, which becomes large afterwards: the keys of a sort are then larger than the list.
@@ -54,7 +54,7 @@ STOPPED = {
 
 ATTACK = """
     import json, resource, sys, time
-    from dualtune.data.template import ChatTemplate
+    from dualtune.data.chat.template import ChatTemplate
     resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
     for line in sys.stdin:
         name, source = json.loads(line)

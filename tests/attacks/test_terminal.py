@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.cli import terminal
-from dualtune.escape import one_line, visible
+from dualtune.cli.output import terminal
+from dualtune.text.escape import one_line, visible
 
 PACKAGE = Path(terminal.__file__).parents[1]
 # A title, cleared lines, a colour, C1, right-to-left overrides and isolates, what has no width, other ends of lines.
@@ -74,10 +74,10 @@ def test_text_leaves_through_one_module():
         calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)}
         if used := calls & ways:
             found[file.relative_to(PACKAGE).as_posix()] = used
-    ours = {name: used for name, used in found.items() if "from dualtune.cli.console import Console" in
+    ours = {name: used for name, used in found.items() if "from dualtune.cli.output.console import Console" in
             (PACKAGE / name).read_text(encoding="utf-8") and used == {"Console"}}  # fmt: skip
     assert {name: used for name, used in found.items() if name not in ours} == {
-        "cli/terminal.py": {"print"},
+        "cli/output/terminal.py": {"print"},
         "validate/losses.py": {"print"},  # a script of its own
     }
 
@@ -87,7 +87,7 @@ def test_bars_and_tables_of_rich_are_escaped_and_keep_their_own_codes(monkeypatc
     from rich.table import Table
     from rich.text import Text
 
-    from dualtune.cli.console import Console
+    from dualtune.cli.output.console import Console
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -198,7 +198,7 @@ def test_values_of_a_config_steer_nothing(dualtune_main, tmp_path, value):
 def test_an_adapter_of_a_stranger_steers_nothing(dualtune_main, tmp_path):
     import numpy as np
 
-    from dualtune.adapter.directory import Adapter, write_adapter
+    from dualtune.adapter.formats.directory import Adapter, write_adapter
     from dualtune.adapter.spec import LoraSpec, init_adapter
 
     tensors = {

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from dualtune import limits
-from dualtune.data.tokenizer import Tokenizer
-from dualtune.data.tokenizer_files import load
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenizer_files import load
 from dualtune.errors import DualtuneError, EnvironmentFault, FormatError
+from dualtune.io import limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 import mutations
@@ -88,7 +88,7 @@ def change(model, changes):
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_tokenizer_is_refused_in_one_line(model, monkeypatch, case):
-    monkeypatch.setattr("dualtune.data.tokenizer_vetting.CPU_S", 1)  # of the five
+    monkeypatch.setattr("dualtune.data.tokens.tokenizer_vetting.CPU_S", 1)  # of the five
     changes, said = HOSTILE[case]
     change(model, changes)
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -105,15 +105,15 @@ def test_an_unusual_tokenizer_is_tried_once(model, monkeypatch):
     change(model, {"normalizer": row("normalizers", SPACE, 2)})
     asked = []
     run = limits.run
-    monkeypatch.setattr("dualtune.data.tokenizer_vetting.run", lambda *args: asked.append(args[0]) or run(*args))
+    monkeypatch.setattr("dualtune.data.tokens.tokenizer_vetting.run", lambda *args: asked.append(args[0]) or run(*args))
     first, second = Tokenizer(model), Tokenizer(model)
     assert first.encode("a     b", special=False).tolist() == second.encode("a b", special=False).tolist()
-    assert asked == ["dualtune.data.tokenizer_trial"]
+    assert asked == ["dualtune.data.tokens.tokenizer_trial"]
 
 
 def test_usual_tokenizers_are_not_tried(tiny_llama, shared, monkeypatch, tmp_path):
     monkeypatch.setenv("DUALTUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr("dualtune.data.tokenizer_vetting.run", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr("dualtune.data.tokens.tokenizer_vetting.run", lambda *args: pytest.fail("tried"))
     for path in (tiny_llama, shared("tokenizers/smollm2"), shared("models/stories260k")):
         Tokenizer(path)
 

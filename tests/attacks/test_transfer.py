@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from dualtune.errors import DiskError, FormatError
-from dualtune.transfer import bundle, carry, signature
-from dualtune.transfer.binding import ANY
-from dualtune.transfer.bundle import inspect, unpack
+from dualtune.transfer import carry
+from dualtune.transfer.bundles import bundle, signature
+from dualtune.transfer.bundles.binding import ANY
+from dualtune.transfer.bundles.bundle import inspect, unpack
+from dualtune.transfer.bundles.pack import pack
 from dualtune.transfer.carry import Choice
-from dualtune.transfer.pack import pack
-from dualtune.transfer.places import store, target
-from dualtune.transfer.places.chunks import chunks_of
-from dualtune.transfer.places.patience import Patience
+from dualtune.transfer.remotes import store, target
+from dualtune.transfer.remotes.chunks import chunks_of
+from dualtune.transfer.remotes.patience import Patience
 
 HERE = 'for last; do :; done; exec sh -c "$last"'  # an ssh that runs its last argument on this machine
 
@@ -90,7 +91,7 @@ def test_a_link_in_place_of_the_directory_is_followed_once_and_for_all(place, mo
             (place / "share").symlink_to(place / "elsewhere")
         return pieces_of(*arguments)
 
-    from dualtune.transfer.places import directory
+    from dualtune.transfer.remotes import directory
 
     pieces_of = directory.pieces_of
     monkeypatch.setattr(directory, "pieces_of", turned)
@@ -215,7 +216,7 @@ def test_a_secret_that_shows_itself_at_a_second_look_is_not_packed(place, monkey
     table = json.loads(config.read_text())
     clean, leaking = (json.dumps(table | {"note": text}) for text in ("hf-" + "A1" * 17, "hf_" + "A1" * 17))
     config.write_text(clean)
-    from dualtune.transfer import pack as packing
+    from dualtune.transfer.bundles import pack as packing
 
     pieces, looks = packing._pieces, []
 

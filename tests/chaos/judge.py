@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.errors import DualtuneError
-from dualtune.train import checkpoint
+from dualtune.train.state import checkpoint
 
 MARK = "damaged-by-the-chaos-suite"  # a file in a checkpoint that we have damaged ourselves
 MEASURED = ("step_s", "tokens_per_s", "peak_bytes")

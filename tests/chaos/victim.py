@@ -146,7 +146,8 @@ def _make_unlink_a_fault_point() -> None:
 
 def _watch(spy: mmap.mmap, began: float) -> None:
     """Note the phase while certain functions of the product run."""
-    from dualtune.train import checkpoint, run, trainer
+    from dualtune.train import run, trainer
+    from dualtune.train.state import checkpoint
 
     def during(owner: ModuleType, name: str, phase: int, then: int | None = None) -> None:
         function = getattr(owner, name)

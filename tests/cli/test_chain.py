@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 
 CPU = ("--platform", "cpu")
 NUMPY = ("--platform", "numpy")

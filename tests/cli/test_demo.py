@@ -13,8 +13,8 @@ import pytest
 import dualtune
 from dualtune.config import parse_config
 from dualtune.data.documents import Data
-from dualtune.train.evaluation import exact_match
-from dualtune.train.inference import load_model
+from dualtune.evaluate.evaluation import exact_match
+from dualtune.evaluate.inference import load_model
 from dualtune.train.prepare import prepare
 from dualtune.train.run import run
 

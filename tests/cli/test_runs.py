@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.cli.runs import table
-from dualtune.train.listing import list_runs
+from dualtune.cli.training.runs import table
+from dualtune.train.state.listing import list_runs
 
 NUMPY = ["--platform", "numpy"]
 
@@ -77,7 +77,7 @@ def test_a_command_that_is_refused_does_not_change_what_is_said_of_a_run(dualtun
 
 
 def test_a_run_that_is_held_is_running(config_file, states, tmp_path):
-    from dualtune.train.lock import Lock
+    from dualtune.train.state.lock import Lock
 
     (tmp_path / "runs" / "now").mkdir(parents=True)
     lock = Lock(tmp_path / "runs" / "now")
@@ -90,10 +90,10 @@ def test_a_run_that_is_held_is_running(config_file, states, tmp_path):
 def test_looking_does_not_keep_a_run_from_starting(config_file, tmp_path):
     """A reader that looks at the lock all the time."""
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    code = "import sys\nfrom pathlib import Path\nfrom dualtune.train.lock import read_note\n"
+    code = "import sys\nfrom pathlib import Path\nfrom dualtune.train.state.lock import read_note\n"
     code += "print('looking', flush=True)\nwhile True: read_note(Path(sys.argv[1]))\n"
     command = [sys.executable, "-c", code, str(tmp_path / "runs" / "a")]
-    from dualtune.train.lock import Lock
+    from dualtune.train.state.lock import Lock
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
         try:
@@ -165,7 +165,7 @@ def test_a_run_that_cannot_be_read_is_listed_with_the_reason(made, states, monke
 
 
 def test_whatever_goes_wrong_with_one_run_the_others_are_listed(made, states, monkeypatch):
-    from dualtune.train import listing
+    from dualtune.train.state import listing
 
     made("bad")
     made("good")
@@ -198,7 +198,7 @@ def test_the_table_fits_the_terminal(made, tmp_path, columns):
 
 
 def test_a_long_metrics_file_is_not_read_whole(made, states, monkeypatch):
-    from dualtune.train import listing
+    from dualtune.train.state import listing
 
     made("run")
     monkeypatch.setattr(listing, "MAX_METRICS_BYTES", 10)

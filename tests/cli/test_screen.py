@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import pytest
 
-from dualtune.cli.screen import Phase, Phases, is_live, phases
+from dualtune.cli.output.screen import Phase, Phases, is_live, phases
 
 NUMPY = ("--platform", "numpy")
 MAIN = [sys.executable, "-m", "dualtune.cli.main"]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.platform import config_check
 from dualtune.platform.detect import detect
+from dualtune.preflight import config_check
 
 PLATFORM = {"torch": "cpu", "mlx": "mlx"}
 

@@ -10,14 +10,14 @@ from dualtune.capabilities import check_capabilities
 from dualtune.config import Config, examples, get_value, load_config, parse_config
 from dualtune.config.examples import example_names, example_path
 from dualtune.config.schema import sections
-from dualtune.data.order import MOST_TOKENS
+from dualtune.data.batching.order import MOST_TOKENS
 from dualtune.errors import ConfigError
 from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machines import named
-from dualtune.train.resume import with_tokens
 from dualtune.train.run import run
+from dualtune.train.state.resume import with_tokens
 
 ROOT = Path(__file__).parents[2]
 NAMES = example_names()

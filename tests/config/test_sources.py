@@ -11,8 +11,8 @@ from dualtune.backend import OptimizerState
 from dualtune.config import Config, SourceConfig, default_yaml, get_value, json_schema, parse_config, to_yaml
 from dualtune.config.advice import FOREIGN_SOURCE_KEYS
 from dualtune.errors import ConfigError
-from dualtune.train.checkpoint import Checkpoint
-from dualtune.train.resume import check_config, table
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.resume import check_config, table
 
 MAPPING = "a mapping (keys: path, weight, format, columns, subset, split)"
 HUB = "{path: openai/gsm8k, columns: {prompt: question, completion: answer}, subset: main, split: train}"

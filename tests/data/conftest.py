@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -9,16 +9,16 @@ import sys
 
 import pytest
 
-from dualtune.data.kinds import TEXT_BLOCK
-from dualtune.data.readers import open_source
-from dualtune.data.rows import BadRow
+from dualtune.data.sources.kinds import TEXT_BLOCK
+from dualtune.data.sources.readers import open_source
+from dualtune.data.sources.rows import BadRow
 from dualtune.errors import DataError, EnvironmentFault
 
 MIB = 1 << 20
 # Linux hands the ru_maxrss of the parent on to its children, which says nothing about them; VmHWM starts afresh.
 PEAK = """
 import pathlib, re, resource, sys
-from dualtune.data.readers import open_source
+from dualtune.data.sources.readers import open_source
 print([row.line for row in open_source(sys.argv[1]).rows()])
 status = pathlib.Path("/proc/self/status")
 if status.exists():

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.backend import IGNORE_INDEX
-from dualtune.data.batches import MOST_PADDING, Layout, fill, level, micro_batches, pack, padded, plan
-from dualtune.data.store import Document
+from dualtune.data.batching.batches import MOST_PADDING, Layout, fill, level, micro_batches, pack, padded, plan
+from dualtune.data.tokens.store import Document
 
 lengths_ = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 row_lengths = st.sampled_from([None, 60, 64, 100])

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.data import cache
-from dualtune.data.bad_rows import judge
 from dualtune.data.documents import Data
-from dualtune.data.store import TOKENS
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.sources.bad_rows import judge
+from dualtune.data.tokens import cache
+from dualtune.data.tokens.store import TOKENS
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import DataError, DiskError
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.data.conversations import Message
-from dualtune.data.formats import Example
-from dualtune.data.rows import BadRow
-from dualtune.data.tokenize import tokenize_rows
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.formats import Example
+from dualtune.data.sources.rows import BadRow
+from dualtune.data.tokens.tokenize import tokenize_rows
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import DataError
 from dualtune.train.prepare import prepare
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from dualtune.data.conversations import ROLES
-from dualtune.data.formats import Message, to_examples
-from dualtune.data.rows import BadRow, RawRow
+from dualtune.data.chat.conversations import ROLES
+from dualtune.data.chat.formats import Message, to_examples
+from dualtune.data.sources.rows import BadRow, RawRow
 
 
 def user(content, **extra):

@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
+from dualtune.data.chat.formats import Example, Message
 from dualtune.data.documents import Data, tokenize
-from dualtune.data.formats import Example, Message
-from dualtune.data.tokenize import State, _fitted
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenize import State, _fitted
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError, EnvironmentFault
 
 BOS, EOS, IM_END = 1, 2, 4  # of the byte tokenizer
@@ -192,7 +192,7 @@ def test_truncation_keeps_what_is_trainable_and_counts(bare):
 
 
 def test_more_rows_than_a_chunk_stay_in_order(bare, monkeypatch):
-    monkeypatch.setattr("dualtune.data.tokenize.ENCODE_ROWS", 3)
+    monkeypatch.setattr("dualtune.data.tokens.tokenize.ENCODE_ROWS", 3)
     documents = tokenize([plain("a", str(i)) for i in range(8)], bare, "assistant", 100)
     assert [pieces(document, bare) for document in documents] == [[f"{i}</s>"] for i in range(8)]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dualtune.data.formats import FORMATS, Example, Message, to_examples
-from dualtune.data.rows import BadRow, RawRow
+from dualtune.data.chat.formats import FORMATS, Example, Message, to_examples
+from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.errors import DataError
 
 CHAT = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4."))

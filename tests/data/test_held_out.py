@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dualtune.data.documents import Data
 from dualtune.data.held_out import held_out, held_out_tokens
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture

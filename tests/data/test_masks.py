@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualtune.data.formats import Example, Message
-from dualtune.data.masks import render_example
-from dualtune.data.rows import RowError
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.chat.formats import Example, Message
+from dualtune.data.sources.rows import RowError
+from dualtune.data.tokens.masks import render_example
+from dualtune.data.tokens.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "templates"
 THOUGHTS = "<think>\n\n</think>\n\n"

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from dualtune.backend import IGNORE_INDEX
-from dualtune.data import cache
-from dualtune.data.batches import Layout, make_batch, micro_batches
-from dualtune.data.conversations import Message, read_messages
+from dualtune.data.batching.batches import Layout, make_batch, micro_batches
+from dualtune.data.chat.conversations import Message, read_messages
+from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, in_memory, tokenize
-from dualtune.data.formats import Example
-from dualtune.data.masks import render_example
-from dualtune.data.store import INDEX, WEIGHTS
-from dualtune.data.survey import show_document
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.preview.survey import show_document
+from dualtune.data.tokens import cache
+from dualtune.data.tokens.masks import render_example
+from dualtune.data.tokens.store import INDEX, WEIGHTS
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import DataError
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dualtune.data.readers import open_source
-from dualtune.data.rows import RawRow
+from dualtune.data.sources.readers import open_source
+from dualtune.data.sources.rows import RawRow
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 FIELDS = st.dictionaries(TEXT, TEXT | st.none() | st.booleans() | st.lists(TEXT, max_size=3), max_size=4)
@@ -216,7 +216,7 @@ def test_identity_is_a_function_of_kind_and_content_alone(tmp_path):
 def test_reading_needs_neither_pyarrow_nor_datasets(tmp_path, python):
     (tmp_path / "a.jsonl").write_text("{}\n")
     code = (
-        "import sys; from dualtune.data.readers import open_source;"
+        "import sys; from dualtune.data.sources.readers import open_source;"
         "print(len(list(open_source('a.jsonl').rows())), {'pyarrow', 'datasets', 'torch'} & set(sys.modules))"
     )
     assert python("-c", code, cwd=tmp_path).stdout == "1 set()\n"

@@ -10,7 +10,7 @@ from hashlib import sha1
 
 import pytest
 
-from dualtune.data.readers import has_role, open_source
+from dualtune.data.sources.readers import has_role, open_source
 from dualtune.errors import DataError, EnvironmentFault
 
 KINDS = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, .text, .md; each but .parquet also with .gz behind it"
@@ -244,7 +244,7 @@ def ask(tmp_path_factory, python):
     def evaluate(expression: str, offline: bool = False):
         code = f"""
 import json
-from dualtune.data.readers import has_role, open_source
+from dualtune.data.sources.readers import has_role, open_source
 from dualtune.errors import DualtuneError
 try:
     print(json.dumps({expression}))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.data.rows import RowError
-from dualtune.data.template import MAX_SOURCE, ChatTemplate
-from dualtune.data.template_meter import TemplateLimit
+from dualtune.data.chat.template import MAX_SOURCE, ChatTemplate
+from dualtune.data.chat.template_meter import TemplateLimit
+from dualtune.data.sources.rows import RowError
 from dualtune.errors import ConfigError, DataError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "templates"
@@ -329,7 +329,7 @@ LIMITS = {
 
 ATTACK = """
     import json, resource, sys, time
-    from dualtune.data.template import ChatTemplate
+    from dualtune.data.chat.template import ChatTemplate
     resource.setrlimit(resource.RLIMIT_AS, (640 << 20, 640 << 20))
     for line in sys.stdin:
         name, source = json.loads(line)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
 
 BOS, EOS = 1, 2

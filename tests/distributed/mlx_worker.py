@@ -7,11 +7,11 @@ import numpy as np
 
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest, get_backend
-from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.batching.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
+from dualtune.distributed.team import Team
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance_case import random_adapter
-from dualtune.train.team import Team
 
 LENGTHS = (9, 30, 5, 14, 22, 7, 17)
 SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.train import checkpoint
 from dualtune.train.policies import POLICIES
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine
+from dualtune.train.state import checkpoint
+from dualtune.train.state.together import shared
 from dualtune.train.step import Ordinary, TrainingStep
-from dualtune.train.together import shared
 
 _spec = importlib.util.spec_from_file_location("test_team", Path(__file__).with_name("test_team.py"))
 threads = importlib.util.module_from_spec(_spec)

@@ -264,7 +264,7 @@ OLDER = "not loaded; the checkpoint before is taken, the damaged one is kept asi
     expected=f"{OLDER} with both sizes",
 )
 def test_a_cut_file_is_named_with_both_sizes(box):
-    from dualtune.train.checkpoint import problem_of
+    from dualtune.train.state.checkpoint import problem_of
 
     newest = begun(box)
     for name in (*WEIGHTS, "state.json"):
@@ -285,7 +285,7 @@ def test_a_cut_file_is_named_with_both_sizes(box):
     expected=f"{OLDER} with its file and reason",
 )
 def test_a_flipped_bit_is_found_by_its_hash(box):
-    from dualtune.train.checkpoint import problem_of
+    from dualtune.train.state.checkpoint import problem_of
 
     newest = begun(box)
     for name in (*WEIGHTS, "state.json"):

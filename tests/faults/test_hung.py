@@ -33,7 +33,7 @@ def hung(tmp_path, tiny_softmax, write_rows):
         config.write_text(f"model: {{name: {model}}}\nadapter: {{targets: all-linear}}\n"
                           f"data: {{train: {data}, eval: 0}}\nrun: {{dir: {tmp_path / 'run'}}}\n")  # fmt: skip
         code = GRACE + (
-            "import dualtune.data.tokenizer_files as files\n"
+            "import dualtune.data.tokens.tokenizer_files as files\n"
             "encode = files.Loaded.encode_batch\n"
             "def told(self, texts, **options):\n"
             f"    if sum(map(len, texts)) >= {LENGTH}: open({str(mark)!r}, 'x').close()\n"

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from dualtune.errors import LockedError
-from dualtune.train import lock as lock_module
-from dualtune.train.lock import Lock, Note
+from dualtune.train.state import lock as lock_module
+from dualtune.train.state.lock import Lock, Note
 
 
 def wait_for(is_true, seconds=1800):
@@ -151,7 +151,7 @@ def overtaken(tmp_path, monkeypatch, neighbour):
     expected="the other is refused",
 )
 def test_without_flock_two_that_begin_at_once_do_not_both_win(tmp_path, no_flock, overtaken):
-    overtaken("dualtune.train.lock._is_alive")
+    overtaken("dualtune.train.state.lock._is_alive")
     leave_note(tmp_path, state="done")
     with pytest.raises(LockedError):
         Lock(tmp_path)

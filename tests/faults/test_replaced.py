@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.train.run_dir import RunDir
+from dualtune.train.state.run_dir import RunDir
 
 DURING = "in step 5, between the saves of steps 4 and 6"
 

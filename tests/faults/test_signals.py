@@ -55,7 +55,7 @@ def test_sigterm_in_an_evaluation_saves_what_was_trained(box, call, steps):
     injection="signal in the middle of rendering the rows; when the engine is loaded",
     expected="exit 75 before the first step; the same command starts over; adapter bitwise equal",
 )
-@pytest.mark.parametrize("where", ["dualtune.data.tokenize.render_example", "dualtune.train.run.load_engine"])
+@pytest.mark.parametrize("where", ["dualtune.data.tokens.tokenize.render_example", "dualtune.train.run.load_engine"])
 def test_sigterm_before_training_leaves_little_behind(box, where):
     stops(box, f"enter({where!r}, 1, send('SIGTERM'))", [] if "tokenize" in where else [0])
 
@@ -68,7 +68,7 @@ def test_sigterm_before_training_leaves_little_behind(box, where):
 )
 def test_sigterm_while_resuming_keeps_the_checkpoint(box):
     box.train(-9, fault="step:5")
-    stops(box, "enter('dualtune.data.tokenize.render_example', 3, send('SIGTERM'))", [2, 3, 4])
+    stops(box, "enter('dualtune.data.tokens.tokenize.render_example', 3, send('SIGTERM'))", [2, 3, 4])
 
 
 @pytest.mark.fault(
@@ -78,7 +78,7 @@ def test_sigterm_while_resuming_keeps_the_checkpoint(box):
     expected="the write is completed; exit 75, or 0 if nothing is left to do",
 )
 def test_sigterm_in_a_write_lets_it_end(box):
-    stops(box, "enter('dualtune.train.checkpoint.write_directory', 3, send('SIGTERM'))", [2, 3, 4])
+    stops(box, "enter('dualtune.train.state.checkpoint.write_directory', 3, send('SIGTERM'))", [2, 3, 4])
     straight = box.adapter
     box.settings["run.dir"] = box.home / "other"
     box.train(0, inject="enter('dualtune.train.run.write_adapter', 1, send('SIGTERM'))")
@@ -92,7 +92,7 @@ def test_sigterm_in_a_write_lets_it_end(box):
     expected="exit 75 at the next token, what was generated is on the screen",
 )
 def test_sigterm_stops_a_generation(box, python):
-    env = box.environment("enter('dualtune.data.tokenizer.Tokenizer.decode', 4, send('SIGTERM'))")
+    env = box.environment("enter('dualtune.data.tokens.tokenizer.Tokenizer.decode', 4, send('SIGTERM'))")
     model = box.settings["model.name"]
     args = ["generate", model, "--platform", box.platform, "--prompt", "1", "--raw", "--max-tokens", 10**6]
     result = python("-m", "dualtune.cli.main", *args, env=env)

@@ -26,21 +26,21 @@ import safetensors
 import safetensors.numpy
 from readers_data import DATA_SEEDS, read_data
 
-from dualtune.adapter.diff import diff_adapters
-from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.files import read_safetensors
-from dualtune.adapter.inspect import inspect_adapter, render_report
-from dualtune.adapter.manifest import read_manifest
-from dualtune.adapter.repair import import_adapter
+from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.formats.manifest import read_manifest
+from dualtune.adapter.importing.repair import import_adapter
+from dualtune.adapter.inspection.diff import diff_adapters
+from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.base_model import find_weights, fingerprint, resolve_model, staged
 from dualtune.config import load_config, parse_config, to_yaml
-from dualtune.disk import json_bytes, listing
+from dualtune.io.disk import json_bytes, listing
+from dualtune.io.untrusted import read_safetensors
 from dualtune.testing.tiny_models import write_tiny_llama
-from dualtune.train import checkpoint
-from dualtune.train.metrics import History, last_rows, read_rows
-from dualtune.transfer import manifest
-from dualtune.transfer.recorded import recorded_in
+from dualtune.train.state import checkpoint
+from dualtune.train.state.metrics import History, last_rows, read_rows
+from dualtune.transfer.bundles import manifest
+from dualtune.verify.recorded import recorded_in
 
 Files = dict[str, bytes]
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v1"

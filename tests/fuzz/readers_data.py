@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from dualtune.data.readers import open_source
-from dualtune.data.rows import BadRow
+from dualtune.data.sources.readers import open_source
+from dualtune.data.sources.rows import BadRow
 
 ROWS = [{"prompt": f"{i} é \U0001f999", "completion": [{"a": "x", "b": i / 3}], "n": None} for i in range(20)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from dualtune.data.rows import RowError
-from dualtune.data.template import ChatTemplate
-from dualtune.data.template_builtins import _FILTERS
+from dualtune.data.chat.template import ChatTemplate
+from dualtune.data.chat.template_builtins import _FILTERS
+from dualtune.data.sources.rows import RowError
 from dualtune.errors import DataError
 
 TEMPLATES = Path(__file__).parents[1] / "golden" / "templates"

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer  # dualtune imports it late, and it is large
 
-from dualtune.data import tokenizer
+from dualtune.data.tokens import tokenizer
 
 assert AutoTokenizer
 CACHE = tempfile.mkdtemp(prefix="dualtune-fuzz-")  # verdicts on tokenizers are kept

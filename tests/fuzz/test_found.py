@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from dualtune.adapter.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.files import read_json, read_safetensors
-from dualtune.adapter.repair import import_adapter
+from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.importing.repair import import_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.base_model import fingerprint, resolve_model
 from dualtune.config import parse_config
 from dualtune.errors import ConfigError, FormatError
+from dualtune.io.untrusted import read_json, read_safetensors
 from dualtune.memory.shapes import UnknownShape, decoder_of
-from dualtune.platform.places import missing_files
+from dualtune.preflight.storage import missing_files
 from dualtune.testing.tiny_models import write_tiny_llama
-from dualtune.train import checkpoint
-from dualtune.train.listing import list_runs
-from dualtune.train.metrics import read_rows
+from dualtune.train.state import checkpoint
+from dualtune.train.state.listing import list_runs
+from dualtune.train.state.metrics import read_rows
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
 

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from dualtune.backend import IGNORE_INDEX, Batch
 from dualtune.config import Config
+from dualtune.evaluate.inference import load_model
 from dualtune.testing.oracles import llama_oracle
-from dualtune.train.inference import load_model
 from dualtune.train.run import run
 
 pytestmark = pytest.mark.interop

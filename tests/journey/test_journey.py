@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.testing.tolerances import RESUMED_LOSS
 
 pytestmark = pytest.mark.journey

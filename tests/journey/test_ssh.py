@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from dualtune.errors import ConfigError, DiskError, EnvironmentFault
-from dualtune.transfer.places import target
+from dualtune.transfer.remotes import target
 
 MORE = pytest.mark.journey
 CHUNK = 256 << 10  # of a file of up to 64 MiB

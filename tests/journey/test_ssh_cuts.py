@@ -11,7 +11,7 @@ import time
 import pytest
 
 from dualtune.errors import EnvironmentFault
-from dualtune.transfer.places.patience import Patience
+from dualtune.transfer.remotes.patience import Patience
 
 MORE = pytest.mark.journey
 CHUNK = 256 << 10  # of a file of up to 64 MiB
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from dualtune import interrupt
 from dualtune.transfer.places import target
-from dualtune.transfer.places.patience import Patience
+from dualtune.transfer.remotes.patience import Patience
 with interrupt.handled():
     target.parse("cluster:runs/a.tar").push(Path(sys.argv[1]), patience=Patience())
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.config import parse_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "laptop_to_cluster.md").read_text(encoding="utf-8")

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from dualtune.config import parse_config
-from dualtune.data.batches import padded as padded_row
+from dualtune.data.batching.batches import padded as padded_row
 from dualtune.errors import ConfigError
+from dualtune.evaluate.evaluation import layout_of
 from dualtune.memory import estimate as module
 from dualtune.memory.ask import num_trained, padded
 from dualtune.memory.estimate import Ask, ask_of, estimate, longest_that_fits
 from dualtune.memory.shapes import KNOWN, decoder_of
-from dualtune.train.evaluation import layout_of
 
 MISTRAL = decoder_of(KNOWN["mistralai/Mistral-7B-Instruct-v0.3"])
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -9,7 +9,7 @@ import pytest
 
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
-from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.batching.batches import Layout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of

@@ -16,7 +16,7 @@ from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, norm_of, random_adapter
 from dualtune.testing.tiny_models import random_batch
 from dualtune.train.run import run
-from dualtune.transfer.verify import verify
+from dualtune.verify.verify import verify
 
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")

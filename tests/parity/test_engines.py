@@ -10,14 +10,14 @@ import pytest
 from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
+from dualtune.evaluate.inference import load_model
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.oracles import llama_oracle, loss_of
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
-from dualtune.train.inference import load_model
-from dualtune.train.metrics import read_rows
 from dualtune.train.run import run
+from dualtune.train.state.metrics import read_rows
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.directory import read_adapter, write_adapter
+from dualtune.adapter.formats.directory import read_adapter, write_adapter
 from dualtune.adapter.spec import modules_of, parse_name
 from dualtune.config import Config
 from dualtune.errors import FormatError
+from dualtune.evaluate.inference import load_model
 from dualtune.testing import tolerances
-from dualtune.train.inference import load_model
 from dualtune.train.run import run
 
 torch = pytest.importorskip("torch")

@@ -9,13 +9,13 @@ import pytest
 
 from dualtune.adapter.spec import LoraSpec, init_adapter
 from dualtune.backend import LoadRequest
-from dualtune.data.order import Order
+from dualtune.data.batching.order import Order
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import random_batch
-from dualtune.train.metrics import read_rows
 from dualtune.train.run import run
+from dualtune.train.state.metrics import read_rows
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

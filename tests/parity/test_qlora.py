@@ -13,8 +13,8 @@ from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, assert_equal, gradient, norm_of, random_adapter
-from dualtune.train.metrics import read_rows
 from dualtune.train.run import run
+from dualtune.train.state.metrics import read_rows
 
 torch = pytest.importorskip("torch")
 bnb = pytest.importorskip("bitsandbytes")

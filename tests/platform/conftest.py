@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dualtune.config.examples import example_path
-from dualtune.platform.config_check import Report, check_config
+from dualtune.preflight.config_check import Report, check_config
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 MIB = 2**20

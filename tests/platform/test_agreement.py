@@ -12,10 +12,10 @@ from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machine import GB, GIB
 from dualtune.platform.machines import MACHINES, named
-from dualtune.platform.recommend import qlora
-from dualtune.platform.start import start_of
-from dualtune.platform.thresholds import CUDA_CONFIGS, SEVEN_B, device_of
-from dualtune.platform.verdict import judge
+from dualtune.preflight.recommend import qlora
+from dualtune.preflight.start import start_of
+from dualtune.preflight.thresholds import CUDA_CONFIGS, SEVEN_B, device_of
+from dualtune.preflight.verdict import judge
 
 
 def card(gb: float, free_gb: float | None = None):

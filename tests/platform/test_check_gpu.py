@@ -120,7 +120,7 @@ def test_no_framework_is_imported(python):
         "try: main()\nexcept SystemExit: print('\\n', *sys.modules)"
     )
     loaded = set(python("-c", code).stdout.splitlines()[-1].split())
-    assert "dualtune.platform.verdict" in loaded
+    assert "dualtune.preflight.verdict" in loaded
     assert not FRAMEWORKS & loaded
 
 
@@ -137,7 +137,7 @@ def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, mo
         def devices(self):
             raise RuntimeError("CUDA error: no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr("dualtune.platform.probe.open_backend", lambda choice: Broken())
+    monkeypatch.setattr("dualtune.preflight.probe.open_backend", lambda choice: Broken())
     monkeypatch.setattr("dualtune.platform.detect.detect", lambda: MACHINES["h100-80"])
     result = dualtune_main("check-gpu", "--probe", "--require-memory", "1GB", "--json")
     row = json.loads(result.stdout)["checks"][-1]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
-from dualtune.platform.config_check import check_config
+from dualtune.preflight.config_check import check_config
 from dualtune.testing.tiny_models import write_tiny_gpt2
 
 DATA = Path(__file__).parents[2] / "dualtune" / "demo" / "data" / "train.jsonl"

@@ -10,8 +10,8 @@ from dualtune.config.examples import example_path
 from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
-from dualtune.platform.config_memory import Memory, memory_row
 from dualtune.platform.machines import named
+from dualtune.preflight.config_memory import Memory, memory_row
 
 # machine, changes of the H100 config -> the settings that are named
 CASES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dualtune.config.examples import example_path
-from dualtune.platform.config_check import Report
+from dualtune.preflight.config_check import Report
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 

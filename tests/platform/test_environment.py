@@ -12,11 +12,12 @@ from packaging.requirements import Requirement
 
 from dualtune.card import card_of
 from dualtune.checks import Check, exit_code
-from dualtune.platform import environment, places
-from dualtune.platform.environment import TARGETS, check_environment, cuda_checks, metal_checks, suited_target
 from dualtune.platform.machine import GIB, Gpu, Surroundings
 from dualtune.platform.machines import named
-from dualtune.platform.requirements import at_least, least_python, package_checks, requirements
+from dualtune.preflight import environment
+from dualtune.preflight import storage as places
+from dualtune.preflight.environment import TARGETS, check_environment, cuda_checks, metal_checks, suited_target
+from dualtune.preflight.requirements import at_least, least_python, package_checks, requirements
 
 H100, M4 = named("h100-80"), named("m4-32")
 
@@ -384,7 +385,7 @@ def test_a_broken_config_ends_with_2(home, dualtune_main):
 
 
 def test_the_choices_of_the_command_are_the_targets():
-    from dualtune.cli.check_env import KINDS
+    from dualtune.cli.preflight.check_env import KINDS
 
     assert set(KINDS) == {"auto", *TARGETS}
 
@@ -396,5 +397,5 @@ def test_it_imports_no_framework(python, home):
         "from dualtune.cli.main import main; main()"
     )
     imported = set(python("-c", code).stderr.split())
-    assert "dualtune.platform.environment" in imported
+    assert "dualtune.preflight.environment" in imported
     assert not {"torch", "mlx", "transformers"} & imported

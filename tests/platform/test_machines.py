@@ -14,7 +14,7 @@ from dualtune.errors import ConfigError
 from dualtune.platform.budget import budget
 from dualtune.platform.machine import GIB, Surroundings
 from dualtune.platform.machines import MACHINES, named
-from dualtune.platform.verdict import judge
+from dualtune.preflight.verdict import judge
 
 H100, RTX24, RTX16 = "training_config_h100.yaml", "rtx_24gb.yaml", "rtx_16gb.yaml"
 MAC, CPU, CHAT = "training_config_m4.yaml", "cpu_smoke.yaml", "lora_chat.yaml"
@@ -133,7 +133,7 @@ def test_what_is_wrong_with_a_machine_is_a_row_with_what_mends_it(machine, label
 def test_the_largest_model_fits_and_the_next_longer_document_does_not():
     from dualtune.memory.estimate import estimate
     from dualtune.memory.shapes import KNOWN, decoder_of
-    from dualtune.platform.recommend import qlora
+    from dualtune.preflight.recommend import qlora
 
     for name in ("rtx-4090-24", "m4-24"):
         machine = named(name)

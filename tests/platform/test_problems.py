@@ -6,7 +6,7 @@ import pytest
 
 from dualtune.platform.machine import Surroundings
 from dualtune.platform.machines import named
-from dualtune.platform.problems import PROBLEMS, problems
+from dualtune.preflight.problems import PROBLEMS, problems
 from dualtune_mlx import checks as mlx
 from dualtune_torch import checks as torch
 

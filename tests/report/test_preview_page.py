@@ -11,9 +11,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dualtune.data.samples import Sample
-from dualtune.data.survey import Bar, Lengths, ShownToken, SourceNumbers, Survey
-from dualtune.data.turns import Part, Turn
+from dualtune.data.preview.samples import Sample
+from dualtune.data.preview.survey import Bar, Lengths, ShownToken, SourceNumbers, Survey
+from dualtune.data.preview.turns import Part, Turn
 from dualtune.report.preview_page import FOLDED, Page, preview_page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\" ' & </style> \x1b[31m"

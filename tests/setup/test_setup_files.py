@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from dualtune.cli.main import cli
 from dualtune.config import Config
-from dualtune.platform import environment, problems, thresholds
+from dualtune.preflight import environment, problems, thresholds
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("setup_m4.sh", "scripts/setup_cuda.sh", "scripts/setup_common.sh")

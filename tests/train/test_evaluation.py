@@ -3,9 +3,9 @@
 import numpy as np
 
 from dualtune.backend import LossSum
-from dualtune.data.batches import Layout
+from dualtune.data.batching.batches import Layout
 from dualtune.data.documents import in_memory
-from dualtune.train.evaluation import evaluate
+from dualtune.evaluate.evaluation import evaluate
 
 
 class Engine:

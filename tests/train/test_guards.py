@@ -8,9 +8,9 @@ from safetensors.numpy import load_file
 
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
 from dualtune.hooks import EvalRecord, Hook, StepRecord
-from dualtune.train import checkpoint
-from dualtune.train.guards import WINDOW, Guards, robust_z
-from dualtune.train.listing import list_checkpoints
+from dualtune.train.health.guards import WINDOW, Guards, robust_z
+from dualtune.train.state import checkpoint
+from dualtune.train.state.listing import list_checkpoints
 
 NOISY = [2.0 + 0.1 * math.sin(7 * i) for i in range(40)]
 

@@ -9,8 +9,8 @@ from dualtune.config.schema import Config
 from dualtune.errors import ConfigError
 from dualtune.hooks import Hook
 from dualtune.testing.tolerances import RESUMED_LOSS
-from dualtune.train.resume import RULES
 from dualtune.train.run import run
+from dualtune.train.state.resume import RULES
 
 RUN = {"train__steps": 12, "data__eval": 0.25, "run__save_every": 2, "run__eval_every": 3, "adapter__dropout": 0.3,
        "train__learning_rate": 1e-3, "train__micro_batch_tokens": 64}  # fmt: skip
@@ -142,7 +142,7 @@ def test_every_key_has_a_rule():
 def test_documents_in_another_order_are_refused(lab, begun, monkeypatch):
     """As they would be if another NumPy drew another permutation from the same seed."""
     begun()
-    from dualtune.data.order import Order
+    from dualtune.data.batching.order import Order
 
     step = Order.step
     monkeypatch.setattr(Order, "step", lambda self, index: step(self, index + 1))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.config import load_config
-from dualtune.data.batches import Layout, micro_batches
+from dualtune.data.batching.batches import Layout, micro_batches
 from dualtune.data.documents import Data
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, NonFiniteError
 from dualtune.hooks import Hook
 from dualtune.testing.oracles import llama_oracle, loss_of, softmax_oracle

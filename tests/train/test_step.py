@@ -13,20 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.bench.measure import bench
 from dualtune.errors import ConfigError, DataError, FormatError, Preempted
+from dualtune.evaluate.evaluation import evaluate
 from dualtune.hooks import Event, Hook
 from dualtune.testing.numpy_engine import NumpyEngine
-from dualtune.train import checkpoint
-from dualtune.train.bench import bench
-from dualtune.train.evaluation import evaluate
 from dualtune.train.policies import POLICIES
 from dualtune.train.prepare import prepare
 from dualtune.train.run import execute, load_engine
-from dualtune.train.run_dir import open_run
 from dualtune.train.schedule import learning_rate
+from dualtune.train.state import checkpoint
+from dualtune.train.state.run_dir import open_run
 from dualtune.train.step import Ordinary, Outcome, PolicyState, TrainingStep
-from dualtune.transfer.bundle import unpack
-from dualtune.transfer.pack import pack
+from dualtune.transfer.bundles.bundle import unpack
+from dualtune.transfer.bundles.pack import pack
 
 _spec = importlib.util.spec_from_file_location("toy_policies", Path(__file__).with_name("toy_policies.py"))
 toys = importlib.util.module_from_spec(_spec)

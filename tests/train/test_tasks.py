@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from dualtune.data.formats import Example, Message
+from dualtune.data.chat.formats import Example, Message
 from dualtune.errors import DataError
-from dualtune.train import tasks
-from dualtune.train.inference import Answer
-from dualtune.train.tasks import TASKS, Answers, check_answers
+from dualtune.evaluate import tasks
+from dualtune.evaluate.inference import Answer
+from dualtune.evaluate.tasks import TASKS, Answers, check_answers
 
 GSM8K = re.compile(TASKS["gsm8k"])
 

@@ -5,16 +5,16 @@ import shutil
 
 import pytest
 
-from dualtune.adapter.chat_template import TEMPLATE_FILE
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.errors import ConfigError
+from dualtune.evaluate.inference import load_model
 from dualtune.hooks import Hook
-from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
 from dualtune.train.run import run
-from dualtune.transfer.bundle import inspect, unpack
-from dualtune.transfer.pack import pack
-from dualtune.transfer.places.card import card
+from dualtune.transfer.bundles.bundle import inspect, unpack
+from dualtune.transfer.bundles.pack import pack
+from dualtune.transfer.remotes.model_card import card
 
 TOOLS = (
     "TOOLS{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

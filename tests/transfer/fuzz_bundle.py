@@ -26,8 +26,8 @@ import time
 from pathlib import Path
 
 from dualtune.errors import FormatError
-from dualtune.transfer import archive
-from dualtune.transfer.bundle import unpack
+from dualtune.transfer.bundles import archive
+from dualtune.transfer.bundles.bundle import unpack
 
 MAX_MEMORY_BYTES = 64 << 20
 NAMES = [
@@ -41,9 +41,9 @@ TRAPS = [b"\x80\x04.", b"PK\x03\x04", b"#!/bin/sh", b'{"auto_map": {}}', b"\x7fE
 
 def seeds() -> list[bytes]:
     """A bundle of an adapter and one of a checkpoint, made by another process so that its memory is not counted."""
-    from dualtune.adapter.directory import Adapter, write_adapter
+    from dualtune.adapter.formats.directory import Adapter, write_adapter
     from dualtune.adapter.spec import LoraSpec, init_adapter
-    from dualtune.transfer.pack import pack
+    from dualtune.transfer.bundles.pack import pack
 
     golden = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
     with tempfile.TemporaryDirectory() as name:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.errors import FormatError
-from dualtune.transfer import archive, manifest, names
-from dualtune.transfer.content import FORBIDDEN_KEYS, Content
+from dualtune.transfer.bundles import archive, manifest, names
+from dualtune.transfer.bundles.content import FORBIDDEN_KEYS, Content
 
 FUZZ = Path(__file__).with_name("fuzz_bundle.py")
 MAX_MEMORY_KIB = 64 << 10

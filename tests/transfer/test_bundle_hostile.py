@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from dualtune.errors import FormatError
-from dualtune.transfer.bundle import inspect, unpack
-from dualtune.transfer.pack import pack
+from dualtune.transfer.bundles.bundle import inspect, unpack
+from dualtune.transfer.bundles.pack import pack
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
 WEIGHTS = "checkpoints/step-{:08d}/adapter.safetensors"

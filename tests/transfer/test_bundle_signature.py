@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from dualtune.adapter.directory import Adapter, write_adapter
+from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import LoraSpec, init_adapter
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen (OpenSSH's client)")

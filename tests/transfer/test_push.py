@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.train.run import run
-from dualtune.transfer.bundle import inspect
-from dualtune.transfer.pack import pack
-from dualtune.transfer.places import chunks, store, target
-from dualtune.transfer.places.chunks import Chunks, chunk_bytes, chunks_of, missing
-from dualtune.transfer.places.directory import DirectoryStore
-from dualtune.transfer.places.patience import Patience
-from dualtune.transfer.places.ssh import SshStore
+from dualtune.transfer.bundles.bundle import inspect
+from dualtune.transfer.bundles.pack import pack
+from dualtune.transfer.remotes import chunks, store, target
+from dualtune.transfer.remotes.chunks import Chunks, chunk_bytes, chunks_of, missing
+from dualtune.transfer.remotes.directory import DirectoryStore
+from dualtune.transfer.remotes.patience import Patience
+from dualtune.transfer.remotes.ssh import SshStore
 
 NUMPY = ("--platform", "numpy")
 
@@ -269,13 +269,13 @@ def test_a_cut_copy_to_a_directory_goes_on_with_what_is_missing(tmp_path, monkey
             written.append(piece)
             yield piece
 
-    monkeypatch.setattr("dualtune.transfer.places.directory.pieces_of", full_after_three)
+    monkeypatch.setattr("dualtune.transfer.remotes.directory.pieces_of", full_after_three)
     with pytest.raises(DiskError, match=r"share/a.tar: cannot be written: No space left on device"):
         goal.push(file, patience=Patience())
     assert [path.name.startswith(".a.tar.part-") for path in (tmp_path / "share").iterdir()] == [True]
     runs = []
     monkeypatch.setattr(
-        "dualtune.transfer.places.directory.pieces_of", lambda *args: (runs.append(args[2]), pieces_of(*args))[1]
+        "dualtune.transfer.remotes.directory.pieces_of", lambda *args: (runs.append(args[2]), pieces_of(*args))[1]
     )
     assert goal.push(file, patience=Patience()) is True
     assert runs == [range(3, 6)]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.adapter.directory import read_adapter
+from dualtune.adapter.formats.directory import read_adapter
 from dualtune.testing.oracles import llama_oracle
 from dualtune.testing.tiny_models import random_batch
 

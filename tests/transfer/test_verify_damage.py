@@ -10,8 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from dualtune.adapter.spec import modules_of, tensor_name
 from dualtune.errors import FormatError
-from dualtune.transfer.verdict import within
-from dualtune.transfer.verify import verify
+from dualtune.verify.verdict import within
+from dualtune.verify.verify import verify
 
 MODULE = "model.layers.1.self_attn.v_proj"
 A, B = tensor_name(MODULE, "A"), tensor_name(MODULE, "B")

@@ -9,7 +9,7 @@ from dualtune.backend import DeviceInfo
 from dualtune.config import load_config
 from dualtune.config.examples import example_path
 from dualtune.data.documents import Data
-from dualtune.data.tokenizer import Tokenizer
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import Budget

@@ -11,7 +11,7 @@ from dualtune.config.problem import KeyPath, dotted
 from dualtune.config.reader import Document
 from dualtune.config.words import show
 from dualtune.errors import ConfigError
-from dualtune.redaction import redact
+from dualtune.text.redaction import redact
 
 Settings = dict[str, Any]  # our key, such as "adapter.rank" -> its value, or a Note
 

@@ -18,7 +18,7 @@ from dualtune.config.load import read_text
 from dualtune.config.reader import BadYaml, Document, read_yaml
 from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
-from dualtune.redaction import redact
+from dualtune.text.redaction import redact
 
 TRAINERS: dict[str, ModuleType] = {"axolotl": axolotl, "mlx-lm": mlx_lm}
 _MLX_LM_KEYS = {"data", "hf_dataset", "iters", "lora_parameters", "num_layers", "fine_tune_type", "adapter_path"}

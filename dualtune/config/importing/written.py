@@ -11,7 +11,7 @@ from dualtune.config.load import MAPPING, load_config, parse_config
 from dualtune.config.render import entry
 from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
-from dualtune.escape import one_line
+from dualtune.text.escape import one_line
 
 
 def to_text(imported: Imported) -> str:

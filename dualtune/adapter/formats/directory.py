@@ -1,0 +1,226 @@
+"""The adapter directory: one adapter in the files of PEFT, of mlx-lm, or (dual) of both.
+
+    adapter_config.json         the keys of PEFT and of mlx-lm, side by side: each tool ignores the other's
+    adapter_model.safetensors   PEFT's names and orientation; canonical
+    adapters.safetensors        mlx-lm's; contiguous transposes of the same numbers
+    chat_template.jinja         the chat template of the training, if it had one
+    dualtune.json               ours: schema version, size and sha256 of each other file, metadata
+
+A directory is written whole or not at all. What is read is checked against dualtune.json where there is one, and both
+weight files against each other where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.numpy
+
+from dualtune.adapter.formats import canonical, mlx_lm, peft
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, read_template, recorded_hash
+from dualtune.adapter.formats.containers import INDEX_FILE, NPZ_FILE
+from dualtune.adapter.formats.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
+from dualtune.adapter.spec import LoraSpec, Tensors, modules_of
+from dualtune.errors import ConfigError, FormatError, NonFiniteError
+from dualtune.io.disk import json_bytes, write_directory
+from dualtune.io.untrusted import read_json, read_safetensors
+
+CONFIG_FILE = peft.CONFIG_FILE
+FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # without dualtune.json, which lists them
+LAYOUTS = ("dual", "peft", "mlx")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+MAX_CONFIG_BYTES = 1 << 20
+SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files that are said to hold the same adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter in canonical form: PEFT names -> float32, lora_A [r, in], lora_B [out, r], one rank for all."""
+
+    spec: LoraSpec
+    tensors: Tensors
+    base_model: str | None = None
+    layout: str = "dual"  # dual | peft | mlx: where it was read from
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
+    notes: tuple[str, ...] = ()  # what was converted on reading
+    template: str | None = None  # the source of the chat template of its training, where the directory has it
+    fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.adapter.formats.gpt2`
+
+    @property
+    def template_hash(self) -> str | None:
+        """Of the chat template of its training; "none" where it had none, None where that is not recorded."""
+        return recorded_hash(self.template, self.metadata)
+
+
+class Contents(NamedTuple):
+    """A directory that looks like an adapter. Only dualtune.json is read yet: its hashes come before anything else."""
+
+    directory: Path
+    layout: str
+    manifest: dict[str, Any] | None
+
+
+def read_adapter(path: str | os.PathLike[str]) -> Adapter:
+    """The adapter of a directory in any of the three layouts, converted exactly, or FormatError."""
+    contents = open_directory(path)
+    if contents.manifest is not None:
+        _refuse(contents, integrity_problems(contents.directory, contents.manifest, FILES))
+    adapter = load(contents)
+    _refuse(contents, canonical.value_problems(adapter.tensors))
+    if contents.layout == "dual" and contents.manifest is None:
+        _refuse(contents, agreement_problems(contents, adapter))
+    return adapter
+
+
+def write_adapter(
+    path: str | os.PathLike[str], adapter: Adapter, *, layout: str = "dual", metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a new adapter directory, whole or not at all.
+
+    `metadata` goes into dualtune.json; by default what the adapter was read with is kept. Raises ConfigError for a
+    path that is taken, DiskError if it cannot be written, NonFiniteError and FormatError for an adapter not worth it.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
+    target = Path(path).resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it.")
+    write_directory(target, render(adapter, layout, adapter.metadata if metadata is None else metadata))
+
+
+def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+    """The content of each file of the directory, dualtune.json last."""
+    spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
+    for module, pair in pairs.items():
+        canonical.check_rank(module, pair, spec.rank, "adapter")
+    canonical.check_beside(spec.trained, beside := canonical.beside_pairs(adapter.tensors), pairs, "adapter")
+    tensors, turned = canonical.to_tensors(pairs) | beside, adapter.fan_in_fan_out
+    if layout != "mlx":  # mlx-lm's scale is any number, PEFT's lora_alpha an integer
+        spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
+        notes += folded
+    _check_values(tensors)
+    modules, config, files = modules_of(tensors), dict[str, Any](), dict[str, bytes]()
+    if layout != "mlx":
+        config |= peft.peft_config(spec, modules, adapter.base_model, fan_in_fan_out=turned)
+        files[peft.WEIGHTS_FILE] = _safetensors(tensors, "pt")
+    if layout != "peft":
+        config |= mlx_lm.mlx_config(spec, modules, fan_in_fan_out=turned)
+        files[mlx_lm.WEIGHTS_FILE] = _safetensors(
+            mlx_lm.mlx_tensors(tensors, spec.method, fan_in_fan_out=turned), "mlx"
+        )
+    if layout == "mlx" and adapter.base_model is not None:
+        config["model"] = adapter.base_model  # the key under which mlx-lm's trainer keeps it
+    files[CONFIG_FILE] = json_bytes(config)
+    if adapter.template is not None:
+        files[TEMPLATE_FILE] = adapter.template.encode()
+    files[MANIFEST_FILE] = json_bytes(make_manifest(files, notes, {**metadata, "adapter": _kind(spec)}))
+    return files
+
+
+def adapter_directory(path: str | os.PathLike[str]) -> Path:
+    """The directory of an adapter: the one that is named, or the adapter in it where it is that of a run."""
+    named = Path(path)
+    result = named / "adapter"
+    return result if not (named / CONFIG_FILE).exists() and (result / CONFIG_FILE).is_file() else named
+
+
+def open_directory(path: str | os.PathLike[str]) -> Contents:
+    """What lies there, or FormatError with a list of what does. Of a run directory, its adapter."""
+    directory = adapter_directory(path)
+    try:
+        found = sorted(entry.name for entry in directory.iterdir())
+    except OSError as error:
+        raise FormatError(
+            f"{directory}: {error.strerror}. An adapter is a directory with {CONFIG_FILE} and its weights."
+        ) from None
+    has_peft, has_mlx = (directory / peft.WEIGHTS_FILE).is_file(), (directory / mlx_lm.WEIGHTS_FILE).is_file()
+    if not (has_peft or has_mlx):
+        raise FormatError(_nothing_found(directory, found))
+    if CONFIG_FILE not in found:
+        raise FormatError(f"{directory}: {CONFIG_FILE} is missing: without it the scale of the adapter is unknown")
+    layout = "dual" if has_peft and has_mlx else "peft" if has_peft else "mlx"
+    return Contents(directory, layout, read_manifest(directory))
+
+
+def load(contents: Contents) -> Adapter:
+    """The adapter of the directory; of PEFT's file where there are two. Values are not looked at."""
+    layout = "mlx" if contents.layout == "mlx" else "peft"
+    parts = _parse(contents, layout)
+    return Adapter(
+        _with_scaling(parts.spec, contents), parts.tensors, parts.base_model, contents.layout, contents.manifest or {},
+        parts.notes, read_template(contents.directory), parts.fan_in_fan_out,
+    )  # fmt: skip
+
+
+def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
+    """Where mlx-lm's file of a dual directory computes another function than the adapter, read from PEFT's."""
+    other = _parse(contents, "mlx")
+    ours = canonical.to_pairs(adapter.tensors, contents.directory / peft.WEIGHTS_FILE)
+    theirs = canonical.to_pairs(other.tensors, contents.directory / mlx_lm.WEIGHTS_FILE)
+    problems = [f"{module} is adapted in one weight file only" for module in sorted(ours.keys() ^ theirs.keys())]
+    for module in sorted(ours.keys() & theirs.keys()):
+        if ours[module].delta_shape != theirs[module].delta_shape:
+            problems.append(f"{module}: the weight files adapt matrices of different shapes")
+            continue
+        distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
+        if distance > SAME_FUNCTION:
+            problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
+    beside = [canonical.beside_pairs(tensors) for tensors in (adapter.tensors, other.tensors)]
+    if canonical.beside_distance(*beside) > SAME_FUNCTION:
+        problems.append(f"the two weight files differ in what {adapter.spec.trained.title} trains beside A and B")
+    return problems
+
+
+def _kind(spec: LoraSpec) -> dict[str, str]:
+    """What dualtune.json says of the method; mlx-lm's config has no place for the scaling."""
+    return {"method": spec.method, "scaling": spec.scaling}
+
+
+def _with_scaling(spec: LoraSpec, contents: Contents) -> LoraSpec:
+    """The spec of an mlx-lm directory of ours, whose config has the scale alone, with the alpha that made it."""
+    kind = (contents.manifest or {}).get("adapter")
+    if contents.layout != "mlx" or kind != {"method": spec.method, "scaling": "rank_stabilized"}:
+        return spec
+    return canonical.rescaled(spec, "rank_stabilized")
+
+
+def _parse(contents: Contents, layout: str) -> canonical.Parts:
+    name, read = (peft.WEIGHTS_FILE, peft.read_peft) if layout == "peft" else (mlx_lm.WEIGHTS_FILE, mlx_lm.read_mlx)
+    config = read_json(contents.directory / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
+    return read(config, read_safetensors(contents.directory / name), contents.directory)
+
+
+def _nothing_found(directory: Path, found: list[str]) -> str:
+    if pickles := [name for name in found if name.endswith(PICKLE_SUFFIXES)]:
+        return (
+            f"{directory}: {pickles[0]!r} is a pickle, which can run code when it is opened. If you trust it, load it "
+            f"with PEFT and save it as {peft.WEIGHTS_FILE}: model.save_pretrained(path, safe_serialization=True)."
+        )
+    if others := {INDEX_FILE, NPZ_FILE} & {*found}:
+        return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
+    if (directory / "checkpoints").is_dir():
+        return f"{directory}: is a run directory without an adapter: it is written when the run comes to its end"
+    listing = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
+    return f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}, but {listing or 'nothing at all'}"
+
+
+def _refuse(contents: Contents, problems: list[str]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise FormatError(f"{contents.directory}: {'; '.join(problems[:3])}{more}")
+
+
+def _check_values(tensors: Tensors) -> None:
+    if names := canonical.non_finite(tensors):
+        raise NonFiniteError(f"adapter: {names[0]} holds NaN or Inf; nothing is written. Use an earlier checkpoint.")
+    if modules := canonical.zero_filled(tensors):
+        raise FormatError(f"adapter: {modules[0]} is filled with zeros, B and A alike; nothing is written")
+
+
+def _safetensors(tensors: Tensors, framework: str) -> bytes:
+    """`format` is what transformers and PEFT look for in the header."""
+    return safetensors.numpy.save(tensors, metadata={"format": framework})

@@ -1,0 +1,165 @@
+"""mlx-lm's adapter directory <-> the canonical adapter.
+
+mlx-lm (`mlx_lm/tuner/lora.py`, 0.32) computes y = W x + scale · (x A) B with `<module>.lora_a` [in, r] and `.lora_b`
+[r, out]: both are transposes of ours, and `scale` multiplies directly, where PEFT divides alpha by the rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.adapter.formats import gpt2
+from dualtune.adapter.formats.canonical import (
+    PAIR,
+    Pairs,
+    Parts,
+    alpha_of,
+    beside_pairs,
+    check_beside,
+    check_rank,
+    pair_up,
+    to_pairs,
+    to_tensors,
+)
+from dualtune.adapter.layers import exact_targets, place_of, short_targets
+from dualtune.adapter.methods import METHODS
+from dualtune.adapter.methods.method import Method
+from dualtune.adapter.spec import LoraSpec, Tensors, tensor_name
+from dualtune.errors import FormatError
+from dualtune.io import fields
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapters.safetensors"
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+# mlx-lm names the two matrices of an adapted embedding as those of a linear layer; only the module tells them apart.
+_EMBEDDING = re.compile(r"(.*\.)?(embed\w*|wte|wpe|tok_embeddings|word_embeddings)")
+
+
+def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Parts:
+    """The canonical adapter of a parsed adapter_config.json and the tensors of adapters.safetensors."""
+    where = directory / CONFIG_FILE
+    method = _method(config.get("fine_tune_type", "lora"), where)
+    fields.required(config, "lora_parameters", where)
+    parameters, where_parameters = fields.subtable(config, "lora_parameters", where), f"{where}: lora_parameters"
+    if "scale" not in parameters and "alpha" in parameters:
+        raise FormatError(
+            f"{where_parameters}: scale: missing, and mlx-lm ignores 'alpha' "
+            f"({fields.shown(fields.text_of(parameters['alpha']))}). "
+            "If alpha / rank was meant, write that as scale."
+        )
+    rank = fields.rank(parameters, "rank", where_parameters)
+    scale = fields.positive(parameters, "scale", where_parameters)
+    keys = fields.texts(parameters, "keys", where_parameters)
+    keys = keys and [gpt2.canonical_name(key) for key in keys]
+    named, beside = _split(tensors, method, directory / WEIGHTS_FILE)
+    pairs = {gpt2.canonical_name(module): pair for module, pair in named.items()}
+    for module, pair in pairs.items():
+        check_rank(module, pair, rank, f"{directory / WEIGHTS_FILE} (transposed)")
+        if keys is not None and not _is_selected(module, keys):
+            raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by lora_parameters.keys")
+    check_beside(method, beside, pairs, directory / WEIGHTS_FILE)
+    spec = LoraSpec(
+        rank=rank,
+        alpha=alpha_of(scale, rank),
+        dropout=fields.probability(parameters, "dropout", where_parameters),
+        targets=_targets(pairs, keys),
+        method=method.name,
+    )
+    base_model = fields.name(config, "base_model_name_or_path", where) or fields.name(config, "model", where)
+    notes = ("lora_parameters.alpha is ignored, as mlx-lm does: scale counts",) if "alpha" in parameters else ()
+    return Parts(spec, to_tensors(pairs) | beside, base_model, notes, any(map(gpt2.is_mlx_name, named)))
+
+
+def mlx_config(spec: LoraSpec, modules: Collection[str], *, fan_in_fan_out: bool = False) -> dict[str, Any]:
+    """mlx-lm's keys of adapter_config.json.
+
+    `num_layers` counts from the end, so -1 (all of them) is the one value that is right without the model; `keys` are
+    always given because without them mlx-lm would wrap every linear layer.
+    """
+    targets = exact_targets(modules, spec.targets)
+    keys = dict.fromkeys(_key(module, targets) for module in sorted(modules))
+    return {
+        "fine_tune_type": spec.trained.mlx_type,
+        "num_layers": -1,
+        "lora_parameters": {
+            "rank": spec.rank,
+            "scale": spec.scale,
+            "dropout": spec.dropout,
+            "keys": [gpt2.mlx_name(key) for key in keys] if fan_in_fan_out else list(keys),
+        },
+    }
+
+
+def mlx_tensors(tensors: Tensors, method: str = "lora", *, fan_in_fan_out: bool = False) -> Tensors:
+    """The canonical tensors in mlx-lm's names and orientation.
+
+    Contiguous copies, because safetensors writes the buffer of a transposed view as it lies.
+    """
+    renamed: Tensors = {}
+    ends = {parameter.part: parameter.mlx for parameter in METHODS[method].parameters}
+    for module in to_pairs(tensors, "adapter"):
+        if _EXPERT.search(module):
+            raise FormatError(
+                f"adapter: {module}: mlx-lm stacks the experts of a layer in one tensor, so that it cannot load an "
+                "adapter of a single one. Write it with the layout peft."
+            )
+        name = gpt2.mlx_name(module) if fan_in_fan_out else module
+        for part, end in ends.items():
+            renamed[f"{name}.{end}"] = np.ascontiguousarray(tensors[tensor_name(module, part, method)].T, np.float32)
+    return renamed
+
+
+def _method(kind: object, where: Path) -> Method:
+    """The method of a fine_tune_type."""
+    known = {method.mlx_type: method for method in METHODS.values()}
+    if not isinstance(kind, str) or kind not in known:
+        reason = "others are no sum of a base and an update B A"
+        raise fields.wrong(where, "fine_tune_type", kind, f"{' or '.join(known)}: {reason}")
+    return known[kind]
+
+
+def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensors]:
+    """(the pairs as the file names them, what the method trains beside them by canonical name)."""
+    halves, beside = dict[tuple[str, str], np.ndarray](), Tensors()
+    parts = {parameter.mlx: parameter.part for parameter in method.parameters}
+    for name, tensor in tensors.items():
+        module, _, end = name.rpartition(".")
+        if not module or end not in parts:
+            kind = "DoRA's magnitude" if end == "m" else f"not part of a {method.title} adapter"
+            raise FormatError(f"{where}: tensor {name!r}: {kind}; only {' and '.join(parts)} can be converted")
+        if _EMBEDDING.fullmatch(module):
+            raise FormatError(f"{where}: tensor {name!r}: LoRA of an embedding cannot be converted")
+        # A stack of experts is no matrix: `pair_up` refuses it, and its orientation does not matter.
+        turned = tensor.T if tensor.ndim == 2 else tensor
+        if parts[end] in PAIR:
+            halves[module, parts[end]] = turned
+        else:
+            beside[tensor_name(gpt2.canonical_name(module), parts[end], method.name)] = turned
+    return pair_up(halves, where), beside_pairs(beside)
+
+
+def _is_selected(module: str, keys: Collection[str]) -> bool:
+    """mlx-lm's `linear_to_lora_layers`: a full path, or a name relative to each layer, exactly."""
+    place = place_of(module)
+    return module in keys or (place is not None and place.name in keys)
+
+
+def _key(module: str, targets: Collection[str]) -> str:
+    """The layer-relative name where the targets mean every layer, else the full path."""
+    place = place_of(module)
+    return module if place is None or module in targets else place.name
+
+
+def _targets(pairs: Pairs, keys: list[str] | None) -> tuple[str, ...]:
+    """Short names where whole layers are adapted, except where the keys list the layers one by one.
+
+    With `num_layers` (the last n) alone, layer 0 is adapted only if all of them are.
+    """
+    by_path = keys is not None and any(place_of(module) and module in keys for module in pairs)
+    return tuple(sorted(pairs)) if by_path else short_targets(pairs)

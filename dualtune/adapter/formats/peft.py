@@ -1,0 +1,249 @@
+"""PEFT's adapter directory <-> the canonical adapter.
+
+Tensor names and orientation are canonical already; the work is in the config. Every field of LoraConfig (peft 0.21,
+`peft/tuners/lora/config.py`) is in one of the two tables below, which a test compares with PEFT itself: what it does
+to the function is converted exactly or refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dualtune.adapter.formats import gpt2
+from dualtune.adapter.formats.canonical import (
+    PAIR,
+    Pairs,
+    Parts,
+    alpha_of,
+    beside_pairs,
+    check_beside,
+    check_rank,
+    pair_up,
+    to_tensors,
+    unify,
+)
+from dualtune.adapter.formats.patterns import full_match, matches_end
+from dualtune.adapter.layers import exact_targets, is_module_path, place_of, short_targets
+from dualtune.adapter.methods import METHODS, NOT_THERE
+from dualtune.adapter.methods.method import Method
+from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Scaling, Tensors, divisor, is_target, parse_name
+from dualtune.errors import FormatError
+from dualtune.io import fields
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_MATCHES = 1_000_000  # of patterns with modules: a minute
+
+REFUSED = {  # field, if set -> why there is no plain LoRA adapter of the same function
+    "alora_invocation_tokens": "aLoRA switches the adapter on in the middle of the text",
+    "arrow_config": "Arrow routes between several adapters",
+    "ensure_weight_tying": "the adapter of the embedding would be tied to that of the output layer",
+    "kasa_config": "KaSA truncates the base weight and adds a diagonal between A and B",
+    "layer_replication": "the layers of the base model are repeated",
+    "lora_bias": "lora_B has a bias",
+    "megatron_config": "the layers are Megatron's parallel ones",
+    "monteclora_config": "MonteCLoRA samples the weights",
+    "target_parameters": "stacked parameters (MoE experts) are adapted",
+    "trainable_token_indices": "rows of the embedding were trained next to the adapter",
+    "use_bdlora": "BD-LoRA stores block-diagonal matrices",
+    "use_qalora": "QA-LoRA averages groups of inputs first",
+    "velora_config": "VeLoRA replaces the gradient of A and stores its state with the tensors",
+    **NOT_THERE,
+}
+HANDLED = {
+    *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
+    *("rank_pattern", "alpha_pattern", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    # How the weights of the base lie. PEFT looks at the layer itself, and corrects the field where it is wrong.
+    "fan_in_fan_out",
+    *(key for method in METHODS.values() for key in method.peft_keys),
+    # Without effect on the function: labels, and what only matters with a method that is refused or at initialization.
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "megatron_core"),
+    *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+}
+MLX_KEYS = {"fine_tune_type", "num_layers", "lora_parameters", "optimizer_config"}  # beside PEFT's, in a dual directory
+# Initializations that leave the base weights alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract from them, so that
+# the adapter is right only beside the changed base; a name that PEFT 0.21 does not have may do the same.
+HARMLESS_INITS = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
+# How PEFT names the switches of its variants. One that is not in the tables comes from a newer PEFT.
+_VARIANT_SWITCH = re.compile(r"use_\w+|\w+_config")
+_FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
+    "lora_magnitude_vector": "DoRA's magnitude",
+    "lora_embedding_": "LoRA of an embedding",
+    "modules_to_save": "a module that was trained whole",
+    ".bias": "a bias that was trained",
+    "base_layer": "a copy of a base weight. Save again with save_embedding_layers=False if it was not resized",
+    "embed_tokens.weight": "a copy of the embedding. Save again with save_embedding_layers=False if it was not resized",
+    "": "not part of a LoRA adapter",
+}
+
+
+def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Parts:
+    """The canonical adapter of a parsed adapter_config.json and the tensors of adapter_model.safetensors."""
+    where = directory / CONFIG_FILE
+    notes = _check_config(config, where)
+    method, scaling = _method(config), _scaling(config)
+    pairs = _pairs(tensors, method, directory / WEIGHTS_FILE)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
+            raise FormatError(f"{where}: {key}: {count} patterns times modules, at most {MAX_MATCHES} are allowed")
+    for module in pairs:
+        if not _is_selected(module, config, where):
+            raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
+    ranks = {module: _rank(module, config, where) for module in pairs}
+    for module, pair in pairs.items():
+        check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
+    check_beside(method, beside := beside_pairs(tensors), pairs, directory / WEIGHTS_FILE)
+    scales = {module: _alpha(module, config, where) / divisor(rank, scaling) for module, rank in ranks.items()}
+
+    pairs, scale, conversions = unify(pairs, scales)
+    rank = max(ranks.values())
+    spec = LoraSpec(
+        rank=rank,
+        alpha=alpha_of(scale, rank, scaling),
+        dropout=fields.probability({"lora_dropout": 0.0, **config}, "lora_dropout", where),
+        targets=_targets(pairs, config, where),
+        scaling=scaling,
+        method=method.name,
+    )
+    base_model = fields.name(config, "base_model_name_or_path", where)
+    shapes = {module: pair.delta_shape for module, pair in pairs.items()}
+    turned = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
+    return Parts(spec, to_tensors(pairs) | beside, base_model, (*notes, *conversions), turned)
+
+
+def peft_config(
+    spec: LoraSpec, modules: Collection[str], base_model: str | None, *, fan_in_fan_out: bool = False
+) -> dict[str, Any]:
+    """The adapter_config.json of a canonical adapter whose alpha is an integer."""
+    assert spec.alpha == int(spec.alpha), spec
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": spec.rank,
+        "lora_alpha": int(spec.alpha),
+        "lora_dropout": spec.dropout,
+        "target_modules": list(exact_targets(modules, spec.targets)),
+        "bias": "none",
+        "fan_in_fan_out": fan_in_fan_out,
+        "use_rslora": spec.scaling == "rank_stabilized",
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        **spec.trained.peft_keys,
+    }
+
+
+def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
+    """Refuses what cannot be converted; notes the fields that nobody here knows."""
+    if (peft_type := fields.required(config, "peft_type", where)) != "LORA":
+        raise fields.wrong(where, "peft_type", peft_type, "LORA: other methods are no sum of a base and an update B A")
+    for key, reason in REFUSED.items():
+        if value := config.get(key):
+            raise fields.wrong(where, key, value, f"unset: {reason}, which a plain LoRA adapter cannot express")
+    if (bias := config.get("bias", "none")) != "none":
+        raise fields.wrong(where, "bias", bias, "none: biases of the base model were trained next to the adapter")
+    if str(init := config.get("init_lora_weights", True)).lower() not in HARMLESS_INITS:
+        advice = "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter"
+        raise fields.wrong(where, "init_lora_weights", init, f"one that leaves the base weights alone. {advice}")
+    unknown = sorted(key for key, value in config.items() if value and key not in {*REFUSED, *HANDLED, *MLX_KEYS})
+    for key in filter(_VARIANT_SWITCH.fullmatch, unknown):
+        raise fields.wrong(where, key, config[key], "unset: peft 0.21 does not have it, and it may change the function")
+    return [f"unknown to peft 0.21, ignored: {', '.join(map(repr, unknown))[:200]}"] if unknown else []
+
+
+def _method(config: Mapping[str, Any]) -> Method:
+    """The method whose marks the config has, of several the last in the table: LoRA, the first, has none.
+
+    As in PEFT, a switch is on where it is true in Python's sense.
+    """
+    marked = [
+        m for m in METHODS.values() if all(bool(config.get(key)) == bool(m.peft_keys[key]) for key in m.peft_keys)
+    ]
+    return marked[-1]
+
+
+def _scaling(config: Mapping[str, Any]) -> Scaling:
+    return "rank_stabilized" if config.get("use_rslora") else "standard"
+
+
+def _pairs(tensors: Tensors, method: Method, where: Path) -> Pairs:
+    found = {name: parse_name(name) for name in tensors}
+    foreign = [name for name, parsed in found.items() if parsed is None or parsed[1] not in method.parts]
+    # In the table's order: an adapted embedding is the reason why a copy of its base weight lies there as well.
+    for part, kind in _FOREIGN_TENSORS.items():
+        for name in foreign:
+            if part in name:
+                raise FormatError(f"{where}: tensor {name!r} cannot be converted: {kind}")
+    return pair_up({parsed: tensors[name] for name, parsed in found.items() if parsed and parsed[1] in PAIR}, where)
+
+
+def _rank(module: str, config: Mapping[str, Any], where: Path) -> int:
+    patterns = fields.subtable(config, "rank_pattern", where)
+    key = _matching_pattern(patterns, module, where)
+    return fields.rank(config, "r", where) if key is None else fields.rank(patterns, key, f"{where}: rank_pattern")
+
+
+def _alpha(module: str, config: Mapping[str, Any], where: Path) -> float:
+    patterns = fields.subtable(config, "alpha_pattern", where)
+    key = _matching_pattern(patterns, module, where)
+    if key is None:
+        return fields.positive(config, "lora_alpha", where)
+    return fields.positive(patterns, key, f"{where}: alpha_pattern")
+
+
+def _matching_pattern(patterns: Iterable[str], module: str, where: Path) -> str | None:
+    """PEFT's `get_pattern_key`: the first pattern that matches the end of the path."""
+    return next((pattern for pattern in patterns if matches_end(pattern, module, where)), None)
+
+
+def _is_selected(module: str, config: Mapping[str, Any], where: Path) -> bool:
+    """PEFT's `check_target_module_exists`."""
+    targets, excluded = _selector(config, "target_modules", where), _selector(config, "exclude_modules", where)
+    if excluded and _selects(excluded, module, where):
+        return False
+    if targets is None or targets == ALL_LINEAR:
+        return True
+    if isinstance(targets, str) or module in targets:
+        return _selects(targets, module, where)
+    return _selects(targets, module, where) and _is_in_layers(module, config, where)
+
+
+def _is_in_layers(module: str, config: Mapping[str, Any], where: Path) -> bool:
+    layers = config.get("layers_to_transform")
+    if layers is None or layers == []:
+        return True
+    stacks, place = _selector(config, "layers_pattern", where), place_of(module)
+    stacks = [stacks] if isinstance(stacks, str) and stacks else stacks
+    if place is None or (stacks and not any(full_match(rf"(.*\.)?{stack}", place.stack, where) for stack in stacks)):
+        return False
+    return place.layer in (layers if isinstance(layers, list) else [layers])
+
+
+def _selector(config: Mapping[str, Any], key: str, where: Path) -> str | list[str] | None:
+    """A regular expression, a list of names, or None."""
+    value = config.get(key)
+    return value if isinstance(value, str) else fields.texts(config, key, where)
+
+
+def _selects(rule: str | list[str], module: str, where: Path) -> bool:
+    return full_match(rule, module, where) if isinstance(rule, str) else is_target(module, rule)
+
+
+def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
+    """The names that the config gives; full paths where it selects by an expression, a list of layers or exceptions."""
+    targets = _selector(config, "target_modules", where)
+    if config.get("layers_to_transform") not in (None, []) or config.get("exclude_modules"):
+        return tuple(sorted(pairs))
+    if targets is None or targets == ALL_LINEAR:
+        return short_targets(pairs)
+    if isinstance(targets, str):
+        return tuple(sorted(pairs))
+    for target in targets:
+        if not is_module_path(target):
+            raise fields.wrong(where, "target_modules", target, "the names of modules, or one regular expression")
+    return tuple(dict.fromkeys(targets))

@@ -1,0 +1,1 @@
+"""Adapters that other tools wrote, or that are damaged: diagnosed, repaired, imported."""

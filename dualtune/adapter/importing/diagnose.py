@@ -1,0 +1,327 @@
+"""What is wrong with the config of a foreign adapter directory, and with what the config promises.
+
+Each function looks at one kind of damage. It returns the config as it would be after repair, and adds a `Finding`
+with the repair, or without one where the directory does not hold exactly one right answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, cast
+
+from dualtune.adapter.formats.canonical import Pairs
+from dualtune.adapter.importing.foreign import Finding
+from dualtune.adapter.layers import place_of
+from dualtune.adapter.spec import ALL_LINEAR, OUTPUT_HEAD, is_target
+from dualtune.errors import FormatError
+from dualtune.io import fields
+
+Config = dict[str, Any]
+MAX_MODULES = 200_000  # of a model with hundreds of experts in each layer: 50,000
+_TYPED = {"r": int, "lora_alpha": float, "lora_dropout": float, "rank": int, "scale": float, "dropout": float}
+
+
+class Stated(NamedTuple):
+    """What the keys of PEFT and those of mlx-lm say; None for a key that is absent or no number."""
+
+    r: int | None
+    lora_alpha: float | None
+    peft_scale: float | None  # lora_alpha / r, or / sqrt(r) under rsLoRA
+    rank: int | None
+    scale: float | None
+
+
+def has_peft_keys(config: Mapping[str, Any]) -> bool:
+    return bool({"peft_type", "r", "lora_alpha"} & config.keys())
+
+
+def has_mlx_keys(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("lora_parameters"), dict)
+
+
+def stated(config: Mapping[str, Any]) -> Stated:
+    table: Mapping[str, Any] = cast("Config", config["lora_parameters"]) if has_mlx_keys(config) else {}
+    r, rank = _rank(config.get("r")), _rank(table.get("rank"))
+    alpha, scale = _number(config.get("lora_alpha")), _number(table.get("scale"))
+    root = math.sqrt(r) if r and config.get("use_rslora") else r
+    return Stated(r, alpha, alpha / root if alpha is not None and root else None, rank, scale)
+
+
+def _rank(value: object) -> int | None:
+    return value if type(value) is int and 0 < value < 1 << 31 else None
+
+
+def _number(value: object) -> float | None:
+    """A positive number of a size that the strict reader may accept."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30 else None
+
+
+def mend_types(config: Config, findings: list[Finding]) -> Config:
+    """Numbers that a tool wrote as texts, and whole numbers that it wrote as floats."""
+    parameters = config.get("lora_parameters")
+    if isinstance(parameters, dict):
+        config = config | {"lora_parameters": _mend_numbers(cast("Config", parameters), findings)}
+    return _mend_numbers(config, findings)
+
+
+def _mend_numbers(table: Config, findings: list[Finding]) -> Config:
+    mended = dict(table)
+    for key, kind in _TYPED.items():
+        value = table.get(key)
+        if not isinstance(value, str) and not (kind is int and isinstance(value, float)):
+            continue
+        try:
+            number = float(value)
+        except ValueError:
+            continue  # the strict reader says what is allowed
+        if math.isfinite(number) and (kind is float or number == int(number)):
+            mended[key] = int(number) if kind is int else number
+            findings.append(Finding(f"{key}: got {value!r:.100}, must be a number", f"writes {mended[key]}"))
+    return mended
+
+
+def mend_rank(config: Config, rank: int | None, findings: list[Finding]) -> Config:
+    """A rank that is missing or not that of the matrices. `rank` is theirs, None if they have no one rank."""
+    said, patterns = stated(config), config.get("rank_pattern")
+    if rank is None:
+        return config
+    if has_mlx_keys(config) and said.rank != rank and _is_absent_or_number(config["lora_parameters"].get("rank")):
+        what = f"lora_parameters.rank: got {said.rank or 'nothing'}, the matrices have rank {rank}"
+        findings.append(Finding(what, f"writes {rank}; scale does not depend on it"))
+        config = config | {"lora_parameters": {**config["lora_parameters"], "rank": rank}}
+    if not has_peft_keys(config) or said.r == rank or patterns or not _is_absent_or_number(config.get("r")):
+        return config
+    if said.r is None:
+        findings.append(Finding(f"r: missing, the matrices have rank {rank}", f"writes {rank}"))
+        return config | {"r": rank}
+    return _mend_wrong_r(config, said, rank, findings)
+
+
+def _is_absent_or_number(value: object) -> bool:
+    """Anything else is for the strict reader to refuse."""
+    return value is None or _rank(value) is not None
+
+
+def _mend_wrong_r(config: Config, said: Stated, rank: int, findings: list[Finding]) -> Config:
+    """Whether the function was scaled by alpha / r or by alpha / rank only mlx-lm's scale can tell."""
+    what = f"r: got {said.r}, the matrices have rank {rank}"
+    if said.lora_alpha is None:
+        return config | {"r": rank}  # a missing alpha is reported by `mend_scale`
+    root = math.sqrt(rank) if config.get("use_rslora") else rank
+    if said.scale is not None and math.isclose(said.scale, said.lora_alpha / root, rel_tol=1e-6):
+        findings.append(Finding(what, f"writes {rank}: alpha / {rank} is lora_parameters.scale"))
+        return config | {"r": rank}
+    findings.append(
+        Finding(
+            f"{what}. If r is a slip, the factor of the update is {said.lora_alpha / root:.6g}; if the matrices were "
+            f"resized later, {said.peft_scale or 0:.6g}. Set r to {rank} and lora_alpha to factor times {root:.6g}"
+        )
+    )
+    return config
+
+
+def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
+    """Alpha taken for scale, and the other way round; a scale that is missing where another key has it.
+
+    A directory with the weights of one tool and the config keys of both was converted: what the *other* tool's keys say
+    is what it was trained with. With weights of both tools nothing says which is the origin.
+    """
+    said = stated(config)
+    if has_peft_keys(config) and "peft_type" not in config and said.r and said.lora_alpha:
+        findings.append(Finding("peft_type: missing beside r and lora_alpha", "writes LORA"))
+        config = config | {"peft_type": "LORA"}
+    if has_peft_keys(config) and config.get("lora_alpha") is None:
+        return _mend_missing_alpha(config, said, findings)
+    if has_mlx_keys(config):
+        config = _mend_dropout(config, findings)
+        if layout == "mlx" and said.peft_scale and config["lora_parameters"].get("scale") is None:
+            fault = "lora_parameters.scale: missing"
+            findings.append(Finding(fault, f"writes {said.peft_scale:g}, from lora_alpha and r"))
+            return config | {"lora_parameters": {**config["lora_parameters"], "scale": said.peft_scale}}
+    if said.peft_scale is None or said.scale is None or config.get("rank_pattern") or config.get("alpha_pattern"):
+        return _check_alpha_inside(config, findings)
+    if math.isclose(said.peft_scale, said.scale, rel_tol=1e-6):
+        return config
+    return _mend_contradiction(config, layout, said, said.peft_scale, said.scale, findings)
+
+
+def _mend_contradiction(
+    config: Config, layout: str, said: Stated, peft_scale: float, scale: float, findings: list[Finding]
+) -> Config:
+    """Two factors of the update, where one number was taken for another or not."""
+    what = f"lora_alpha {said.lora_alpha:g} at r {said.r} is a factor of {peft_scale:g}"
+    confused = math.isclose(scale, said.lora_alpha or 0.0, rel_tol=1e-6)
+    if confused and layout == "mlx":
+        fault = f"alpha was taken for scale: {what}, but lora_parameters.scale is {scale:g}"
+        findings.append(Finding(fault, f"writes scale {peft_scale:g}, as PEFT trained it"))
+        return config | {"lora_parameters": {**config["lora_parameters"], "scale": peft_scale}}
+    if confused and layout == "peft":
+        alpha = scale * scale / peft_scale  # scale · r, or scale · sqrt(r)
+        fault = f"scale was taken for alpha: {what}, but lora_parameters.scale, which multiplies directly, is as large"
+        findings.append(Finding(fault, f"writes lora_alpha {alpha:g}, as mlx-lm trained it"))
+        return config | {"lora_alpha": alpha}
+    fault = f"{what}, lora_parameters.scale is {scale:g}: nothing here says which of them it was trained with"
+    findings.append(Finding(f"{fault}. Correct the one that is wrong"))
+    return config
+
+
+def _mend_missing_alpha(config: Config, said: Stated, findings: list[Finding]) -> Config:
+    if said.scale is not None and said.r:
+        root = math.sqrt(said.r) if config.get("use_rslora") else said.r
+        findings.append(Finding("lora_alpha: missing", f"writes {said.scale * root:g}, from lora_parameters.scale"))
+        return config | {"lora_alpha": said.scale * root, "peft_type": config.get("peft_type", "LORA")}
+    fault = "lora_alpha: missing, and with it the factor of the update (PEFT takes 8, whatever it was)"
+    findings.append(Finding(f"{fault}. Write the one it was trained with"))
+    return config
+
+
+def _mend_dropout(config: Config, findings: list[Finding]) -> Config:
+    if "dropout" in config["lora_parameters"]:
+        return config
+    findings.append(Finding("lora_parameters.dropout: missing", "writes 0.0: it acts in training alone"))
+    return config | {"lora_parameters": {**config["lora_parameters"], "dropout": 0.0}}
+
+
+def _check_alpha_inside(config: Config, findings: list[Finding]) -> Config:
+    """mlx-lm reads no alpha. One beside an equal scale is the mark of an alpha that was taken for one."""
+    parameters = cast("Config", config["lora_parameters"]) if has_mlx_keys(config) else {}
+    alpha, said = parameters.get("alpha"), stated(config)
+    if said.scale is not None and alpha == said.scale and said.rank not in (None, 1):
+        findings.append(
+            Finding(
+                f"lora_parameters: scale and alpha are both {said.scale:g} at rank {said.rank}. If mlx-lm trained it, "
+                f"the factor of the update is {said.scale:g}; if it was converted, {said.scale / said.rank:g}. "  # type: ignore[operator]
+                "Write that as scale and remove alpha"
+            )
+        )
+    return config
+
+
+def mend_num_layers(config: Config, pairs: Pairs, depth: int | None, findings: list[Finding]) -> Config:
+    """mlx-lm adapts the *last* `num_layers` layers. `depth` is the base model's number of layers, if known."""
+    if not has_mlx_keys(config):
+        return config
+    count, layers = config.get("num_layers"), sorted({p.layer for m in pairs if (p := place_of(m))})
+    mended = config | {"num_layers": -1}
+    if count is None:
+        findings.append(Finding("num_layers: missing, which mlx-lm requires", "names the layers of the tensors"))
+        return mended
+    if type(count) is not int or count <= 0 or not layers:
+        return config
+    last = list(range(max(0, depth - count), depth)) if depth else None
+    what = f"num_layers: {count} means the last {count} layers"
+    if len(layers) < min(count, depth or count):
+        findings.append(Finding(f"{what}, but there are tensors of {len(layers)} layers only. Copy the adapter again"))
+    elif len(layers) > count or (last is not None and layers != last):
+        span = f"{layers[0]} to {layers[-1]}"
+        findings.append(
+            Finding(f"{what}, but the tensors are those of layers {span}", "takes the names of the tensors")
+        )
+        return mended
+    return config
+
+
+def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) -> list[Finding]:
+    """What the config selects and the weights lack: by the base model's modules, else by the other layers'."""
+    layout = "mlx" if has_mlx_keys(config) and not has_peft_keys(config) else "peft"
+    targets = config["lora_parameters"].get("keys") if layout == "mlx" else config.get("target_modules")
+    if config.get("exclude_modules") or (isinstance(targets, str) and targets != ALL_LINEAR):
+        return []  # a choice by hand: the strict reader checks what is there against it
+    names = [t for t in cast("list[object]", targets if isinstance(targets, list) else []) if isinstance(t, str)]
+    layers = _selected_layers(config, layout, pairs)
+    if base and targets == ALL_LINEAR:
+        known = {m for m in base if m.rpartition(".")[2] != OUTPUT_HEAD}
+    elif base and names:
+        known = {m for m in base if is_target(m, names)}
+    else:
+        analogous = _by_analogy(pairs, names, first=None if layers else 0)
+        known = analogous & base.keys() if base else analogous
+    # Transformers 5 fuses the experts that a file holds one by one, so that PEFT does not find them.
+    known = {m for m in known if ".experts." not in m}
+    expected = {m for m in known if m in names or layers is None or (p := place_of(m)) is None or p.layer in layers}
+    found: list[Finding] = []
+    if lost := sorted(expected - pairs.keys()):
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        fault = f"the weights of {lost[0]}{more} are missing, though the config selects them. Copy the adapter again"
+        found.append(Finding(fault if base else f"{fault}, or give --base if the model has no such layer"))
+    idle = [name for name in names if not base and not any(is_target(m, [name]) for m in pairs)]
+    if idle:
+        fault = (
+            f"no weights for {', '.join(map(fields.shown, idle[:8]))}, which the config selects. Copy the adapter again"
+        )
+        found.append(Finding(f"{fault}, or give --base if the model has none"))
+    return found
+
+
+def _by_analogy(pairs: Pairs, names: list[str], first: int | None) -> set[str]:
+    """What is adapted in some layer by a name without a layer's number, in each layer from the first to the last."""
+    general = [name for name in names if not any(part.isdecimal() for part in name.split("."))]
+    selected = [module for module in pairs if not names or is_target(module, general)]
+    places = [place for module in selected if (place := place_of(module))]
+    if not places:
+        return set()
+    layers = [place.layer for place in places]
+    kinds = {(place.stack, place.name) for place in places}
+    start = min(layers) if first is None else first
+    if (count := len(kinds) * (max(layers) + 1 - start)) > MAX_MODULES:
+        raise FormatError(
+            f"layer {max(layers)} is adapted, and {count} modules before it are not: no model has so many"
+        )
+    return {f"{stack}.{n}.{name}" for stack, name in kinds for n in range(start, max(layers) + 1)}
+
+
+def _selected_layers(config: Config, layout: str, pairs: Pairs) -> set[int] | None:
+    """The layers that the config restricts the adapter to, None for all."""
+    if layout == "peft":
+        layers = config.get("layers_to_transform")
+        given = cast("list[object]", layers if isinstance(layers, list) else [layers])
+        return {n for n in given if type(n) is int} or None
+    count = config.get("num_layers", 0)
+    present = {place.layer for m in pairs if (place := place_of(m))}
+    return None if type(count) is int and count < 0 else present
+
+
+def rename_by_base(modules: Iterable[str], base: Mapping[str, object], findings: list[Finding]) -> dict[str, str]:
+    """Module -> what the base model calls it, for those that it calls otherwise: `model.model.`, `language_model.`."""
+    renamed: dict[str, str] = {}
+    for module in modules:
+        if not base:
+            if module.startswith("model.model."):
+                findings.append(Finding(f"{module}: begins with model. twice. Give --base to tell what it is called"))
+                break
+            continue
+        if module in base:
+            continue
+        same = [other for other in base if _is_namesake(module, other)]
+        if len(same) != 1:
+            what = f"could be {', '.join(sorted(same)[:3])}" if same else "is no linear layer of the base model"
+            findings.append(Finding(f"{module} {what}. Is --base the model that it was trained on?"))
+            break
+        renamed[module] = same[0]
+    if renamed:
+        old, new = next(iter(renamed.items()))
+        fault = f"{len(renamed)} modules have other names than in the base model: {old}, there {new}"
+        findings.append(Finding(fault, "takes the base model's names"))
+    return renamed
+
+
+def _is_namesake(module: str, other: str) -> bool:
+    """The same module of the same layer, whatever the layers are inside of; outside of layers, the end of its path."""
+    ours, theirs = place_of(module), place_of(other)
+    if ours is None or theirs is None:
+        return ours is theirs and (module.endswith("." + other) or other.endswith("." + module))
+    same_stack = ours.stack.rpartition(".")[2] == theirs.stack.rpartition(".")[2]
+    return same_stack and (ours.layer, ours.name) == (theirs.layer, theirs.name)
+
+
+def rename_in_config(config: Config, renamed: Mapping[str, str]) -> Config:
+    """The config with the full paths among its targets renamed."""
+
+    def new(names: object) -> object:
+        return [renamed.get(n, n) if isinstance(n, str) else n for n in names] if isinstance(names, list) else names  # type: ignore[misc]
+
+    config = config | ({"target_modules": new(config["target_modules"])} if "target_modules" in config else {})
+    if has_mlx_keys(config) and "keys" in config["lora_parameters"]:
+        config["lora_parameters"] = {**config["lora_parameters"], "keys": new(config["lora_parameters"]["keys"])}
+    return config

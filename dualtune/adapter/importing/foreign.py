@@ -1,0 +1,250 @@
+"""Adapter directories as other tools leave them: which files there are, and what the names of their tensors mean.
+
+A tensor's name says what it is: `lora_A` and `lora_B` are PEFT's matrices, [rank, in] and [out, rank]; `lora_a` and
+`lora_b` are mlx-lm's, their transposes. What is around that part differs between tools and versions.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnknownVariableType]
+
+from dualtune.adapter.formats import gpt2, mlx_lm, peft
+from dualtune.adapter.formats.containers import INDEX_FILE, NPZ_FILE, check_shard, read_npz, shards_of
+from dualtune.adapter.formats.directory import CONFIG_FILE, FILES, MAX_CONFIG_BYTES, open_directory
+from dualtune.adapter.formats.manifest import integrity_problems, read_manifest
+from dualtune.adapter.layers import is_module_path
+from dualtune.adapter.spec import OUTPUT_HEAD, PREFIX, Tensors
+from dualtune.errors import FormatError
+from dualtune.io import fields
+from dualtune.io.untrusted import MAX_HEADER_BYTES, open_file, parse_object, read_json, read_safetensors
+
+Halves = dict[tuple[str, str], np.ndarray]  # (module, "A" or "B") -> matrix, in PEFT's orientation if its name is right
+WEIGHTS = {"peft": peft.WEIGHTS_FILE, "mlx": mlx_lm.WEIGHTS_FILE}
+OTHER_CONTAINERS = {"peft": INDEX_FILE, "mlx": NPZ_FILE}
+
+_NAME = re.compile(
+    r"(?P<module>.+)\.lora_(?P<part>[ABab])(?:\.(?P<adapter>(?!weight$|bias$)[\w-]+))?(?P<end>\.weight)?"
+)
+_WRAPPER = re.compile(rf"(?:module\.|_orig_mod\.|{re.escape(PREFIX)}(?=base_model\.|module\.|_orig_mod\.))+")
+_SNAPSHOT = re.compile(r"\d+_adapters\.safetensors")
+_EMBEDDING = re.compile(r"(.*\.)?(embed\w*|wte|wpe|tok_embeddings|word_embeddings)")
+
+# In which of the two 16-bit formats is this? The sizes of weights lie within a few powers of two of each other and
+# reach down to zero. Read in the wrong format, a step of the exponent becomes eight steps, or an eighth of one.
+MOST_SPREAD, FEWEST_SMALL = 64.0, 0.02  # largest / median size; share of sizes under an eighth of the median
+
+
+class Finding(NamedTuple):
+    """Something wrong, and what --repair does about it; `mend` is None where there is not exactly one right answer."""
+
+    fault: str
+    mend: str | None = None
+
+
+class Weights(NamedTuple):
+    """What is in one tool's format: its matrices, and what is no matrix of a plain LoRA adapter."""
+
+    layout: str  # peft | mlx
+    file: Path  # that errors name
+    parts: tuple[Path, ...]  # that were read: the file, or its shards
+    halves: Halves
+    foreign: Tensors
+
+
+def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], dict[str, Weights], dict[str, Any]]:
+    """(config, weight files by layout, dualtune.json) of a directory. FormatError where there is nothing to mend."""
+    usual = _present(path, WEIGHTS)
+    files = usual or _present(path, OTHER_CONTAINERS)
+    if not files and (snapshot := _only_snapshot(path)):
+        files = {"mlx": snapshot}
+        findings.append(Finding(f"{snapshot.name} is mlx-lm's snapshot of a run that did not end", "takes it"))
+    manifest = read_manifest(path) if files and not usual else open_directory(path).manifest
+    if manifest is not None and (problems := integrity_problems(path, manifest, FILES)):
+        raise FormatError(f"{path}: {'; '.join(problems[:3])}")
+    config = read_json(path / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
+    weights = {layout: _read_names(*_read(file, findings), layout, file, findings) for layout, file in files.items()}
+    return config, weights, manifest or {}
+
+
+def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
+    """Module path -> (out, in) of each linear layer of a model directory; None where it is packed in an unknown way."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(model_dir.glob("*.safetensors")):
+        try:
+            tensors: Any = safe_open(file, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{file}: not a whole safetensors file: {fields.shown(str(error))}") from None
+        names = [str(name) for name in tensors.keys() if is_module_path(str(name))]  # noqa: SIM118
+        shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in names}
+    if not shapes:
+        raise FormatError(f"{model_dir}: holds no *.safetensors; --base must be a model directory with its weights")
+    described = config_of(model_dir)
+    group = _group_size(described, model_dir / "config.json")
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, shape in shapes.items():
+        module, _, last = name.rpartition(".")
+        if last != "weight" or len(shape) != 2:
+            continue
+        if _EMBEDDING.fullmatch(module):
+            if f"{OUTPUT_HEAD}.weight" not in shapes:  # tied: the embedding is the output head as well
+                found[OUTPUT_HEAD] = None
+            continue
+        scales = shapes.get(f"{module}.scales")
+        if scales is not None and len(scales) == 2:  # MLX packs several numbers into one word
+            found[module] = (shape[0], scales[1] * group) if group else None
+        else:
+            packed = f"{name}.absmax" in shapes  # bitsandbytes
+            found[module] = None if packed else (shape[0], shape[1])
+    if gpt2.is_fan_in_fan_out(described):
+        return dict(gpt2.in_file(module, shape) for module, shape in found.items())
+    return found
+
+
+def config_of(model_dir: Path) -> dict[str, Any]:
+    """What the config.json of a model directory says; nothing where there is none."""
+    config = model_dir / "config.json"
+    described = read_json(config, max_bytes=MAX_CONFIG_BYTES, strict=False) if config.is_file() else {}
+    fields.name(described, "model_type", config)  # which is looked up in tables
+    return described
+
+
+def _group_size(described: Mapping[str, Any], config: Path) -> int:
+    """Of MLX's quantization; 0 where the model's config does not say."""
+    if not (table := fields.subtable(described, "quantization", config)):
+        return 0
+    return fields.rank(table, "group_size", config) if "group_size" in table else 0
+
+
+def _present(path: Path, names: Mapping[str, str]) -> dict[str, Path]:
+    return {layout: path / name for layout, name in names.items() if (path / name).is_file()}
+
+
+def _only_snapshot(path: Path) -> Path | None:
+    found = sorted(file for file in path.glob("*_adapters.safetensors") if _SNAPSHOT.fullmatch(file.name))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[-3:])
+        raise FormatError(
+            f"{path}: has no adapters.safetensors, but {len(found)} snapshots of a run that did not end ({names}). "
+            "Rename the one you want to adapters.safetensors."
+        )
+    return found[0] if found else None
+
+
+def _read_names(tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Path, findings: list[Finding]) -> Weights:
+    """The matrices by module, with a finding for each habit of naming that is not the format's."""
+    halves, foreign, habits, adapters = Halves(), Tensors(), defaultdict[str, int](int), set[str]()
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        module, wrappers = _unwrapped(match["module"]) if match else ("", "")
+        if match is None or tensor.ndim != 2 or not is_module_path(module):
+            foreign[name] = tensor  # which the strict reader refuses by name
+            continue
+        small, adapter = match["part"].islower(), match["adapter"]
+        if adapter:
+            adapters.add(adapter)
+            habits[f"the name of the adapter ({adapter}) in"] += 1
+        for habit, found in {
+            f"a needless {wrappers} before": bool(wrappers),
+            f"no {PREFIX} before": layout == "peft" and not small and not match["module"].startswith(PREFIX),
+            f"{PREFIX} before": layout == "mlx" and match["module"].startswith(PREFIX),
+            "mlx-lm's lora_a and lora_b in": layout == "peft" and small,
+            "PEFT's lora_A and lora_B in": layout == "mlx" and not small,
+            ".weight after": layout == "mlx" and small and bool(match["end"]),
+            "no .weight after": layout == "peft" and not small and not match["end"],
+        }.items():
+            habits[habit] += found
+        key = (module, match["part"].upper())
+        matrix = tensor.T if small else tensor
+        if key in halves and not np.array_equal(halves[key], matrix):
+            fault = f"{file.name}: {module}: lora_{key[1]} is there twice, under two names and with different numbers"
+            findings.append(Finding(f"{fault}. Remove the tensor that is wrong"))
+        elif key in halves:
+            habits["a second copy of"] += 1
+        halves[key] = matrix
+    if len(adapters) > 1:
+        names = ", ".join(sorted(adapters))
+        findings.append(Finding(f"{file.name}: holds several adapters ({names}). Save the one you want alone"))
+    mend = "gives them the names of the format"
+    findings += [Finding(f"{file.name}: {habit} {n} names", mend) for habit, n in habits.items() if n]
+    return Weights(layout, file, parts, halves, foreign)
+
+
+def _unwrapped(module: str) -> tuple[str, str]:
+    """(module path, what was before it beyond PEFT's one prefix): DDP, torch.compile and a second PEFT add theirs."""
+    match = _WRAPPER.match(module)
+    wrappers = match[0] if match else ""
+    return module.removeprefix(wrappers).removeprefix(PREFIX), wrappers
+
+
+def _read(file: Path, findings: list[Finding]) -> tuple[Tensors, tuple[Path, ...]]:
+    """(tensors, files read) of a file of weights, or of an index of its shards."""
+    if file.name == NPZ_FILE:
+        return read_npz(file), (file,)
+    if file.name != INDEX_FILE:
+        return _read_safetensors(file, findings), (file,)
+    shards, tensors = shards_of(file), Tensors()
+    for shard, names in shards.items():
+        found = _read_safetensors(shard, findings)
+        check_shard(shard, {*found}, names, file)
+        tensors |= found
+    return tensors, tuple(shards)
+
+
+def _read_safetensors(file: Path, findings: list[Finding]) -> Tensors:
+    """The tensors of the file, also where 16-bit floats are labelled as integers."""
+    header, _ = _header(file)
+    if not any(info.get("dtype") == "U16" for info in header.values()):
+        return read_safetensors(file)
+    fitting = {dtype: tensors for dtype in ("BF16", "F16") if _is_natural(tensors := _relabelled(file, dtype))}
+    fault = f"{file.name}: 16-bit integers (U16) where floating-point numbers belong"
+    if len(fitting) != 1:
+        raise FormatError(f"{file}: {fault}, and they could be {' or '.join(fitting) or 'anything'}. Save them again.")
+    [(dtype, tensors)] = fitting.items()
+    findings.append(Finding(f"{fault}; only read as {dtype} do they look like weights", f"reads them as {dtype}"))
+    return tensors
+
+
+def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """(header, where the data begin); an empty header for what `read_safetensors` will refuse."""
+    with open_file(file) as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        data = stream.read(size) if size <= MAX_HEADER_BYTES else b""
+    try:
+        entries = parse_object(data, file, strict=False)
+    except FormatError:
+        return {}, 0
+    return {name: info for name, info in entries.items() if isinstance(info, dict)}, 8 + size
+
+
+def _relabelled(file: Path, dtype: str) -> Tensors:
+    """The tensors, with U16 in the header replaced."""
+    header, start = _header(file)
+    table = {n: {**info, "dtype": dtype} if info.get("dtype") == "U16" else info for n, info in header.items()}
+    data = json.dumps(table).encode()
+    with tempfile.TemporaryDirectory() as folder, file.open("rb") as source:
+        copy = Path(folder) / file.name
+        with copy.open("wb") as target:
+            target.write(len(data).to_bytes(8, "little") + data)
+            source.seek(start)
+            shutil.copyfileobj(source, target)
+        return read_safetensors(copy)
+
+
+def _is_natural(tensors: Mapping[str, np.ndarray]) -> bool:
+    """Whether the sizes of the numbers, each by the median of its tensor, are distributed as those of weights are."""
+    sizes = [np.abs(x[np.nonzero(x)]) for x in tensors.values()]
+    if not all(bool(np.isfinite(x).all()) for x in sizes) or not any(x.size for x in sizes):
+        return False
+    with np.errstate(over="ignore"):  # far from a median of almost nothing: not natural
+        relative = np.concatenate([x / np.median(x) for x in sizes if x.size])
+    return bool(relative.max() < MOST_SPREAD and np.mean(relative < 1 / 8) > FEWEST_SMALL)

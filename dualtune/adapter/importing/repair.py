@@ -1,0 +1,233 @@
+"""Import of adapter directories that other tools wrote, or damaged: `dualtune adapter import`.
+
+What is wrong is found first (`foreign`, `diagnose`, `orientation`), and then mended on request where the directory
+itself holds exactly one right answer. The result goes through the same strict readers as any adapter: there is one
+place that says what an adapter computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.adapter.formats import canonical, mlx_lm, peft
+from dualtune.adapter.formats.canonical import Pair, Pairs, Parts
+from dualtune.adapter.formats.chat_template import read_template
+from dualtune.adapter.formats.directory import SAME_FUNCTION, Adapter, adapter_directory
+from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
+from dualtune.adapter.importing import diagnose
+from dualtune.adapter.importing.foreign import Finding, Weights, base_shapes, config_of, open_source
+from dualtune.adapter.importing.orientation import Reading, Shapes, common_rank, readings, unscrambled
+from dualtune.adapter.spec import Tensors, tensor_name
+from dualtune.errors import FormatError
+from dualtune.io.untrusted import sha256_of
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """An adapter in canonical form, what was mended to get there, and what is worth a look."""
+
+    adapter: Adapter
+    source: str  # PEFT, mlx-lm, both, or a tool that left its name
+    mended: tuple[Finding, ...]
+    warnings: tuple[str, ...]
+    metadata: dict[str, Any]  # for dualtune.json
+
+
+def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, repair: bool = False) -> Imported:
+    """The adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
+
+    `base` is a model directory, whose names and shapes decide what the adapter alone leaves open. FormatError with
+    every finding where something is wrong and `repair` is not set, or where no single right answer exists.
+    """
+    directory, findings = adapter_directory(path), list[Finding]()
+    config, weights, manifest = open_source(directory, findings)
+    shapes = base_shapes(base) if base is not None else {}
+    mended, found = _mend(config, weights, shapes, findings)
+    _refuse(directory, findings, repair=True)  # what no repair can help
+    layout, parts = _agreeing(mended, weights, found, shapes, findings)
+    pairs = canonical.to_pairs(parts.tensors, directory)
+    if not any(pair.B_Or.any() for pair in pairs.values()):
+        fault = (
+            "lora_B is zero in all modules: the adapter does nothing. It was never trained, or its weights were lost"
+        )
+        findings.append(Finding(fault))
+    _refuse(directory, findings, repair=repair)
+    if problems := canonical.value_problems(parts.tensors):
+        raise FormatError(f"{directory}: {'; '.join(problems[:3])}")
+    source, kept = _source(config, weights), dict[str, Any](manifest)
+    record = {
+        "source": source,
+        "files": {part.name: sha256_of(part) for w in weights.values() for part in w.parts},
+        "mended": [{"fault": finding.fault, "repair": finding.mend} for finding in findings],
+    }
+    template = read_template(directory)
+    turned = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
+    adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes, template, turned)
+    return Imported(adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record})
+
+
+def _mend(
+    config: dict[str, Any], weights: dict[str, Weights], shapes: Shapes, findings: list[Finding]
+) -> tuple[dict[str, Any], dict[str, Pairs]]:
+    """The config after repair, and the pairs of each file, as they are named."""
+    layout = "dual" if len(weights) > 1 else next(iter(weights))
+    modules = dict.fromkeys(module for w in weights.values() for module, _ in w.halves)
+    renamed = diagnose.rename_by_base(modules, shapes, findings)
+    config = diagnose.mend_types(diagnose.rename_in_config(config, renamed), findings)
+    found, lone = dict[str, Pairs](), dict[str, list[str]]()
+    for name, w in weights.items():
+        found[name], lone[name] = _pair_up(w, renamed)
+    main = _main(found)
+    findings += [Finding(f"{text}. Copy the adapter again") for text in lone[main]]
+    if not found[main]:
+        return config, found  # the strict reader says what there is instead
+    stated = diagnose.stated(config)
+    ranks = dict.fromkeys(found[main], stated.r or stated.rank)
+    if not config.get("rank_pattern") and (None in ranks.values() or not readings(found[main], ranks, shapes)):
+        config = diagnose.mend_rank(config, common_rank(found[main]), findings)
+    elif stated.r and stated.rank and stated.r != stated.rank:
+        config = diagnose.mend_rank(config, stated.r, findings)
+    config = diagnose.mend_scale(config, layout, findings)
+    depth = len({p.layer for m in shapes if (p := diagnose.place_of(m))}) or None
+    findings += diagnose.missing_modules(config, found[main], shapes)
+    return diagnose.mend_num_layers(config, found[main], depth, findings), found
+
+
+def _pair_up(weights: Weights, renamed: Mapping[str, str]) -> tuple[Pairs, list[str]]:
+    """The pairs of a file under their right names, and what is said of matrices without a partner."""
+    pairs, lone = Pairs(), list[str]()
+    for module in sorted({module for module, _ in weights.halves}):
+        A, B = (weights.halves.get((module, part)) for part in "AB")
+        if A is None or B is None:
+            there, absent = "BA" if A is None else "AB"
+            lone.append(f"{weights.file.name}: {module}: lora_{there} without its lora_{absent}")
+        else:
+            pairs[renamed.get(module, module)] = Pair(A, B)
+    return pairs, lone
+
+
+def _options(config: Mapping[str, Any], pairs: Pairs, shapes: Shapes) -> list[Reading]:
+    stated = diagnose.stated(config)
+    rank = None if config.get("rank_pattern") else stated.r or stated.rank
+    return readings(pairs, dict.fromkeys(pairs, rank), shapes)
+
+
+def _main(found: Mapping[str, Pairs]) -> str:
+    """The file that counts: PEFT's, unless mlx-lm's holds more modules."""
+    return max(found, key=lambda name: (len(found[name]), name == "peft"))
+
+
+def _agreeing(
+    config: dict[str, Any],
+    weights: dict[str, Weights],
+    found: dict[str, Pairs],
+    shapes: Shapes,
+    findings: list[Finding],
+) -> tuple[str, Parts]:
+    """(layout, the adapter): of the ways to read the matrices, the one that fits; with two files, that they share."""
+    main = _main(found)
+    options = {name: _options(config, pairs, shapes) or [Reading({}, pairs)] for name, pairs in found.items()}
+    if len(found) == 1:
+        if len(options[main]) > 1:
+            findings.append(_ambiguous(weights[main], options[main]))
+        _say_turns(weights[main], options[main][0], findings)
+        return main, _parse(config, weights[main], options[main][0])
+    [twin] = found.keys() - {main}
+    if any(not reading.turns for reading in _options(config, found[twin], shapes)):
+        options[twin].append(unscrambled(found[twin]))
+    ours, theirs = ([(way, _parse(config, weights[name], way)) for way in options[name]] for name in (main, twin))
+    same = [pair for pair in product(ours, theirs) if _distance(pair[0][1], pair[1][1]) <= SAME_FUNCTION]
+    if not same:
+        gap = _distance(ours[0][1], theirs[0][1])
+        fault = f"{weights[main].file.name} and {weights[twin].file.name} hold different adapters: their updates differ"
+        findings.append(Finding(f"{fault} by {gap:.1e} of their norm. Remove the file that is wrong"))
+        return "dual", ours[0][1]
+    (way, parts), (other_way, other) = same[0]
+    if any(_distance(parts, also) > SAME_FUNCTION for (_, also), _ in same[1:]):
+        findings.append(_ambiguous(weights[main], options[main]))
+    _say_turns(weights[main], way, findings)
+    _say_turns(weights[twin], other_way, findings)
+    if foreign := sorted(other.tensors.keys() - parts.tensors.keys()):
+        fault = (
+            f"{weights[twin].file.name} and {weights[main].file.name} each lack modules of the other ({foreign[0]}, …)"
+        )
+        findings.append(Finding(f"{fault}. Remove the file that is wrong"))
+    elif lost := sorted(parts.tensors.keys() - other.tensors.keys()):
+        fault = f"{weights[twin].file.name} lacks {len(lost)} tensors of {weights[main].file.name} ({lost[0]}, …)"
+        findings.append(Finding(fault, "writes both from the whole one: what they share is the same"))
+    return "dual", parts
+
+
+def _parse(config: dict[str, Any], weights: Weights, way: Reading) -> Parts:
+    """What the strict reader makes of the matrices. Which reader that is, the layout says, or a config of one tool."""
+    is_peft, is_mlx = diagnose.has_peft_keys(config), diagnose.has_mlx_keys(config)
+    as_peft = is_peft and (weights.layout == "peft" or not is_mlx)
+    tensors: Tensors = dict(weights.foreign)
+    for module, (A, B) in way.pairs.items():
+        if as_peft:
+            tensors |= {tensor_name(module, "A"): A, tensor_name(module, "B"): B}
+        else:
+            tensors |= {f"{module}.lora_a": A.T, f"{module}.lora_b": B.T}
+    read = peft.read_peft if as_peft else mlx_lm.read_mlx
+    return read(config, tensors, weights.file.parent)
+
+
+def _distance(ours: Parts, theirs: Parts) -> float:
+    """The largest relative difference of ΔW over the modules that both have; infinite where shapes differ."""
+    pairs, others = (canonical.to_pairs(parts.tensors, "adapter") for parts in (ours, theirs))
+    gaps = [
+        canonical.delta_distance(pairs[m], ours.spec.scale, others[m], theirs.spec.scale)
+        if pairs[m].delta_shape == others[m].delta_shape
+        else np.inf
+        for m in pairs.keys() & others.keys()
+    ]
+    return float(max(gaps, default=np.inf))
+
+
+def _say_turns(weights: Weights, reading: Reading, findings: list[Finding]) -> None:
+    for turn in dict.fromkeys(reading.turns.values()):
+        modules = [module for module, done in reading.turns.items() if done == turn]
+        where = "all modules" if len(modules) == len(reading.pairs) else f"{len(modules)} modules ({modules[0]}, …)"
+        findings.append(Finding(f"{weights.file.name}: {turn} in {where}", "turns them back"))
+
+
+def _ambiguous(weights: Weights, options: list[Reading]) -> Finding:
+    ways = " or ".join(dict.fromkeys(turn for option in options for turn in option.turns.values()))
+    return Finding(
+        f"{weights.file.name}: {ways}: the shapes allow both, and the updates differ. --base decides if the model has "
+        "layers that are not square; else convert the adapter again from where it came"
+    )
+
+
+def _source(config: Mapping[str, Any], weights: Mapping[str, Weights]) -> str:
+    """The tool that left its name in the config's keys, else the format."""
+    for mark, tool in (("soup", "Soup"), ("unsloth", "Unsloth"), ("mlx_tune", "mlx-tune")):
+        if any(key.lower().startswith(mark) for key in config):
+            return tool
+    return " and ".join({"peft": "PEFT", "mlx": "mlx-lm"}[layout] for layout in weights)
+
+
+def _warnings(adapter: Adapter, pairs: Pairs) -> list[str]:
+    idle = [module for module, pair in pairs.items() if not pair.B_Or.any()]
+    return [f"lora_B is zero in {len(idle)} of {len(pairs)} modules ({idle[0]}, …): they do nothing"] if idle else []
+
+
+def _refuse(directory: Path, findings: list[Finding], *, repair: bool) -> None:
+    """FormatError with all findings, where one cannot be mended or none is to be."""
+    if not findings or (repair and all(finding.mend for finding in findings)):
+        return
+    lines = [f"{directory}: {len(findings)} fault{'s' if len(findings) > 1 else ''}; nothing is written"]
+    for fault, mend in findings:
+        lines += [
+            f"  {fault}",
+            f"    --repair {mend}" if mend else "    --repair cannot: the directory holds no single right answer",
+        ]
+    lines += ["Run it again with --repair."] if all(finding.mend for finding in findings) else []
+    raise FormatError("\n".join(lines))

@@ -1,0 +1,1 @@
+"""What an adapter directory holds, and how two of them differ."""

@@ -1,0 +1,1 @@
+"""What a step of a config costs: measured, and by formula."""

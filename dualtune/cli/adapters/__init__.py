@@ -1,0 +1,1 @@
+"""Commands after a run: an adapter measured, used, converted and moved."""

@@ -1,0 +1,202 @@
+"""`dualtune adapter`: inspect, convert, import, compare and merge adapter directories. Only merge needs a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune import interrupt
+from dualtune.cli.options import json_option, platform_option
+from dualtune.cli.output.terminal import say
+from dualtune.cli.suggest import Group
+
+if TYPE_CHECKING:
+    from dualtune.adapter.spec import Scaling
+
+LAYOUTS = click.Choice(["dual", "peft", "mlx"])
+SCALINGS = click.Choice(["standard", "rank_stabilized"])
+
+
+@click.group("adapter", cls=Group)
+def command() -> None:
+    """Inspect, convert, import, compare and merge adapter directories."""
+
+
+@command.command("inspect")
+@click.argument("directory", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
+    """Say what DIRECTORY holds and whether it can be trusted. Exit code 6 if it cannot."""
+    import json
+
+    from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
+    from dualtune.errors import FormatError
+
+    report = inspect_adapter(directory)
+    say(json.dumps(report.to_json(), indent=2) if as_json else render_report(report))
+    ctx.exit(0 if report.ok else FormatError.exit_code)
+
+
+@command.command("convert")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--to", "layout", type=LAYOUTS, required=True)
+@click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
+def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) -> None:
+    """Write the adapter of DIRECTORY to the new directory OUT in another layout; its function stays the same."""
+    from dataclasses import replace
+
+    from dualtune.adapter.formats.canonical import rescaled
+    from dualtune.adapter.formats.directory import read_adapter, write_adapter
+
+    adapter = read_adapter(directory)
+    adapter = replace(adapter, spec=rescaled(adapter.spec, scaling or adapter.spec.scaling))
+    write_adapter(out, adapter, layout=layout)
+    for note in adapter.notes:
+        say(f"converted: {note}")
+    say(f"{out}: written in layout {layout}, read from layout {adapter.layout}")
+
+
+@command.command("import")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", help="The base model: its names and shapes decide what is open without them.")
+@click.option("--repair", is_flag=True, help="Mend what has exactly one right answer, and say what was done.")
+@click.option("--layout", type=LAYOUTS, default="dual", show_default=True)
+@json_option
+def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: str, as_json: bool) -> None:
+    """Read the adapter of another tool in DIRECTORY, damaged or not, and write it to the new directory OUT.
+
+    Exit code 6, with every fault and what --repair would do, where something is wrong; then nothing is written.
+    """
+    import json
+
+    from dualtune.adapter.formats.directory import write_adapter
+    from dualtune.adapter.importing.repair import import_adapter
+    from dualtune.base_model import resolve_model
+
+    found = import_adapter(directory, base=resolve_model(base) if base else None, repair=repair)
+    write_adapter(out, found.adapter, layout=layout, metadata=found.metadata)
+    if as_json:
+        report = {"source": found.source, "out": str(out), "layout": layout, "warnings": found.warnings}
+        report |= {"mended": found.metadata["import"]["mended"], "notes": found.adapter.notes}
+        say(json.dumps(report, indent=2))
+        return
+    for fault, mend in found.mended:
+        say(f"mended: {fault} -> {mend}")
+    for title, texts in (("converted", found.adapter.notes), ("look at", found.warnings)):
+        for text in texts:
+            say(f"{title}: {text}")
+    say(f"{out}: written in layout {layout}, read as an adapter of {found.source}")
+
+
+@command.command("diff")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@json_option
+@click.pass_context
+def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
+    """Compare the adapters of directories A and B. Exit code 0: the same function (to 1e-5); 1: not the same."""
+    import json
+
+    from dualtune.adapter.inspection.diff import diff_adapters, render_difference
+
+    found = diff_adapters(a, b)
+    say(json.dumps(found.to_json(), indent=2) if as_json else render_difference(found))
+    ctx.exit(0 if found.is_same_function else 1)
+
+
+@command.command("merge")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
+@platform_option
+@interrupt.handled(interrupt.TERMINATION)
+def merge(directory: Path, out: Path, base: str, platform: str) -> None:
+    """Write MODEL with the adapter of DIRECTORY added to its weights to the new directory OUT.
+
+    OUT is a Hugging Face model in the precision in which MODEL is stored, with the chat template of the training. A
+    quantized MODEL is refused: to round its weights again would erase what the adapter adds. Merge into the plain model
+    instead, and quantize the result.
+    """
+    from dataclasses import replace
+
+    from dualtune.adapter.formats.chat_template import settle
+    from dualtune.adapter.formats.directory import read_adapter
+    from dualtune.adapter.spec import modules_of
+    from dualtune.backend import LoadRequest
+    from dualtune.base_model import resolve_model
+    from dualtune.cli.options import backend_for
+    from dualtune.cli.output.screen import phases
+    from dualtune.evaluate.inference import load_adapter
+    from dualtune.optimizer import OptimizerSpec
+
+    _check_free(out)
+    with phases() as shown:
+        shown.begin("reading", "the adapter")
+        adapter, model_dir = read_adapter(directory), resolve_model(base)
+        dtype = _plain_dtype(model_dir)
+        backend = backend_for(platform)
+        spec = replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)))
+        request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, OptimizerSpec(), seed=0)
+        shown.begin("loading", "the model")
+        engine = backend.load(request)
+        load_adapter(engine, adapter, base)
+        shown.finish("loaded")
+        shown.begin("writing", "the merged model")
+
+        def write(directory: Path) -> None:
+            engine.save_merged(directory)
+            shown.tell(f"template    {settle(directory, adapter.template, adapter.metadata)}")
+
+        _write_whole(out, write)
+    recorded: dict[str, object] = adapter.metadata.get("base") or {}
+    if (trained_on := recorded.get("loaded_as", "none")) != "none":
+        say(f"note: it was trained on a base in {trained_on}, and is merged into the plain weights")
+    say(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description.dtype}")
+
+
+def _check_free(out: Path) -> None:
+    from dualtune.errors import ConfigError
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: already exists and is not an empty directory. Choose another path or remove it.")
+
+
+def _plain_dtype(model_dir: Path) -> str:
+    """The precision in which the model is stored: added in float32, the weights are rounded to it once."""
+    from dualtune.base_model import read_config
+    from dualtune.errors import ConfigError
+
+    config = read_config(model_dir)
+    if "quantization" in config or "quantization_config" in config:
+        raise ConfigError(
+            f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "
+            "Give the plain model that it was made from as --base, and quantize the result"
+        )
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return stored if stored in ("float32", "bfloat16", "float16") else "auto"
+
+
+def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
+    """The directory under its name once it is complete, or not at all."""
+    import shutil
+
+    from dualtune.errors import DiskError
+    from dualtune.io.disk import follow_umask, hidden_sibling
+
+    out = out.resolve()
+    temporary = hidden_sibling(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        follow_umask(temporary)
+        temporary.rename(out)  # replaces an empty directory and nothing else
+    except OSError as error:
+        raise DiskError(f"{out}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,143 @@
+"""`dualtune bundle`: one file that carries an adapter, or a run to be continued, to another machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.cli.options import json_option
+from dualtune.cli.output.terminal import say
+from dualtune.cli.suggest import Group
+
+if TYPE_CHECKING:
+    from dualtune.transfer.bundles.binding import Wanted
+    from dualtune.transfer.bundles.bundle import Report
+    from dualtune.transfer.bundles.signature import Trust
+
+
+def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a bundle must be bound to; the command gets it as `wanted`."""
+
+    @click.option("--name", metavar="NAME", help="The name that the bundle must be bound to, if not that of its file.")
+    @click.option("--max-age", metavar="AGE", help="Refuse what was written longer ago: 90m, 12h, 7d, 2w.")
+    @functools.wraps(function)
+    def wrapped(*args: Any, name: str | None, max_age: str | None, **options: Any) -> Any:
+        from dualtune.transfer.bundles.binding import Wanted, parse_age
+
+        wanted = Wanted(name=name, max_age=None if max_age is None else parse_age(max_age))
+        return function(*args, wanted=wanted, **options)
+
+    return wrapped
+
+
+def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, and whose signature it must have; the command gets that as `trust`."""
+
+    @click.option(
+        "--verify-signature", "signers", type=click.Path(path_type=Path), metavar="ALLOWED_SIGNERS",
+        help="Demand a signature in FILE.sig by a key of this file (its format: ssh-keygen(1), ALLOWED SIGNERS).",
+    )  # fmt: skip
+    @click.option("--identity", metavar="NAME", help="Whose signature: the name in ALLOWED_SIGNERS.")
+    @wanted_options
+    @functools.wraps(function)
+    def wrapped(*args: Any, signers: Path | None, identity: str | None, **options: Any) -> Any:
+        return function(*args, trust=_trust(signers, identity), **options)
+
+    return wrapped
+
+
+@click.group("bundle", cls=Group)
+def command() -> None:
+    """Pack an adapter, or a checkpoint to be continued, into one file; inspect it; unpack it elsewhere."""
+
+
+@command.command("pack")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--checkpoint", "step", type=int, metavar="STEP", help="The checkpoint of this step, not the newest.")
+@click.option("--adapter", is_flag=True, help="The adapter that the run ended with, not a checkpoint.")
+@click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
+@click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key: FILE.sig.")
+@click.option("--name", metavar="NAME", help="What it is bound to, and readers compare: without it FILE's own name.")
+def pack_(
+    source: Path, file: Path, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None, name: str | None
+) -> None:
+    """Write FILE from SOURCE, a run directory (its newest checkpoint that verifies) or an adapter directory.
+
+    Directories of this machine are left out, and a file with a secret in it is refused.
+    """
+    from dualtune.transfer.bundles.bundle import inspect
+    from dualtune.transfer.bundles.pack import pack
+
+    for note in pack(source, file, step=step, adapter=adapter, tokenizer=tokenizer, key=key, name=name):
+        say(f"note        {note}")
+    say(inspect(file).to_text())
+
+
+@command.command("inspect")
+@click.argument("file", type=click.Path(path_type=Path))
+@json_option
+@trust_options
+@click.pass_context
+def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, wanted: Wanted) -> None:
+    """Say what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
+    import json
+
+    from dualtune.errors import FormatError
+    from dualtune.text.redaction import redact
+    from dualtune.transfer.bundles.bundle import inspect
+
+    try:
+        report = inspect(file, trust, wanted)
+    except FormatError as error:
+        if not as_json:
+            raise
+        say(json.dumps({"path": str(file), "ok": False, "problem": redact(str(error))}, indent=2))
+        ctx.exit(error.exit_code)
+    say(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
+
+
+@command.command("unpack")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("dest", type=click.Path(path_type=Path))
+@trust_options
+def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: Wanted) -> None:
+    """Write what FILE holds to the new directory DEST, whole or not at all; every file is verified."""
+    from dualtune.transfer.bundles.bundle import unpack
+
+    report = unpack(file, dest, trust, wanted)
+    tell_notes(report)
+    say(f"unpacked    {dest}: {len(report.bundle.files)} files, each with the sha256 of the list")
+    say(next_step(report, dest))
+
+
+def tell_notes(report: Report) -> None:
+    for note in report.notes:
+        say(f"note        {note}")
+
+
+def _trust(signers: Path | None, identity: str | None) -> Trust | None:
+    from dualtune.transfer.bundles.signature import Trust
+
+    if (signers is None) != (identity is None):
+        raise click.UsageError("Give --verify-signature and --identity together.")
+    return Trust(signers, identity) if signers is not None and identity is not None else None
+
+
+def next_step(report: Report, dest: Path) -> str:
+    import shlex
+
+    from dualtune.transfer.bundles.names import TEMPLATE
+
+    if report.bundle.step is None:
+        base = report.bundle.base.get("name") or "MODEL"
+        words = ["dualtune", "generate", str(base), "--adapter", str(dest / "adapter"), "--prompt", "…"]
+        return f"use         {shlex.join(words)}"
+    words = ["dualtune", "train", str(dest / "config.yaml"), "--set", f"run.dir={dest}"]
+    elsewhere = {*report.bundle.relocate} - ({"data.template"} if TEMPLATE in report.bundle.files else set())
+    places = "".join(f" --set {key}=…" for key in sorted(elsewhere))
+    return f"continue    {shlex.join(words)}{places}"

@@ -1,0 +1,80 @@
+"""`dualtune generate`: continue a prompt."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dualtune import interrupt
+from dualtune.cli.options import dtype_option, platform_option, quantization_option
+from dualtune.cli.output.terminal import pass_on, say
+
+MOST_PROMPT = 2**22  # characters
+
+
+@click.command("generate")
+@click.argument("model")
+@click.option("--adapter", type=click.Path(path_type=Path), help="An adapter directory of any layout.")
+@click.option("--prompt", required=True, help="The text to answer or continue; - reads it from standard input.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is: no chat template, control tokens as such.")
+@click.option(
+    "--template",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|FILE",
+    help="The chat template; auto is the adapter's, or else the model's own.",
+)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@dtype_option
+@quantization_option
+@platform_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which here means: enough
+def command(
+    model: str, adapter: Path | None, prompt: str, raw: bool, template: str, temperature: float, top_p: float,
+    max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
+) -> None:  # fmt: skip
+    """Continue a prompt with MODEL (a directory or a hub id) and its adapter. The text goes to standard output.
+
+    On a terminal, control characters in it are shown and not obeyed; a file or another program gets it as it is.
+    """
+    from dualtune.cli.options import backend_for
+    from dualtune.cli.output.screen import phases
+
+    if raw and template != "auto":
+        raise click.UsageError("Give --raw or --template, not both.")
+    text = _read_prompt() if prompt == "-" else prompt
+    with phases(err=True) as shown:
+        shown.begin("importing", "the backend")
+        from dualtune.capabilities import check_value
+        from dualtune.evaluate.inference import load_model, stream_text
+
+        backend = backend_for(platform, err=True)
+        check_value(backend, "model.dtype", dtype)
+        check_value(backend, "model.quantization", quantization)
+        shown.begin("loading", "the model")
+        loaded = load_model(
+            backend, model, adapter, dtype=dtype, quantization=quantization, template="none" if raw else template,
+            special_tokens_in_text="allow" if raw else "text",
+        )  # fmt: skip
+    if loaded.note:
+        say(f"template    {loaded.note}", err=True)
+    ids = loaded.tokenizer.encode_prompt(text)
+    pieces = stream_text(loaded, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    for piece in pieces:
+        pass_on(piece)
+    pass_on("\n")
+
+
+def _read_prompt() -> str:
+    """Standard input to its end, without the line break that `echo` and editors put there."""
+    text = sys.stdin.read(MOST_PROMPT + 1)
+    if len(text) > MOST_PROMPT:
+        raise click.UsageError(f"--prompt -: standard input has more than {MOST_PROMPT} characters.")
+    if not text.strip():
+        raise click.UsageError("--prompt -: standard input is empty; type or pipe the text to answer or continue.")
+    return text.removesuffix("\n")

@@ -1,0 +1,55 @@
+"""`dualtune pull`: fetch what `dualtune push` brought somewhere, verify it and unpack it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.cli.adapters.bundle import next_step, tell_notes, trust_options
+from dualtune.cli.output.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.transfer.bundles.binding import Wanted
+    from dualtune.transfer.bundles.signature import Trust
+    from dualtune.transfer.carry import Pulled
+
+
+@click.command("pull")
+@click.argument("target")
+@click.argument("dest", type=click.Path(path_type=Path), required=False)
+@click.option("--keep-packed", is_flag=True, help="DEST becomes the bundle itself, verified and not unpacked.")
+@trust_options
+@click.option(
+    "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
+    help="How often to try again after a cut, in a row and without progress.",
+)  # fmt: skip
+def command(
+    target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, wanted: Wanted, retries: int
+) -> None:
+    """Fetch the bundle of TARGET (see `dualtune push --help`), verify it, and unpack it into the new directory DEST.
+
+    Without DEST it is the last part of TARGET, here. A pull that was cut goes on when it is run again.
+    """
+    from dualtune.cli.output.transferring import transferring
+    from dualtune.transfer.carry import pull
+
+    with transferring("fetching", retries) as patience:
+        done = pull(target, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
+    tell_notes(done.report)
+    say(f"pulled      {done.path}: {len(done.report.bundle.files)} files, each with the sha256 of the list")
+    say("\n".join(_next_steps(done, keep_packed=keep_packed)))
+
+
+def _next_steps(done: Pulled, *, keep_packed: bool) -> list[str]:
+    if keep_packed:
+        words = ["dualtune", "bundle", "unpack", str(done.path), str(done.path.with_suffix(""))]
+        return [f"unpack      {shlex.join(words)}"]
+    use = next_step(done.report, done.path)
+    if done.report.bundle.step is not None:
+        return [use]
+    base = str(done.report.bundle.base.get("name") or "MODEL")
+    words = ["dualtune", "verify", str(done.path / "adapter"), "--base", base]
+    return [f"verify      {shlex.join(words)}", use]

@@ -1,0 +1,60 @@
+"""`dualtune push`: bring an adapter, or a run to be continued, to another machine, a directory, a bucket or the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dualtune.cli.output.terminal import say
+
+
+@click.command("push")
+@click.argument("target")
+@click.argument("source", type=click.Path(path_type=Path), required=False)
+@click.option("--checkpoint", "step", type=int, metavar="STEP", help="The checkpoint of this step, not the newest.")
+@click.option("--adapter", is_flag=True, help="The adapter that the run ended with, not a checkpoint.")
+@click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
+@click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key.")
+@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("--public", is_flag=True, help="hf:// alone: a public repository, not a private one.")
+@click.option(
+    "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
+    help="How often to try again after a cut, in a row and without progress.",
+)  # fmt: skip
+def command(
+    target: str, source: Path | None, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None,
+    force: bool, public: bool, retries: int,
+) -> None:  # fmt: skip
+    """Bring SOURCE to TARGET: a run directory (its newest checkpoint that verifies), an adapter directory or a bundle.
+
+    TARGET is one of
+
+    \b
+    user@host:path           another machine, over ssh; it needs no dualtune
+    ssh://user@host:22/path
+    path                     a directory
+    s3://bucket/path         and other file systems of fsspec
+    hf://owner/name          the Hugging Face hub: the adapter and a card
+
+    Without SOURCE it is the run below runs/ that was written to last. TARGET names the bundle where it ends in .tar or
+    .dualtune, and else a directory, where it is called bundle.tar. A push that was cut goes on when it is run again.
+    """
+    from dualtune.cli.output.transferring import transferring
+    from dualtune.text.show import in_bytes
+    from dualtune.transfer.carry import Choice, newest_run, push
+
+    if source is None:
+        source = newest_run()
+        say(f"source      {source}: of the runs below runs/, it was written to last")
+    with transferring("sending", retries) as patience:
+        done = push(
+            target, Choice(source, step, adapter, tokenizer, key), force=force, public=public, patience=patience
+        )
+    for note in done.notes:
+        say(f"note        {note}")
+    held = done.report.bundle
+    what = held.kind if held.step is None else f"{held.kind} after step {held.step}"
+    state = "sent" if done.is_new else "was there"
+    say(f"{state:<11} {done.where}: {what}, {in_bytes(done.report.num_bytes)}, digest {held.digest}")
+    say(f"there       dualtune pull {target}")

@@ -1,0 +1,63 @@
+"""`dualtune verify`: whether an adapter computes here what it computed where it was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.cli.adapters.bundle import wanted_options
+from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
+
+if TYPE_CHECKING:
+    from dualtune.transfer.bundles.binding import Wanted
+
+
+@click.command("verify")
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--base", required=True, metavar="MODEL", help="The base model: a directory or a hub id.")
+@wanted_options
+@dtype_option
+@quantization_option
+@platform_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, directory: Path, base: str, wanted: Wanted, dtype: str, quantization: str, platform: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
+
+    DIR may be what `dualtune pull` unpacked too: then the name and the date that its bundle was bound to are shown.
+
+    Ends with 0 if it is the same function, up to what the precisions explain, and with 6 if it is not, or if there is
+    nothing to compare with.
+    """
+    import json
+
+    from dualtune.checks import table
+    from dualtune.cli.output.screen import phases, tell
+    from dualtune.cli.output.terminal import say
+    from dualtune.errors import FormatError
+
+    with phases(err=as_json) as shown:
+        shown.begin("checking", "the adapter and its base")
+        from dualtune.backend import Backend
+        from dualtune.capabilities import check_value
+        from dualtune.verify.verify import verify
+
+        def open_backend() -> Backend:
+            backend = backend_for(platform, err=as_json)
+            check_value(backend, "model.dtype", dtype)
+            check_value(backend, "model.quantization", quantization)
+            shown.begin("computing", "what was recorded")
+            return backend
+
+        result = verify(directory, base, open_backend, dtype=dtype, quantization=quantization, wanted=wanted)
+    if as_json:
+        say(json.dumps(result.to_json(), indent=2))
+    else:
+        tell(table(result.checks))
+        tell(f"\nverdict: {result.verdict}: {result.sentence}")
+    ctx.exit(0 if result.ok else FormatError.exit_code)

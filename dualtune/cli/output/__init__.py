@@ -1,0 +1,1 @@
+"""What a command prints: terminals, progress, live lines."""

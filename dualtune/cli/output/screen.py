@@ -1,0 +1,185 @@
+"""What a command shows while it works: the phase that it is in, how long already, and how far it is.
+
+On a terminal that is a live line below all others; elsewhere each phase leaves a line when it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any
+
+from dualtune.cli.output.terminal import say
+from dualtune.text.show import fitted, in_time, wrapped
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
+
+LEAST_BAR, MOST_BAR = 8, 30  # columns
+REFRESH_HZ = 4
+
+
+def width() -> int:
+    """Columns that a line may have; in the last one, some terminals would begin another line."""
+    return shutil.get_terminal_size().columns - 1
+
+
+def is_live(stream: Any) -> bool:
+    """Whether a line on this stream can be written over."""
+    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def tell(text: str) -> None:
+    """Print prose or a table: on a terminal in lines that fit, elsewhere as it is."""
+    say(wrapped(text, width()) if is_live(sys.stdout) else text)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What goes on. Immutable, because another thread draws it."""
+
+    doing: str = ""
+    what: str = ""
+    began: float = 0.0
+    done: float = 0
+    total: float = 0  # 0: unknown; 1: `done` is a share; otherwise both are counts
+    ends: float | None = None  # when it will be over, probably
+    fields: tuple[tuple[str, ...], ...] = ()  # numbers to show, each in its forms from long to short
+
+    def line(self, now: float, width: int) -> str:
+        heads = (f"{self.doing:<11} {self.what}", f"{self.doing:<11} {self.what.rpartition('/')[2]}", self.doing)
+        rest: list[tuple[str, ...]] = []
+        if self.total:
+            rest.append((f"{self.done:.0%}" if self.total == 1 else f"{self.done:.0f}/{self.total:.0f}",))
+        if self.ends is not None and self.ends > now:
+            rest.append((f"{in_time(self.ends - now)} left",))
+        rest += [*self.fields, (in_time(now - self.began),)]
+        head = next((head.rstrip() for head in heads if len(head) <= width - len(rest[0][0]) - 2), self.doing)
+        text = fitted(rest, width - len(head) - 2)
+        room = width - len(head) - len(text) - 4
+        bar = _bar(self.done / self.total, min(room, MOST_BAR)) + "  " if self.total and room >= LEAST_BAR else ""
+        return f"{head}  {bar}{text}"
+
+
+def _bar(share: float, columns: int) -> str:
+    filled = round(min(share, 1.0) * columns)
+    return "━" * filled + "╌" * (columns - filled)
+
+
+class Phases:
+    """The phases of a command, one at a time."""
+
+    def __init__(self, *, err: bool) -> None:
+        self.now = Phase()
+        self._err = err
+        self._live = _live(self._draw, err=err) if is_live(sys.stderr if err else sys.stdout) else None
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
+    def begin(self, doing: str, what: str = "", since: float | None = None) -> None:
+        """Go over to another phase; to go over to the same changes nothing."""
+        if (doing, what) == (self.now.doing, self.now.what):
+            return
+        self.now = Phase(doing, what, time.monotonic() if since is None else since)
+        if self._live:
+            self._live.refresh()  # at once: what follows may keep other threads from running, as an import does
+
+    def update(self, done: float, total: float, *fields: tuple[str, ...], seconds_left: float | None = None) -> None:
+        """How far it is. Without `seconds_left`, what is left is guessed from the time that it took so far."""
+        now = time.monotonic()
+        if seconds_left is None and done:
+            seconds_left = (now - self.now.began) * (total - done) / done
+        ends = now + seconds_left if seconds_left is not None and done < total else None
+        self.now = replace(self.now, done=done, total=total, ends=ends, fields=fields)
+
+    @property
+    def seconds(self) -> float:
+        """Since the phase began."""
+        return time.monotonic() - self.now.began
+
+    def finish(self, past: str) -> None:
+        """Say what was done, and in how many seconds."""
+        if self._live or not self._err:  # beside JSON, for scripts, only the live line
+            what = f"{self.now.what} " if self.now.what else ""
+            self.tell(f"{past:<11} {what}in {self.seconds:.1f} s")
+        self.now = Phase()
+
+    def tell(self, line: str) -> None:
+        say(wrapped(line, width()) if self._live else line, err=self._err)
+
+    def _draw(self) -> Text:
+        from rich.text import Text
+
+        text = self.now.line(time.monotonic(), width()) if self.now.doing else ""
+        return Text(text, no_wrap=True, overflow="crop")
+
+    def __enter__(self) -> Phases:
+        if self._live:
+            self._live.start()
+            self._live.console.show_cursor(True)  # a run that is killed shall not leave a terminal without one
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.now = Phase()
+        if self._live:
+            self._live.stop()
+
+
+_active: Phases | None = None
+
+
+@contextlib.contextmanager
+def phases(*, err: bool = False) -> Generator[Phases]:
+    """The phases of this command; inside another such block, its own. With `err` on standard error.
+
+    Where standard output carries a result, say it behind the block.
+    """
+    global _active
+    if _active is not None:
+        yield _active
+        return
+    with Phases(err=err) as _active:
+        try:
+            yield _active
+        finally:
+            _active = None
+
+
+class _Deaf:
+    """A terminal that may go away, as with a connection that is cut: nobody sees the line then, and all goes on."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return self._stream.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _live(draw: Any, *, err: bool) -> Live:
+    """Whatever is printed to the same terminal meanwhile appears above the line."""
+    from rich.live import Live
+
+    from dualtune.cli.output.console import Console
+
+    console = Console(_Deaf(sys.stderr if err else sys.stdout))  # pyright: ignore
+    return Live(
+        console=console, get_renderable=draw, refresh_per_second=REFRESH_HZ, transient=True,
+        redirect_stdout=not err, redirect_stderr=is_live(sys.stderr),
+    )  # fmt: skip

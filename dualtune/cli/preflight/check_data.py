@@ -1,0 +1,217 @@
+"""`dualtune check-data`: the rows that cannot be used, grouped by reason, where a run shows the first few."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+import click
+
+from dualtune.cli.options import json_option
+from dualtune.cli.output.terminal import say
+from dualtune.text.redaction import redact
+
+if TYPE_CHECKING:
+    from dualtune.config.schema import SourceConfig
+    from dualtune.data.chat.formats import Example
+    from dualtune.data.sources.readers import Role
+    from dualtune.data.sources.rows import BadRow
+    from dualtune.data.tokens.tokenize import TokenizedRow
+
+MOST_CONTROL_TEXT = 20  # rows of a source that are named for a control token in their own text
+MOST_IN_JSON = 1000  # problems of a source
+MOST_OF_A_KIND = 20  # rows with like reasons that are shown of a source; --list has all of them
+MOST_KINDS = 50
+OTHER_KINDS = "other reasons"
+_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # what differs between reasons of a kind
+
+
+class Stream(NamedTuple):
+    """The rows of a source, not yet opened; tokenized where a config says how."""
+
+    path: str
+    role: Role
+    rows: Iterator[Example | TokenizedRow | BadRow]
+
+    @property
+    def name(self) -> str:
+        from dualtune.data.sources.kinds import kind_of
+
+        return self.path if kind_of(Path(self.path)) else f"{self.path} ({self.role})"
+
+
+@click.command("check-data")
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
+@click.option("--format", "format", default="auto", show_default=True, help="How rows are laid out, as in data.format.")
+@click.option(
+    "--column", "columns", multiple=True, metavar="OURS=YOURS", help="A column of another name: prompt=question."
+)
+@click.option(
+    "--list",
+    "listing",
+    metavar="FILE",
+    type=click.File("w", encoding="utf-8"),
+    help="Write every row that cannot be used to FILE; on the screen there are the first of each kind.",
+)
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context,
+    targets: tuple[str, ...],
+    format: str,
+    columns: tuple[str, ...],
+    listing: TextIO | None,
+    as_json: bool,
+) -> None:
+    """Find the rows of TARGET that cannot be used. TARGET is a config, or data: a file, directory or dataset name.
+
+    Of a config, the rows are also put through its template and length limit. Exit code 3 if a row cannot be used.
+    """
+    import json
+
+    from dualtune.data.chat.formats import FORMATS
+    from dualtune.errors import DataError
+
+    configs = [target for target in targets if target.lower().endswith((".yaml", ".yml"))]
+    if configs and (format != "auto" or columns):
+        raise click.UsageError(f"--format and --column are for data; {configs[0]} says its own.")
+    if format not in ("auto", *FORMATS):
+        raise click.UsageError(f"--format: got '{format}', allowed: {', '.join(('auto', *FORMATS))}")
+    names = dict(map(_column, columns))
+    reports: list[dict[str, Any]] = []
+    for target in targets:
+        for stream in _of_config(Path(target)) if target in configs else _of_data(target, format, names):
+            report = _check(stream, listing, silent=as_json)
+            reports.append(report)
+            if not as_json:
+                say("\n".join([*report["control_text"]["first"], f"{stream.name}: {_summary(report)}"]))
+    if as_json:
+        say(json.dumps({"sources": reports}, indent=2))
+    ctx.exit(DataError.exit_code if any(report["bad"] or report["error"] for report in reports) else 0)
+
+
+def _column(text: str) -> tuple[str, str]:
+    ours, equals, yours = text.partition("=")
+    if not (ours and equals and yours):
+        raise click.UsageError(f"--column: got '{text}', needed: our name = yours, such as prompt=question")
+    return ours, yours
+
+
+def _of_data(path: str, format: str, columns: Mapping[str, str]) -> list[Stream]:
+    """The data itself; of a directory, those of every role."""
+    from dualtune.config.schema import SourceConfig
+    from dualtune.data.sources.readers import ROLE_NAMES, has_role
+
+    source = SourceConfig.model_construct(path=path, format=format, columns=dict(columns))
+    roles: list[Role] = [role for role in ROLE_NAMES if has_role(path, role)] if Path(path).is_dir() else []
+    return [Stream(path, role, _examples(source, role)) for role in roles or ["train"]]
+
+
+def _of_config(path: Path) -> list[Stream]:
+    from dualtune.base_model import resolve_model
+    from dualtune.config import load_config
+    from dualtune.data.documents import eval_sources
+    from dualtune.data.tokens.tokenize import tokenize_rows
+    from dualtune.data.tokens.tokenizer import Tokenizer
+
+    settings = load_config(path)
+    data = settings.data
+    tokenizer = Tokenizer(resolve_model(settings.model.name, weights=False), data.template, data.special_tokens_in_text)
+
+    def stream(role: Role, source: SourceConfig) -> Stream:
+        examples = _examples(source, role)
+        return Stream(source.path, role, tokenize_rows(examples, tokenizer, data.loss_on, data.max_length))
+
+    chosen: dict[Role, tuple[SourceConfig, ...]] = {"train": data.sources(), "valid": eval_sources(data)}
+    return [stream(role, source) for role, sources in chosen.items() for source in sources]
+
+
+def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
+    """Opened when the first one is asked for, so that what is wrong with one source does not hide the others."""
+    from dualtune.data.documents import open_one
+
+    yield from open_one(source, role).examples()
+
+
+def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
+    """Go through the rows. What ends them early is told with them."""
+    from dualtune.data.documents import REASONS
+    from dualtune.data.sources.bad_rows import remedy
+    from dualtune.data.sources.rows import BadRow
+    from dualtune.data.tokens.tokenize import State, TokenizedRow
+    from dualtune.errors import DataError
+    from dualtune.text.escape import one_line
+
+    num_rows = num_bad = 0
+    problems: list[dict[str, Any]] = []
+    states: Counter[State] = Counter()
+    num_control, control = 0, list[str]()
+    kinds: Counter[str] = Counter()
+    failure: str | None = None
+    try:
+        for row in stream.rows:
+            num_rows += 1
+            if isinstance(row, TokenizedRow):
+                states[row.state] += 1
+                if row.control_token is not None:
+                    num_control += 1
+                    if num_control <= MOST_CONTROL_TEXT:
+                        control.append(redact(f"{row.path}:{row.line}: {row.control_token} in its own text"))
+            elif isinstance(row, BadRow):
+                num_bad += 1
+                kind = _DETAIL.sub("…", row.reason)[:200]
+                kinds[kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS] += 1
+                text = one_line(redact(str(row)))
+                if listing:
+                    listing.write(f"{text}\n")
+                if not silent and kind in kinds and kinds[kind] <= MOST_OF_A_KIND:
+                    say(text)
+                if len(problems) < MOST_IN_JSON:
+                    problems.append({"path": row.path, "line": row.line, "reason": redact(row.reason)})
+    except DataError as error:
+        failure = redact(str(error))
+        if not silent:
+            say("\n".join(map(one_line, failure.split("\n"))))
+    if not silent:
+        _say_kinds(kinds, listing)
+        if way := remedy(kinds):
+            say(way)
+    return {
+        "path": stream.path,
+        "role": stream.role,
+        "rows": num_rows,
+        "bad": num_bad,
+        "problems": problems,
+        "error": failure,
+        "cut": states[State.CUT],
+        "split": states[State.SPLIT],
+        "control_text": {"rows": num_control, "first": control},
+        "dropped": {reason: states[state] for state, reason in REASONS.items() if states[state]},
+    }
+
+
+def _say_kinds(kinds: Counter[str], listing: TextIO | None) -> None:
+    """How many rows of each kind were not shown."""
+    from dualtune.text.escape import one_line
+
+    hidden = {kind: number - (0 if kind == OTHER_KINDS else MOST_OF_A_KIND) for kind, number in kinds.items()}
+    for kind, number in hidden.items():
+        if number > 0:
+            say(f"… and {number} more rows: {one_line(redact(kind))}")
+    if max(hidden.values(), default=0) > 0 and listing is None:
+        say("--list FILE writes all of them to a file")
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    if report["error"] and not report["rows"]:
+        return "cannot be read"
+    parts = [f"{report['rows']} rows, {report['bad']} cannot be used"]
+    parts += [f"{report[state]} {state} at max_length" for state in ("cut", "split") if report[state]]
+    parts += [f"{number} dropped: {reason}" for reason, number in report["dropped"].items()]
+    if number := report["control_text"]["rows"]:
+        parts.append(f"with a control token in their own text (data.special_tokens_in_text): {number}")
+    parts += ["not read to the end"] if report["error"] else []
+    return "; ".join(parts)

@@ -1,0 +1,1 @@
+"""Commands that train, and that look at runs."""

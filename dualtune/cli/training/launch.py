@@ -1,0 +1,170 @@
+"""`dualtune launch`: a run in several processes, on this machine, on several, or as a Slurm job."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from dualtune.cli.options import config_argument, platform_option, set_option
+from dualtune.cli.output.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.launch.supervise import Launcher
+    from dualtune.launch.worker import Work
+
+PLACES = ("local", "mlx", "slurm")
+# Option -> where it means something. Elsewhere it is refused, not ignored.
+MEANT_FOR = {
+    "procs": PLACES, "max_restarts": PLACES, "nodes": ("local", "slurm"), "node_rank": ("local",),
+    "rendezvous": ("local",), "hosts": ("mlx",), "hostfile": ("mlx",), "gpus_per_node": ("slurm",), "time": ("slurm",),
+    "partition": ("slurm",), "account": ("slurm",), "array": ("slurm",), "grace_s": ("slurm",), "options": ("slurm",),
+    "script": ("slurm",),
+}  # fmt: skip
+MAX_RESTARTS = 3
+
+_count = click.IntRange(min=1)
+
+
+@click.command("launch")
+@config_argument
+@click.option("--on", "place", type=click.Choice(PLACES), required=True, help="torchrun, mlx.launch, or a Slurm job.")
+@click.option("--procs", type=_count, help="Processes on each machine.  [default: one for each GPU, else 1]")
+@platform_option
+@set_option
+@click.option("--resume", default="auto", show_default=True, metavar="auto|never|PATH", help="As for dualtune train.")
+@click.option(
+    "--max-restarts", type=click.IntRange(min=0),
+    help=f"How often all begin again if a process dies.  [default: {MAX_RESTARTS}; 0 with --rendezvous]",
+)  # fmt: skip
+@click.option("--print", "is_shown", is_flag=True, help="Print the command or the script, and start nothing.")
+@click.option("--nodes", type=_count, help="local, slurm: machines.")
+@click.option("--node-rank", type=click.IntRange(min=0), help="local: the number of this machine, from 0.")
+@click.option("--rendezvous", metavar="HOST:PORT", help="local: where the machines meet: on that with --node-rank 0.")
+@click.option("--hosts", metavar="IP,IP…", help="mlx: the machines, by addresses that ssh takes.")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="mlx: the machines, in mlx.launch's own format.")
+@click.option("--gpus-per-node", type=_count, help="slurm: GPUs of each machine; a process for each.")
+@click.option("--time", metavar="D-HH:MM:SS", help="slurm: the most time that the job may take.")
+@click.option("--partition", help="slurm: the partition.")
+@click.option("--account", help="slurm: the account.")
+@click.option("--array", metavar="0-9", help="slurm: tasks of their own, %a in --set is the number of the task.")
+@click.option(
+    "--grace", "grace_s", type=click.IntRange(min=1), default=120, show_default=True,
+    help="slurm: seconds before the end of --time when the run is saved and requeued.",
+)  # fmt: skip
+@click.option("--sbatch-option", "options", multiple=True, metavar="KEY[=VALUE]", help="slurm: any of sbatch's.")
+@click.option("--script", type=click.Path(path_type=Path), help="slurm: where to keep the batch script.")
+@click.pass_context
+def command(
+    ctx: click.Context, config: Path, place: str, platform: str, overrides: tuple[str, ...], resume: str,
+    is_shown: bool, **given: Any,
+) -> None:  # fmt: skip
+    """Train by CONFIG in several processes; the result is that of one.
+
+    Ends with 75 where they were preempted and have saved, and with the code of `dualtune train` otherwise.
+    """
+    from dualtune.config import load_config
+    from dualtune.launch.worker import Work
+    from dualtune.train.state.run_dir import path_of
+
+    _refuse_strangers(ctx, place)
+    tried = [override.replace("%a", "0") for override in overrides] if given["array"] else overrides
+    run_dir = path_of(load_config(config, tried))
+    work = Work(config.absolute(), run_dir, platform, overrides, resume)
+    options = {name: value for name, value in given.items() if place in MEANT_FOR[name]}
+    match place:
+        case "local":
+            code = _local(work, is_shown, **options)
+        case "mlx":
+            code = _mlx(work, is_shown, **options)
+        case _:
+            code = _slurm(work, is_shown, **options)
+    ctx.exit(code)
+
+
+def _refuse_strangers(ctx: click.Context, place: str) -> None:
+    """UsageError for an option that another --on would honour."""
+    for parameter in ctx.command.params:
+        meant_for = MEANT_FOR.get(parameter.name or "", PLACES)
+        is_given = ctx.get_parameter_source(parameter.name or "") != ParameterSource.DEFAULT
+        if is_given and place not in meant_for:
+            raise click.UsageError(f"{parameter.opts[0]} is for --on {' and '.join(meant_for)}, not for --on {place}.")
+
+
+def _local(
+    work: Work, is_shown: bool, *, procs: int | None, max_restarts: int | None, nodes: int | None,
+    node_rank: int | None, rendezvous: str | None,
+) -> int:  # fmt: skip
+    from dualtune.launch import torchrun
+    from dualtune.platform.choose import choose
+    from dualtune.platform.detect import detect
+
+    several = None
+    if node_rank is not None or rendezvous is not None or (nodes or 1) > 1:
+        if nodes is None or node_rank is None or rendezvous is None:
+            raise click.UsageError("Give --nodes, --node-rank and --rendezvous together, on each of the machines.")
+        if max_restarts:
+            raise click.UsageError(
+                "--max-restarts is for one machine: each would begin again at another time. Run the command again on "
+                "all of them, or let Slurm do it: --on slurm."
+            )
+        several, max_restarts = torchrun.Nodes.parse(nodes, node_rank, rendezvous), 0
+    machine = detect()
+    choice = choose(work.platform, machine)
+    here = torchrun.Here(machine.cores, len(machine.gpus), machine.gpu_problem)
+    launcher, chosen = here.launcher(choice.platform, procs, several)
+    where = f", machine {several.rank} of {several.count}" if several else ""
+    say(f"platform    {choice.platform}: {choice.reason}", err=True)
+    say(f"launch      torchrun: {chosen}{where}", err=True)
+    return _start(launcher, replace(work, platform=choice.platform), max_restarts, is_shown)
+
+
+def _mlx(
+    work: Work, is_shown: bool, *, procs: int | None, max_restarts: int | None, hosts: str | None, hostfile: Path | None
+) -> int:
+    from dualtune.card import launch_on
+    from dualtune.launch import mlx
+
+    if hostfile is not None and (hosts is not None or procs is not None):
+        raise click.UsageError("--hostfile names every process: give neither --hosts nor --procs with it.")
+    launcher, chosen = mlx.launcher(work.platform, procs, hosts, hostfile)
+    _, launch = launch_on("mlx", work.platform)
+    say(f"launch      {launch.program}: {chosen}", err=True)
+    return _start(launcher, replace(work, platform=launch.platforms[0]), max_restarts, is_shown)
+
+
+def _start(launcher: Launcher, work: Work, max_restarts: int | None, is_shown: bool) -> int:
+    from dualtune.launch.supervise import supervise
+
+    if is_shown:
+        words = [f"{name}={value}" for name, value in launcher.environment.items()]
+        say(shlex.join([*words, *launcher.command(work.command(work.first_resume()))]))
+        return 0
+    restarts = MAX_RESTARTS if max_restarts is None else max_restarts
+    return supervise(launcher, work, max_restarts=restarts, tell=lambda text: say(text, err=True))
+
+
+def _slurm(
+    work: Work, is_shown: bool, *, procs: int | None, max_restarts: int | None, nodes: int | None,
+    gpus_per_node: int | None, script: Path | None, **limits: Any,
+) -> int:  # fmt: skip
+    from dualtune.launch import slurm
+
+    if procs is None and gpus_per_node is None:
+        raise click.UsageError("--on slurm needs --gpus-per-node, or --procs: how many processes run on each node.")
+    restarts = MAX_RESTARTS if max_restarts is None else max_restarts
+    job = slurm.Slurm(nodes or 1, procs or gpus_per_node or 1, gpus_per_node, max_restarts=restarts, **limits)
+    text = slurm.batch_script(job, job.adapt(work), Path.cwd())
+    if is_shown:
+        say(text.rstrip("\n"))
+        return 0
+    path = script or slurm.place_of_script(work.run_dir)
+    slurm.write_script(path, text, work)
+    number = slurm.submit(path)
+    say(f"script      {path}")
+    say(f"job         {number}: {job.nodes} × {job.procs_per_node} processes; log {slurm.log_of(job, work)}")
+    return 0

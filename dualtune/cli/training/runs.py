@@ -1,0 +1,134 @@
+"""`dualtune runs`: what became of your runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.cli.options import json_option
+
+if TYPE_CHECKING:
+    from dualtune.train.state.listing import RunSummary
+
+# What runs may be sorted by; what is not known comes last.
+ORDERS: dict[str, Callable[[RunSummary], Any]] = {
+    "name": lambda run: run.path,
+    "date": lambda run: _newest_first(run.date),
+    "state": lambda run: run.state,
+    "loss": lambda run: _lowest_first(run.loss),
+    "eval": lambda run: _lowest_first(run.eval_loss),
+    "best": lambda run: _lowest_first(run.best_eval_loss),
+    "time": lambda run: _lowest_first(None if run.seconds is None else -run.seconds),
+}
+# What a narrow terminal does without, first to last.
+LEAST_IMPORTANT = ("saved", "time", "model", "lr", "best", "date", "eval", "verdict")
+MIN_NAME = 12
+NO_LIMIT = 10_000  # columns, for a file or another program
+
+
+@click.command("runs")
+@click.argument("directory", type=click.Path(path_type=Path), default="runs")
+@click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="What comes first.")
+@json_option
+def command(directory: Path, sort: str, as_json: bool) -> None:
+    """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
+
+    A run is running, done, preempted or killed (run its command again), failed, or unreadable. `time` is that spent in
+    steps, `date` that of the end (of the start, if it runs or was killed), `saved` the step of the last checkpoint.
+    """
+    import json
+    import sys
+    from dataclasses import asdict
+
+    from dualtune.cli.output.screen import is_live, width
+    from dualtune.cli.output.terminal import say
+    from dualtune.train.state.listing import list_runs
+
+    found = sorted(list_runs(directory), key=ORDERS[sort])
+    if as_json:
+        return say(json.dumps([asdict(run) for run in found], indent=2))
+    if not found:
+        return say(f"there is no run in {directory}")
+    return say("\n".join(table(found, width() if is_live(sys.stdout) else NO_LIMIT)))
+
+
+def table(runs: Sequence[RunSummary], width: int) -> list[str]:
+    """A line for each run, the reason below it, with the columns that fit."""
+    import textwrap
+
+    from dualtune.io.fields import shown
+    from dualtune.text.show import in_columns
+
+    columns, dropped = [_cells(run) for run in runs], list[str]()
+    while (too_wide := _width(columns) - width) > 0 and len(dropped) < len(LEAST_IMPORTANT):
+        dropped.append(LEAST_IMPORTANT[len(dropped)])
+        columns = [{key: cell for key, cell in cells.items() if key != dropped[-1]} for cells in columns]
+    if too_wide > 0:
+        longest = max(MIN_NAME, max(len(cells["run"]) for cells in columns) - too_wide)
+        columns = [cells | {"run": _tail(cells["run"], longest)} for cells in columns]
+    header, *lines = in_columns([[*columns[0]], *([*cells.values()] for cells in columns)]).splitlines()
+    said = [header]
+    for run, line in zip(runs, lines, strict=True):
+        said.append(line)
+        if run.reason:
+            reason = shown(run.reason, 500)
+            said += textwrap.wrap(reason, width, initial_indent="    ", subsequent_indent="    ")
+    if dropped:
+        note = f"(too narrow for: {', '.join(dropped)}; --json has everything)"
+        said += textwrap.wrap(note, width)
+    return said
+
+
+def _cells(run: RunSummary) -> dict[str, str]:
+    from dualtune.io.fields import shown
+
+    return {
+        "run": shown(run.path, 1000),
+        "state": run.state,
+        "verdict": shown(run.verdict or "-", 20),
+        "step": _number(run.step) + (f"/{run.num_steps}" if run.num_steps else ""),
+        "loss": _loss(run.loss),
+        "eval": _loss(run.eval_loss),
+        "best": _loss(run.best_eval_loss),
+        "lr": "-" if run.learning_rate is None else f"{run.learning_rate:g}",
+        "model": shown(Path(run.model).name, 30) if run.model else "-",
+        "date": run.date[:16].replace("T", " ") if run.date else "-",
+        "time": _duration(run.seconds),
+        "saved": _number(run.checkpoint),
+    }
+
+
+def _width(columns: Sequence[dict[str, str]]) -> int:
+    widths = [max(len(key), *(len(cells[key]) for cells in columns)) for key in columns[0]]
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _tail(text: str, length: int) -> str:
+    return text if len(text) <= length else "…" + text[1 - length :]
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None or not 0 <= seconds < 1e9:
+        return "-"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 1 else f"{minutes:.0f} min" if hours < 1 else f"{hours:.1f} h"
+
+
+def _lowest_first(value: float | None) -> tuple[bool, float]:
+    return (True, 0.0) if value is None or math.isnan(value) else (False, value)
+
+
+def _newest_first(date: str | None) -> tuple[bool, tuple[int, ...]]:
+    return (date is None, tuple(-ord(character) for character in date or ""))

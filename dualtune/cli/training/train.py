@@ -1,0 +1,117 @@
+"""`dualtune train`: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune.cli.options import backend_for, platform_option, set_option
+from dualtune.cli.output.screen import tell
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
+    from dualtune.train.prepare import Prepared
+
+
+@click.command("train")
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--demo", is_flag=True, help="Train a tiny model that is part of dualtune on tiny data; no download.")
+@platform_option
+@set_option
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check everything (a model from the hub is downloaded) and say what would be done; load and write nothing.",
+)
+@click.option(
+    "--resume", default="auto", show_default=True, metavar="auto|never|PATH",
+    help="Continue from the newest checkpoint of the run directory, from none, or from a checkpoint or run elsewhere.",
+)  # fmt: skip
+def command(
+    config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool, resume: str
+) -> None:
+    """Train a LoRA adapter by CONFIG, a YAML file (see `dualtune config`). The adapter lands in <run.dir>/adapter.
+
+    A run that was stopped continues when the same command is run again.
+    """
+    from dualtune.cli.output.screen import phases
+
+    if demo == (config is not None):
+        raise click.UsageError("Give a config file, or --demo (not both).")
+    with phases() as shown:
+        shown.begin("reading", "the config")
+        if config is None:
+            from dualtune.cli.training.demo import demo_config, show_demo
+
+            return show_demo(demo_config(overrides), backend_for(platform), dry_run=dry_run)
+        from dualtune.config import load_config
+
+        settings = load_config(config, overrides)
+        return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume)
+
+
+def _train(settings: Config, platform: str, resume: str) -> None:
+    from dualtune.cli.output.progress import progress_hook, reading
+    from dualtune.distributed.team import Team
+    from dualtune.train.prepare import prepare
+    from dualtune.train.run import execute
+    from dualtune.train.state.together import open_together
+
+    backend = backend_for(platform)
+    team = Team(backend.world())
+    with open_together(settings, resume, team) as place:
+        if not team.is_first:  # the first one speaks for all
+            execute(prepare(settings, backend, place.saved, team=team), place)
+            return
+        with reading() as show:
+            prepared = prepare(settings, backend, place.saved, show, team)
+        tell("\n".join(prepared.summary()))
+        _say_memory(prepared, platform)
+        with progress_hook(settings.run.log_every) as hook:
+            result = execute(prepared, place, [hook])
+    if result.was_finished:
+        tell(f"finished    this run came to its end before, after {result.num_steps} steps: nothing to do")
+        for change in result.without_effect:
+            tell(f"no effect   {change.what}: {change.before} -> {change.now}: no step is left for it")
+        tell(f"verdict     {result.verdict}")
+    tell(f"adapter     {result.adapter_dir}")
+
+
+def _say_memory(prepared: Prepared, platform: str) -> None:
+    """The estimate, and a warning where it is too much. It stops nobody: an estimate can be wrong.
+
+    ConfigError for adapter.targets that the model does not have, before it is loaded.
+    """
+    from dualtune.errors import ConfigError
+    from dualtune.preflight.config_check import memory_of_run
+
+    if prepared.config.memory.sharding == "full":
+        tell(f"memory      not estimated: the base is split among {prepared.team.size} processes")
+        return
+    longest = max(prepared.train.longest, prepared.eval.longest)
+    row = memory_of_run(prepared.config, prepared.model_dir, longest, platform)
+    if row.exit_code == ConfigError.exit_code:
+        raise ConfigError(row.found)
+    tell(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
+    if row.level == "fail":
+        tell(f"warning     it may run out of memory. {row.mend}")
+
+
+def _describe(settings: Config, platform: str, resume: str) -> None:
+    from dualtune.cli.output.progress import reading
+    from dualtune.train.prepare import prepare
+    from dualtune.train.state.run_dir import check_usable, find_saved, path_of
+
+    path = path_of(settings)
+    check_usable(path, resume)
+    saved, notes = find_saved(path, resume)
+    backend = backend_for(platform)
+    with reading() as show:
+        prepared = prepare(settings, backend, saved, show)
+    tell("\n".join([*prepared.summary(), *notes]))
+    _say_memory(prepared, platform)
+    if saved is not None:
+        tell(f"resume      after step {saved.step}, from {saved.path}")
+    tell("dry run     nothing was loaded or written")

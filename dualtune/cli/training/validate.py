@@ -1,0 +1,189 @@
+"""`dualtune validate`: the whole pipeline, proved on this machine in five tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dualtune.cli.options import PlatformOption, json_option
+from dualtune.cli.output.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.cli.output.screen import Phases
+    from dualtune.hooks import Hook
+    from dualtune.platform.machine import Machine
+    from dualtune.validate.plan import Place
+    from dualtune.validate.run import TierResult
+    from dualtune.validate.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the options say about how tiers are run."""
+
+    check_memory: bool
+    keep_going: bool
+    shown: Phases
+
+    def tell(self, text: str) -> None:
+        self.shown.tell(text)
+
+
+@click.command("validate")
+@click.option("--tier", metavar="quick|convergence|memory|extended|full|all", help="What to prove; all but full: all.")
+@click.option(
+    "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
+    help="Where to prove it. On a CPU, each tier has a twin with a tiny model. Also: DUALTUNE_DEVICE.",
+)  # fmt: skip
+@click.option("--check-memory", is_flag=True, help="Compare what a tier needs with what there is, before it runs.")
+@click.option("--keep-going", is_flag=True, help="Run the other tiers when one fails; the exit code still says so.")
+@click.option(
+    "--random-weights", is_flag=True, help="The real shapes without a download; what has to learn is skipped."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs/validate"), show_default=True,
+    help="The directory of the runs and of report.json; where it exists, the next free name like it.",
+)  # fmt: skip
+@click.option(
+    "--write-data", type=click.Path(path_type=Path), metavar="PATH",
+    help="Write the data that the tiers train on, which are made up, and do nothing else.",
+)  # fmt: skip
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, tier: str | None, device: str, check_memory: bool, keep_going: bool, random_weights: bool,
+    out: Path, write_data: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Prove that training works here: train by the config of a tier, and judge the run by the tier's criteria.
+
+    Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
+    """
+    import json
+
+    from dualtune.cli.output.screen import phases
+    from dualtune.errors import Preempted
+    from dualtune.io.disk import write_file
+    from dualtune.platform.choose import choose
+    from dualtune.platform.detect import detect
+    from dualtune.validate.plan import open_place
+    from dualtune.validate.tiers import tiers_of
+
+    if write_data is not None:
+        _write_data(write_data)
+        ctx.exit(0)
+    if tier is None:
+        raise click.UsageError("Say which tier to run: --tier quick, convergence, memory, extended, full or all.")
+    tiers = tiers_of(tier)
+    try:
+        with phases(err=as_json) as shown:
+            wishes = Wishes(check_memory, keep_going, shown)
+            machine = detect()
+            choice = choose(device, machine)
+            wishes.tell(f"platform    {choice.platform}: {choice.reason}")
+            shown.begin("importing", choice.backend)
+            place = open_place(choice, out, random_weights=random_weights)
+            results = _run_all(tiers, place, machine, wishes)
+    except Preempted as stop:
+        say(f"{stop}. A tier is not continued: the same command begins anew.", err=True)
+        ctx.exit(stop.exit_code)
+    found = _report(results, place, machine)
+    text = json.dumps(found, indent=2)
+    write_file(place.out / "report.json", text + "\n")
+    if as_json:
+        say(text)
+    wishes.tell(f"report      {place.out / 'report.json'}")
+    ctx.exit(found["exit_code"])
+
+
+def _write_data(path: Path) -> None:
+    from dualtune.validate.concepts import NUM_ROWS, write_rows
+
+    say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {write_rows(path)}")
+
+
+def _run_all(tiers: Sequence[Tier], place: Place, machine: Machine, wishes: Wishes) -> list[TierResult]:
+    """Each tier in turn, up to the first that fails unless wished otherwise."""
+    results: list[TierResult] = []
+    for index, tier in enumerate(tiers):
+        results.append(_run_one(tier, place, machine, wishes))
+        left = [each.name for each in tiers[index + 1 :]]
+        if results[-1].exit_code and left and not wishes.keep_going:
+            wishes.tell(
+                f"left out    {', '.join(left)}: {tier.name} did not pass (--keep-going runs them all the same)"
+            )
+            break
+    return results
+
+
+def _run_one(tier: Tier, place: Place, machine: Machine, wishes: Wishes) -> TierResult:
+    from dualtune.checks import table
+    from dualtune.errors import EnvironmentFault
+    from dualtune.validate.memory import check_memory
+    from dualtune.validate.plan import plan
+    from dualtune.validate.run import missing, not_run, run_tier
+
+    tell = wishes.tell
+    made = plan(tier, place)
+    tell(f"\ntier        {tier.name}: {tier.title}. {made.model}, {made.config.train.steps} steps")
+    for note in made.notes:
+        tell(f"note        {note}")
+    try:
+        if wishes.check_memory:
+            check = check_memory(made, place, machine)
+            tell(f"memory      {check.found}")
+            if check.level == "fail":
+                return _tell_end(not_run(made, place, check), wishes)
+        result = run_tier(made, place, [_live(tier.name, place, wishes)])
+    except EnvironmentFault as error:
+        return _tell_end(not_run(made, place, missing(error)), wishes)
+    tell(table(result.checks))
+    return _tell_end(result, wishes)
+
+
+def _tell_end(result: TierResult, wishes: Wishes) -> TierResult:
+    name, observed = result.plan.tier.name, result.observed
+    if observed is None:
+        wishes.tell(f"verdict     {name} was not run: {result.checks[-1].found}")
+        return result
+    if result.decrease is not None:
+        wishes.tell(f"Loss convergence: {result.decrease}")
+    failed = [check.name for check in result.checks if check.level == "fail"]
+    ending = f": {', '.join(failed)}" if failed else ""
+    wishes.tell(f"verdict     {name} {result.state} in {observed.elapsed_s:.1f}s{ending}")
+    return result
+
+
+def _report(results: Sequence[TierResult], place: Place, machine: Machine) -> dict[str, Any]:
+    """Everything, as JSON values."""
+    from datetime import UTC, datetime
+
+    from dualtune.validate.run import exit_code_of, report
+
+    code = exit_code_of(results)
+    gpus = [{"name": g.name, "bytes": g.total_bytes, "capability": g.compute_capability} for g in machine.gpus]
+    return {
+        "ok": code == 0,
+        "exit_code": code,
+        "date": datetime.now(UTC).date().isoformat(),
+        "platform": place.platform,
+        "random_weights": place.random_weights,
+        "machine": {
+            "cpu": machine.cpu,
+            "cores": machine.cores,
+            "memory_bytes": machine.memory_bytes,
+            "gpus": gpus,
+            "driver": machine.driver,
+            "cuda": machine.cuda,
+        },
+        "tiers": [report(result) for result in results],
+    }
+
+
+def _live(name: str, place: Place, wishes: Wishes) -> Hook:
+    from dualtune.cli.output.live import TierShown
+
+    return TierShown(name, place.backend.memory, wishes.shown)

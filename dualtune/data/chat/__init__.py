@@ -1,0 +1,1 @@
+"""Conversations: the formats of rows, and chat templates in their sandbox."""

@@ -1,0 +1,243 @@
+"""Messages: what a row says about them, made uniform and checked.
+
+A message is {role, content} or ShareGPT's {from, value}, with the role names of either and of LLaMA-Factory.
+Content is a string or a list of text parts, which are joined. `train: true|false` on an assistant message decides
+whether the turn is learned, `weight` how much: 0 is not at all, 1 as usual. Tool calls become {"type": "function",
+"id"?, "function": {"name", "arguments"}} with the arguments as an object, as chat templates want them. Every other key
+of a message is handed to the template as it is. User, system and tool messages may be blank; an assistant message only
+where it is not learned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from dualtune.data.sources.rows import RowError
+
+MAX_WEIGHT = 1000.0  # of a message: weights compare messages, and a factor above that is a mistake
+SHOWN_CHARACTERS = 60
+SHOWN_KEYS = 10
+CALL_ROLES = ("function_call", "tool_call")  # roles whose content is a call as JSON, or a list of calls
+CALL_AS_TEXT = "<tool_call>"  # how Hermes' data and many since write a call into the content itself
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
+    "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
+    "tool": "tool", "function": "tool", "ipython": "tool", "observation": "tool", "tool_response": "tool",
+} | dict.fromkeys(CALL_ROLES, "assistant")  # fmt: skip
+# What is read here; everything else in a message goes to the template.
+MESSAGE_KEYS = {"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str  # system, user, assistant, tool
+    content: str  # "" where tool calls say it all
+    train: bool = True  # whether an assistant turn is learned (other roles never are)
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # tool_calls, tool_call_id, name, …
+    weight: float = 1.0  # of the loss of a turn that is learned; a number of float32, above 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as a chat template sees it."""
+        return {"role": self.role, "content": self.content, **self.extra}
+
+
+def read_messages(value: Any, key: str, name: str = "message") -> tuple[Message, ...]:
+    """A list of messages, each checked by itself; `name` is what a reason calls one of them."""
+    turns = as_list(value, key)
+    if not turns:
+        raise RowError(f"{key}: is empty, at least one message is needed")
+    return tuple(_message(turn, f"{name} {number}") for number, turn in enumerate(turns, start=1))
+
+
+def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """JSON schemas of functions, as they are."""
+    tools = tuple(as_object(tool, f"tool {number}") for number, tool in enumerate(as_list(value, "tools"), start=1))
+    _check_texts(tools, "tools")
+    return tools
+
+
+def check_conversation(messages: Sequence[Message], name: str = "message", first: int = 1) -> None:
+    """RowError where a message cannot stand where it stands. `first` is the number of the first message."""
+    previous = ""
+    calls: list[dict[str, Any]] = []  # what a tool message may answer
+    for number, message in enumerate(messages, start=first):
+        at = f"{name} {number}"
+        if message.role == previous and message.role in ("user", "assistant"):
+            raise RowError(f"{at}: the second {previous} message in a row; join the two, or add what was between them")
+        if message.role == "tool":
+            _check_answer(message, calls, at)
+        else:
+            as_text = message.role == "assistant" and CALL_AS_TEXT in message.content
+            calls = message.extra.get("tool_calls", [{}] if as_text else [])
+        if message.role == "assistant" and not previous:
+            raise RowError(f"{at}: starts with an assistant message; a user or system message must come first")
+        if message.role == "assistant" and message.train and not (message.content.strip() or calls):
+            raise RowError(f"{at}: the assistant's answer is blank; fill it in, or set train: false")
+        previous = message.role
+    if all(message.role != "assistant" for message in messages):
+        raise RowError("has no assistant message, so there is nothing to learn from")
+
+
+def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str) -> None:
+    if not calls:
+        raise RowError(f"{at}: a tool message must follow an assistant message with tool_calls or another tool message")
+    ids = [call["id"] for call in calls if "id" in call]
+    if "tool_call_id" in message.extra and message.extra["tool_call_id"] not in ids:
+        got = shown(message.extra["tool_call_id"])
+        raise RowError(f"{at}: tool_call_id: got {got}, the calls before it have: {listed(ids)}")
+
+
+def _message(value: Any, at: str) -> Message:
+    fields = present(as_object(value, at))
+    role_key, text_key = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
+    said_role = needed(fields, role_key, at)
+    if not isinstance(said_role, str) or said_role not in ROLES:
+        raise RowError(f"{at}: {role_key}: got {shown(said_role)}, allowed: {', '.join(ROLES)}")
+    role = ROLES[said_role]
+    weight = _weight(fields, role, at)
+    train = weight != 0
+    extra = {key: item for key, item in fields.items() if key not in MESSAGE_KEYS}
+    for key, item in extra.items():
+        _check_texts([key, item], f"{at}: {shown(key)}")
+    if said_role in CALL_ROLES:
+        calls, content = from_json(needed(fields, text_key, at), f"{at}: {text_key}"), ""
+        calls = cast(list[Any], calls) if isinstance(calls, list) else [calls]
+    else:
+        calls = as_list(fields.get("tool_calls") or [], f"{at}: tool_calls")
+        if "function_call" in fields:  # OpenAI's name for it before there were several
+            calls = [*calls, fields["function_call"]]
+        content = needed(fields, text_key, at) if train and not calls else fields.get(text_key, "")
+        content = _content(content, f"{at}: {text_key}")
+    if calls:
+        if role != "assistant":
+            raise RowError(f"{at}: tool_calls: only an assistant message has them, this is a {role} message")
+        extra["tool_calls"] = [_tool_call(call, f"{at}: tool call {n}") for n, call in enumerate(calls, start=1)]
+    return Message(role, content, train, extra, weight or 1.0)
+
+
+def _content(value: Any, at: str) -> str:
+    if not isinstance(value, list):
+        return text(value, at)
+    texts: list[str] = []
+    for number, item in enumerate(cast(list[Any], value), start=1):
+        part = as_object(item, f"{at}: part {number}")
+        if part.get("type") != "text":
+            raise RowError(f"{at}: part {number}: got the type {shown(part.get('type'))}, allowed: 'text'")
+        texts.append(text(part.get("text"), f"{at}: part {number}"))
+    return "".join(texts)
+
+
+def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
+    """How much the turn is learned; 1 for messages of others, which never are."""
+    train, weight = fields.get("train"), fields.get("weight")
+    if train is not None and not isinstance(train, bool):
+        raise RowError(f"{at}: train: got {shown(train)}, allowed: true or false")
+    if weight is not None and not _is_weight(weight):
+        raise RowError(f"{at}: weight: got {shown(weight)}, allowed: a number from 0 to {MAX_WEIGHT:g}")
+    if train is not None and weight is not None and train != (weight != 0):
+        raise RowError(f"{at}: train and weight contradict each other; keep one of them")
+    if role == "assistant":
+        return 0.0 if train is False else float(np.float32(1.0 if weight is None else weight))
+    if train or weight:
+        key = "train" if train else "weight"
+        raise RowError(f"{at}: {key}: only an assistant message is learned, this is a {role} message")
+    return 1.0
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_WEIGHT
+
+
+def _tool_call(value: Any, at: str) -> dict[str, Any]:
+    call = as_object(value, at)
+    if call.get("type") not in (None, "function"):
+        raise RowError(f"{at}: got the type {shown(call['type'])}, allowed: 'function'")
+    function = call if call.get("function") is None else as_object(call["function"], f"{at}: function")
+    name = text(needed(function, "name", at), f"{at}: name")
+    # A parquet file says null, and some servers "", where there are none.
+    arguments: Any = {} if function.get("arguments", {}) in (None, "") else needed(function, "arguments", at)
+    result: dict[str, Any] = {"type": "function"} | ({} if call.get("id") is None else {"id": call["id"]})
+    result["function"] = {"name": name, "arguments": as_object(arguments, f"{at}: arguments")}
+    _check_texts(result, at)
+    return result
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def text(value: Any, at: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{at}: got {type(value).__name__}, a string is needed")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can say it, no tokenizer takes it
+        half = value[error.start].encode("unicode-escape").decode()
+        raise RowError(f"{at}: holds half a surrogate pair ({half}), which is no text") from error
+    return value
+
+
+def from_json(value: Any, at: str) -> Any:
+    """What a string says as JSON; any other value as it is. CSV and parquet files carry lists and objects so."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RowError(f"{at}: got a string that is not JSON: {error.msg} at character {error.pos + 1}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise RowError(f"{at}: got a string that is not usable JSON: {error}") from error
+
+
+def as_list(value: Any, at: str) -> list[Any]:
+    value = from_json(value, at)
+    if not isinstance(value, list):
+        raise RowError(f"{at}: got {type(value).__name__}, a list is needed")
+    return cast(list[Any], value)
+
+
+def as_object(value: Any, at: str) -> dict[str, Any]:
+    value = from_json(value, at)
+    if not isinstance(value, dict):
+        raise RowError(f"{at}: got {type(value).__name__}, an object is needed")
+    return cast(dict[str, Any], value)
+
+
+def present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys that are null: tables have a value for every column."""
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def needed(fields: Mapping[str, Any], key: str, at: str) -> Any:
+    if fields.get(key) is None:
+        raise RowError(f"{at}: has no '{key}'; its keys are: {listed(fields)}")
+    return fields[key]
+
+
+def shown(value: Any) -> str:
+    """A value as a reason shows it: short, on one line, printable."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
+
+
+def listed(names: Iterable[Any]) -> str:
+    """The first names as a reason lists them."""
+    printable = [repr(str(name))[1:-1] for name in names]
+    more = ["…"] if len(printable) > SHOWN_KEYS else []
+    return ", ".join(printable[:SHOWN_KEYS] + more) or "(none)"
+
+
+def _check_texts(value: Any, at: str) -> None:
+    """Refuse half surrogates in every string of a JSON value."""
+    if isinstance(value, str):
+        text(value, at)
+    elif isinstance(value, Mapping):
+        for item in cast(Mapping[Any, Any], value).items():
+            _check_texts(item, at)
+    elif isinstance(value, list | tuple):
+        for item in cast(Sequence[Any], value):
+            _check_texts(item, at)

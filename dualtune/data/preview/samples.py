@@ -1,0 +1,99 @@
+"""The rows that a reader of a run's data should look at: the first ones, and those of which something is to be said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from dualtune.data.batching.order import Order
+from dualtune.data.chat.formats import Example
+from dualtune.data.documents import Data, Documents, Opened
+from dualtune.data.preview.survey import Survey, show_document, twins
+from dualtune.data.preview.turns import Turn, turns_of
+from dualtune.data.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A reason to look at a row. A page offers each as a filter."""
+
+    name: str
+    title: str
+    total: int  # rows of this kind that there are; some of them are samples
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A document with the kinds that it belongs to."""
+
+    where: str
+    kinds: frozenset[str]
+    turns: list[Turn]
+    num_tokens: int
+    num_trained: int
+    lost: int  # tokens of the row behind the cut
+    twin: str | None  # where the document is that it repeats
+
+
+def kinds_of(found: Survey) -> list[Kind]:
+    """In the order in which they are offered."""
+    return [
+        Kind("first", "Trained first", found.documents),
+        Kind("bad", "Bad", found.bad_rows),
+        Kind("cut", "Cut", found.cut),
+        Kind("duplicate", "Duplicates", found.duplicates),
+        Kind("longest", "Longest", found.documents),
+        Kind("control", "Control tokens in text", found.control_text_rows),
+        Kind("evaluation", "Evaluation", found.eval_documents),
+    ]
+
+
+def samples(
+    data: Data, train: Documents, eval_: Documents, order: Order, tokenizer: Tokenizer, number: int
+) -> list[Sample]:
+    """Up to `number` documents of each kind, each document once, in the order of the kinds."""
+    repeated = dict(twins(train.digests()))
+    chosen = {
+        "first": islice((int(i) for step in range(order.num_steps) for i in order.step(step).documents), number),
+        "cut": np.flatnonzero(train.is_cut())[:number].tolist(),
+        "duplicate": islice(repeated, number),
+        "longest": np.argsort(-train.lengths, kind="stable")[:number].tolist(),
+        "control": np.flatnonzero(train.has_control_text())[:number].tolist(),
+    }
+    kinds: dict[int, set[str]] = {}
+    for kind, ids in chosen.items():
+        for i in ids:
+            kinds.setdefault(i, set()).add(kind)
+    shown = [(train, i, frozenset(names)) for i, names in kinds.items()]
+    shown += [(eval_, i, frozenset({"evaluation"})) for i in range(min(number, len(eval_)))]
+    examples = _examples(data.sources, {documents[i].where for documents, i, _ in shown})
+    return [
+        _sample(documents, i, names, examples, tokenizer, train[repeated[i]].where if "duplicate" in names else None)
+        for documents, i, names in shown
+    ]
+
+
+def _sample(
+    documents: Documents, i: int, kinds: frozenset[str], examples: dict[str, Example], tokenizer: Tokenizer,
+    twin: str | None,
+) -> Sample:  # fmt: skip
+    document = show_document(documents[i], tokenizer.decode_all, tokenizer.special_ids)
+    lost = int(documents.row_lengths()[i]) - len(document.tokens) if documents.is_cut()[i] else 0
+    turns = turns_of(document, examples.get(document.where), tokenizer)
+    return Sample(document.where, kinds, turns, len(document.tokens), document.num_trained, lost, twin)
+
+
+def _examples(sources: Sequence[Opened], wanted: Iterable[str]) -> dict[str, Example]:
+    """The examples at these places (path:line), read once more."""
+    missing, found = set(wanted), dict[str, Example]()
+    for opened in sources:
+        for example in opened.examples():
+            if not missing:
+                return found
+            if isinstance(example, Example) and example.where in missing:
+                found[example.where] = example
+                missing.remove(example.where)
+    return found

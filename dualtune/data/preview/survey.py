@@ -1,0 +1,356 @@
+"""What a run's data look like before it trains on them: numbers, what is wrong with them, and documents as text."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+import numpy as np
+
+from dualtune.config import Config
+from dualtune.data.batching.batches import Layout, fill, plan
+from dualtune.data.batching.order import Order
+from dualtune.data.documents import REASONS, Documents, Opened
+from dualtune.data.tokens.control_tokens import about_rows
+from dualtune.data.tokens.store import Document
+from dualtune.data.tokens.tokenize import State
+from dualtune.data.tokens.tokenizer import Tokenizer
+
+BARS = 10  # of the histogram, at the most
+OUTLIERS = 0.02  # share of the documents that may be outliers in length
+MEASURED_STEPS = 200  # whose padding is measured; more would take long and say the same
+PROBED_DOCUMENTS = 1000  # of a source, that are searched for an end token
+MOST_CUT, MOST_DUPLICATES = 0.10, 0.05  # shares from which on a warning is due
+LEAST_TRAINED = 0.005  # below it, the share is shown as 0 %
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a document."""
+
+    min: int
+    median: float
+    mean: float
+    p90: int  # the least that nine in ten documents do not exceed
+    max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """How many documents have from `first` to `last` tokens, both included."""
+
+    first: int
+    last: int
+    documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceNumbers:
+    """The documents of one source."""
+
+    path: str
+    documents: int
+    tokens: int
+    trained_tokens: int
+    lengths: Lengths | None  # None: no document
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The numbers of a run's training data; `dualtune preview --json` prints them under these names."""
+
+    rows: int  # that training has, dropped ones too
+    bad_rows: int  # left out, of the evaluation data too
+    first_bad_rows: list[str]  # path:line: reason
+    dropped: dict[str, int]  # reason -> rows
+    control_text_rows: int  # whose own text holds a control token, of the evaluation data too
+    first_control_text_row: str | None
+    documents: int
+    tokens: int
+    trained_tokens: int
+    trained_share: float
+    message_weights: bool  # whether a message has a weight that is neither 0 nor 1
+    lengths: Lengths
+    histogram: list[Bar]
+    max_length: int
+    over_long: int  # rows of more than max_length tokens that had something to learn: cut, split, or else dropped
+    cut: int
+    split: int
+    longest_row: int  # tokens before anything was cut, of all rows that were read
+    duplicates: int  # documents that are equal to one before them, token for token
+    first_duplicate: list[str] | None  # where it is, and where its twin before it
+    eval_rows: int
+    eval_documents: int
+    eval_in_training: int  # evaluation documents that are training documents too
+    first_eval_in_training: list[str] | None  # where it is in the evaluation data, and where in the training data
+    steps: int
+    steps_per_epoch: int
+    packing: bool  # whether the config has it on
+    fill_packed: float  # the share of the micro-batches' cells that hold a token, with packing…
+    fill_alone: float  # …and without
+    fill_steps: int  # over so many steps, from the first one on
+
+
+def survey(config: Config, train: Documents, eval_: Documents, order: Order, layout: Layout) -> Survey:
+    """Measure the documents of a run. There must be one to train on."""
+    per_epoch = steps_per_epoch(order)
+    measured = range(min(per_epoch, MEASURED_STEPS))
+    steps = [order.step(step).documents.tolist() for step in measured]
+    packed, alone = (
+        fill(train.lengths, [rows for ids in steps for rows in plan(train.lengths, ids, each)])
+        for each in (Layout(layout.max_tokens, config.data.max_length), Layout(layout.max_tokens))
+    )
+    control = train.with_control_text() + eval_.with_control_text()
+    repeated = twins(train.digests())
+    leaks = _places_in(train.digests(), eval_.digests())
+    leaked = np.flatnonzero(leaks >= 0)
+    stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # one may hold both
+    return Survey(
+        rows=train.num_rows,
+        bad_rows=sum(store.num_bad for store in stores),
+        first_bad_rows=[reason for store in stores for reason in store.bad],
+        dropped=train.dropped,
+        control_text_rows=len(control),
+        first_control_text_row=control[0] if control else None,
+        documents=len(train),
+        tokens=train.num_tokens,
+        trained_tokens=train.num_targets,
+        trained_share=train.num_targets / train.num_tokens,
+        message_weights=train.has_message_weights,
+        lengths=_lengths(train.lengths),
+        histogram=histogram(train.lengths),
+        max_length=config.data.max_length,
+        over_long=train.num_truncated + train.num_split + train.dropped.get(REASONS[State.TOO_LONG], 0),
+        cut=train.num_truncated,
+        split=train.num_split,
+        longest_row=max(int(store.index["row_length"].max(initial=0)) for store in train.stores),
+        duplicates=len(repeated),
+        first_duplicate=[train[i].where for i in repeated[0]] if repeated else None,
+        eval_rows=eval_.num_rows,
+        eval_documents=len(eval_),
+        eval_in_training=len(leaked),
+        first_eval_in_training=(
+            [eval_[int(leaked[0])].where, train[int(leaks[leaked[0]])].where] if len(leaked) else None
+        ),
+        steps=order.num_steps,
+        steps_per_epoch=per_epoch,
+        packing=layout.row_length is not None,
+        fill_packed=packed,
+        fill_alone=alone,
+        fill_steps=len(measured),
+    )
+
+
+def warnings(
+    found: Survey, config: Config, sources: Sequence[Opened], train: Documents, tokenizer: Tokenizer
+) -> list[str]:
+    """What would ruin a training in silence. The documents come from these sources."""
+    texts: list[str] = []
+    masked = train.lengths - 1 - train.targets  # the first token has nothing before it, so it cannot be learned
+    for s, opened in enumerate(sources):
+        source = opened.source
+        mine = np.flatnonzero(train.sources == s)
+        if not len(mine):
+            texts.append(f"{source.path}: no row of it can be trained on")
+            continue
+        if train.targets[mine].sum() < LEAST_TRAINED * train.lengths[mine].sum():
+            texts.append(f"{source.path}: 0 % of the tokens are trained; check data.loss_on and the template")
+        if opened.format() == "text":
+            continue
+        if tokenizer.template is not None and config.data.loss_on != "all" and not masked[mine].any():
+            texts.append(f"{source.path}: 100 % of the tokens are trained, questions too; check the template")
+        if not any(_ends(train[int(i)], tokenizer.stop_ids) for i in mine[:PROBED_DOCUMENTS]):
+            advice = "check the template and data.max_length"
+            texts.append(f"{source.path}: no end token is learned, so the model would not stop; {advice}")
+    if tokenizer.warning is not None:
+        texts.append(tokenizer.warning)
+    if found.first_control_text_row is not None:
+        policy = config.data.special_tokens_in_text
+        texts.append(about_rows(found.control_text_rows, found.first_control_text_row, policy))
+    if found.cut > MOST_CUT * found.rows:
+        texts.append(f"{found.cut / found.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
+    if found.duplicates > MOST_DUPLICATES * found.documents:
+        texts.append(f"{found.duplicates / found.documents:.0%} of the documents are duplicates; remove them")
+    if found.eval_in_training:
+        texts.append(
+            f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data, "
+            "so the evaluation would flatter the model; remove them from either"
+        )
+    return texts
+
+
+def by_source(sources: Sequence[Opened], documents: Documents) -> list[SourceNumbers]:
+    """The numbers of each source; the documents come from these."""
+    found: list[SourceNumbers] = []
+    for s, opened in enumerate(sources):
+        mine = documents.sources == s
+        lengths = documents.lengths[mine]
+        numbers = len(lengths), int(lengths.sum()), int(documents.targets[mine].sum())
+        found.append(SourceNumbers(opened.source.path, *numbers, _lengths(lengths) if len(lengths) else None))
+    return found
+
+
+def describe(found: Survey) -> list[tuple[str, str]]:
+    """The numbers in words: (what, the numbers)."""
+    lengths = found.lengths
+    dropped = ", ".join(f"{number} dropped: {reason}" for reason, number in found.dropped.items())
+    rows = [
+        ("rows", f"{found.rows} to train on, {found.eval_rows} to evaluate on, {found.bad_rows} bad ones left out"),
+        *(("", reason) for reason in found.first_bad_rows),
+        ("documents", f"{found.documents}{f'; {dropped}' if dropped else ''}"),
+        ("tokens", f"{found.tokens}, {found.trained_tokens} of them trained ({found.trained_share:.1%})"),
+        (
+            "lengths",
+            f"{lengths.min} to {lengths.max} tokens, median {lengths.median:g}, mean {lengths.mean:.1f}, "
+            f"nine in ten up to {lengths.p90}",
+        ),
+        ("over-long", _over_long(found)),
+        ("duplicates", _with_pair(f"{found.duplicates} of the documents", found.first_duplicate)),
+    ]
+    if found.eval_documents:
+        text = f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data"
+        rows.append(("leaks", _with_pair(text, found.first_eval_in_training)))
+    if found.message_weights:
+        rows.append(("weights", "messages have weights of their own: the loss is the weighted mean over the tokens"))
+    measured = "" if found.fill_steps == found.steps_per_epoch else f", in the first {found.fill_steps} steps"
+    return [
+        *rows,
+        ("steps", f"{found.steps_per_epoch} in an epoch, {found.steps} in all"),
+        (
+            "filled",
+            f"{found.fill_packed:.1%} of the cells hold a token with packing (which is "
+            f"{'on' if found.packing else 'off'}), {found.fill_alone:.1%} without{measured}",
+        ),
+    ]
+
+
+def steps_per_epoch(order: Order) -> int:
+    end = 1
+    while order.step(end - 1).epoch < 1:
+        end *= 2
+    return bisect_right(range(end), 1.0, key=lambda step: order.step(step).epoch)
+
+
+def histogram(lengths: np.ndarray) -> list[Bar]:
+    """Bars of equal width, from the shortest document to the longest.
+
+    A few documents that are far longer than all others share the last bar, however wide: they would press the others
+    into the first.
+    """
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    usual = int(np.percentile(lengths, 100 * (1 - OUTLIERS), method="inverted_cdf"))
+    has_outliers = longest - shortest > 2 * (usual - shortest + 1)
+    end, bars = (usual, BARS - 1) if has_outliers else (longest, BARS)
+    width = -(-(end - shortest + 1) // bars)
+    starts = np.arange(shortest, end + 1, width)
+    if has_outliers:
+        starts = np.append(starts, starts[-1] + width)
+    counts = np.bincount(np.searchsorted(starts, lengths, "right") - 1, minlength=len(starts))
+    ends = [*(starts[1:] - 1).tolist(), longest]
+    return [Bar(*bar) for bar in zip(starts.tolist(), ends, counts.tolist(), strict=True)]
+
+
+# --- documents as text -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    id: int
+    text: str
+    trained: bool
+    special: bool = False  # a control token of the tokenizer, no piece of the text
+    weight: float = 1.0  # of its loss, where it is trained
+
+
+@dataclass(frozen=True, slots=True)
+class ShownDocument:
+    where: str
+    tokens: list[ShownToken]
+    has_control_text: bool = False  # its row's own text holds a control token
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(token.trained for token in self.tokens)
+
+    def runs(self) -> list[tuple[float, str]]:
+        """(weight, text) of every run of tokens with the same weight: 0 where nothing is trained, 1 as usual."""
+        grouped = groupby(self.tokens, key=lambda token: token.weight if token.trained else 0.0)
+        return [(weight, "".join(token.text for token in tokens)) for weight, tokens in grouped]
+
+
+def first_documents(train: Documents, order: Order, tokenizer: Tokenizer, number: int) -> list[ShownDocument]:
+    """The documents that the run trains on first."""
+    ids = (int(i) for step in range(order.num_steps) for i in order.step(step).documents)
+    return [show_document(train[i], tokenizer.decode_all, tokenizer.special_ids) for i in islice(ids, number)]
+
+
+def show_document(
+    document: Document, decode: Callable[[Sequence[int]], str], special_ids: Container[int] = ()
+) -> ShownDocument:
+    ids: list[int] = document.tokens.tolist()
+    trained = [False, *document.trained[1:].tolist()]  # the first token has nothing before it to learn it from
+    weights = [1.0] * len(ids) if document.weights is None else document.weights.tolist()
+    tokens = map(ShownToken, ids, pieces(ids, decode), trained, (id in special_ids for id in ids), weights)
+    return ShownDocument(document.where, list(tokens), document.has_control_text)
+
+
+def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The text of each token; joined, that of all. A character of several tokens belongs to the last of them."""
+    found: list[str] = []
+    start = done = 0  # ids[start:done] are known, and what the next ones are decoded after
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[start:end])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
+            found.append("")
+            continue
+        found.append(text[len(decode(ids[start:done])) :])
+        start, done = done, end
+    return found
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def _lengths(lengths: np.ndarray) -> Lengths:
+    p90 = int(np.percentile(lengths, 90, method="inverted_cdf"))
+    return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), p90, int(lengths.max()))
+
+
+def twins(digests: np.ndarray) -> list[tuple[int, int]]:
+    """(document, the first one that is equal to it) of each that is not the first of its kind."""
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    first = first[inverse]
+    again = np.flatnonzero(first != np.arange(len(digests)))
+    return list(zip(again.tolist(), first[again].tolist(), strict=True))
+
+
+def _places_in(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """int64 [N of wanted]: where each is among the digests, or -1."""
+    known, first = np.unique(digests, return_index=True)
+    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(known[at] == wanted, first[at], -1)
+
+
+def _ends(document: Document, stop_ids: frozenset[int]) -> bool:
+    """Whether the last token that is learned ends an answer."""
+    return int(document.tokens[np.flatnonzero(document.trained)[-1]]) in stop_ids
+
+
+def _over_long(found: Survey) -> str:
+    if not found.over_long:
+        return f"no row has more than {found.max_length} tokens"
+    rest = found.over_long - found.cut - found.split
+    parts = (f"{found.cut} cut", f"{found.split} split", f"{rest} dropped")
+    became = ", ".join(part for part in parts if not part.startswith("0 "))
+    longest = f"the longest has {found.longest_row}"
+    return f"{found.over_long} of the rows have more than {found.max_length} tokens, {longest}; {became}"
+
+
+def _with_pair(text: str, pair: list[str] | None) -> str:
+    return f"{text}, the first: {pair[0]} equals {pair[1]}" if pair else text

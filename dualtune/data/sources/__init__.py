@@ -1,0 +1,1 @@
+"""From files, directories and hub datasets to rows, each with its path and line."""

@@ -1,0 +1,54 @@
+"""What becomes of rows that cannot be used: an error that lists them, or leaving them out, up to a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dualtune.data.sources.rows import BadRow, printable
+from dualtune.errors import DataError
+
+SHOWN = 5
+Good = TypeVar("Good")
+
+
+def remedy(reasons: Iterable[str]) -> str:
+    """What to do about rows that cannot be used for such reasons, where there is one thing to do; else nothing."""
+    if any("not UTF-" in reason for reason in reasons):
+        return "If the file is Latin-1: iconv -f LATIN1 -t UTF-8 FILE > new.file"
+    return ""
+
+
+@dataclass(slots=True)
+class BadRows:
+    """Counts them, and remembers the first."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=lambda: [])
+
+    def sift(self, rows: Iterable[Good | BadRow]) -> Iterator[Good]:
+        """The good rows of a stream."""
+        for row in rows:
+            if isinstance(row, BadRow):
+                self.count += 1
+                if len(self.first) < SHOWN:
+                    self.first.append(str(row))
+            else:
+                yield row
+
+
+def judge(count: int, first: Iterable[str], num_good: int, *, skip: bool, limit: float) -> None:
+    """DataError unless bad rows may be left out and are not more than `limit`, a share below 1 or else a number."""
+    num_rows = num_good + count
+    if not count or (skip and num_good and count <= (limit * num_rows if limit < 1 else limit)):
+        return
+    shown = list(first)[:SHOWN]
+    more = f"\n… and {count - len(shown)} more" if count > len(shown) else ""
+    advice = (
+        f"That is all of them, or more than data.max_bad_rows = {limit:g}. Mend the rows, or raise it."
+        if skip
+        else "Mend or remove them, or leave them out with data.on_bad_row: skip. `dualtune check-data` lists them all."
+    )
+    text = "\n".join(map(printable, shown))
+    raise DataError(f"{text}{more}\n{count} of {num_rows} rows cannot be used. {advice} {remedy(shown)}".rstrip())

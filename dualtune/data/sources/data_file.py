@@ -1,0 +1,135 @@
+"""A data file, opened: its bytes without compression, lines of a bounded length, and how much of it has been read."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import itertools
+import os
+import stat
+import zlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.errors import DataError
+
+MAX_LINE = 3 << 20  # bytes: most of a million tokens; reading one can take sixteen times as much
+LINE_TOO_LONG = f"line of more than {MAX_LINE >> 20} MiB; divide it, or put long texts into a .txt file"
+MAX_RATIO = 250  # a compressed file may expand so many times; text in earnest does 3 to 10 times…
+FREE_BYTES = 64 << 20  # …from this size on
+HOLDS_NUL = "holds NUL bytes: the file was probably cut by a crash"
+OTHER_ENCODINGS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),  # before UTF-16: its mark starts with the same bytes
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+
+Rows = Iterator[RawRow | BadRow]
+
+
+@dataclass(slots=True)
+class DataFile:
+    """What a reader reads from. It may set `done`, where the position in the file does not say how far it is."""
+
+    path: Path
+    stream: BinaryIO  # decompressed, behind a byte order mark
+    raw: BinaryIO  # as it is on the disk
+    size: int
+    done: float | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def share(self) -> float:
+        """How much of the file has been read, in [0, 1]."""
+        return self.raw.tell() / max(1, self.size) if self.done is None else self.done
+
+    def rewind(self) -> None:
+        """Go back to the first byte behind the byte order mark."""
+        self.stream.seek(0)
+        _skip_byte_order_mark(self.path, self.stream)
+
+    def lines(self) -> Iterator[tuple[int, bytes | None]]:
+        """Number and bytes of each line, which ends at a newline only; None for one that is too long to be held."""
+        for number in itertools.count(1):
+            line = self.stream.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE and not line.endswith(b"\n"):
+                line = None
+                while (rest := self.stream.readline(1 << 20)) and not rest.endswith(b"\n"):
+                    pass
+            yield number, line
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Turn what goes wrong with a file into a DataError."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: broken gzip file ({error}); make or download it again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+class _Expanded(gzip.GzipFile):
+    """Decompressed bytes. DataError when they are far more than the compressed ones, which only a bomb's are."""
+
+    unchecked = 0  # bytes
+
+    def read(self, size: int | None = -1) -> bytes:
+        return self._counted(super().read(size))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._counted(super().readline(size))
+
+    def _counted(self, data: bytes) -> bytes:
+        self.unchecked += len(data)
+        if self.unchecked > 1 << 20:
+            self.unchecked = 0
+            if self.tell() > max(FREE_BYTES, MAX_RATIO * cast(BinaryIO, self.fileobj).tell()):
+                raise DataError(
+                    f"{self.name}: expands to more than {MAX_RATIO} times its size, as a decompression bomb does. "
+                    "If that is right, decompress it first: gunzip"
+                )
+        return data
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read. DataError if it is a pipe or a device, which is never waited for and never ends."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise DataError(f"{path}: is no regular file; write the data to one first")
+    return file
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Generator[DataFile]:
+    """Open a file of text or tables. DataError if it cannot be read, now or while it is being read."""
+    with reading(path), contextlib.ExitStack() as stack:
+        raw = stack.enter_context(open_regular(path))
+        compressed = path.suffix.lower() == ".gz"
+        stream = stack.enter_context(_Expanded(str(path), "rb", fileobj=raw)) if compressed else raw
+        _skip_byte_order_mark(path, stream)
+        yield DataFile(path, cast(BinaryIO, stream), raw, os.fstat(raw.fileno()).st_size)
+
+
+def _skip_byte_order_mark(path: Path, stream: gzip.GzipFile | BinaryIO) -> None:
+    head = cast(gzip.GzipFile, stream).peek(4)[:4]
+    found = next((name for mark, name in OTHER_ENCODINGS if head.startswith(mark)), None)
+    if len(head) == 4 and found is None:  # without a mark: every second byte of ASCII is zero
+        found = {"1010": "UTF-16LE", "0101": "UTF-16BE"}.get("".join("1" if byte else "0" for byte in head))
+    if found:
+        raise DataError(
+            f"{path}: got {found}, UTF-8 is needed. Convert it: iconv -f {found} -t UTF-8 '{path.name}' > new.file"
+        )
+    if head.startswith(codecs.BOM_UTF8):
+        stream.read(len(codecs.BOM_UTF8))

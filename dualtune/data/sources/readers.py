@@ -1,0 +1,174 @@
+"""From what a user names as data to rows: a file, a directory of files by role, or a dataset of the hub.
+
+A row remembers the file and line it came from, so that every later complaint can name it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+from dualtune.data.sources.data_file import Rows, open_regular, reading
+from dualtune.data.sources.hub import hub_has_role, is_hub_name, open_hub
+from dualtune.data.sources.kinds import KINDS, Tell, kind_of, read_file
+from dualtune.errors import DataError
+
+Role = Literal["train", "valid", "test"]
+ROLE_NAMES: dict[Role, tuple[str, ...]] = {
+    "train": ("train",),
+    "valid": ("valid", "validation", "val", "dev"),
+    "test": ("test",),
+}
+_PART = re.compile(r"(?:[-_.](?:part[-_.]?)?(?P<part>\d+)(?:[-_.]of[-_.](?P<parts>\d+))?)?")  # behind the role's name
+SHOWN_NAMES = 20
+
+
+class SourceFiles(Protocol):
+    """Rows, and what tells them from others."""
+
+    @property
+    def name(self) -> str:
+        """What the user wrote."""
+        ...
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are read, in order; none for a dataset of the hub."""
+        ...
+
+    def identity(self) -> str:
+        """Equal for equal data that is read in the same way."""
+        ...
+
+    def rows(self, tell: Tell = ...) -> Rows:
+        """All rows in order. `tell` hears now and then how much has been read, in [0, 1]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """One file, or several that are read one after the other."""
+
+    name: str
+    files: tuple[Path, ...]
+
+    def identity(self) -> str:
+        """A hash over kind and content of the files, in order: not over their names."""
+        whole = hashlib.sha256()  # with the instructions that today's processors have for it, faster than BLAKE2
+        for path in self.files:
+            with reading(path), open_regular(path) as file:
+                digest = hashlib.file_digest(cast(Any, file), "sha256")
+            whole.update(f"{kind_of(path)} {digest.hexdigest()}\n".encode())
+        return f"sha256:{whole.hexdigest()}"
+
+    def rows(self, tell: Tell = lambda _: None) -> Rows:
+        sizes: list[int] = []
+        for path in self.files:
+            with reading(path):
+                sizes.append(path.stat().st_size)
+        total = max(1, sum(sizes))
+        for i, (path, size) in enumerate(zip(self.files, sizes, strict=True)):
+            before = sum(sizes[:i])
+            yield from read_file(path, lambda share, before=before, size=size: tell((before + share * size) / total))
+
+
+def open_source(path: str, *, role: Role = "train", subset: str | None = None, split: str | None = None) -> SourceFiles:
+    """Find the data that a user names. `subset` and `split` choose within a dataset of the hub.
+
+    Of a directory, the files of the role are taken, or of the role that `split` names. DataError if there is nothing
+    that can be read; the files are opened when their rows are asked for.
+    """
+    place, found = _locate(path)
+    if found == "nothing" and _may_be_in_the_hub(path):
+        return open_hub(path, role, subset, split)
+    if found == "nothing":
+        raise DataError(f"{place}: no such file or directory")
+    if subset is not None:
+        raise DataError(f"{place}: subset chooses within a dataset of the hub, got '{subset}' with local files")
+    if found == "directory":
+        return FileSource(path, _files_for(place, role if split is None else _role_named(place, split)))
+    if split is not None:
+        raise DataError(f"{place}: split chooses within a dataset of the hub or a directory, got '{split}' with a file")
+    if not kind_of(place):
+        raise DataError(f"{place}: got a '{place.suffix or 'suffixless'}' file, allowed: {KINDS}")
+    return FileSource(path, (place,))
+
+
+def has_role(path: str, role: Role, subset: str | None = None) -> bool:
+    """Whether `open_source` would find data for this role: a single file is for training.
+
+    A dataset of the hub is downloaded to find out.
+    """
+    place, found = _locate(path)
+    if found == "nothing" and _may_be_in_the_hub(path):
+        return hub_has_role(path, role, subset)
+    return bool(_candidates(place, role)) if found == "directory" else found == "file" and role == "train"
+
+
+def _may_be_in_the_hub(path: str) -> bool:
+    return is_hub_name(path) and not kind_of(Path(path))
+
+
+def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
+    try:
+        place = Path(path).expanduser()
+        if place.is_dir():
+            return place, "directory"
+        if place.exists() and not place.is_file():
+            raise DataError(f"{place}: is no regular file; write the data to one first")
+        return place, "file" if place.exists() else "nothing"
+    except (OSError, ValueError, RuntimeError) as error:  # what may not be searched, can be no name, has no home
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _role_named(place: Path, split: str) -> Role:
+    for role, names in ROLE_NAMES.items():
+        if split in names:
+            return role
+    allowed = ", ".join(name for names in ROLE_NAMES.values() for name in names)
+    raise DataError(f"{place}: split: got '{split}', allowed for a directory: {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    path: Path
+    group: tuple[str, str, str]  # (name of the role, how many parts there are, suffixes): the parts of one set share it
+    part: int | None
+
+
+def _candidates(directory: Path, role: Role) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    with reading(directory):
+        paths = sorted(directory.iterdir())
+    for path in paths:
+        kind = kind_of(path)
+        if not kind:
+            continue
+        suffix = path.name[path.name.lower().rindex(kind) :].lower()
+        stem = path.name[: -len(suffix)].lower()
+        for name in ROLE_NAMES[role]:
+            if stem.startswith(name) and (match := _PART.fullmatch(stem, len(name))):
+                part, parts = match["part"], match["parts"]
+                group = (name, parts or ("parts" if part else "whole"), suffix)
+                found.append(_Candidate(path, group, int(part) if part else None))
+    return found
+
+
+def _files_for(directory: Path, role: Role) -> tuple[Path, ...]:
+    """The one file of a role, or all its parts in the order of their numbers."""
+    found = _candidates(directory, role)
+    if not found:
+        names = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
+        shown = ", ".join(names[:SHOWN_NAMES]) + (", …" if len(names) > SHOWN_NAMES else "")
+        wanted = " or ".join(f"{name}.*" for name in ROLE_NAMES[role])
+        raise DataError(f"{directory}: needs {wanted} (.*: {KINDS}); it holds: {shown or 'nothing'}")
+    if len({candidate.group for candidate in found}) > 1:
+        names = ", ".join(candidate.path.name for candidate in found)
+        raise DataError(f"{directory}: which of these is the data for the role {role}? {names}. Name one file")
+    parts = found[0].group[1]
+    if parts.isdigit() and int(parts) != len(found):
+        raise DataError(f"{directory}: has {len(found)} of the {int(parts)} parts of {found[0].path.name}")
+    return tuple(candidate.path for candidate in sorted(found, key=lambda candidate: candidate.part or 0))

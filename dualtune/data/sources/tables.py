@@ -1,0 +1,156 @@
+"""Tables to rows: CSV and TSV by Python's csv module, and Arrow batches."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+from dualtune.data.sources.data_file import HOLDS_NUL, LINE_TOO_LONG, MAX_LINE, DataFile, Rows
+from dualtune.data.sources.rows import BadRow, RawRow, printable
+from dualtune.errors import DataError
+
+MAX_COLUMNS = 10_000
+MAX_CELLS = 200_000  # of a record: no more than so many delimiters, also within quotes
+ROW_TOO_LARGE = f"row of more than {MAX_LINE >> 20} MiB, or of too many small parts; divide it"
+INSTALL_DATASETS = "Install it with: pip install 'dualtune[datasets]'"
+
+
+def read_csv(file: DataFile, delimiter: str = ",") -> Rows:
+    """A header, then a row a record; a quoted cell may hold newlines. A row has the number of its first line."""
+    csv.field_size_limit(MAX_LINE)
+    complaints: list[str] = []  # about the lines of the record that is being read
+    lines = _Record(_csv_lines(file, complaints), delimiter)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        complaints.clear()
+        lines.size = lines.cells = 0
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            cells = []
+            complaints.append(f"not CSV: {error} (in line {reader.line_num})")
+        if cells is None:
+            return
+        if header is None:
+            if complaints or cells:
+                header = _checked_header(file, line, cells, complaints)
+        elif complaints:
+            yield BadRow(file.name, line, complaints[0])
+        elif cells and len(cells) != len(header):
+            yield BadRow(file.name, line, f"got {len(cells)} cells, the header has {len(header)}")
+        elif cells:  # a blank line has none
+            yield RawRow(file.name, line, dict(zip(header, cells, strict=True)))
+
+
+def read_tsv(file: DataFile) -> Rows:
+    """As .csv, quotes included, with tabs between the cells."""
+    return read_csv(file, "\t")
+
+
+def arrow_rows(name: str, batches: Iterable[Any]) -> Rows:
+    """The rows of Arrow batches or tables, numbered from 1: JSON columns decoded, null fields of objects left out.
+
+    A batch without rows stands for a row that is too large to be read (`arrow_pieces`).
+
+    A column of objects has one set of fields for all rows. A null there mostly says that this object never had the
+    field, and a chat template could not tell it from one that is meant.
+    """
+    number = 0
+    for batch in batches:
+        converters = [(field.name, _converter(field.type)) for field in batch.schema]
+        changing = [(column, convert) for column, convert in converters if convert]
+        if not batch.num_rows:
+            number += 1
+            yield BadRow(name, number, ROW_TOO_LARGE)
+        for fields in batch.to_pylist():
+            number += 1
+            row = RawRow(name, number, fields)
+            for column, convert in changing:
+                try:
+                    fields[column] = None if fields[column] is None else convert(fields[column])
+                except (ValueError, RecursionError) as error:
+                    row = BadRow(name, number, f"column '{column}': not usable JSON: {error}")
+            yield row
+
+
+def _converter(arrow_type: Any) -> Callable[[Any], Any] | None:
+    """What is still to be done to a value of a type that Arrow has made a Python value; None for nothing."""
+    import pyarrow
+
+    types = cast(Any, pyarrow).types
+    if getattr(arrow_type, "extension_name", "") == "arrow.json":
+        return json.loads
+    if types.is_struct(arrow_type):
+        inner = {field.name: _converter(field.type) or _as_it_is for field in arrow_type}
+        return lambda value: {name: inner[name](item) for name, item in value.items() if item is not None}
+    is_list = types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type)
+    convert = _converter(arrow_type.value_type) if is_list else None
+    return convert and (lambda value: [None if item is None else convert(item) for item in value])
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class _Record:
+    """Lines for the csv module, which would read a record of any size."""
+
+    def __init__(self, lines: Iterator[str], delimiter: str) -> None:
+        self._lines, self._delimiter = lines, delimiter
+        self.size = self.cells = 0  # of the record so far
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        """csv.Error if the record becomes too large: what follows is read as the next one."""
+        line = next(self._lines)
+        self.size += len(line)
+        self.cells += line.count(self._delimiter)
+        if self.size > MAX_LINE or self.cells > MAX_CELLS:
+            raise csv.Error(f"record of more than {MAX_LINE >> 20} MiB or {MAX_CELLS} cells")
+        return line
+
+
+def _csv_lines(file: DataFile, complaints: list[str]) -> Iterator[str]:
+    for _, line in file.lines():
+        if line is None:
+            complaints.append(LINE_TOO_LONG)
+            yield "\n"
+            continue
+        if b"\0" in line:
+            complaints.append(HOLDS_NUL)
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            complaints.append(f"not UTF-8 at byte {error.start + 1} of the line")
+            yield line.decode(errors="replace")
+
+
+def _checked_header(file: DataFile, line: int, names: list[str], complaints: list[str]) -> list[str]:
+    if complaints:
+        raise DataError(f"{file.path}:{line}: the header cannot be read: {complaints[0]}")
+    other = next((mark for mark in (";", "\t") if len(names) == 1 and mark in names[0]), None)
+    if other:
+        convert = "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter=';'))"
+        way = (
+            "Call it .tsv" if other == "\t" else f'Convert it: python3 -c "import csv, sys; {convert}" < FILE > new.csv'
+        )
+        raise DataError(f"{file.path}:{line}: cells are separated by {other!r}, in a .csv file ',' is needed. {way}")
+    check_names(f"{file.path}:{line}: the header", names)
+    return names
+
+
+def check_names(what: str, names: list[str]) -> None:
+    """DataError for columns without a name, for two of one name, and for more than a table of texts has."""
+    if len(names) > MAX_COLUMNS:
+        raise DataError(f"{what}: {len(names)} names, at most {MAX_COLUMNS} are allowed; leave out what is not needed")
+    if "" in names:
+        raise DataError(f"{what}: name {names.index('') + 1} is empty; give each column a name")
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{what}: '{printable(repeated[0])}' is there more than once; give each column its own name")

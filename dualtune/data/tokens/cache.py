@@ -1,0 +1,138 @@
+"""The cache of tokenized data: a store for each (content of the files, tokenizer, template, settings), made once.
+
+It lies in $DUALTUNE_CACHE, or $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune. A store appears there whole or not at
+all; what nobody has used for thirty days is removed when another is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from dualtune.data.sources.bad_rows import BadRows
+from dualtune.data.tokens.store import INDEX, INDEX_FILE, TOKENS, WEIGHTS, Store, TokenFile, Writer
+from dualtune.errors import DiskError
+from dualtune.io.disk import cache_dir, hidden_sibling, json_bytes, remove_directory
+from dualtune.versions import versions_of
+
+TABLE = "store.json"
+KEPT_DAYS = 30
+
+Build = Callable[[Writer, BadRows], None]
+
+
+def open_store(key: Mapping[str, Any], build: Build) -> Store:
+    """The store of this key, from the cache, or else made by `build(writer, bad_rows)` and put there.
+
+    Where the cache cannot be written, the store lives as long as the process. DiskError if there is no room at all.
+    """
+    parts = {**key, "versions": versions_of(("tokenizers", "jinja2", "numpy")), "code": _code()}
+    name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    place = cache_dir() / "data" / name
+    if found := _read(place):
+        with contextlib.suppress(OSError):
+            os.utime(place)  # used now
+        return found
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary = hidden_sibling(place)
+        temporary.mkdir()
+    except OSError:
+        return _in_process(build)
+    try:
+        _write(temporary, build)
+        _forget(place.parent)
+        with contextlib.suppress(OSError, DiskError):  # another process was faster
+            if place.exists() and _read(place) is None:  # damaged
+                remove_directory(place)
+            temporary.rename(place)
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+    made = _read(place)
+    if made is None:
+        raise DiskError(f"{place}: the cache of tokenized data was just written and is not there. Set DUALTUNE_CACHE")
+    return made
+
+
+@functools.cache
+def _code() -> str:
+    """What turns rows into tokens: this package's source."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _write(directory: Path, build: Build) -> None:
+    bad = BadRows()
+    try:
+        with contextlib.ExitStack() as files:
+
+            def open_file(name: str) -> BinaryIO:
+                return files.enter_context((directory / name).open("xb"))
+
+            tokens, index = open_file(TOKENS), open_file(INDEX_FILE)
+            writer = Writer(tokens, index, lambda: open_file(WEIGHTS))
+            build(writer, bad)
+            writer.finish()
+            for file in (tokens, index, *([writer.weights] if writer.weights else [])):
+                file.flush()
+                os.fsync(file.fileno())
+        names = [TOKENS, INDEX_FILE] + [WEIGHTS] * (writer.weights is not None)
+        sizes = {name: (directory / name).stat().st_size for name in names}
+        table = {**writer.table(), "num_bad": bad.count, "bad": bad.first, "bytes": sizes}
+        (directory / TABLE).write_bytes(json_bytes(table))
+    except OSError as error:
+        raise DiskError(
+            f"{directory.parent}: the tokenized data cannot be written: {error.strerror or error}. "
+            "Make room, or set DUALTUNE_CACHE to a directory elsewhere"
+        ) from error
+
+
+def _read(place: Path) -> Store | None:
+    """The store at this place, if there is a whole one."""
+    try:
+        table = json.loads((place / TABLE).read_text(encoding="utf-8"))
+        if any((place / name).stat().st_size != size for name, size in table["bytes"].items()):
+            return None
+        file = place / INDEX_FILE
+        index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # nothing: no map
+        counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
+        weights = TokenFile(place / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
+        return Store(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place, weights)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="dualtune-")  # removed when the process ends
+
+
+def _in_process(build: Build) -> Store:
+    directory = Path(tempfile.mkdtemp(dir=_scratch().name))
+    _write(directory, build)
+    store = _read(directory)
+    assert store is not None
+    return store
+
+
+def _forget(directory: Path) -> None:
+    """Remove what was not used for long, and what killed processes left."""
+    oldest = time.time() - KEPT_DAYS * 86_400
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < oldest:
+                shutil.rmtree(path)

@@ -1,0 +1,206 @@
+"""Which characters are learned: the conversation is rendered once, and the assistant's turns are found in the text.
+
+A turn is what the assistant generates: from where the generation prompt ends through its end-of-turn text. Templates
+differ, so there are three ways to find one, from the most certain on, and each is verified on the rendered text:
+
+1. generation markers in the template say it;
+2. prefixes: the turn is what the template adds to the conversation before it. Where it renders the last turn otherwise
+   (Qwen3 writes a think block there), what it adds must end with what stands in the text;
+3. a sentinel around the message's content, where earlier turns are rewritten when later ones follow (Mistral).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.formats import Example
+from dualtune.data.sources.rows import RowError
+from dualtune.data.tokens.tokenizer import Tokenizer
+
+Span = tuple[int, int]
+HEAD = 64  # characters by which the start of a turn is searched
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The text of an example, and which of its characters are learned: sorted, disjoint ranges, maybe none."""
+
+    text: str
+    spans: list[Span]
+    weights: list[float] | None  # of the spans; None: all are 1
+    is_chat: bool  # the text has its special tokens already
+    path: str
+    line: int
+    control_token: str | None = None  # the first one in what somebody wrote…
+    masked: str | None = None  # …and the text as `ControlTokens.encode_batch` reads it; None: encoded as it is
+
+
+def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rendered:
+    """Render an example for `loss_on`: "assistant" (every assistant turn), "last" (the last one), or "all".
+
+    An assistant message with `train` false is not learned, whatever `loss_on` says, and one with a weight by that.
+    RowError where the template refuses the conversation, does not show its tools, or hides where a turn is, and where a
+    control token in the content is not allowed.
+    """
+    is_chat = tokenizer.template is not None and bool(example.messages)
+    if is_chat:
+        chat = _Chat(example, tokenizer)
+        text, spans, weights = chat.text, *chat.learned(loss_on)
+        control = tokenizer.masked_chat(example.messages, text, tools=example.tools)
+    elif example.completion is not None:
+        prompt = example.prompt or ""
+        text = prompt + example.completion
+        spans, weights = [(0 if loss_on == "all" or example.is_text else len(prompt), len(text))], [1.0]
+        control = tokenizer.masked_text(text)
+    else:
+        raise RowError(
+            "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
+        )
+    learned = [(span, weight) for span, weight in zip(spans, weights, strict=True) if span[0] < span[1]]
+    spans, weights = [span for span, _ in learned], [weight for _, weight in learned]
+    some = weights if any(weight != 1 for weight in weights) else None
+    return Rendered(text, spans, some, is_chat, example.path, example.line, *control)
+
+
+class _Chat:
+    """One conversation, rendered, and the search for its turns."""
+
+    def __init__(self, example: Example, tokenizer: Tokenizer) -> None:
+        self._messages, self._tools, self._tokenizer = example.messages, example.tools, tokenizer
+        self.text, marked = tokenizer.render_marked(example.messages, tools=example.tools)
+        _check_names(_tool_names(example.tools), self.text, "tools")
+        self._turns = [i for i, message in enumerate(example.messages) if message.role == "assistant"]
+        self._marked: dict[int, Span] | None = None
+        if tokenizer.template is not None and tokenizer.template.marks_turns:
+            if len(marked) != len(self._turns):
+                raise RowError(
+                    f"the chat template marks {len(marked)} turns as generated, but the conversation has "
+                    f"{len(self._turns)} assistant messages. Use another data.template"
+                )
+            self._marked = dict(zip(self._turns, marked, strict=True))
+
+    def learned(self, loss_on: str) -> tuple[list[Span], list[float]]:
+        """What is learned, and how much."""
+        if loss_on == "all":
+            return self._everything()
+        wanted = self._turns[-1:] if loss_on == "last" else self._turns
+        wanted = [i for i in wanted if self._messages[i].train]
+        return [self._turn(i) for i in wanted], [self._messages[i].weight for i in wanted]
+
+    def _everything(self) -> tuple[list[Span], list[float]]:
+        """All of the text but the turns that are not learned. A turn with a weight of its own is a span of its own."""
+        spans: list[Span] = []
+        weights: list[float] = []
+        start = 0
+        for i in self._turns:
+            message = self._messages[i]
+            if message.train and message.weight == 1:
+                _check_names(_call_names(message), self.text, "tool calls")
+                continue
+            turn = self._turn(i)
+            spans.append((start, turn[0]))
+            weights.append(1.0)
+            if message.train:
+                spans.append(turn)
+                weights.append(message.weight)
+            start = turn[1]
+        return [*spans, (start, _end(self.text, self._messages[-1].content))], [*weights, 1.0]
+
+    def _turn(self, i: int) -> Span:
+        """The characters of message `i`, an assistant's."""
+        span = self._marked[i] if self._marked is not None else self._by_prefix(i) or self._by_sentinel(i)
+        if span is None:
+            raise RowError(
+                f"message {i + 1}: the chat template writes this turn otherwise once others follow, so it cannot be "
+                "located in the text. Use data.loss_on: last or all, another data.template, or put "
+                "{% generation %} markers into it"
+            )
+        _check_names(_call_names(self._messages[i]), self.text[span[0] : span[1]], "tool calls")
+        return span
+
+    def _by_prefix(self, i: int) -> Span | None:
+        content = self._messages[i].content
+        try:
+            before = self._render(self._messages[:i], add_generation_prompt=True)
+            is_last = i + 1 == len(self._messages)
+            through = self.text if is_last else self._render(self._messages[: i + 1])
+        except RowError:  # some templates refuse a part of a conversation that they take as a whole
+            return None
+        if not (self.text.startswith(before) and through.startswith(before)):
+            return None
+        start, turn = len(before), through[len(before) :]
+        if not self.text.startswith(turn, start):
+            turn = _as_in(self.text, start, turn, content.strip())
+        return (start, start + _end(turn, content)) if turn else None
+
+    def _by_sentinel(self, i: int) -> Span | None:
+        """Around the whole content, or around what a template that trims it leaves of it."""
+        message = self._messages[i]
+        if _call_names(message):
+            return None  # they are learned too, and stand outside the content
+        sentinel = _sentinel(self.text)
+        for content in dict.fromkeys((message.content, message.content.strip())):
+            marked = message.content.replace(content, sentinel + content + sentinel, 1)
+            messages = (*self._messages[:i], _with_content(message, marked), *self._messages[i + 1 :])
+            try:
+                parts = self._render(messages).split(sentinel)
+            except RowError:
+                continue
+            if len(parts) == 3 and "".join(parts) == self.text:
+                return len(parts[0]), len(parts[0]) + len(parts[1])
+        return None
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        return self._tokenizer.render(messages, tools=self._tools, add_generation_prompt=add_generation_prompt)
+
+
+def _check_names(names: Sequence[str], text: str, what: str) -> None:
+    """A template that knows nothing of tools renders a conversation without them, and says nothing."""
+    for name in names:
+        if name not in text:
+            raise RowError(f"the chat template does not show the {what} ('{name}' is nowhere). Use one that does")
+
+
+def _end(text: str, content: str) -> int:
+    """Where a text ends, without the whitespace that its template puts behind it: nobody generates that.
+
+    The whitespace at the end of the message's own content stays.
+    """
+    at = text.rfind(content) if content.strip() else text.find(content)
+    return max(len(text.rstrip()), at + len(content) if at >= 0 else 0)
+
+
+def _as_in(text: str, start: int, turn: str, content: str) -> str:
+    """The longest end of `turn` that stands in the text at `start` and has the whole content, or ""."""
+    head = text[start : start + min(HEAD, max(1, len(content)))]
+    at = turn.find(head) if head else -1
+    while at >= 0 and content in (rest := turn[at:]):
+        if text.startswith(rest, start):
+            return rest
+        at = turn.find(head, at + 1)
+    return ""
+
+
+def _sentinel(text: str) -> str:
+    """Private-use characters that the text does not hold; no template does anything with them."""
+    number = 0
+    while (sentinel := f"\ue000{number}\ue001") in text:
+        number += 1
+    return sentinel
+
+
+def _with_content(message: Message, content: str) -> Message:
+    return Message(message.role, content, extra=message.extra)
+
+
+def _tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of functions, as {"function": {"name"}} or {"name"}."""
+    names = [cast(Mapping[str, Any], tool.get("function", tool)).get("name") for tool in tools]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _call_names(message: Message) -> list[str]:
+    return _tool_names(message.extra.get("tool_calls") or ())

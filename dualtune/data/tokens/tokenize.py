@@ -1,0 +1,181 @@
+"""Examples to token ids, and for each token whether it is learned.
+
+The rule: render the whole conversation once, find the characters to be learned (`masks.py`), tokenize once with
+offsets. A token is learned when it holds a character of a span. Where a token would hold characters of both sides of a
+span's border, the text is tokenized in pieces cut there: generation also sees the prompt end there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice, pairwise, product
+
+import numpy as np
+
+from dualtune import interrupt
+from dualtune.data.chat.formats import Example
+from dualtune.data.sources.rows import BadRow, RowError
+from dualtune.data.tokens.masks import Rendered, render_example
+from dualtune.data.tokens.tokenizer import Tokenizer
+
+ENCODE_ROWS = 1000
+
+# Token ids int32 [T], with character offsets int32 [T, 2], or the loss mask: bool [T], or float32 [T] where the row has
+# weights, which is 0 where nothing is learned.
+Tokens = tuple[np.ndarray, np.ndarray]
+
+
+class State(IntEnum):
+    """What became of a row."""
+
+    WHOLE = 0
+    CUT = 1  # to max_length
+    SPLIT = 2  # a plain text in pieces of max_length
+    UNTRAINED = 3  # dropped: no token of it is learned
+    TOO_LONG = 4  # dropped: no learned token within max_length
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRow:
+    path: str
+    line: int
+    number: int  # of the row in its source, from 0; bad rows do not count
+    num_tokens: int  # before anything was cut
+    state: State
+    documents: list[Tokens]  # (token ids, loss mask); none where the row was dropped
+    control_token: str | None = None  # the first one in what somebody wrote
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A row that waits to be tokenized."""
+
+    rendered: Rendered
+    number: int
+    is_text: bool
+
+
+def tokenize_rows(
+    examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, max_length: int
+) -> Iterator[TokenizedRow | BadRow]:
+    """Tokenize a stream, in order. A chunk is tokenized (by Rust, on all cores) while the next one is rendered."""
+    ready = _render(examples, tokenizer, loss_on)
+    with ThreadPoolExecutor(1, "dualtune-tokenize") as pool:
+        waiting: tuple[list[_Ready | BadRow], Future[list[Tokens]]] | None = None
+        while chunk := list(islice(ready, ENCODE_ROWS)):
+            encoding = pool.submit(_encode, [row.rendered for row in chunk if isinstance(row, _Ready)], tokenizer)
+            if waiting:
+                yield from _finish(*waiting, tokenizer, max_length)
+            waiting = chunk, encoding
+        if waiting:
+            yield from _finish(*waiting, tokenizer, max_length)
+
+
+def _render(examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str) -> Iterator[_Ready | BadRow]:
+    number = 0
+    for example in examples:
+        if isinstance(example, BadRow):
+            yield example
+            continue
+        interrupt.poll()
+        try:
+            rendered = render_example(example, tokenizer, loss_on)
+        except RowError as reason:
+            yield BadRow(example.path, example.line, str(reason))
+            continue
+        yield _Ready(rendered, number, example.is_text)
+        number += 1
+
+
+def _encode(rows: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
+    # A rendered chat has its special tokens already.
+    found: dict[int, Tokens] = {}
+    for is_chat, is_masked in product((True, False), repeat=2):
+        some = [i for i, row in enumerate(rows) if (row.is_chat, row.masked is not None) == (is_chat, is_masked)]
+        encode = tokenizer.control_tokens.encode_batch if is_masked else tokenizer.encode_batch
+        texts = [rows[i].masked or rows[i].text for i in some]
+        found.update(zip(some, encode(texts, special=not is_chat) if some else (), strict=True))
+    return [found[i] for i in range(len(rows))]
+
+
+def _finish(
+    chunk: Sequence[_Ready | BadRow], encoding: Future[list[Tokens]], tokenizer: Tokenizer, max_length: int
+) -> Iterator[TokenizedRow | BadRow]:
+    encoded = iter(encoding.result())
+    for row in chunk:
+        if isinstance(row, BadRow):
+            yield row
+            continue
+        tokens, trained = _learned(row.rendered, *next(encoded), tokenizer)
+        state, documents = _fitted(tokens, trained, max_length, split=row.is_text)
+        rendered = row.rendered
+        yield TokenizedRow(
+            rendered.path, rendered.line, row.number, len(tokens), state, documents, rendered.control_token
+        )
+
+
+def _learned(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
+    """(token ids, loss mask), with an end token behind what the model shall stop after."""
+    tokens, offsets = _cut_at_borders(row, tokens, offsets, tokenizer)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    weights = row.weights or [True] * len(row.spans)
+    trained = np.zeros(len(tokens), bool if row.weights is None else np.float32)
+    for (start, end), weight in zip(row.spans, weights, strict=True):
+        inside = (starts < end) & (ends > start)
+        trained[inside] = weight
+        behind = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
+        # A turn's end token is learned with it, also where the marked part of the template stops before it.
+        if behind < len(tokens) and int(tokens[behind]) in tokenizer.stop_ids and starts[behind] == end:
+            trained[behind] = weight
+    # Without an end token the model would never learn to stop.
+    if row.spans and row.spans[-1][1] >= len(row.text.rstrip()) and tokenizer.eos_id is not None and len(tokens):
+        last = int(np.flatnonzero(trained)[-1]) if trained.any() else len(tokens) - 1
+        if int(tokens[last]) not in tokenizer.special_ids:
+            tokens = np.append(tokens[: last + 1], np.int32(tokenizer.eos_id))
+            trained = np.append(trained[: last + 1], trained.dtype.type(weights[-1]))
+    return tokens, trained
+
+
+def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
+    """The same tokens, unless one holds characters of both sides of a border: then those of the text cut there.
+
+    Left as it is where the tokenizer changes a text by cutting it (one that puts a space before every piece).
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    borders = np.array(sorted({at for span in row.spans for at in span}))[:, None]
+    cuts: list[int] = borders[((starts < borders) & (borders < ends)).any(1), 0].tolist()
+    if not cuts:
+        return tokens, offsets
+    edges = [0, *cuts, len(row.text)]
+    text, encode = row.text, tokenizer.encode_batch
+    if row.masked is not None:
+        text, encode = row.masked, tokenizer.control_tokens.encode_batch
+    pieces = encode([text[a:b] for a, b in pairwise(edges)], special=False)
+    written = np.flatnonzero(starts < ends)  # what the tokenizer adds around a text (BOS) has no characters
+    first, behind = int(written[0]), int(written[-1]) + 1
+    cut = np.concatenate([tokens[:first], *(ids for ids, _ in pieces), tokens[behind:]])
+    if tokenizer.decode(cut.tolist()) != tokenizer.decode(tokens.tolist()):
+        return tokens, offsets
+    moved = [piece + at for (_, piece), at in zip(pieces, edges, strict=False)]
+    return cut, np.concatenate([offsets[:first], *moved, offsets[behind:]])
+
+
+def _fitted(tokens: np.ndarray, trained: np.ndarray, max_length: int, *, split: bool) -> tuple[State, list[Tokens]]:
+    if not trained[1:].any():  # nothing precedes the first token, so it cannot be predicted
+        return State.UNTRAINED, []
+    if len(tokens) <= max_length:
+        return State.WHOLE, [(tokens, trained)]
+    if split:
+        return State.SPLIT, _windows(tokens, trained, max_length)
+    if not trained[1:max_length].any():
+        return State.TOO_LONG, []
+    return State.CUT, [(tokens[:max_length], trained[:max_length])]
+
+
+def _windows(tokens: np.ndarray, trained: np.ndarray, size: int) -> list[Tokens]:
+    """Windows that share one token: the last of one is the context of the next, so that each is a target once."""
+    starts = range(0, len(tokens) - 1, size - 1)
+    return [(tokens[at : at + size], trained[at : at + size]) for at in starts]

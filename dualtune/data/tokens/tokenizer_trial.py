@@ -1,0 +1,42 @@
+"""A tokenizer.json tried out, in the process with limits that `dualtune.io.limits` starts.
+
+The texts are long runs of one kind of character with a surprise at the end, on which a careless regular expression
+takes the square of their length, or never ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from tokenizers import Tokenizer
+
+from dualtune.data.tokens.tokenizer_vetting import MAX_STRUCTURES, REMEDY, Refused, check, rust_errors
+from dualtune.errors import FormatError
+from dualtune.io.untrusted import parse_object
+
+CHARACTERS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "_", "<", "é", "語", "\u0301", "\ufdfa", "👪", "▁")
+ENDS = ("", "!", "\0", "a")
+LENGTH = 3000  # characters; the real cost of a square shows, and a good tokenizer takes a second for all of them
+MAX_TOKENS = 200  # for a character
+
+
+def answer(data: bytes) -> str:
+    """The reason why this content is not to be used, or nothing."""
+    try:
+        check(parse_object(data, "tokenizer.json", strict=False, allowance=MAX_STRUCTURES))
+        with rust_errors("tokenizer.json"):
+            rust = Tokenizer.from_buffer(data)
+            rust.no_truncation()
+            rust.no_padding()
+            for run in (*CHARACTERS, *map("".join, itertools.pairwise(CHARACTERS))):
+                for end in ENDS:
+                    text = run * (LENGTH // len(run)) + end
+                    ids = rust.encode(text).ids
+                    if len(ids) > MAX_TOKENS * len(text):
+                        return f"it makes {len(ids)} tokens of {len(text)} characters"
+                    rust.decode(ids[:LENGTH])
+    except Refused as refusal:
+        return str(refusal)
+    except FormatError as error:
+        return str(error).removeprefix("tokenizer.json: ").removesuffix(f". {REMEDY}")
+    return ""

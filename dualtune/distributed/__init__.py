@@ -1,0 +1,1 @@
+"""The processes of a run, as its loop sees them."""

@@ -1,0 +1,122 @@
+"""The processes of a run, as the loop sees them: what one of them learns, all of them act on.
+
+Every exchange is one fixed-size note from each to all, whatever it is about. So a process that fails can say so in
+place of whatever the others wait for next, and all end together, with its error and its exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from dualtune import interrupt
+from dualtune.backend import Alone, World
+from dualtune.distributed.watchdog import Watchdog
+from dualtune.errors import DualtuneError, EnvironmentFault, PeerLost, Preempted
+from dualtune.text.redaction import redact
+
+_NOTE = struct.Struct("<?ddd")  # has this process failed; three numbers
+_TEXT_BYTES = 1024
+
+T = TypeVar("T")
+
+
+class PeerFailed(DualtuneError):
+    """Another process of the run has failed; with its exit code, because its reason is the reason."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Team:
+    """A world with the words of the loop. In a world of one, every method answers at once."""
+
+    def __init__(self, world: World | None = None, watchdog: Watchdog | None = None) -> None:
+        self._world = world or Alone()
+        self._watchdog = watchdog or Watchdog()
+        self.rank, self.size = self._world.rank, self._world.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that owns the run directory and the terminal."""
+        return self.rank == 0
+
+    def agree(self, wish: bool) -> bool:
+        """Whether any process wishes it."""
+        return self.total(wish)[0] > 0
+
+    def check(self) -> None:
+        """Raise PeerFailed if another process has failed."""
+        self.agree(False)
+
+    def stop_if(self, wish: bool) -> None:
+        """Raise Preempted if any process has been asked to stop."""
+        if self.agree(wish):
+            interrupt.poll()
+            raise Preempted("Stopped: another process of the run was asked to")
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """The sums of up to three numbers over all processes: the same bits in each."""
+        if self.size == 1:
+            return tuple(map(float, numbers))
+        notes = self._exchange(*numbers)
+        return tuple(sum(note[i] for note in notes) for i in range(1, 1 + len(numbers)))
+
+    def of_first(self, data: bytes = b"") -> bytes:
+        """What the first process has; the others need not know how much it is."""
+        if self.size == 1:
+            return data
+        length = int(self._exchange(len(data) if self.is_first else 0)[0][1])
+        with self.waiting("the first process"):
+            return self._world.broadcast(data if self.is_first else bytes(length))
+
+    def first_alone(self, work: Callable[[], T]) -> T:
+        """Call `work` in the first process, and in the others after it, however long it takes."""
+        if self.is_first:
+            done = work()
+            self._exchange(watched=False)
+            return done
+        self._exchange(watched=False)
+        return work()
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """If the block raises in this process, it does in all. The others must be about to exchange something."""
+        try:
+            yield
+        except PeerFailed:
+            raise
+        except PeerLost:
+            self.check()  # it may be able to say why
+            raise
+        except Exception as error:
+            if self.size > 1:
+                with contextlib.suppress(PeerFailed, EnvironmentFault):  # they may have failed too, or be gone
+                    self._tell_failure(error)
+            raise
+
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around whatever may wait for other processes: the watchdog looks on."""
+        if self.size == 1:
+            return contextlib.nullcontext()
+        return self._watchdog.waiting(f"{what} (this is process {self.rank} of {self.size})")
+
+    def _exchange(self, *numbers: float, watched: bool = True) -> list[tuple[bool, float, float, float]]:
+        a, b, c = (*numbers, 0.0, 0.0, 0.0)[:3]
+        with self.waiting("the other processes") if watched else contextlib.nullcontext():
+            notes = [_NOTE.unpack(note) for note in self._world.gather(_NOTE.pack(False, a, b, c))]
+            failed = next((rank for rank, note in enumerate(notes) if note[0]), None)
+            if failed is not None:
+                text = self._world.gather(bytes(_TEXT_BYTES))[failed].rstrip(b"\0").decode(errors="replace")
+                raise PeerFailed(f"process {failed} of {self.size} has failed: {text}", int(notes[failed][1]))
+        return notes
+
+    def _tell_failure(self, error: Exception) -> None:
+        code = error.exit_code if isinstance(error, DualtuneError) else 1
+        text = redact(f"{type(error).__name__}: {error}").encode()[:_TEXT_BYTES]
+        with self.waiting("the other processes"):
+            self._world.gather(_NOTE.pack(True, code, 0.0, 0.0))
+            self._world.gather(text.ljust(_TEXT_BYTES, b"\0"))

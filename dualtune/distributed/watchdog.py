@@ -1,0 +1,54 @@
+"""Ends a process that waits for others too long: a hung collective waits in a library, and no exception reaches it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+
+from dualtune.backend import WAIT_VARIABLE, wait_limit_s
+from dualtune.errors import EnvironmentFault
+from dualtune.text.escape import visible
+
+
+def end_process(message: str) -> None:
+    """Say it, and end with exit code 4 at once."""
+    sys.stderr.write(f"Error: {visible(message)}\n")
+    sys.stderr.flush()
+    os._exit(EnvironmentFault.exit_code)
+
+
+class Watchdog:
+    """One thread that looks at a clock. `expire(message)` is called from it, when a wait has lasted `limit_s`."""
+
+    def __init__(self, limit_s: float | None = None, expire: Callable[[str], None] = end_process) -> None:
+        self.limit_s = wait_limit_s() if limit_s is None else limit_s
+        self._expire = expire
+        self._wait: tuple[str, float] | None = None  # for what, and since when
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Generator[None]:
+        """Around whatever may wait for another process."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="dualtune-watchdog", daemon=True)
+            self._thread.start()
+        self._wait = what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self.limit_s / 4))
+            wait = self._wait
+            if wait is not None and time.monotonic() - wait[1] > self.limit_s:
+                self._expire(
+                    f"waited {self.limit_s:g} s for {wait[0]}: it hangs, or is slower than that. Look at its output. "
+                    f"To wait longer: {WAIT_VARIABLE}=<seconds>"
+                )
+                return

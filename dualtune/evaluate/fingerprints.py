@@ -1,0 +1,167 @@
+"""What a model with its adapter computes, in a few numbers: written beside the adapter, to be recomputed elsewhere.
+
+An entry of dualtune.json, one for each prompt:
+
+    {"prompt": text, "tokens": [ids], "dtype": compute dtype, "top": [[id, log p], … of the 5 most probable],
+     "earlier": [the same as "top" after each of the tokens before the last, oldest first, at most 7]}
+
+Entries of an older dualtune have `tokens` and `top` alone.
+Shape suffixes: P recorded positions, V vocabulary, K recorded tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dualtune.backend import IGNORE_INDEX, Batch, Engine
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.errors import NonFiniteError
+
+PROMPTS = (
+    "The capital of France is",
+    "def add(a, b):\n    return",
+    "Once upon a time, there was a",
+    "Q: What is 7 + 5?\nA:",
+    "Zürich, 東京,\t1 024 €: ",  # for tokenizers: what is not ASCII, a tab, digits, a space at the end
+)
+TOP_K = 5
+EARLIER = 7  # positions before the last; eight in all tell a small error from rounding far better than one
+PLAUSIBLE = 1e-3  # log-probabilities of rarer tokens are rounding more than anything else
+ROUNDING = 5e-7  # of what is written: six digits behind the point
+
+Entry = dict[str, Any]
+Top = list[tuple[int, float]]
+
+
+def fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
+    """An entry for each fixed prompt. NonFiniteError if the model computes NaN."""
+    return [_entry(engine, prompt, tokenizer.encode(prompt, special=True)) for prompt in PROMPTS]
+
+
+def base_fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
+    """The same for the base model alone."""
+    with without_adapter(engine):
+        return fingerprints(engine, tokenizer)
+
+
+@contextmanager
+def without_adapter(engine: Engine) -> Generator[None]:
+    """The base model alone: a fresh adapter changes nothing."""
+    state = engine.adapter_state()
+    engine.load_adapter_state(engine.neutral_state())
+    try:
+        yield
+    finally:
+        engine.load_adapter_state(state)
+
+
+def _entry(engine: Engine, prompt: str, ids: np.ndarray) -> Entry:
+    *earlier, top = [_top(logprobs_V) for logprobs_V in engine.logprobs(_batch(ids))[0, -1 - EARLIER :]]
+    if not np.isfinite([logprob for likely in (*earlier, top) for _, logprob in likely]).all():
+        raise NonFiniteError(
+            f"the log-probabilities after {prompt!r} are not finite. No adapter was written. "
+            "Lower train.learning_rate, or use model.dtype: float32"
+        )
+    dtype = engine.description.dtype
+    return {"prompt": prompt, "tokens": ids.tolist(), "dtype": dtype, "top": top, "earlier": earlier}
+
+
+def _top(logprobs_V: np.ndarray) -> list[list[int | float]]:
+    ids = np.argsort(-logprobs_V, kind="stable")[:TOP_K]
+    return [[int(i), round(float(logprobs_V[i]), 6)] for i in ids]
+
+
+def _batch(ids: np.ndarray) -> Batch:
+    tokens_BT = ids[None].astype(np.int32)
+    ones = np.ones_like(tokens_BT)
+    positions_BT = np.arange(len(ids), dtype=np.int32)[None]
+    return Batch(tokens_BT, ones * IGNORE_INDEX, ones, positions_BT, np.zeros(ones.shape, np.uint32))
+
+
+# --- recomputing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """How far what is computed here is from what was recorded, over all recorded positions."""
+
+    num_positions: int
+    top1: float  # share of the positions with the same most probable token
+    kl: float  # mean over the positions, in nats: a lower bound of the true one
+    max_kl: float
+    logprob: float  # largest difference of log p, over the recorded tokens with p >= PLAUSIBLE
+
+
+def recorded_tops(entry: Entry) -> list[Top]:
+    """What was recorded, by position, the last token's at the end."""
+    return [[(int(i), float(p)) for i, p in top] for top in (*entry.get("earlier", ()), entry["top"])]
+
+
+def recompute(engine: Engine, entries: Sequence[Entry]) -> list[np.ndarray]:
+    """For each entry, log p [P, V] after its recorded positions, as the engine computes it."""
+    return [
+        engine.logprobs(_batch(np.array(entry["tokens"], np.int32)))[0, -len(recorded_tops(entry)) :]
+        for entry in entries
+    ]
+
+
+def gap(entries: Sequence[Entry], found: Sequence[np.ndarray]) -> Gap:
+    """Between what was recorded and what was recomputed. What is not finite is infinitely far."""
+    same, kls, gaps = list[bool](), list[float](), list[float]()
+    for entry, logprobs_PV in zip(entries, found, strict=True):
+        for top, logprobs_V in zip(recorded_tops(entry), logprobs_PV, strict=True):
+            p_K = np.array([p for _, p in top])
+            q_K = logprobs_V[[i for i, _ in top]].astype(np.float64)
+            same.append(int(np.argmax(logprobs_V)) == top[0][0])
+            kls.append(kl_bound(p_K, q_K))
+            likely = p_K >= min(np.log(PLAUSIBLE), p_K[0])
+            gaps.append(float(np.abs(p_K - q_K)[likely].max()))
+    worst = [np.inf if np.isnan(x) else x for x in (np.mean(kls), np.max(kls), np.max(gaps))]
+    return Gap(len(same), float(np.mean(same)), *map(float, worst))
+
+
+def kl_bound(p_K: np.ndarray, q_K: np.ndarray) -> float:
+    """Σ p log(p/q) over the recorded tokens, given log p and log q, plus one term for all the others together.
+
+    To sum tokens up is to process the data, which never increases the divergence (Cover & Thomas, Elements of
+    Information Theory, 2nd ed., theorem 2.7.1, the log sum inequality): a lower bound of KL(p‖q).
+    """
+    if np.isnan(q_K).any():
+        return np.inf
+    p_rest, q_rest = (max(1.0 - float(np.exp(x_K).sum()), ROUNDING) for x_K in (p_K, q_K))
+    kl = float(np.sum(np.exp(p_K) * (p_K - q_K))) + p_rest * float(np.log(p_rest / q_rest))
+    return max(kl, 0.0)  # by rounding it may lie just below
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What the adapter does to the log-probabilities (adapter − base), here against what was recorded."""
+
+    size: float  # ⟨here, recorded⟩ / ‖recorded‖²: 1 is the same, 2 twice as much, 0 nothing
+    error: float  # ‖here − recorded‖ / ‖recorded‖
+    rms: float  # what was recorded, root mean square, nats
+
+
+def effect(
+    base: Sequence[Entry], adapter: Sequence[Entry], base_found: Sequence[np.ndarray], found: Sequence[np.ndarray]
+) -> Effect | None:
+    """Over the tokens recorded for both. None if there are none, or if the adapter did nothing that can be seen."""
+    before, here = list[float](), list[float]()
+    for base_entry, entry, base_PV, logprobs_PV in zip(base, adapter, base_found, found, strict=True):
+        tops = zip(recorded_tops(base_entry), recorded_tops(entry), base_PV, logprobs_PV, strict=True)
+        for base_top, top, base_V, logprobs_V in tops:
+            known = dict(base_top)
+            for i, p in top:
+                if i in known:
+                    before.append(p - known[i])
+                    here.append(float(logprobs_V[i]) - float(base_V[i]))
+    x, y = np.array(before), np.array(here)
+    norm = float(x @ x)
+    if not norm > len(x) * ROUNDING**2 or not np.isfinite(y).all():
+        return None
+    return Effect(float(x @ y) / norm, float(np.linalg.norm(y - x)) / norm**0.5, float(np.sqrt(norm / len(x))))

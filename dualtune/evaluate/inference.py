@@ -1,0 +1,165 @@
+"""Using a model with its adapter: loading it, and generating text.
+
+Which token comes next is decided here, in NumPy, so that both backends sample alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from dualtune import interrupt
+from dualtune.adapter.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
+from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_adapter
+from dualtune.adapter.spec import LoraSpec, modules_of
+from dualtune.backend import Backend, Engine, LoadRequest
+from dualtune.base_model import learned_positions, read_config, resolve_model
+from dualtune.data.chat.formats import Example
+from dualtune.data.tokens.control_tokens import Policy
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
+
+BASE_ONLY = LoraSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model, with an adapter or without."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    note: str | None = None  # that the chat template is not the one of the training
+    positions: int | None = None  # that it has a table for
+
+
+def load_model(
+    backend: Backend,
+    name: str,
+    adapter: Path | None = None,
+    *,
+    dtype: str = "auto",
+    quantization: str = "auto",
+    template: str = "auto",
+    special_tokens_in_text: Policy = "text",
+    kernels: str = "auto",
+    init: str = "pretrained",
+    seed: int = 0,
+) -> Model:
+    """Load a model by directory or hub id, with the adapter of a directory in any layout, if one is given.
+
+    `template` is as in data.template, but auto is the one that the adapter was trained with, if that is known. With
+    `init` "random", the weights are those that a training with the same seed begins with on this backend.
+    """
+    adapter = adapter_directory(adapter) if adapter else None
+    start, own = read_adapter(adapter) if adapter else None, ""
+    spec = BASE_ONLY
+    if start is not None and adapter is not None:
+        spec = replace(start.spec, dropout=0.0, targets=tuple(modules_of(start.tensors)))
+        template, own = _template_for(start, adapter, template), str(adapter / TEMPLATE_FILE)
+    model_dir = resolve_model(name, weights=init == "pretrained")
+    tokenizer = Tokenizer(model_dir, template, special_tokens_in_text)
+    request = LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
+    engine = backend.load(request)
+    if start is not None:
+        load_adapter(engine, start, name)
+    note = mismatch(start.template_hash, tokenizer.template_hash) if start and template != own else None
+    return Model(engine, tokenizer, note, learned_positions(read_config(model_dir)))
+
+
+def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
+    """Put an adapter into an engine that was loaded for its modules. ConfigError if it does not fit the model."""
+    try:
+        engine.load_adapter_state(adapter.tensors)
+    except ValueError as error:
+        raise ConfigError(f"the adapter does not fit the model {model_name}: {error}") from error
+
+
+def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
+    """The choice for a tokenizer; also a file that is not here gives way to the adapter's own."""
+    if adapter.template is not None:
+        is_here = choice == NONE or Path(choice).expanduser().is_file()
+        return choice if is_here else str(directory / TEMPLATE_FILE)
+    return NONE if choice == "auto" and adapter.template_hash == NONE else choice
+
+
+def stream_text(
+    model: Model, prompt: np.ndarray, *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+) -> Iterator[str]:
+    """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy.
+
+    It ends where a table of positions does, and ConfigError for a prompt that is longer.
+    """
+    if model.positions is not None:
+        if len(prompt) > model.positions:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, and this model has positions up to {model.positions}. Shorten it"
+            )
+        max_tokens = min(max_tokens, model.positions - len(prompt))
+    choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
+    ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space that begins a text
+    shown = model.tokenizer.decode(ids)
+    for token in model.engine.generate(prompt, choose=choose):
+        interrupt.poll()
+        ids.append(token)
+        text = model.tokenizer.decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may be spread over several tokens
+            yield text[len(shown) :]
+            shown = text
+    yield model.tokenizer.decode(ids)[len(shown) :]
+
+
+def chooser(
+    max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+) -> Callable[[np.ndarray], int | None]:
+    """A function from logits float32 [V] to the next token id, or None to stop.
+
+    Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens whose probability reaches
+    `top_p`.
+    """
+    rng = np.random.default_rng([seed, 3])
+    produced = 0
+
+    def choose(logits_V: np.ndarray) -> int | None:
+        nonlocal produced
+        if produced == max_tokens:
+            return None
+        produced += 1
+        token = int(np.argmax(logits_V)) if temperature == 0 else _sample(logits_V, temperature, top_p, rng)
+        return None if token in stop_ids else token
+
+    return choose
+
+
+def _sample(logits_V: np.ndarray, temperature: float, top_p: float, rng: np.random.Generator) -> int:
+    scaled = logits_V.astype(np.float64) / temperature
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")
+    kept = order[: int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1]
+    cumulative = np.cumsum(probs[kept])
+    return int(kept[np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    prompt: str
+    expected: str
+    got: str
+
+
+def answer(model: Model, example: Example, max_tokens: int = 256) -> Answer:
+    """Generate the last answer of an example greedily."""
+    tokenizer = model.tokenizer
+    if tokenizer.template is not None and example.messages:
+        *before, last = example.messages
+        ids = tokenizer.encode_chat(before, tools=example.tools)
+        shown, expected = before[-1].content, last.content
+    else:
+        assert example.prompt is not None and example.completion is not None
+        shown, expected = example.prompt, example.completion
+        ids = tokenizer.encode_text(shown)
+    return Answer(shown, expected, "".join(stream_text(model, ids, max_tokens=max_tokens)))

@@ -1,0 +1,64 @@
+"""Answers that can be checked: what a model generates and what is expected, compared by their last match of a pattern.
+
+The strict count takes the pattern alone, as in the GSM8K paper (Cobbe et al., arXiv 2110.14168: "#### 42" ends an
+answer). For numbers, the lenient one takes the last number where the pattern is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+from dualtune.data.chat.formats import Example
+from dualtune.errors import DataError
+from dualtune.evaluate.inference import Model, answer
+
+TASKS = {"gsm8k": r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)"}
+_NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How many of the generated answers are right."""
+
+    num_rows: int
+    num_right: int
+    num_right_lenient: int
+
+
+def check_answers(
+    model: Model, examples: Sequence[Example], pattern: re.Pattern[str], *, max_tokens: int,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> Answers:  # fmt: skip
+    """Generate greedily and compare. DataError where the expected answer of a row has no match of the pattern."""
+    right = lenient = 0
+    for done, example in enumerate(examples, start=1):
+        made = answer(model, example, max_tokens)
+        expected = found(pattern, made.expected)
+        if expected is None:
+            raise DataError(f"{example.where}: the expected answer has no match of the pattern {pattern.pattern!r}")
+        got = found(pattern, made.got)
+        right += got is not None and _same(got, expected)
+        lenient += _same(found(_NUMBER, made.got) or "" if got is None else got, expected)
+        show(done, len(examples))
+    return Answers(len(examples), right, lenient)
+
+
+def found(pattern: re.Pattern[str], text: str) -> str | None:
+    """The first group (or all) of the last match."""
+    matches = list(pattern.finditer(text))
+    return matches[-1][1 if pattern.groups else 0] if matches else None
+
+
+def _same(got: str, expected: str) -> bool:
+    a, b = _number(got), _number(expected)
+    return a == b if a is not None and b is not None else got.strip() == expected.strip()
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", "").strip())
+    except InvalidOperation:
+        return None

@@ -1,0 +1,41 @@
+"""Files that are replaced under a run: noticed by comparing what a path leads to now with what was opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dualtune.io.disk import free_name
+
+
+class Opened:
+    """A directory that stays open, so that its number is not given to another one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def fault(self) -> str | None:
+        """What has become of the path since; None while it leads here."""
+        return fault_of(self._path, self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def fault_of(path: Path, file: int) -> str | None:
+    """What has become of the path of an open file or directory; None while it leads to it."""
+    try:
+        is_same = os.path.samestat(path.stat(), os.fstat(file))
+    except OSError as error:
+        return f"{path} was deleted" if isinstance(error, FileNotFoundError) else f"{path}: {error.strerror}"
+    return None if is_same else f"{path} was replaced"
+
+
+def set_aside(path: Path) -> str:
+    """Rename what somebody has put in place of something of ours, if there is anything. Returns what was done."""
+    if not os.path.lexists(path):
+        return ""
+    kept = free_name(path.with_name(f"{path.name}.replaced"))
+    path.rename(kept)
+    return f"; what was there is kept as {kept.name}"

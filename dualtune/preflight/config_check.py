@@ -1,0 +1,219 @@
+"""What can be told of a config before anything is downloaded, loaded or written: a row for each thing looked at."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dualtune.adapter.formats.directory import read_adapter
+from dualtune.backend import get_backend
+from dualtune.capabilities import Honours, check_capabilities
+from dualtune.card import card_of
+from dualtune.checks import Check
+from dualtune.config import Config, load_config
+from dualtune.config.schema import AdapterConfig
+from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
+from dualtune.io.disk import existing
+from dualtune.memory.ask import num_trained
+from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.shapes import Decoder
+from dualtune.platform.budget import budget
+from dualtune.platform.choose import Choice, choose
+from dualtune.platform.detect import detect
+from dualtune.platform.machine import Machine
+from dualtune.platform.machines import named
+from dualtune.preflight.config_data import look_at_data, step_rows
+from dualtune.preflight.config_memory import Memory, memory_row
+from dualtune.preflight.config_model import (
+    BaseModel,
+    failure,
+    length_row,
+    look_at_model,
+    look_at_tokenizer,
+    shape_of,
+    targets_rows,
+)
+from dualtune.train.prepare import with_adapter_of
+from dualtune.train.saver import check_space
+from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
+
+# What is usual for LoRA. Outside of it a run may be right, and is worth a second look.
+LEAST_RANK, MOST_RANK = 8, 64
+MOST_DROPOUT = 0.2
+LEAST_TARGETS = 4
+
+
+@dataclass(slots=True)
+class Report:
+    """The rows in the order of looking, and the memory where it could be estimated."""
+
+    checks: list[Check] = field(default_factory=lambda: [])
+    memory: Memory | None = None
+
+
+def check_config(
+    path: Path, overrides: Iterable[str] = (), *, platform: str = "auto", machine_name: str | None = None
+) -> Report:
+    """Look at a config for this machine, or for one of `machines.MACHINES`.
+
+    ConfigError for an unknown machine or platform; what is wrong with the config itself is a row.
+    """
+    machine = named(machine_name) if machine_name else detect()
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        rows = [Check("schema", "fail", line, exit_code=error.exit_code) for line in lines]
+        return Report(rows)
+    config, start = _with_start(config)
+    report = Report([Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start])
+    choice = _choice(platform, machine, report)
+    if choice is not None:
+        device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
+        report.checks += _backend_rows(config, choice, device, is_here=machine_name is None)
+    model, rows = look_at_model(config)
+    report.checks += rows
+    tokenizer, row = look_at_tokenizer(config, model)
+    report.checks += [row, length_row(config, model)]
+    rows, seen = look_at_data(config, tokenizer)
+    report.checks += [*rows, *step_rows(config, seen)]
+    decoder, reason = shape_of(model)
+    if decoder is None:
+        report.checks += targets_rows(config, model)
+    if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
+        row, report.memory = _memory(config, decoder, reason, choice, machine)
+        report.checks.append(row)
+    report.checks += _run_dir_rows(config, decoder)
+    return report
+
+
+def adapter_rows(adapter: AdapterConfig) -> list[Check]:
+    """Advice on the adapter."""
+    rows = [Check("adapter", "advice", found, mend) for found, mend in _advice(adapter)]
+    targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
+    scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
+    usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
+    return rows or [Check("adapter", "ok", usual)]
+
+
+def _with_start(config: Config) -> tuple[Config, list[Check]]:
+    """The config with the rank, alpha and targets of the adapter that training starts from, as the run has it."""
+    if config.adapter.init_from is None:
+        return config, []
+    try:
+        config = with_adapter_of(config, read_adapter(Path(config.adapter.init_from).expanduser()))
+    except DualtuneError as error:
+        return config, [failure("start", error)]
+    found = f"training continues from {config.adapter.init_from}: rank {config.adapter.rank}"
+    return config, [Check("start", "ok", f"{found}, alpha {config.adapter.alpha:g}")]
+
+
+def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
+    """(what is unusual, what is usual)."""
+    if not LEAST_RANK <= adapter.rank <= MOST_RANK:
+        yield f"rank {adapter.rank} is unusual", f"adapter.rank from {LEAST_RANK} to {MOST_RANK} is usual"
+    if adapter.scaling == "standard" and adapter.alpha != 2 * adapter.rank:
+        scale = adapter.alpha / adapter.rank
+        yield f"alpha {adapter.alpha:g} scales the adapter by {scale:g}", f"adapter.alpha {2 * adapter.rank} is usual"
+    if adapter.dropout > MOST_DROPOUT:
+        yield f"dropout {adapter.dropout:g} is high", f"adapter.dropout up to {MOST_DROPOUT:g} is usual"
+    if not isinstance(adapter.targets, str) and len(adapter.targets) < LEAST_TARGETS:
+        found = f"only {', '.join(adapter.targets)} {'is' if len(adapter.targets) == 1 else 'are'} adapted"
+        yield found, "More adapter.targets learn more at the same rank: all of attention, or all seven"
+
+
+# --- platform and backend --------------------------------------------------------------------------------------------
+
+
+def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
+    """The backend and device, with their row."""
+    try:
+        choice = choose(platform, machine)
+    except EnvironmentFault as error:
+        report.checks.append(failure("platform", error))
+        return None
+    if choice.platform.startswith("cuda") and not machine.gpus:
+        found = f"cuda, and there is no NVIDIA GPU: {machine.gpu_problem or 'none is visible'}"
+        mend = "dualtune check-gpu, or look at another machine with --machine, such as h100-80"
+        report.checks.append(Check("platform", "fail", found, mend, EnvironmentFault.exit_code))
+    else:
+        report.checks.append(Check("platform", "ok", f"{choice.platform}: {choice.reason}"))
+    return choice
+
+
+def _backend_rows(config: Config, choice: Choice, device: str, *, is_here: bool) -> list[Check]:
+    """Whether the backend can be opened, and honours every key."""
+    try:
+        # A GPU is asked itself: its framework may be built without support for it. On the CPU there is nothing to ask.
+        backend: Honours = card_of(choice.backend)
+        if device != "cpu" or not backend.honoured or not backend.package.is_installed:
+            backend = get_backend(choice.backend, device)
+        check_capabilities(backend, config)
+    except ConfigError as error:
+        return [Check("backend", "fail", line, exit_code=error.exit_code) for line in str(error).splitlines()]
+    except EnvironmentFault as error:
+        if is_here:
+            return [failure("backend", error)]
+        return [Check("backend", "skipped", f"what it honours is not known here: {error}")]
+    return [Check("backend", "ok", f"{backend.name} honours every key")]
+
+
+# --- memory and disk -------------------------------------------------------------------------------------------------
+
+
+def _memory(
+    config: Config, decoder: Decoder | None, reason: str, choice: Choice, machine: Machine
+) -> tuple[Check, Memory | None]:
+    """The row, and the estimate where there is one."""
+    card = card_of(choice.backend)
+    kind = card.kind_for(choice.platform, machine.kinds)
+    if card.memory is None or kind is None:
+        return Check("memory", "skipped", f"there is no estimate for the backend {choice.backend}"), None
+    if decoder is None:
+        return Check("memory", "skipped", reason), None
+    try:
+        ask = ask_of(config, decoder, choice.backend, kind)
+        needed = estimate(decoder, ask)
+    except ConfigError as error:  # adapter.targets that the model does not have
+        return failure("memory", error), None
+    memory = Memory(needed, budget(machine, choice.platform if kind == "cuda" else kind))
+    return memory_row(memory, decoder, ask), memory
+
+
+def memory_of_run(config: Config, model_dir: Path, longest: int, platform: str) -> Check:
+    """Whether a run whose longest document has so many tokens fits into what this machine has free now."""
+    model = BaseModel(model_dir, json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
+    shorter = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
+    machine = detect()
+    choice = choose(platform, machine)
+    return _memory(config.model_copy(update={"data": shorter}), *shape_of(model), choice, machine)[0]
+
+
+def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
+    """Whether the run directory can be used, and whether the disk holds the checkpoints."""
+    path = path_of(config)
+    place = existing(path)
+    try:
+        check_usable(path, "auto")
+        with tempfile.TemporaryFile(dir=place):  # not os.access, which knows nothing of read-only file systems
+            pass
+    except ConfigError as error:
+        return [failure("run.dir", error)]
+    except OSError as error:
+        found = f"{path}: {place} cannot be written: {error.strerror}"
+        return [Check("run.dir", "fail", found, "Choose another with --set run.dir=…", DiskError.exit_code)]
+    holds = " holds a run, which would go on" if path.is_dir() and is_run_dir(path) else " is free"
+    rows = [Check("run.dir", "ok", f"{path}{holds}")]
+    if decoder is None:
+        return rows
+    try:
+        num_weights = num_trained(decoder, config.adapter)
+        check_space(RunDir(place, None), config, num_weights)
+    except DiskError as error:
+        return [*rows, failure("disk", error)]
+    except ConfigError:  # said with the memory
+        return rows
+    return [*rows, Check("disk", "ok", f"room for the checkpoints of {num_weights:,} trainable weights")]

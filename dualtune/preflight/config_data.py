@@ -1,0 +1,208 @@
+"""The data of a config, and the steps they make, as far as a look at the files tells."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from dualtune.checks import Check
+from dualtune.config import Config
+from dualtune.config.schema import SourceConfig
+from dualtune.data.batching.batches import plan
+from dualtune.data.batching.order import MOST_TOKENS, Order
+from dualtune.data.documents import Opened, eval_sources, open_one
+from dualtune.data.held_out import held_out
+from dualtune.data.sources.hub import is_hub_name
+from dualtune.data.sources.kinds import kind_of
+from dualtune.data.sources.readers import Role
+from dualtune.data.sources.rows import BadRow, RawRow
+from dualtune.data.tokens.tokenize import State, TokenizedRow, tokenize_rows
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.errors import DataError, DualtuneError
+from dualtune.evaluate.evaluation import layout_of
+from dualtune.preflight.config_model import failure
+
+FIRST_ROWS = 100  # that are read, and tokenized where the tokenizer is here; all of them: dualtune check-data
+KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
+CHEAP_BYTES = 16 << 20  # files up to this size are read through to count their rows
+FEW_STEPS = 50  # so few updates teach little
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of a source to train on."""
+
+    weight: float
+    num_rows: int | None = None  # None: not counted
+    lengths: tuple[int, ...] = ()  # tokens of its first documents
+
+
+def look_at_data(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
+    """A row for each source, and what was seen of those to train on."""
+    rows: list[Check] = []
+    seen: list[Seen] = []
+    for source in config.data.sources():
+        row, found = _look(config, source, "train", tokenizer)
+        rows.append(row)
+        seen.append(found)
+    # A dataset of the hub may have validation data of its own, which only a download shows.
+    local = not any(is_of_hub(source) for source in config.data.sources())
+    own = eval_sources(config.data) if local else config.data.eval_sources()
+    for source in own:
+        rows.append(_look(config, source, "valid", tokenizer)[0])
+    if held_out_share(config) and not own and [found.num_rows for found in seen] == [1]:
+        found = f"none: data.eval asks for {held_out_share(config):.0%} of the rows, and there is only one"
+        rows.append(Check("eval data", "advice", found, "Divide the row, or name evaluation data in data.eval"))
+    return rows, seen
+
+
+def is_of_hub(source: SourceConfig) -> bool:
+    """Whether the name is taken for a dataset of the hub: as `open_source` decides it."""
+    return is_hub_name(source.path) and not kind_of(Path(source.path)) and not Path(source.path).expanduser().exists()
+
+
+def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer | None) -> tuple[Check, Seen]:
+    name = "data" if role == "train" else "eval data"
+    nothing = Seen(source.weight)
+    if is_of_hub(source):
+        return Check(name, "skipped", f"{source.path}: a dataset of the hub, which is not asked"), nothing
+    try:
+        opened = open_one(source, role)
+        first = list(islice(_first(config, opened, tokenizer), FIRST_ROWS))
+        num_rows = _count(opened)
+    except DualtuneError as error:
+        mend = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
+        return replace(failure(name, error), mend=mend), nothing
+    bad = [row for row in first if isinstance(row, BadRow)]
+    whole = num_rows == len(first)
+    found = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
+    found += f", {num_rows} in all" if num_rows is not None and not whole else ""
+    mend = f"dualtune check-data {source.path}"
+    tokenized = [row for row in first if isinstance(row, TokenizedRow)]
+    seen = Seen(source.weight, num_rows, tuple(len(ids) for row in tokenized for ids, _ in row.documents))
+    if bad and config.data.on_bad_row == "error":
+        found = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
+        return Check(name, "fail", found, mend, DataError.exit_code), seen
+    if bad:
+        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", mend), seen
+    row = Check(name, "ok", found)
+    return _judge_tokens(config, row, tokenized, seen.lengths, whole=whole) if tokenized else row, seen
+
+
+def _first(config: Config, opened: Opened, tokenizer: Tokenizer | None) -> Iterator[object]:
+    examples = islice(opened.trainable(), FIRST_ROWS)
+    if tokenizer is None:
+        return examples
+    return tokenize_rows(examples, tokenizer, config.data.loss_on, config.data.max_length)
+
+
+def _count(opened: Opened) -> int | None:
+    """The rows of files that are small enough to be read for it."""
+    if sum(path.stat().st_size for path in opened.files.files) > CHEAP_BYTES:
+        return None
+    return sum(isinstance(row, RawRow) for row in opened.files.rows())
+
+
+def _judge_tokens(
+    config: Config, row: Check, tokenized: list[TokenizedRow], lengths: tuple[int, ...], *, whole: bool
+) -> Check:
+    """What tokenizing the first rows showed."""
+    states = Counter(found.state for found in tokenized)
+    if not lengths:
+        found = f"{row.found}, and none has a token to learn within data.max_length = {config.data.max_length}"
+        mend = "Raise data.max_length, or check data.loss_on"
+        return Check(row.name, "fail" if whole else "advice", found, mend, DataError.exit_code)
+    text = f"{row.found}; up to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average"
+    cut, dropped = states[State.CUT], states[State.UNTRAINED] + states[State.TOO_LONG]
+    if not cut + dropped:
+        return Check(row.name, "ok", text)
+    text += f"; {cut} cut to data.max_length, {dropped} without a token to learn"
+    return Check(row.name, "advice", text, "dualtune preview shows what is trained")
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def step_rows(config: Config, seen: list[Seen]) -> list[Check]:
+    """What an optimizer step takes, and how many there will be."""
+    order, lengths = _estimated(config, seen)
+    return [Check("step", "ok", _step(config, order, lengths)), _steps(config, seen, order, lengths)]
+
+
+def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarray]:
+    """The order of the rows to train on, and their tokens as if all were like the first ones.
+
+    None where rows are not counted, or not tokenized and a step takes tokens.
+    """
+    counts = [found.num_rows for found in seen]
+    lengths = [length for found in seen for length in found.lengths]
+    if None in counts or (config.train.documents_per_step is None and not lengths):
+        return None, np.array(lengths)
+    sizes = [count or 0 for count in counts]
+    chosen = held_out(sum(sizes), held_out_share(config), config.run.seed)
+    sources = np.repeat(np.arange(len(sizes)), sizes)[~chosen]
+    if not len(sources):
+        return None, np.array(lengths)
+    documents = np.resize(np.array(lengths or [config.data.max_length]), len(sources))
+    return Order(config, documents, sources, [found.weight for found in seen]), documents
+
+
+def held_out_share(config: Config) -> float:
+    """The share of the training rows to hold out, 0 where data.eval names data."""
+    return config.data.eval if isinstance(config.data.eval, int | float) else 0.0
+
+
+def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
+    """One optimizer step in words: its documents as they are, or, where they are not known, as long as they may be."""
+    train, length, layout = config.train, config.data.max_length, layout_of(config)
+    tokens = MOST_TOKENS if train.tokens_per_step == "auto" else train.tokens_per_step
+    tokens = order.tokens_per_step if order else tokens
+    limit = "" if train.documents_per_step else f"up to {tokens} tokens: "
+    if order and lengths.max() < length:
+        ids = order.step(0).documents.tolist()
+        what = f"about {_counted(len(ids), 'document')} of {lengths.mean():.0f} tokens on average"
+        micro_batches, condition = len(plan(lengths, ids, layout)), ""
+    else:
+        number = train.documents_per_step or max(1, tokens // length)
+        more = "" if train.documents_per_step else " or more"
+        what = f"{_counted(number, 'document')}{more} of at most {length} tokens"
+        micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
+    return f"{limit}{what}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
+
+
+def _counted(number: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.ndarray) -> Check:
+    train = config.train
+    if train.steps is not None:
+        return Check("steps", "ok", f"{train.steps}, as train.steps says")
+    if order is None:
+        return Check("steps", "skipped", "their number shows when the data are tokenized: dualtune preview")
+    number = order.num_steps
+    held_out_rows = sum(found.num_rows or 0 for found in seen) - len(lengths)
+    held = f", {held_out_rows} rows held out" if held_out_rows else ""
+    found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}"
+    if train.warmup >= number:
+        mend = f"--set train.warmup={max(1, number // 10)}"
+        return Check("steps", "advice", f"{found}, and train.warmup takes {train.warmup} of them", mend)
+    if number < FEW_STEPS:
+        return Check("steps", "advice", f"{found}; so few steps teach little", _more_steps(config, number))
+    return Check("steps", "ok", found)
+
+
+def _more_steps(config: Config, number: int) -> str:
+    train = config.train
+    if train.documents_per_step is not None and train.documents_per_step > 1:
+        return "--set train.documents_per_step=null, which takes fewer documents a step where there are few"
+    if train.documents_per_step is None and train.tokens_per_step != "auto":
+        return "--set train.tokens_per_step=auto, which takes fewer tokens a step where there are few"
+    return f"More rows, or --set train.epochs={math.ceil(FEW_STEPS / number * train.epochs)}"

@@ -1,0 +1,148 @@
+"""The base model of a config, as far as it can be looked at before a download: its files, its shape, its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualtune.adapter.importing.foreign import base_shapes
+from dualtune.adapter.targets import select_modules
+from dualtune.base_model import has_weights, learned_positions, read_config, resolve_model
+from dualtune.checks import Check
+from dualtune.config import Config
+from dualtune.data.sources.hub import is_hub_name
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.memory.shapes import KNOWN, Decoder, UnknownShape, decoder_of
+from dualtune.preflight.storage import local_model, missing_files
+
+# What Hugging Face calls models that predict the next token; `architectures` in config.json says which class it is.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+WITH_MORE = "ForConditionalGeneration"  # images and the like besides, or an encoder
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What is known of a base model."""
+
+    directory: Path | None  # where its files are; None: not on this machine
+    config: Mapping[str, Any] | None  # its config.json; None: not known until it is downloaded
+
+
+def look_at_model(config: Config) -> tuple[BaseModel, list[Check]]:
+    """Find the model in a directory, in the hub's cache or among the published shapes. Nothing is downloaded."""
+    name = config.model.name
+    directory = local_model(name)
+    if directory is not None and (Path(name).expanduser().is_dir() or (directory / "config.json").is_file()):
+        return _on_this_machine(config, directory)
+    if not is_hub_name(name) or Path(name).exists():
+        found = f"there is no model directory {Path(name).expanduser()}"
+        return BaseModel(None, None), [_fails("model", found, "Set model.name to a directory or a hub id")]
+    if name in KNOWN:
+        found = f"{name}: not downloaded yet; its shape is known"
+        return BaseModel(None, KNOWN[name]), [Check("model", "ok", found), *_architecture(KNOWN[name])]
+    found = f"{name}: not downloaded yet, so its shape and the memory for it are unknown"
+    return BaseModel(None, None), [Check("model", "advice", found, f"hf download {name} --include '*.json'")]
+
+
+def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[Check]]:
+    """For a directory that the config names, what it lacks is a fault; a run completes what is in the hub's cache."""
+    name, weights = config.model.name, config.model.init == "pretrained"
+    named = Path(name).expanduser().is_dir()
+    try:
+        missing = missing_files(directory, weights=weights)
+        resolve_model(str(directory), weights=weights and (named or not missing))
+        described = read_config(directory)
+    except DualtuneError as error:
+        return BaseModel(directory, None), [failure("model", error)]
+    row = Check("model", "ok", f"{name}, on this machine")
+    if missing:
+        lacks = f"{directory} lacks {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+        row = Check("model", "advice", f"{lacks}; the run downloads it", f"hf download {name}")
+    return BaseModel(directory, described), [row, *_architecture(described)]
+
+
+def _architecture(described: Mapping[str, Any]) -> list[Check]:
+    """A row where the model may be none that continues a text."""
+    names: list[str] = described.get("architectures") or []
+    if not names or any(name.endswith(CAUSAL) for name in names):
+        return []
+    found = f"{', '.join(names)}: not a model that predicts the next token ({', '.join(f'…{end}' for end in CAUSAL)})"
+    if any(name.endswith(WITH_MORE) for name in names):
+        return [Check("architecture", "advice", f"{found} alone; whether it loads shows when it is loaded")]
+    return [_fails("architecture", found, "Choose a causal language model")]
+
+
+def shape_of(model: BaseModel) -> tuple[Decoder | None, str]:
+    """The model's shape, or None and why there is none."""
+    if model.config is None:
+        return None, "the model's shape is not known before it is downloaded"
+    try:
+        return decoder_of(model.config), ""
+    except UnknownShape as error:
+        return None, f"there is no formula for this model: {error}"
+
+
+def look_at_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, Check]:
+    """Load the tokenizer and the chat template, if the model is here."""
+    if model.directory is None or not list(model.directory.glob("tokenizer*")):
+        if model.directory is None or not Path(config.model.name).expanduser().is_dir():
+            return None, Check("tokenizer", "skipped", "not downloaded yet")
+        found = f"{model.directory} has no tokenizer.json"
+        return None, _fails("tokenizer", found, "Copy the whole model directory")
+    try:
+        tokenizer = Tokenizer(model.directory, config.data.template, config.data.special_tokens_in_text)
+    except DualtuneError as error:
+        return None, failure("tokenizer", error)
+    size = tokenizer.vocabulary_size
+    if size is not None and (largest := tokenizer.largest_id) >= size:
+        found = f"ids up to {largest}, and the model has embeddings for {size} tokens; data with such an id is refused"
+        return tokenizer, Check("tokenizer", "advice", found, "Use the tokenizer.json and the weights of one model")
+    if tokenizer.warning:
+        return tokenizer, Check("tokenizer", "advice", tokenizer.warning)
+    chats = "with a chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
+    return tokenizer, Check("tokenizer", "ok", chats)
+
+
+def length_row(config: Config, model: BaseModel) -> Check:
+    """data.max_length against the positions that the model was trained on."""
+    length = config.data.max_length
+    text = (model.config or {}).get("text_config", model.config or {})
+    learned = learned_positions(text)
+    longest = learned or text.get("max_position_embeddings")
+    if not isinstance(longest, int):
+        return Check("length", "skipped", "the model's config does not say how long a text it takes")
+    found = f"data.max_length is {length}, the model has positions up to {longest}"
+    if length <= longest:
+        return Check("length", "ok", found)
+    mend = f"--set data.max_length={longest}"
+    if learned:
+        return Check("length", "fail", f"{found} and no others", mend, ConfigError.exit_code)
+    return Check("length", "advice", f"{found}; it was not trained on longer texts", mend)
+
+
+def targets_rows(config: Config, model: BaseModel) -> list[Check]:
+    """adapter.targets against the layers in the files of a model; nothing where its weights are not here.
+
+    For a model of known shape, its estimate of memory looks at them.
+    """
+    if model.directory is None or model.config is None or not has_weights(model.directory):
+        return []
+    targets = config.adapter.targets
+    try:
+        shapes = {module: shape for module, shape in base_shapes(model.directory).items() if shape is not None}
+        found = select_modules(shapes, (targets,) if isinstance(targets, str) else targets)
+    except DualtuneError as error:
+        return [failure("targets", error)]
+    return [Check("targets", "ok", f"{len(found)} linear layers")]
+
+
+def failure(name: str, error: DualtuneError) -> Check:
+    """A row that fails as the run would."""
+    return Check(name, "fail", "; ".join(str(error).splitlines()), exit_code=error.exit_code)
+
+
+def _fails(name: str, found: str, mend: str | None = None) -> Check:
+    return Check(name, "fail", found, mend, EnvironmentFault.exit_code)

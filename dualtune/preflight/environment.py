@@ -1,0 +1,154 @@
+"""What a kind of machine needs before it can train, held against what is here: the rows of `dualtune check-env`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dualtune.card import Card, backend_names, card_of, driver_of
+from dualtune.checks import Check
+from dualtune.config import Config
+from dualtune.config.schema import RunConfig
+from dualtune.errors import ConfigError
+from dualtune.platform.machine import GB, GIB, Gpu, Machine
+from dualtune.preflight.problems import problems, row_or_problem
+from dualtune.preflight.requirements import least_python, package_checks, requirements
+from dualtune.preflight.storage import (
+    data_checks,
+    directory_checks,
+    disk_checks,
+    hub_token,
+    local_model,
+    model_checks,
+)
+from dualtune.preflight.thresholds import BFLOAT16_CAPABILITY
+from dualtune.versions import versions_of
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A kind of machine, and what its configs ask of one."""
+
+    device: str  # a kind, as in `Machine.kinds`
+    least_memory: int  # GB of GPU memory; GiB of unified memory; GiB of memory
+    good_memory: int  # with less, the config for the target has to be made smaller
+    download_gb: int  # for the base model, as the hub stores it
+    smaller: str  # what to do with too little memory
+
+
+SMALLER = "take a smaller model; dualtune check-gpu says which fits, and dualtune check-config whether a config does"
+TARGETS = {
+    "h100": Target("cuda", 60, 60, 30, "Use --for rtx, and configs/rtx_24gb.yaml"),
+    "m4": Target("metal", 16, 32, 20, f"Set data.max_length and train.micro_batch_tokens to 1024, or {SMALLER}"),
+    "rtx": Target("cuda", 12, 16, 20, SMALLER.capitalize()),
+    "cpu": Target("cpu", 4, 4, 5, SMALLER.capitalize()),
+}
+
+
+def suited_target(machine: Machine) -> str:
+    """The target for `--for auto`: what the hardware is for, whatever Python runs on it."""
+    if machine.is_mac_with_apple_silicon:
+        return "m4"
+    if machine.gpus:
+        return "h100" if machine.gpus[0].total_bytes >= TARGETS["h100"].least_memory * GB else "rtx"
+    return "cpu"
+
+
+def target_of(name: str, machine: Machine) -> tuple[Target, Card]:
+    """A target and the backend for it, by the name of either. A backend is looked at on the best device for it here."""
+    if name in TARGETS:
+        return TARGETS[name], driver_of(TARGETS[name].device)
+    if name not in backend_names():
+        raise ConfigError(f"--for: got '{name}', allowed: {', '.join(('auto', *TARGETS, *backend_names()))}")
+    card = card_of(name)
+    return replace(TARGETS["cpu"], device=card.kind_for(name, machine.kinds) or "cpu"), card
+
+
+def check_environment(name: str, machine: Machine, config: Config | None) -> list[Check]:
+    """All rows for a target, looked up on this machine. Nothing is downloaded, and no framework imported.
+
+    `name`: of a target, or of a backend. ConfigError for any other.
+    """
+    target, card = target_of(name, machine)
+    asked = requirements(card.package, machine.system)
+    rows = [python_check(machine.python)]
+    rows += package_checks(asked, card.package.command, versions_of(one.name for one in asked))
+    match target.device:
+        case "cuda":
+            rows += cuda_checks(machine, target, card)
+        case "metal":
+            rows += metal_checks(machine, target, card)
+        case _:
+            rows.append(_memory("memory", machine.memory_bytes / GIB, "GiB", target))
+    return rows + place_checks(target, config)
+
+
+def python_check(found: str) -> Check:
+    needed = least_python()
+    if needed.contains(found, prereleases=True):
+        return Check("Python", "ok", found)
+    return Check(
+        "Python", "fail", f"got {found}, Python {needed} is needed", "python3.12 -m venv .venv, and install anew"
+    )
+
+
+# --- the accelerator --------------------------------------------------------------------------------------------------
+
+
+def cuda_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
+    """Driver, the first GPU that is visible, and what the backend looks at."""
+    if not machine.gpus:
+        reason = machine.gpu_problem or "no NVIDIA GPU is visible"
+        return [Check("GPU", "fail", reason, "dualtune check-gpu says what to do about it")]
+    gpu, found = machine.gpus[0], problems(machine)
+    return [
+        Check("GPU", "ok", f"{gpu.name}, driver {machine.driver}"),
+        row_or_problem(Check("CUDA of the driver", "ok", str(machine.cuda)), "driver", found),
+        row_or_problem(_capability_check(gpu), "compute capability", found),
+        _memory("GPU memory", gpu.total_bytes / GB, "GB", target),
+        *(card.environment(machine) if card.environment else ()),
+    ]
+
+
+def _capability_check(gpu: Gpu) -> Check:
+    name, found = "compute capability", gpu.compute_capability
+    if gpu.capability < BFLOAT16_CAPABILITY:
+        return Check(name, "advice", f"{found}: no bfloat16 below 8.0, so model.dtype auto takes float16")
+    return Check(name, "ok", found)
+
+
+def metal_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
+    """Chip, what the backend looks at, and unified memory."""
+    chip = Check("Apple silicon", "ok", machine.cpu)
+    if not machine.is_apple_silicon:
+        text = f"this is {machine.system} on {machine.arch}; {card} is fast on Apple silicon alone"
+        chip = Check("Apple silicon", "fail", text, "dualtune check-env --for auto")
+    chip = row_or_problem(chip, "Python", problems(machine))  # which runs under Rosetta
+    if chip.level == "fail":
+        return [chip]
+    memory = _memory("unified memory", machine.memory_bytes / GIB, "GiB", target)
+    return [chip, *(card.environment(machine) if card.environment else ()), memory]
+
+
+def _memory(name: str, found: float, unit: str, target: Target) -> Check:
+    text = f"{found:.0f} {unit}, {target.good_memory} or more wanted"
+    if found >= target.good_memory:
+        return Check(name, "ok", text)
+    if found >= target.least_memory:
+        return Check(name, "advice", text, target.smaller)
+    return Check(name, "fail", f"{found:.0f} {unit}, at least {target.least_memory} is needed", target.smaller)
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def place_checks(target: Target, config: Config | None) -> list[Check]:
+    """Disk, directories, data, model and the token for the hub."""
+    run_dir = Path((config.run if config else RunConfig()).dir).expanduser()
+    download = config is None or local_model(config.model.name) is None
+    rows = [*disk_checks(run_dir, target.download_gb if download else 0), *directory_checks(run_dir)]
+    if config is None:
+        rows.append(Check("data and model", "skipped", "no config was given: --config CONFIG looks for both"))
+    else:
+        rows += [*data_checks(config), *model_checks(config)]
+    return [*rows, hub_token(download=config is not None and download)]

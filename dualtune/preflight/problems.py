@@ -1,0 +1,218 @@
+"""What can stand in the way of a GPU, how it is noticed, and the command that mends it.
+
+What concerns the framework that drives it is said by the card of its backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from dualtune.card import automatic_cards
+from dualtune.checks import Check, Level
+from dualtune.platform.machine import Machine
+from dualtune.preflight.thresholds import (
+    LEAST_CAPABILITY,
+    LEAST_CUDA,
+    version,
+)
+
+NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drivers"  # what CUDA 13 needs
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`found` gives the sentence, or None on a machine that does not have the problem."""
+
+    name: str
+    level: Level
+    found: Callable[[Machine], str | None]
+    mend: str | Callable[[Machine], str]
+
+
+def problems(machine: Machine) -> list[Check]:
+    """A row for each problem that this machine has: with its GPUs, then with what drives them."""
+    own = [card.problems(machine) for card in automatic_cards() if card.problems]
+    return [*found_on(machine, PROBLEMS), *chain.from_iterable(own)]
+
+
+def found_on(machine: Machine, table: Sequence[Problem]) -> list[Check]:
+    """A row for each problem of a table that this machine has."""
+    rows: list[Check] = []
+    for problem in table:
+        if found := problem.found(machine):
+            mend = problem.mend if isinstance(problem.mend, str) else problem.mend(machine)
+            rows.append(Check(problem.name, problem.level, found, mend))
+    return rows
+
+
+def row_or_problem(fine: Check, name: str, found: Sequence[Check]) -> Check:
+    """The row, or the problem of that name with what mends it, under the row's name."""
+    problem = next((row for row in found if row.name == name), None)
+    return replace(problem, name=fine.name) if problem else fine
+
+
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+
+def _no_binding(machine: Machine) -> str | None:
+    return f"NVML cannot be asked: {machine.gpu_problem}" if machine.gpu_fault == "no binding" else None
+
+
+def _library_missing(machine: Machine) -> bool:
+    return machine.gpu_fault == "no library" and machine.system != "Darwin"
+
+
+def _wsl_path(machine: Machine) -> str | None:
+    around = machine.surroundings
+    if _library_missing(machine) and around.wsl and around.wsl_driver:
+        return "Windows' NVIDIA driver is in /usr/lib/wsl/lib, where this shell does not look for libraries"
+    return None
+
+
+def _wsl_driver(machine: Machine) -> str | None:
+    around = machine.surroundings
+    if _library_missing(machine) and around.wsl and not around.wsl_driver:
+        return "this is WSL, and Windows has no NVIDIA driver that it could pass on"
+    return None
+
+
+def _not_passed_through(machine: Machine) -> str | None:
+    around = machine.surroundings
+    if machine.gpu_fault not in ("no library", "not loaded") or not around.container or around.nvidia_device:
+        return None
+    return "an NVIDIA card is in the machine, but this container was started without it" if around.nvidia_card else None
+
+
+def _hidden_by_container(machine: Machine) -> str | None:
+    around = machine.surroundings
+    if _library_missing(machine) and around.container and not (around.nvidia_card or around.wsl):
+        return "this is a container, and no NVIDIA card is passed to it"
+    return None
+
+
+def _no_driver(machine: Machine) -> str | None:
+    around = machine.surroundings
+    if _library_missing(machine) and around.nvidia_card and not (around.container or around.wsl):
+        return f"an NVIDIA card is in the machine, but no driver ({machine.gpu_problem})"
+    return None
+
+
+def _not_loaded(machine: Machine) -> str | None:
+    if machine.gpu_fault != "not loaded" or _not_passed_through(machine):
+        return None
+    return f"the driver is installed, but the kernel has not loaded it ({machine.gpu_problem})"
+
+
+def _mismatch(machine: Machine) -> str | None:
+    if machine.gpu_fault != "mismatch":
+        return None
+    return f"the driver was updated while an older one is loaded ({machine.gpu_problem})"
+
+
+def _no_permission(machine: Machine) -> str | None:
+    if machine.gpu_fault != "no permission":
+        return None
+    return f"this user may not use the GPU ({machine.gpu_problem})"
+
+
+def _other_fault(machine: Machine) -> str | None:
+    return f"the driver does not answer: {machine.gpu_problem}" if machine.gpu_fault == "other" else None
+
+
+def _old_driver(machine: Machine) -> str | None:
+    if not machine.gpus or machine.cuda is None or version(machine.cuda) >= LEAST_CUDA:
+        return None
+    return f"driver {machine.driver} knows CUDA {machine.cuda} and older; {dotted(LEAST_CUDA)} is needed"
+
+
+# --- which GPUs are visible ------------------------------------------------------------------------------------------
+
+
+def _mig_without_slice(machine: Machine) -> str | None:
+    names = ", ".join(machine.mig_without_slice)
+    return f"{names}: in MIG mode, and no slice of it is visible" if names else None
+
+
+def _mig_alone(machine: Machine) -> str | None:
+    return None if machine.gpus else _mig_without_slice(machine)
+
+
+def _mig_among_others(machine: Machine) -> str | None:
+    return _mig_without_slice(machine) if machine.gpus else None
+
+
+def _all_hidden(machine: Machine) -> str | None:
+    if machine.visible_devices is None or machine.gpus or not machine.hidden_gpus:
+        return None
+    names = ", ".join(gpu.name for gpu in machine.hidden_gpus)
+    return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}', which hides {names}"
+
+
+def _some_ignored(machine: Machine) -> str | None:
+    wanted = (machine.visible_devices or "").split(",")
+    if not machine.gpus or machine.visible_devices is None or len(wanted) == len(machine.gpus):
+        return None
+    last = wanted[len(machine.gpus)].strip()
+    if last == "-1":
+        return None  # the usual way to end the list
+    return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}': CUDA stops at '{last}', which is no GPU here"
+
+
+def _old_gpu(machine: Machine) -> str | None:
+    if not machine.gpus or machine.gpus[0].capability >= LEAST_CAPABILITY:
+        return None
+    gpu = machine.gpus[0]
+    return f"{gpu.name} has compute capability {gpu.compute_capability}; {dotted(LEAST_CAPABILITY)} is needed"
+
+
+def _deprecated_binding(machine: Machine) -> str | None:
+    found = machine.packages.get("pynvml")
+    return f"the deprecated package pynvml {found} lies over nvidia-ml-py, whose module it replaces" if found else None
+
+
+def dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+PASS_THROUGH = "docker run --gpus all … (podman: --device nvidia.com/gpu=all)"
+MAKE_SLICE = "sudo nvidia-smi mig -lgip; sudo nvidia-smi mig -cgi PROFILE -C"
+PROBLEMS = (
+    Problem("NVML", "fail", _no_binding, "pip install --force-reinstall nvidia-ml-py"),
+    Problem("driver", "fail", _wsl_path, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
+    Problem(
+        "driver",
+        "fail",
+        _wsl_driver,
+        "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown",
+    ),
+    Problem("container", "fail", _not_passed_through, PASS_THROUGH),
+    Problem("container", "advice", _hidden_by_container, f"where the host has one: {PASS_THROUGH}"),
+    Problem(
+        "driver",
+        "fail",
+        _no_driver,
+        "sudo ubuntu-drivers install && sudo reboot (elsewhere: https://www.nvidia.com/drivers)",
+    ),
+    Problem("driver", "fail", _not_loaded, "sudo modprobe nvidia; if that fails, install the driver anew and reboot"),
+    Problem("driver", "fail", _mismatch, "sudo reboot (a container: start it anew)"),
+    Problem(
+        "driver",
+        "fail",
+        _no_permission,
+        "sudo usermod -aG video,render $USER, and log in again; under Slurm, ask for a GPU: srun --gres=gpu:1 …",
+    ),
+    Problem("driver", "fail", _other_fault, "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"),
+    Problem("driver", "fail", _old_driver, NEW_DRIVER),
+    Problem("MIG", "fail", _mig_alone, MAKE_SLICE),
+    Problem("MIG", "advice", _mig_among_others, MAKE_SLICE),
+    Problem("visibility", "fail", _all_hidden, "unset CUDA_VISIBLE_DEVICES"),
+    Problem("visibility", "advice", _some_ignored, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists what there is"),
+    Problem("compute capability", "fail", _old_gpu, "Take a newer GPU, or train small models with --platform cpu"),
+    Problem(
+        "pynvml", "advice", _deprecated_binding, "pip uninstall -y pynvml; pip install --force-reinstall nvidia-ml-py"
+    ),
+)

@@ -1,0 +1,92 @@
+"""Questions to a machine in place of the usual thresholds: is there so much memory, does this config fit?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dualtune.card import driver_of
+from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.memory.estimate import Estimate, ask_of, estimate
+from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
+from dualtune.platform.budget import Budget, budget
+from dualtune.platform.machine import Machine
+from dualtune.preflight.config_memory import Memory, Smaller, smaller
+from dualtune.preflight.thresholds import device_of
+from dualtune.text.show import in_bytes
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a run needs, and what the machine has for it."""
+
+    subject: str  # "a run of 12GB", "configs/rtx_16gb.yaml"
+    need_bytes: int
+    budget: Budget
+    smaller: Smaller | None = None  # where it does not fit
+    estimate: Estimate | None = None
+
+    @property
+    def mend(self) -> str | None:
+        return str(self.smaller) if self.smaller else None
+
+    @property
+    def fits(self) -> bool:
+        return self.need_bytes <= self.budget.bytes
+
+    def __str__(self) -> str:
+        need, have = in_bytes(self.need_bytes), in_bytes(self.budget.bytes)
+        return f"{self.subject} needs {need}, has {have} ({self.budget.reason})"
+
+
+def about_memory(machine: Machine, size: str) -> Question:
+    """Whether an accelerator has a size such as "12GB" for a run. The memory of a CPU does not count.
+
+    ConfigError for a size that cannot be read.
+    """
+    from pydantic import ValidationError
+
+    from dualtune.config import MemoryConfig
+
+    try:
+        need_bytes = MemoryConfig(limit=size).limit_bytes
+    except ValidationError:
+        need_bytes = None
+    if need_bytes is None:
+        raise ConfigError(f"--require-memory: got '{size}', must be a size such as 12GB, 1.5 TB or 512MiB")
+    kind = device_of(machine)
+    has = budget(machine, kind) if kind != "cpu" else Budget(0, "there is no GPU that it could use")
+    return Question(f"a run of {size}", need_bytes, has)
+
+
+def about_config(machine: Machine, path: Path) -> Question:
+    """Whether a config's estimate fits the device that the machine is for.
+
+    ConfigError for a config that is wrong, or asks that device's backend for what it does not have; EnvironmentFault
+    for a model whose shape is not known.
+    """
+    from dualtune.config import load_config
+
+    config = load_config(path)
+    kind = device_of(machine)
+    decoder = _decoder(config)
+    ask = ask_of(config, decoder, driver_of(kind).name, kind)
+    memory = Memory(estimate(decoder, ask), budget(machine, kind))
+    less = None if memory.fits else smaller(decoder, ask, memory.budget.bytes)
+    return Question(str(path), memory.estimate.total_bytes, memory.budget, less, memory.estimate)
+
+
+def _decoder(config: Config) -> Decoder:
+    """The shape of a published model, or of one that is on this machine."""
+    if config.model.name in KNOWN:
+        return decoder_of(KNOWN[config.model.name])
+    from dualtune.preflight.config_model import look_at_model, shape_of  # which brings NumPy, and tokenizers
+
+    decoder, reason = shape_of(look_at_model(config)[0])
+    if decoder is None:
+        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
+    return decoder

@@ -1,0 +1,163 @@
+"""The directories, files and keys that a run will want, looked at before it starts. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from dualtune.base_model import HUB_PATTERNS
+from dualtune.checks import Check
+from dualtune.config import Config
+from dualtune.data.sources.hub import is_hub_name
+from dualtune.data.sources.kinds import kind_of
+from dualtune.io.disk import cache_dir, existing
+from dualtune.platform.machine import GB
+
+RUN_GB = 5  # checkpoints: an adapter and its two moments in float32, a few times over
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def hub_cache() -> Path:
+    """Where downloaded models lie: in HF_HUB_CACHE, or HF_HOME/hub, or ~/.cache/huggingface/hub."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def directory_checks(run_dir: Path) -> list[Check]:
+    """Whether a file can be written where runs, models, tokenized data and temporary files go."""
+    wanted = {
+        "run directory": (run_dir, "set run.dir"),
+        "hub cache": (hub_cache(), "set HF_HOME"),
+        "data cache": (cache_dir(), "set DUALTUNE_CACHE"),
+        "temporary files": (Path(tempfile.gettempdir()), "set TMPDIR"),
+    }
+    return [_writable(name, path, other) for name, (path, other) in wanted.items()]
+
+
+def _writable(name: str, path: Path, other: str) -> Check:
+    """Whether a file can be written there, or in the nearest directory above it."""
+    place = existing(path)
+    made = "" if place == path.absolute() else f" (will be made in {place})"
+    try:
+        with tempfile.TemporaryFile(dir=place):  # not os.access, which knows nothing of read-only file systems
+            return Check(name, "ok", f"{path}{made}")
+    except OSError as error:
+        mend = f"Make it writable, or {other} to a directory that is"
+        return Check(name, "fail", f"{path}: {place} cannot be written: {error.strerror}", mend)
+
+
+def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
+    """Whether there is room for what will be downloaded and for a run's checkpoints; together if on one disk."""
+    models = hub_cache()
+    asked = {"disk for models": (models, download_gb), "disk for runs": (run_dir, RUN_GB)}
+    if _disk(models) == _disk(run_dir):
+        asked = {"disk": (models, max(download_gb, RUN_GB))}
+    rows: list[Check] = []
+    for name, (path, need_gb) in asked.items():
+        free = shutil.disk_usage(existing(path)).free
+        text = f"{free / GB:.0f} GB free at {path}, {need_gb} GB needed"
+        enough = free >= need_gb * GB
+        mend = None if enough else "Make room, or set HF_HOME and run.dir to directories on a larger disk"
+        rows.append(Check(name, "ok" if enough else "fail", text, mend))
+    return rows
+
+
+def _disk(path: Path) -> int:
+    return existing(path).stat().st_dev
+
+
+def data_checks(config: Config) -> list[Check]:
+    """Whether the files are there. Their rows are the business of check-data."""
+    sources = [*config.data.sources(), *config.data.eval_sources()]
+    return [_data_check(path) for path in dict.fromkeys(source.path for source in sources)]
+
+
+def _data_check(name: str) -> Check:
+    path = Path(name).expanduser()
+    if path.exists():
+        return Check("data", "ok", f"{path}; its rows: dualtune check-data {name}")
+    if is_hub_name(name) and not kind_of(path):
+        return Check("data", "skipped", f"{name}: no such file; taken for a dataset of the hub, which is not asked")
+    return Check(
+        "data",
+        "fail",
+        f"{path.absolute()}: no such file or directory",
+        "Put it there, or correct the path in the config",
+    )
+
+
+def model_checks(config: Config) -> list[Check]:
+    """Whether model and tokenizer are here: as a directory, or whole in the hub's cache."""
+    name = config.model.name
+    path = local_model(name)
+    if path is None:
+        return [_absent(name)]
+    missing = missing_files(path, weights=config.model.init == "pretrained")
+    model = Check("model", "ok", str(path))
+    if missing:
+        listed = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+        model = Check("model", "fail", f"{path} lacks {listed}", _get(name))
+    found = [file for file in TOKENIZERS if (path / file).is_file()]
+    if found:
+        return [model, Check("tokenizer", "ok", found[0])]
+    return [model, Check("tokenizer", "fail", f"{path} has none of {', '.join(TOKENIZERS)}", _get(name))]
+
+
+def local_model(name: str) -> Path | None:
+    """The directory of a model that is on this machine, whole or not. The hub is not asked."""
+    if (path := Path(name).expanduser()).is_dir():
+        return path
+    if not is_hub_name(name):
+        return None
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def missing_files(model: Path, *, weights: bool) -> list[str]:
+    """The files that a model directory lacks: its config and, where weights are wanted, every shard of its index."""
+    needed = ["config.json"]
+    index = model / "model.safetensors.index.json"
+    if weights and index.is_file():
+        try:
+            shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            needed += sorted({str(name) for name in shards})
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            needed.append(f"a readable {index.name}")
+    elif weights and not list(model.glob("*.safetensors")):
+        needed.append("model.safetensors")
+    return [name for name in needed if not (model / name).exists()]
+
+
+def _absent(name: str) -> Check:
+    from huggingface_hub import constants
+
+    if not is_hub_name(name):
+        return Check(
+            "model", "fail", f"there is no model directory {Path(name).expanduser().absolute()}", "Set model.name"
+        )
+    where = f"{name} is neither a directory nor in the hub cache {hub_cache()}"
+    if constants.HF_HUB_OFFLINE:
+        return Check("model", "fail", f"{where}, and HF_HUB_OFFLINE is set", f"HF_HUB_OFFLINE=0 {_get(name)}")
+    return Check("model", "advice", f"{where}; the first run downloads it", _get(name))
+
+
+def _get(name: str) -> str:
+    return f"hf download {name}" if is_hub_name(name) else "Copy the whole model directory"
+
+
+def hub_token(*, download: bool) -> Check:
+    """Whether it is set; it is not shown. `download`: a model has to be fetched yet."""
+    from huggingface_hub import get_token
+
+    if get_token():
+        return Check("hub token", "ok", "set")
+    text = "not set; models behind a licence (Llama, Gemma and others) need one"
+    return Check("hub token", "advice" if download else "ok", text, "hf auth login" if download else None)

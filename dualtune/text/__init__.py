@@ -1,0 +1,1 @@
+"""Text that people read: numbers, tables, other people's text, and secrets blotted out."""

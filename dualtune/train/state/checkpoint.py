@@ -1,0 +1,378 @@
+"""Checkpoints: the whole training state in a directory of safetensors and JSON, with no word about the backend.
+
+    adapter.safetensors        PEFT names, float32
+    optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has the slots m and v, plain SGD none
+    policy.safetensors         tensors of the step policy, if it has any
+    state.json                 step, place in the data, guards, config, fingerprints of base model, tokenizer and data
+    MANIFEST.json              schema version; size and sha256 of each other file
+
+A checkpoint exists whole or not at all. The newest one is found by looking, never from a pointer or a file's date, and
+only counts if its manifest is true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import re
+import stat
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from safetensors.numpy import save as to_bytes
+
+from dualtune import faults
+from dualtune.adapter.spec import Tensors
+from dualtune.backend import Engine, OptimizerState, check_state
+from dualtune.data.batching.order import MAX_STEPS
+from dualtune.errors import DiskError, FormatError, NonFiniteError
+from dualtune.io import fields
+from dualtune.io.disk import json_bytes, listing, remove_directory, write_directory
+from dualtune.io.untrusted import read_json, read_safetensors
+from dualtune.optimizer import OPTIMIZERS, OptimizerName
+from dualtune.train.health.guards import GuardState
+
+# 1 had no fingerprints and no guards, 2 has AdamW's slots. 3 is written where the slots are others, so that a dualtune
+# which knows AdamW alone says that it is too old, and does not take the checkpoint for a damaged one.
+SCHEMA_VERSION, ADAMW_VERSION = 3, 2
+MANIFEST = "MANIFEST.json"
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_STATE_BYTES = 4 << 20
+BYTES_PER_WEIGHT = 4  # float32
+# What says that a checkpoint belongs to this base model and these data; without it nothing could be compared.
+FINGERPRINTS = frozenset(
+    {"base model's config", "base model's weights", "tokenizer", "chat template", "train documents", "eval documents"}
+)
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class NewerCheckpoint(FormatError):
+    """A newer dualtune has written it. An older checkpoint must not take its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A training state. `state` is what state.json holds."""
+
+    path: Path
+    step: int  # optimizer steps done
+    adapter: Tensors
+    optimizer: OptimizerState
+    state: dict[str, Any]
+    policy: Tensors = field(default_factory=lambda: {})  # of the step policy
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A checkpoint in a listing."""
+
+    path: Path
+    step: int
+    num_bytes: int
+    problem: str | None  # what is wrong with it
+
+
+def path_of(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def bytes_per_weight(optimizer: OptimizerName) -> int:
+    """What a checkpoint takes for each weight of the adapter: the weight, and the optimizer's state of it."""
+    return BYTES_PER_WEIGHT + OPTIMIZERS[optimizer].bytes_per_parameter
+
+
+def slot_file(slot: str) -> str:
+    return f"optimizer_{slot}.safetensors"
+
+
+def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:
+    """Write the state after `step` steps. DiskError if that fails; NonFiniteError if it is not worth keeping."""
+    adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
+    parts = (adapter, *optimizer.slots.values(), policy or {})
+    for name, tensor in (item for tensors in parts for item in tensors.items()):
+        if not np.isfinite(tensor).all():
+            raise NonFiniteError(f"step {step}: {name} holds NaN or Inf. Nothing was saved. Lower train.learning_rate")
+    files = {
+        "adapter.safetensors": to_bytes(adapter),
+        **{slot_file(slot): to_bytes(dict(tensors)) for slot, tensors in optimizer.slots.items()},
+        "state.json": json_bytes({"step": step, "optimizer_step": optimizer.step, **state}),
+    }
+    if policy:
+        files[POLICY] = to_bytes(policy)
+    version = ADAMW_VERSION if {*optimizer.slots} == {*OPTIMIZERS["adamw"].slots} else SCHEMA_VERSION
+    files[MANIFEST] = json_bytes({"schema_version": version, "step": step, "files": listing(files)})
+    path = path_of(directory, step)
+    write_directory(path, files)
+    return path
+
+
+def prune(directory: Path, keep: int, protected: Collection[int]) -> None:
+    """Remove all but the newest `keep` checkpoints (two at least) and the protected steps. Raises DiskError."""
+    for path, step in _directories(directory)[max(keep, 2) :]:
+        if step not in protected:
+            faults.reach("prune")
+            remove_directory(path)
+            faults.reach("pruned")
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps of all checkpoints of a directory, newest first. They are not verified."""
+    return [step for _, step in _directories(directory)]
+
+
+def total_bytes(directory: Path) -> int:
+    """What the checkpoints of a directory take on disk."""
+    return sum(_num_bytes(path) for path, _ in _directories(directory))
+
+
+def entries(directory: Path) -> list[Entry]:
+    """Every checkpoint of a directory, verified, newest first."""
+    return [Entry(path, step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)]
+
+
+def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    """(the newest checkpoint that verifies, what is wrong with each newer one). NewerCheckpoint if it is one of these.
+
+    Only damage is a reason to go back to an older one.
+    """
+    passed_over: list[str] = []
+    for path, _ in _directories(directory):
+        try:
+            return read(path), passed_over
+        except NewerCheckpoint:
+            raise
+        except FormatError as problem:
+            passed_over.append(str(problem))
+    return None, passed_over
+
+
+def set_aside(directory: Path, after: int) -> list[Path]:
+    """Take checkpoints of later steps out of the way, damaged or from a branch that was left. None is removed."""
+    moved: list[Path] = []
+    for path, step in _directories(directory):
+        if step > after:
+            number = next(n for n in range(1, 10**6) if not (directory / f"{path.name}.old-{n}").exists())
+            try:
+                moved.append(path.rename(directory / f"{path.name}.old-{number}"))
+            except OSError as error:
+                raise DiskError(f"{path}: cannot be set aside: {error.strerror}") from error
+    return moved
+
+
+def read(path: Path) -> Checkpoint:
+    """A checkpoint that verifies, or FormatError that says what is wrong with it."""
+    state = _verified_state(path)
+    adapter = read_safetensors(path / "adapter.safetensors")
+    slots = {slot: read_safetensors(path / slot_file(slot)) for slot in OPTIMIZERS[optimizer_of(state)].slots}
+    policy = read_safetensors(path / POLICY) if POLICY in _read_manifest(path)["files"] else {}
+    shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
+    if any(shapes[0] != other for other in shapes):
+        raise FormatError(f"{path}: the adapter and the state of its optimizer are not of the same tensors")
+    if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
+        raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed since")
+    return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state, policy)
+
+
+def restore(engine: Engine, saved: Checkpoint) -> None:
+    """Put an engine into the state of a checkpoint. FormatError, and nothing done, if it is of another adapter."""
+    try:
+        check_state(engine.adapter_state(), saved.adapter, f"{saved.path}: adapter.safetensors")
+    except ValueError as error:
+        raise FormatError(f"{error}. It was not saved by this run, or changed since") from None
+    engine.load_adapter_state(saved.adapter)
+    engine.load_optimizer_state(saved.optimizer)
+
+
+def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
+    """The optimizer whose state a checkpoint holds. Before there was a choice, this was AdamW."""
+    train: Mapping[str, Any] = state["config"].get("train") or {}
+    return train.get("optimizer", "adamw")
+
+
+def files_of(saved: Checkpoint) -> list[str]:
+    """The names of its files."""
+    return sorted([MANIFEST, *FILES, *map(slot_file, saved.optimizer.slots), *([POLICY] if saved.policy else [])])
+
+
+def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """FormatError unless name, manifest and state agree: a copy under another name is a state of another step."""
+    named = _NAME.fullmatch(path.name)  # a copy elsewhere may be called anything
+    said = {"its name": int(named[1]) if named else state["step"], MANIFEST: manifest.get("step")}
+    for what, step in said.items():
+        if step != state["step"]:
+            shown = fields.shown(fields.text_of(step))
+            raise FormatError(f"{path}: it holds the state after step {state['step']}, and {what} says {shown}")
+
+
+def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
+    """FormatError if something is missing that every checkpoint since schema version 2 has."""
+    found = {*state, *(f"fingerprints: {name}" for name in fields.subtable(state, "fingerprints", path))}
+    needed = {"place", "schedule", "guards", "fingerprints", *(f"fingerprints: {name}" for name in FINGERPRINTS)}
+    if missing := sorted(needed - found):
+        raise FormatError(f"{path / 'state.json'}: {missing[0]}: missing, so nothing would be compared with it")
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """state.json, with what others take from it in the types that they take it for. It may come from elsewhere."""
+    file = path / "state.json"
+    state = read_json(file, max_bytes=MAX_STATE_BYTES)
+    for key in ("step", "optimizer_step"):
+        if type(value := fields.required(state, key, file)) is not int or not 0 <= value <= MAX_STEPS:
+            raise fields.wrong(file, key, value, "a number of steps")
+    fields.required(state, "config", file)
+    for section in fields.subtable(state, "config", file):
+        fields.subtable(state["config"], section, f"{file}: config")
+    if type(name := optimizer_of(state)) is not str:
+        raise fields.wrong(file, "config: train.optimizer", name, "a name")
+    for key, value in fields.subtable(state, "fingerprints", file).items():
+        if not isinstance(value, str):
+            raise fields.wrong(f"{file}: fingerprints", key, value, "a text")
+    for key in ("place", "schedule", "guards"):
+        fields.subtable(state, key, file)
+    if policy := fields.subtable(state, "policy", file):
+        fields.required(policy, "name", f"{file}: policy")
+        fields.subtable(policy, "values", f"{file}: policy")
+    _check_guards(state.get("guards") or {}, f"{file}: guards")
+    return state
+
+
+def _check_guards(guards: Mapping[str, Any], where: str) -> None:
+    known = dataclasses.asdict(GuardState())
+    for key in guards:
+        value: Any = guards[key]
+        if key == "losses":
+            is_right = _are_numbers(value)
+        elif key == "in_spike":
+            is_right = isinstance(value, bool)
+        else:  # a step, a count or a loss; null where there is none yet
+            is_right = key in known and (_is_number(value) or (value is None and known[key] is None))
+        if not is_right:
+            raise fields.wrong(where, key, value, "what the guards of a run remember")
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_number, cast("list[Any]", values)))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+FILES = frozenset({"adapter.safetensors", "state.json"})  # and one for each slot of the optimizer
+POLICY = "policy.safetensors"  # besides, where the step policy has tensors
+_SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
+
+
+def problem_of(path: Path) -> str | None:
+    """What is wrong with a checkpoint, as far as it can be told without reading its tensors; None if nothing is."""
+    try:
+        _verified_state(path)
+    except FormatError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return None
+
+
+def _verified_state(path: Path) -> dict[str, Any]:
+    """state.json, once every file is there with its size and hash, and all of them speak of the same step."""
+    try:
+        manifest = _verify(path)
+    except FormatError as problem:
+        raise type(problem)(f"{path}: {problem}") from None
+    state = _read_state(path)
+    _check_step(path, manifest, state)
+    if manifest["schema_version"] > 1:
+        _check_complete(path, state)
+    _check_slots(path, manifest, state)
+    return state
+
+
+def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """FormatError unless the manifest lists the slots of the optimizer that the config names, and no others."""
+    name = optimizer_of(state)
+    if name not in OPTIMIZERS:
+        raise NewerCheckpoint(
+            f"{path}: was made by a newer dualtune: its optimizer is {fields.shown(name)!r}, this dualtune has "
+            f"{', '.join(OPTIMIZERS)}. Upgrade it"
+        )
+    try:
+        _check_listed({*manifest["files"]}, FILES | {slot_file(slot) for slot in OPTIMIZERS[name].slots})
+    except FormatError as problem:
+        raise FormatError(f"{path}: {problem}, and its optimizer is {name}") from None
+
+
+def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
+    """FormatError unless both are the same. A manifest may come from elsewhere, and name any file of this machine."""
+    if missing := {*needed} - {*listed}:
+        raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
+    if foreign := {*listed} - {*needed}:
+        names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
+        raise FormatError(f"{MANIFEST} lists {names}, which a checkpoint does not have")
+
+
+def _verify(path: Path) -> dict[str, Any]:
+    """The manifest, once the files that it lists are found to be those. FormatError says what is wrong."""
+    if path.is_symlink():
+        raise FormatError("is a symbolic link, and a checkpoint is a directory. Copy what it leads to")
+    manifest = _read_manifest(path)
+    version, files = manifest["schema_version"], manifest["files"]
+    if version > SCHEMA_VERSION:
+        raise NewerCheckpoint(
+            f"was made by a newer dualtune: it has schema version {version}, this dualtune reads up to "
+            f"{SCHEMA_VERSION}. Upgrade it"
+        )
+    _check_listed({*files} - {POLICY}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
+    for name in files:
+        if problem := _problem_of_file(path / name, fields.subtable(files, name, MANIFEST)):  # {} for null
+            raise FormatError(problem)
+    return manifest
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        file.lstat()
+    except OSError as error:
+        is_gone = isinstance(error, FileNotFoundError)
+        raise FormatError(f"{MANIFEST} is missing" if is_gone else f"{MANIFEST}: {error.strerror}") from None
+    try:
+        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES)
+        fields.rank(manifest, "schema_version", MANIFEST)
+        for name in fields.subtable(manifest, "files", MANIFEST):
+            fields.subtable(manifest["files"], name, MANIFEST)
+        fields.required(manifest, "files", MANIFEST)
+    except FormatError as error:
+        raise FormatError(f"{MANIFEST} is not a manifest ({str(error).removeprefix(f'{file}: ')})") from None
+    return manifest
+
+
+def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
+    try:
+        found = file.lstat()
+        if not stat.S_ISREG(found.st_mode):  # a link may lead to a file that is not ours, a pipe never ends
+            return f"{file.name} is not a plain file"
+        if found.st_size != entry.get("bytes"):
+            said = fields.shown(fields.text_of(entry.get("bytes")))
+            return f"{file.name} has {found.st_size} bytes, and the manifest says {said}"
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return None if digest == entry.get("sha256") else f"{file.name} is damaged: its sha256 is not the manifest's"
+
+
+def _directories(directory: Path) -> list[tuple[Path, int]]:
+    """(path, step) of what is named as a checkpoint, newest first."""
+    found = [(path, match) for path in directory.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return sorted(((path, int(match[1])) for path, match in found), key=lambda item: -item[1])
+
+
+def _num_bytes(path: Path) -> int:
+    """What its files take; 0 for what is no directory, or cannot be looked into."""
+    with contextlib.suppress(OSError):
+        return sum(file.lstat().st_size for file in path.iterdir())
+    return 0

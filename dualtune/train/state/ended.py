@@ -1,0 +1,78 @@
+"""A run without steps left: what another config asks of it can no longer be applied, so it is answered by name."""
+
+from __future__ import annotations
+
+import shlex
+
+from dualtune.config import Config
+from dualtune.data.batching.order import Order
+from dualtune.errors import ConfigError
+from dualtune.io.disk import free_name
+from dualtune.text.show import in_columns
+from dualtune.train.health.guards import Guards
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.metrics import History, read_rows
+from dualtune.train.state.resume import Change, differences
+from dualtune.train.state.run_dir import METRICS, path_of
+
+# Every other key had a part in the adapter, if only in its rounding or in which of its states was kept.
+WITHOUT_EFFECT = frozenset(
+    {
+        # when something is shown, evaluated or saved: there is nothing left of either
+        "run.log_every", "run.eval_every", "run.save_every", "run.keep",
+        # names of models and files, and how rows are read: what comes of it has been compared by fingerprint
+        "model.name", "data.train", "data.eval", "data.format", "data.columns", "data.template", "data.on_bad_row",
+        "data.max_bad_rows",
+        # where the run lies now
+        "run.dir",
+    }
+)  # fmt: skip
+LENGTH = ("train.steps", "train.epochs")
+
+
+def has_ended(saved: Checkpoint, config: Config, order: Order) -> bool:
+    """Whether a run that continues from this checkpoint has no step left to train."""
+    return saved.step >= order.num_steps or _stops_early(saved, config)
+
+
+def check_end(saved: Checkpoint, config: Config, order: Order) -> list[Change]:
+    """The changes that make no difference to a run that has ended; ConfigError with a table if another one would."""
+    # The same number of steps may be written in epochs; a run that stopped early may have been meant to go on longer.
+    is_as_long = order.num_steps in (saved.step, saved.state.get("schedule", {}).get("num_steps"))
+    harmless = WITHOUT_EFFECT.union(LENGTH if is_as_long else ())
+    changes = [change for change in differences(saved, config) if change.what != "run.dir"]
+    refused = [change for change in changes if change.what not in harmless]
+    if refused or saved.step > order.num_steps:
+        rows = [(c.what, c.before, c.now, "" if c in refused else "no effect") for c in changes]
+        table = in_columns([("", "finished", "now", ""), *rows])
+        raise ConfigError(
+            f"{saved.path}: the run has no step left that these values could be applied to: {saved.step} are done, "
+            f"{order.num_steps} are asked for.\n{table}\nNothing was changed. Ways on:\n"
+            + in_columns([(f"  {what}", way) for what, way in _ways(saved, config, order)])
+        )
+    return changes
+
+
+def _ways(saved: Checkpoint, config: Config, order: Order) -> list[tuple[str, str]]:
+    """What to do next, and the options that do it."""
+    stops_early = _stops_early(saved, config)
+    more = ["guards.early_stopping=null"] if stops_early else []
+    if not stops_early or order.num_steps <= saved.step:
+        more.append(f"train.steps={2 * saved.step}")
+    new = shlex.quote(f"run.dir={free_name(path_of(config))}")
+    return [
+        ("a new run with these values:", f"--resume never --set {new}"),
+        ("these values from here on:", f"{' '.join(f'--set {setting}' for setting in more)}  (or more)"),
+        ("the run as it is:", "leave these changes out"),
+    ]
+
+
+def _stops_early(saved: Checkpoint, config: Config) -> bool:
+    if config.guards.early_stopping is None:
+        return False
+    guards = Guards(config, lambda step: [], saved.state.get("guards"))
+    # A step is saved before it is evaluated, so the evaluation that ended the run is in its rows alone.
+    evaluated = History(read_rows(saved.path.parents[1] / METRICS)).evals.get(saved.step)
+    if evaluated is not None:
+        guards.on_eval(evaluated)
+    return guards.stops_early

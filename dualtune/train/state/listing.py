@@ -1,0 +1,195 @@
+"""What run directories hold, told without loading or changing anything."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from dualtune.config.reader import BadYaml, read_yaml
+from dualtune.errors import ConfigError, FormatError
+from dualtune.io.untrusted import read_json
+from dualtune.train.state import checkpoint
+from dualtune.train.state.lock import LOCK_FILE, Note, read_note
+from dualtune.train.state.metrics import History, last_rows, read_rows
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, is_run_dir
+
+MAX_METRICS_BYTES = 16 << 20
+MAX_CONFIG_CHARACTERS = 1 << 18
+T = TypeVar("T", int, float)
+
+MAX_DEPTH = 4  # of run directories below the one that is asked about
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A line of `dualtune runs`. None is what nobody knows."""
+
+    path: str
+    state: str  # running, done, preempted, killed, failed or unreadable
+    reason: str  # why it is not done, and what to do
+    verdict: str | None = None  # in a word
+    step: int | None = None  # of the last step in metrics.jsonl
+    num_steps: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None  # of those after the first step
+    model: str | None = None
+    learning_rate: float | None = None
+    date: str | None = None  # when it ended, or began if it runs or was killed; ISO 8601
+    seconds: float | None = None  # spent in steps; not summed for a very long file
+    checkpoint: int | None = None  # step of the newest checkpoint; not verified, which takes `dualtune checkpoints`
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSummary:
+    """A line of `dualtune checkpoints`."""
+
+    path: str
+    step: int
+    num_bytes: int
+    problem: str | None
+    is_best: bool
+
+
+def list_runs(directory: Path) -> list[RunSummary]:
+    """Every run directory at or below a directory, by name. What cannot be read is listed with the reason."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: there is no such directory. Give the one that holds your run directories")
+    return [_summary(path) if problem is None else _unreadable(path, problem) for path, problem in _find(directory)]
+
+
+def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
+    """Every checkpoint of a run directory, verified, newest first."""
+    if not is_run_dir(run_dir):
+        raise ConfigError(f"{run_dir}: is not a run directory. `dualtune runs` lists those below a directory")
+    found = checkpoint.entries(run_dir / CHECKPOINTS)
+    evals = History(read_rows(run_dir / METRICS)).evals
+    judged = [e.step for e in found if e.step in evals and math.isfinite(evals[e.step].eval_loss)]
+    best = min(judged, key=lambda step: evals[step].eval_loss, default=None)
+    return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in found]
+
+
+def _find(directory: Path, depth: int = MAX_DEPTH) -> Iterator[tuple[Path, str | None]]:
+    """(run directory, None), and (directory, why it cannot be looked into)."""
+    try:
+        is_run = is_run_dir(directory)
+        inner = [] if is_run else sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink())
+    except OSError as error:
+        yield directory, error.strerror or str(error)
+        return
+    if is_run:
+        yield directory, None
+    for path in inner if depth else ():
+        yield from _find(path, depth - 1)
+
+
+def _summary(path: Path) -> RunSummary:
+    try:
+        return _read_summary(path)
+    except Exception as error:  # noqa: BLE001  one run shall not hide the others; the row says what is wrong
+        return _unreadable(path, f"{type(error).__name__}: {error}")
+
+
+def _unreadable(path: Path, problem: str) -> RunSummary:
+    return RunSummary(str(path), "unreadable", problem)
+
+
+def _read_summary(path: Path) -> RunSummary:
+    rows, is_whole = _rows(path / METRICS)
+    history = History(rows)
+    steps = checkpoint.steps(path / CHECKPOINTS)
+    newest = steps[0] if steps else None
+    saved = {} if newest is None else _table(checkpoint.path_of(path / CHECKPOINTS, newest) / "state.json")
+    note, is_held = read_note(path)
+    state, reason = _state_of(path, note, is_held, newest)
+    model, rate = _model_and_rate(path / CONFIG)
+    return RunSummary(
+        path=str(path),
+        state=state,
+        reason=reason,
+        verdict=history.verdict,
+        step=history.step,
+        num_steps=_number(saved, "schedule", "num_steps", int),
+        loss=history.loss,
+        eval_loss=history.eval_loss,
+        best_eval_loss=_best(history, _number(saved, "guards", "best_loss", float)),
+        model=model,
+        learning_rate=rate,
+        date=_date(path, note),
+        seconds=_seconds(rows) if is_whole else None,
+        checkpoint=newest,
+    )
+
+
+def _state_of(path: Path, note: Note | None, is_held: bool, newest: int | None) -> tuple[str, str]:
+    if is_held:
+        return "running", f"process {note.pid} on {note.host}" if note else ""
+    if note is None:
+        what = "no lock file" if not (path / LOCK_FILE).exists() else "a lock file that cannot be read"
+        return ("done", "") if (path / ADAPTER).exists() else ("failed", f"it has {what} to tell why")
+    if note.state == "running":
+        way = "starts it again" if newest is None else f"continues it after step {newest}"
+        return "killed", f"process {note.pid} on {note.host} was killed; the same command {way}"
+    if note.state not in ("done", "preempted", "failed"):
+        return "failed", f"its lock file speaks of an unknown state, {note.state!r}"
+    return note.state, note.reason
+
+
+def _rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """(the rows, whether they are all): of a very long file only the last ones are read."""
+    is_short = not path.is_file() or path.stat().st_size <= MAX_METRICS_BYTES
+    return (read_rows(path), True) if is_short else (last_rows(path), False)
+
+
+def _best(history: History, remembered: float | None) -> float | None:
+    """The newest checkpoint remembers the best evaluation up to itself; the rows may have a later one."""
+    later = [record.eval_loss for step, record in history.evals.items() if step > 0]
+    return min((x for x in (*later, remembered) if x is not None and math.isfinite(x)), default=None)
+
+
+def _seconds(rows: list[dict[str, Any]]) -> float | None:
+    spent = [row["step_s"] for row in rows if type(row.get("step_s")) is float]
+    return math.fsum(spent) if spent else None
+
+
+def _date(path: Path, note: Note | None) -> str | None:
+    if note is not None:
+        with contextlib.suppress(ValueError):
+            return datetime.fromisoformat(note.started).astimezone(UTC).isoformat(timespec="seconds")
+    if not (path / METRICS).is_file():
+        return None
+    return datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC).isoformat(timespec="seconds")
+
+
+def _model_and_rate(path: Path) -> tuple[str | None, float | None]:
+    """From config.yaml. It is read without the schema, which changes from version to version."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            table: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data
+    except (OSError, ValueError, BadYaml):
+        return None, None
+    table = cast("dict[str, Any]", table) if isinstance(table, dict) else {}
+    model: Any = _inner(table, "model").get("name")
+    return (model if isinstance(model, str) else None), _number(table, "train", "learning_rate", float)
+
+
+def _number(table: Mapping[str, Any], section: str, key: str, kind: type[T]) -> T | None:
+    found: Any = _inner(table, section).get(key)
+    return kind(found) if type(found) in (int, kind) else None
+
+
+def _inner(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = table.get(key)
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path, max_bytes=checkpoint.MAX_STATE_BYTES)
+    except FormatError:
+        return {}

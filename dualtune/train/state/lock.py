@@ -1,0 +1,242 @@
+"""The lock of a run directory: one process at a time, and a note about who has it or had it last.
+
+The kernel lets go of a flock when its process dies, however it dies, so a stale lock needs no cleaning. On a file
+system without flock (some NFS) a file that only one process can create takes its place; it is stale when the process
+that it names is known to be gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dualtune.errors import DiskError, LockedError
+from dualtune.io.disk import hidden_sibling
+from dualtune.io.replaced import fault_of
+
+LOCK_FILE = "lock"
+CLAIM_FILE = "lock.claim"  # where there is no flock
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the lock file says. `state` is running, done, preempted or failed; a killed process leaves running."""
+
+    pid: int
+    host: str
+    boot: str  # tells a process from one of an earlier boot; "" where the system has no id for it
+    started: str  # for people
+    state: str = "running"
+    reason: str = ""
+    namespace: str = ""  # in which the pid counts, as containers have their own; "" where the system has no name for it
+
+    @classmethod
+    def of_this_process(cls) -> Note:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(os.getpid(), socket.gethostname(), _boot_id(), now, namespace=_pid_namespace())
+
+
+class Lock:
+    """Holds a run directory from `__init__` to `release`. LockedError names the holder; DiskError if read-only."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._claim = run_dir / LOCK_FILE, run_dir / CLAIM_FILE
+        try:
+            self._file = self._take()
+        except OSError as error:
+            raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
+        self._before = _parse(_content(self._file))
+        try:
+            self._write(Note.of_this_process())
+        except OSError as error:
+            self._let_go(None)
+            raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
+
+    def fault(self) -> str | None:
+        """What has become of the lock file, so that another process may hold the directory; None while it is ours."""
+        return fault_of(self._path, self._file)
+
+    def release(self, state: str, reason: str = "") -> None:
+        """Let go, and note how the run ended."""
+        self._let_go(replace(Note.of_this_process(), state=state, reason=reason))
+
+    def give_back(self, state: str, reason: str) -> None:
+        """Let go of a run that did not begin: what the note said before holds, if there was one."""
+        self._let_go(self._before or replace(Note.of_this_process(), state=state, reason=reason))
+
+    def remove(self) -> None:
+        """Let go, and leave no file behind. Whoever has opened it meanwhile will see that it is gone."""
+        try:
+            self._path.unlink()
+        finally:
+            self._let_go(None)
+
+    def _take(self) -> int:
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                held = _is_held(file, patient=True)
+                if held is None:
+                    self._create_claim(_parse(_content(file)))
+                if held:
+                    raise LockedError(_refusal(self._path, _parse(_content(file))))
+                if _is_at(file, self._path):
+                    return file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)  # its holder has removed it
+
+    def _create_claim(self, note: Note | None) -> None:
+        if note is not None and _is_alive(note):
+            raise LockedError(_refusal(self._path, note))
+        own, stale = hidden_sibling(self._claim), hidden_sibling(self._claim)
+        own.write_bytes(_to_bytes(Note.of_this_process()))
+        try:
+            if self._claim.exists():
+                _check_dead(self._claim)
+                self._claim.rename(stale)  # of two that see it stale, one takes it away…
+                try:
+                    _check_dead(stale)
+                except LockedError:  # …and gives it back if it was taken over in between
+                    os.link(stale, self._claim)
+                    raise
+            os.link(own, self._claim)  # appears whole or not at all
+        except (FileExistsError, FileNotFoundError):  # another one was quicker
+            raise LockedError(_refusal(self._claim, None)) from None
+        finally:
+            own.unlink()
+            stale.unlink(missing_ok=True)
+
+    def _let_go(self, note: Note | None) -> None:
+        with contextlib.suppress(OSError):  # how it ended is told by the exit code too
+            if note is not None:
+                self._write(note)
+            if _is_at(self._file, self._path):  # the claim beside another lock file is another run's
+                self._claim.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def _write(self, note: Note) -> None:
+        data = _to_bytes(note)
+        os.pwrite(self._file, data, 0)
+        os.ftruncate(self._file, len(data))
+
+
+def _check_dead(claim: Path) -> None:
+    """LockedError if the process that a claim names may still run."""
+    holder = _parse(claim.read_bytes())
+    if holder is not None and _is_alive(holder):
+        raise LockedError(_refusal(claim, holder))
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def read_note(run_dir: Path) -> tuple[Note | None, bool]:
+    """(what the lock says, whether a process holds it now). Takes nothing and changes nothing."""
+    try:
+        file = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return None, False
+    try:
+        held, note = _is_held(file, fcntl.LOCK_SH), _parse(_content(file))
+        return note, held if held is not None else note is not None and _is_alive(note)
+    finally:
+        os.close(file)
+
+
+def _is_held(file: int, kind: int = fcntl.LOCK_EX, *, patient: bool = False) -> bool | None:
+    """Whether another process has it; if not, it is ours from now on. None where locks are not supported.
+
+    `patient`: somebody who only looks (`read_note`) has it for a moment, and is no reason to give up.
+    """
+    for wait in (*[0.02] * 20, 0.0) if patient else (0.0,):
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return False
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                return None
+            if error.errno not in _HELD:
+                raise
+        time.sleep(wait)
+    return True
+
+
+def _is_alive(note: Note) -> bool:
+    """Whether the process of a note may still run. Of another machine nothing can be known."""
+    if note.state != "running":
+        return False
+    if note.host != socket.gethostname():
+        return True
+    if note.boot != _boot_id():
+        return False
+    if note.namespace and note.namespace != _pid_namespace():  # there the pid is somebody else's, here nobody's
+        return True
+    if note.pid == os.getpid():
+        return False
+    try:
+        return psutil.Process(note.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # no Linux
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # no Linux
+        return ""
+
+
+def _refusal(path: Path, note: Note | None) -> str:
+    holder = f"process {note.pid} on {note.host}, since {note.started}" if note else "another process"
+    return (
+        f"run.dir: {path.parent} is in use by {holder}. Wait for it, stop it, or choose another run.dir. "
+        f"(If that process is gone for good, remove {path}.)"
+    )
+
+
+def _content(file: int) -> bytes:
+    return os.pread(file, 1 << 16, 0)
+
+
+def _to_bytes(note: Note) -> bytes:
+    return (json.dumps(asdict(note), indent=2) + "\n").encode()
+
+
+def _parse(data: bytes) -> Note | None:
+    """None for what is empty, cut, or somebody else's file. Keys of a newer version are passed over."""
+    try:
+        table: Any = json.loads(data)
+        known: dict[str, Any] = {field.name: table[field.name] for field in fields(Note) if field.name in table}
+        pid = known.get("pid")
+        if type(pid) is not int or not all(isinstance(known[name], str) for name in known if name != "pid"):
+            return None
+        return Note(**known) if 0 < pid < 1 << 31 else None
+    except (ValueError, TypeError, RecursionError):
+        return None

@@ -1,0 +1,241 @@
+"""metrics.jsonl: a row a step, a row an evaluation, a row an event. Other programs read it; its names are public.
+
+A number that is not finite is written as NaN or Infinity, as Python and pandas read it, and never filtered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+from dualtune.backend import Backend, StepOutput
+from dualtune.errors import DiskError
+from dualtune.hooks import EvalRecord, Event, StepRecord
+from dualtune.io.disk import new_file, write_file
+from dualtune.io.replaced import fault_of, set_aside
+from dualtune.text.redaction import redact
+from dualtune.watchers import Watchers
+
+TAIL_BYTES = 1 << 17
+_CHUNK = 1 << 20
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
+KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
+
+
+class History:
+    """What the rows of a run say so far."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self.step: int | None = None  # of the last step row
+        self.losses = array("d")  # of the step rows
+        self.verdict: str | None = None  # the word, if no step has followed
+        self.evals: dict[int, EvalRecord] = {}  # by step, in the order in which they were made
+        for row in rows:
+            self.note(row)
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        if "eval_loss" in row:
+            self.evals[row["step"]] = EvalRecord(row["step"], row["eval_loss"], row["eval_targets"])
+        elif "loss" in row:
+            self.step, self.verdict = row["step"], None
+            self.losses.append(row["loss"])
+        elif row.get("event") == "verdict" and isinstance(word := row.get("verdict"), str):
+            self.verdict = word
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last step."""
+        return self.losses[-1] if self.losses else None
+
+    @property
+    def final_loss(self) -> float:
+        """NaN before the first step."""
+        return math.nan if self.loss is None else self.loss
+
+    @property
+    def eval_loss_before(self) -> float | None:
+        """Of the evaluation before the first step."""
+        return self.evals[0].eval_loss if 0 in self.evals else None
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Of the newest evaluation."""
+        return self.evals[max(self.evals)].eval_loss if self.evals else None
+
+
+class Metrics:
+    """Turns device results into records, writes them, and tells them to the hooks.
+
+    A step's numbers are read from the device when the next step has been queued, so that reading never makes the
+    device wait. `flush` reads the last ones. A disk that is full does not end the run: rows wait in memory.
+    """
+
+    def __init__(self, path: Path, backend: Backend, watchers: Watchers, first_step: int = 0) -> None:
+        try:
+            self.history = History(_keep_rows(path, first_step))
+            self._file = os.open(path, _FLAGS, 0o666)
+        except OSError as error:
+            raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
+        self._path = path
+        self._unwritten = b""
+        self._is_failing = False
+        self._backend = backend
+        self._watchers = watchers
+        watchers.report = lambda message: self.event(Event(self._step, "hook_failed", message))
+        self._step = first_step
+        self._pending: tuple[StepOutput, dict[str, Any]] | None = None
+        self._clock = time.perf_counter()
+
+    def step(self, output: StepOutput, **known: Any) -> StepRecord | None:
+        """Queue a step's results and return the record of the step before. `known`: the fields that need no device."""
+        record = self.flush()
+        now = time.perf_counter()
+        known["step_s"], self._clock = now - self._clock, now
+        self._pending = output, known
+        return record
+
+    def flush(self) -> StepRecord | None:
+        """Read, write and return what is queued."""
+        if self._pending is None:
+            return None
+        (output, known), self._pending = self._pending, None
+        loss, grad_norm = float(output.loss), float(output.grad_norm)
+        record = StepRecord(
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens_per_s=known["num_tokens"] / known["step_s"],
+            peak_bytes=self._backend.memory().peak_bytes,
+            skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
+            **known,
+        )
+        self._step = record.step
+        self._write(asdict(record))
+        self._watchers.tell("on_step", record)
+        return record
+
+    def discard(self) -> None:
+        """Forget what is queued: the step is taken back."""
+        self._pending = None
+
+    def eval(self, record: EvalRecord) -> None:
+        self._write(asdict(record))
+        self._watchers.tell("on_eval", record)
+
+    def event(self, event: Event) -> None:
+        event = replace(event, message=redact(event.message))
+        self._write({"step": event.step, "event": event.event, "message": event.message, **event.details})
+        self._watchers.tell("on_event", event)
+
+    def restart_clock(self) -> None:
+        """Call after work between two steps that is not part of a step (evaluation, saving)."""
+        self._clock = time.perf_counter()
+
+    def sync(self) -> None:
+        """Make the rows durable: after a power cut no checkpoint may be newer than its rows."""
+        with contextlib.suppress(OSError):
+            os.fsync(self._file)
+
+    def copy_to(self, target: Path) -> None:
+        """Write all rows there, also those of a file that has been deleted. DiskError if that fails."""
+        offset = 0
+        with new_file(target) as file:
+            while data := os.pread(self._file, _CHUNK, offset):
+                file.write(data)
+                offset += len(data)
+
+    def put_back(self) -> str | None:
+        """Write the file again if it was deleted or replaced, and go on in it. What was found, and what was done."""
+        if (fault := fault_of(self._path, self._file)) is None:
+            return None
+        try:
+            kept = set_aside(self._path)
+            self.copy_to(self._path)
+            file = os.open(self._path, _FLAGS)
+        except OSError as error:
+            raise DiskError(f"{fault}, and cannot be written again: {error.strerror}") from error
+        os.close(self._file)
+        self._file = file
+        return f"{fault}; it is written again with all its rows{kept}"
+
+    def write_rest(self) -> None:
+        """The last chance of rows that a full disk has refused."""
+        if self._unwritten and self._try_to_write() is not None:
+            num_rows = self._unwritten.count(b"\n")
+            message = f"metrics.jsonl could not be written to the end: {num_rows} rows are lost"
+            self._watchers.tell("on_event", Event(self._step, "metrics_lost", message))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.history.note(row)
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        problem = self._try_to_write()
+        was_failing, self._is_failing = self._is_failing, problem is not None
+        if self._is_failing and not was_failing:
+            message = f"metrics.jsonl cannot be written ({problem}). Training goes on; its rows are kept in memory"
+            self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
+
+    def _try_to_write(self) -> str | None:
+        """Write what has not been written yet; what went wrong."""
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+        except OSError as error:
+            return error.strerror
+        return None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; what was cut when a run was killed is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [row for line in lines if line.endswith("\n") and (row := _parse(line)) is not None]
+
+
+def last_rows(path: Path) -> list[dict[str, Any]]:
+    """The last few hundred rows, without reading a long file."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    return [row for line in lines if (row := _parse(line)) is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    """The row of a line, or None if it was cut or is not one of ours."""
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    row = cast(dict[str, Any], found)
+    return row if type(row.get("step")) is int and any(key in row for key in KINDS) and _is_sound(row) else None
+
+
+def _is_sound(row: Mapping[str, Any]) -> bool:
+    """The numbers that `History` takes from a row are numbers: the file may have been edited."""
+    losses = [row[key] for key in ("loss", "eval_loss") if key in row]
+    targets = [row.get("eval_targets")] if "eval_loss" in row else []
+    return all(type(x) is float or (type(x) is int and abs(x) < 1 << 53) for x in losses) and all(
+        type(n) is int for n in targets
+    )
+
+
+def _keep_rows(path: Path, first_step: int) -> list[dict[str, Any]]:
+    """Drop the rows of steps that a resumed run will take again, and rows that were cut."""
+    rows = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
+    if path.is_file():
+        write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows

@@ -1,0 +1,160 @@
+"""What a run must share with the checkpoint that it continues, and what may differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from dualtune.config import Config
+from dualtune.config.schema import sections
+from dualtune.errors import ConfigError
+from dualtune.text.show import in_columns
+from dualtune.train.state.checkpoint import Checkpoint
+
+Rule = Literal["free", "recorded", "forbidden"]
+
+# free        the result does not depend on it
+# recorded    the rest of the run differs from what it would have been; said, and written to metrics.jsonl
+# forbidden   the checkpoint means nothing with another value
+# Names of models and files are recorded, because a run may move to a machine where they lie elsewhere; what they name
+# is compared by fingerprint.
+RULES: dict[str, Rule] = {
+    "model.name": "recorded",
+    "model.dtype": "recorded",
+    "model.quantization": "forbidden",
+    "model.init": "forbidden",
+    "model.kernels": "free",  # the same mathematics, rounded otherwise
+    "adapter.method": "forbidden",
+    "adapter.rank": "forbidden",
+    "adapter.alpha": "forbidden",
+    "adapter.scaling": "forbidden",
+    "adapter.dropout": "recorded",
+    "adapter.targets": "forbidden",
+    "adapter.init_from": "recorded",
+    "data.train": "recorded",
+    "data.eval": "recorded",
+    "data.format": "recorded",
+    "data.columns": "recorded",
+    "data.template": "recorded",
+    "data.special_tokens_in_text": "recorded",  # where it matters, the documents' fingerprints differ
+    "data.max_length": "forbidden",
+    "data.packing": "free",  # the rows of a step change, its documents and its mathematics do not
+    "data.loss_on": "forbidden",
+    "data.on_bad_row": "recorded",
+    "data.max_bad_rows": "recorded",
+    "train.epochs": "recorded",
+    "train.steps": "recorded",
+    "train.tokens_per_step": "forbidden",
+    "train.documents_per_step": "forbidden",
+    "train.micro_batch_tokens": "free",
+    "train.learning_rate": "recorded",
+    "train.schedule": "recorded",
+    "train.warmup": "recorded",
+    "train.optimizer": "forbidden",  # its state means nothing to another one
+    "train.weight_decay": "recorded",
+    "train.max_grad_norm": "recorded",
+    "memory.checkpointing": "free",
+    "memory.offload": "free",
+    "memory.sharding": "free",
+    "memory.limit": "free",
+    "hybrid.enabled": "forbidden",
+    "guards.nonfinite_limit": "recorded",
+    "guards.on_spike": "recorded",
+    "guards.spike_threshold": "recorded",
+    "guards.early_stopping": "recorded",
+    "guards.restore_best": "recorded",
+    "run.dir": "free",
+    "run.seed": "forbidden",
+    "run.log_every": "free",
+    "run.eval_every": "free",
+    "run.save_every": "free",
+    "run.keep": "free",
+}
+
+
+# Younger than some checkpoints, which were all trained with what is the default now.
+DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "train.optimizer"}
+
+UNKNOWN = "-"  # stands for the value of a key that did not exist when the checkpoint was written
+
+
+class Change(NamedTuple):
+    """One line of the table of differences."""
+
+    what: str
+    before: str
+    now: str
+    rule: Rule
+
+
+def as_recorded(saved: Checkpoint, config: Config) -> Config:
+    """The config with what `auto` stood for when the run was started.
+
+    It depends on the data and on the epochs, and a run that is continued for more epochs keeps its steps.
+    """
+    recorded = saved.state["config"].get("train", {}).get("tokens_per_step")
+    is_open = config.train.tokens_per_step == "auto" and isinstance(recorded, int) and recorded > 0
+    return with_tokens(config, recorded) if is_open else config
+
+
+def with_tokens(config: Config, tokens: int) -> Config:
+    """The config with this number of tokens per step in place of `auto`."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"tokens_per_step": tokens})})
+
+
+def check_config(saved: Checkpoint, config: Config) -> list[Change]:
+    """The recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
+    # A key that the checkpoint's config lacks is younger than the checkpoint: there is nothing to compare.
+    changes = [c for c in differences(saved, config) if c.rule != "free" and c.before != UNKNOWN]
+    return _judge(saved, changes, "Restore these values, or choose another run.dir to start a new run.")
+
+
+def differences(saved: Checkpoint, config: Config) -> list[Change]:
+    """Every key with another value than in the checkpoint's config, whatever its rule."""
+    return list(_differences(saved.state["config"], config.model_dump(mode="json")))
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    for key, rule in RULES.items():
+        section, name = key.split(".")
+        value, default = new[section][name], sections()[section].model_fields[name].default
+        if name in old.get(section, {}):
+            if old[section][name] != value:
+                yield Change(key, _show(old[section][name]), _show(value), rule)
+        elif value != default:
+            yield Change(key, _show(default) if key in DEFAULT_WHERE_ABSENT else UNKNOWN, _show(value), rule)
+
+
+def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
+    """ConfigError with a table unless base model, tokenizer and data are those of the checkpoint."""
+    before: dict[str, str] = saved.state.get("fingerprints", {})  # schema version 1 had none
+    changes = [Change(k, before[k], now[k], "forbidden") for k in now if k in before and before[k] != now[k]]
+    _judge(saved, changes, "Restore what was there, or choose another run.dir to start a new run.")
+
+
+def check_place(saved: Checkpoint, place: Mapping[str, Any]) -> None:
+    """ConfigError if the next step would take other documents than it would have: another order, a sample twice."""
+    before = saved.state.get("place", {}).get("next_documents")
+    if before is not None and before != place["next_documents"]:
+        raise ConfigError(
+            f"{saved.path}: the next step would take other documents ({place['next_documents']}) than the checkpoint "
+            f"says ({before}): the weight of a source has changed, or NumPy orders them otherwise here. Restore the "
+            "weights, or use the NumPy version in environment.json"
+        )
+
+
+def table(changes: Sequence[Change]) -> str:
+    return in_columns([("", "checkpoint", "now", ""), *changes])
+
+
+def _judge(saved: Checkpoint, changes: list[Change], advice: str) -> list[Change]:
+    if any(change.rule == "forbidden" for change in changes):
+        raise ConfigError(
+            f"{saved.path} cannot be continued: what is marked as forbidden has changed.\n{table(changes)}\n{advice}"
+        )
+    return changes
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

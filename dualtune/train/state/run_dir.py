@@ -1,0 +1,183 @@
+"""A run directory: taken for one process, cleaned of what a killed one left, and searched for a checkpoint.
+
+config.yaml         every key with its value
+environment.json    versions and devices
+chat_template.jinja the chat template, if the run has one: data.template may name a file that another machine lacks
+metrics.jsonl       steps, evaluations, events
+checkpoints/        step-00000100, …
+adapter/            the result
+lock                who uses it, or used it last and how that ended
+checkpoint-now      made by you: a checkpoint is saved after the step, and the file is removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dualtune import interrupt
+from dualtune.config import Config
+from dualtune.errors import ConfigError, DiskError, FormatError, Preempted
+from dualtune.io.disk import remove_leftovers
+from dualtune.io.replaced import Opened
+from dualtune.text.redaction import redact
+from dualtune.train.state import checkpoint
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock
+
+CHECKPOINTS = "checkpoints"
+ADAPTER = "adapter"
+METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+CHECKPOINT_NOW = "checkpoint-now"
+RESUME = "auto, never, or the path of a checkpoint or a run directory"
+
+
+@dataclass(slots=True)
+class RunDir:
+    """An opened run directory, and the checkpoint that the run continues from."""
+
+    path: Path
+    saved: Checkpoint | None
+    notes: list[str] = field(default_factory=lambda: [])  # what was found and done on opening
+    has_begun: bool = False  # whether anything of this run is in it
+    records: dict[str, str] = field(default_factory=lambda: {})  # the files that say how it is trained
+    lock: Lock | None = None  # where this process holds it
+    opened: Opened | None = None
+
+    def fault(self) -> str | None:
+        """Why the directory is not this run's any more; None while it is."""
+        found = self.opened.fault() if self.opened else None
+        return found or (self.lock.fault() if self.lock else None)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / ADAPTER
+
+
+@contextlib.contextmanager
+def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
+    """Hold the run directory of a config; nobody else trains in it meanwhile. Signals that ask to stop are handled.
+
+    `resume`: "auto" continues from the newest checkpoint that verifies, if there is one; "never" wants a new or empty
+    directory; otherwise a path. Raises ConfigError, DiskError, FormatError (no checkpoint verifies) or LockedError.
+    """
+    path = path_of(config)
+    try:
+        check_usable(path, resume)
+        made = [directory for directory in (path, *path.parents) if not directory.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
+    place, lock = RunDir(path, None), None
+
+    def abandon() -> bool:
+        """Leave a run that has not begun as it was found."""
+        if lock is not None and not place.has_begun:
+            _leave(lock, place, made, "preempted", "stopped before it began")
+        return not place.has_begun
+
+    with interrupt.handled(abandon=abandon):
+        lock, state, reason = Lock(path), "failed", "interrupted"
+        try:
+            _open(place, resume)
+            place.lock, place.opened = lock, Opened(path)
+            yield place
+            state, reason = "done", ""
+        except Preempted as stop:
+            state, reason = "preempted", str(stop)
+            raise
+        except Exception as error:
+            reason = redact(f"{type(error).__name__}: {error}".splitlines()[0])
+            raise
+        finally:
+            if place.opened:
+                place.opened.close()
+            _leave(lock, place, made, state, reason)
+
+
+def _leave(lock: Lock, place: RunDir, made: list[Path], state: str, reason: str) -> None:
+    if place.has_begun:
+        lock.release(state, reason)
+    elif _is_unused(place.path):
+        _remove(lock, made)  # a run that failed before it wrote anything leaves nothing behind
+    else:
+        lock.give_back(state, reason)
+
+
+def path_of(config: Config) -> Path:
+    return Path(config.run.dir).expanduser()
+
+
+def is_run_dir(path: Path) -> bool:
+    return any((path / name).exists() for name in (LOCK_FILE, METRICS, CHECKPOINTS))
+
+
+def check_usable(path: Path, resume: str) -> None:
+    """ConfigError if the directory holds something that is not ours, or that is not to be continued."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.dir: {path} is a file. Choose another with --set run.dir=…")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not is_run_dir(path):
+        raise ConfigError(f"run.dir: {path} holds something that is not a run. Choose another with --set run.dir=…")
+    if resume == "never":
+        raise ConfigError(
+            f"run.dir: {path} already holds a run, and it is not to be resumed. Choose another with --set run.dir=…"
+        )
+
+
+def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
+    """(the checkpoint to continue from, what is wrong with newer ones). Changes nothing."""
+    if resume == "never":
+        return None, []
+    if resume == "auto":
+        return _newest(path / CHECKPOINTS)
+    given = Path(resume).expanduser()
+    if (given / checkpoint.MANIFEST).is_file():
+        return checkpoint.read(given), []
+    if (given / CHECKPOINTS).is_dir():
+        saved, notes = _newest(given / CHECKPOINTS)
+        if saved is not None:
+            return saved, notes
+    raise ConfigError(f"resume: got {resume!r}, which holds no checkpoint; allowed: {RESUME}")
+
+
+def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    found, problems = checkpoint.newest(directory)
+    if found is None and problems:
+        listed = "\n".join(problems[:5])
+        raise FormatError(
+            f"no checkpoint in {directory} verifies:\n{listed}\nNothing was changed. Choose another run.dir to start "
+            "over, or remove the directory."
+        )
+    return found, [f"passed over {problem}" for problem in problems]
+
+
+def _is_unused(path: Path) -> bool:
+    try:
+        return {entry.name for entry in path.iterdir()} <= {LOCK_FILE, CLAIM_FILE}
+    except OSError:
+        return False
+
+
+def _remove(lock: Lock, made: list[Path]) -> None:
+    """Remove the lock and the directories that were made for it."""
+    with contextlib.suppress(OSError):  # somebody else may have begun there
+        lock.remove()
+        for directory in made:
+            directory.rmdir()
+
+
+def _open(place: RunDir, resume: str) -> None:
+    removed = remove_leftovers(place.path) + remove_leftovers(place.checkpoints)
+    notes = [f"removed {found}: left half-written by a run that was killed" for found in removed]
+    place.saved, problems = find_saved(place.path, resume)
+    place.notes = notes + problems

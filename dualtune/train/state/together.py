@@ -1,0 +1,52 @@
+"""A run directory that several processes work for: the first owns it, the others have copies of what they need."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+from dualtune import interrupt
+from dualtune.config import Config
+from dualtune.distributed.team import Team
+from dualtune.io.disk import write_directory
+from dualtune.train.state import checkpoint
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.run_dir import METRICS, RunDir, open_run
+
+
+@contextlib.contextmanager
+def open_together(config: Config, resume: str, team: Team) -> Generator[RunDir]:
+    """`open_run` in the first process. The others get a directory of their own, which is removed at the end.
+
+    They start from the first one's checkpoint and rows, wherever its disk is. If one fails in the block, all do.
+    """
+    with team.together():
+        if team.is_first:
+            with open_run(config, resume) as place:
+                rows = place.path / METRICS
+                shared(team, place.saved)
+                team.of_first(rows.read_bytes() if rows.is_file() else b"")
+                yield place
+        else:
+            with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch, interrupt.handled():
+                place = RunDir(Path(scratch), shared(team, None))
+                (place.path / METRICS).write_bytes(team.of_first())
+                yield place
+
+
+def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:
+    """The checkpoint that the first process has, in all of them."""
+    if team.size == 1 or not team.agree(saved is not None):
+        return saved
+    listed = json.dumps(checkpoint.files_of(saved) if saved else []).encode()
+    names: list[str] = json.loads(team.of_first(listed))
+    files = {name: team.of_first((saved.path / name).read_bytes() if saved else b"") for name in names}
+    if team.is_first:
+        return saved
+    with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch:
+        copy = Path(scratch) / "checkpoint"
+        write_directory(copy, files)
+        return checkpoint.read(copy)

@@ -1,0 +1,150 @@
+"""The container of a bundle: the plainest tar that there is (POSIX ustar), of regular files and nothing else.
+
+A header is 512 bytes, the content follows, filled up with zeros to whole blocks; two blocks of zeros are the end, and
+the end of the file. Everything in a header but name and size is fixed, so a header is right if and only if it is the
+one that `header` makes: whatever else a tar can say (links, devices, long names, owners, times) is refused by this one
+comparison. https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html (ustar Interchange Format)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+from dualtune.errors import FormatError
+from dualtune.transfer.bundles.names import BUNDLE_FILE, MAX_BUNDLE_FILE_BYTES, problem_of, shown
+
+BLOCK = 512
+CHUNK = 1 << 18
+END = bytes(2 * BLOCK)
+_TYPES = {
+    b"1": "a hard link", b"2": "a symbolic link", b"3": "a character device", b"4": "a block device",
+    b"5": "a directory", b"6": "a FIFO", b"7": "a contiguous file", b"x": "a pax header", b"g": "a global pax header",
+    b"L": "a GNU long name", b"K": "a GNU long link", b"S": "a sparse file", b"M": "a part of a larger file",
+    b"V": "a volume label", b"D": "a GNU dump directory",
+}  # fmt: skip
+_OTHER_FILES = (
+    (b"PK", "a zip archive"),
+    (b"\x1f\x8b", "compressed with gzip"),
+    (b"BZh", "compressed with bzip2"),
+    (b"\xfd7zXZ", "compressed with xz"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd"),
+    (b"\x80", "a pickle"),
+    (b"version https://git-lfs", "a git-lfs pointer (run: git lfs pull)"),
+)
+
+
+def header(name: str, size: int) -> bytes:
+    """The only header that a member of this name and size may have."""
+    # name, mode, uid, gid, size, mtime | checksum | type, link | magic and version | owner, group, device, prefix
+    first = name.encode().ljust(100, b"\0") + b"0000644\0" + 2 * b"0000000\0" + b"%011o\0" % size + b"00000000000\0"
+    rest = b"0" + bytes(100) + b"ustar\x0000" + bytes(64 + 16 + 155 + 12)
+    checksum = sum(first) + 8 * ord(" ") + sum(rest)
+    return first + b"%06o\0 " % checksum + rest
+
+
+def padding(size: int) -> int:
+    """Zeros after a content of this size."""
+    return -size % BLOCK
+
+
+def read_first(file: BinaryIO, where: object) -> bytes:
+    """The content of BUNDLE.json, which is the first member."""
+    block = file.read(BLOCK)
+    for magic, what in _OTHER_FILES:
+        if block.startswith(magic):
+            raise FormatError(f"{where}: is {what}; a bundle is a plain tar file made by `dualtune bundle pack`")
+    if len(block) < BLOCK:
+        raise FormatError(f"{where}: has {len(block)} bytes, which is no bundle: cut off? Copy it again")
+    match = re.fullmatch(rb"([0-7]{11})\0", block[124:136])
+    size = int(match[1], 8) if match else -1
+    if block != header(BUNDLE_FILE, max(size, 0)):
+        raise FormatError(f"{where}: {_diagnosis(block, BUNDLE_FILE, size, {}, 0)}")
+    if size > MAX_BUNDLE_FILE_BYTES:
+        raise FormatError(f"{where}: {BUNDLE_FILE} has {size} bytes, at most {MAX_BUNDLE_FILE_BYTES} are allowed")
+    raw = file.read(size)
+    if len(raw) < size:
+        raise FormatError(f"{where}: ends inside {BUNDLE_FILE}: it was cut off. Copy it again")
+    return raw
+
+
+def check_structure(file: BinaryIO, num_bytes: int, sizes: Mapping[str, int], where: object) -> None:
+    """Every header is the one that the list asks for, in its order, and the file ends where it should.
+
+    Only headers are read. FormatError says what was found in place of what.
+    """
+    position = 0
+    for name, size in sizes.items():
+        file.seek(position)
+        block = file.read(BLOCK)
+        if len(block) == BLOCK and block != header(name, size):
+            raise FormatError(f"{where}: {_diagnosis(block, name, size, sizes, position)}")
+        position += BLOCK + size + padding(size)
+        if position > num_bytes:
+            raise FormatError(
+                f"{where}: ends inside {name}: {num_bytes} bytes, and the list needs {_total(sizes)}. Copy it again"
+            )
+    file.seek(position)
+    block = file.read(BLOCK)
+    if len(block) == BLOCK and any(block):
+        raise FormatError(f"{where}: {_diagnosis(block, None, 0, sizes, position)}")
+    if num_bytes < _total(sizes):
+        raise FormatError(
+            f"{where}: ends before its end mark: {num_bytes} bytes, {_total(sizes)} needed. Copy it again"
+        )
+    if num_bytes > _total(sizes) or any(file.read(BLOCK)):
+        raise FormatError(f"{where}: has bytes after its end: {num_bytes}, and the list needs {_total(sizes)}")
+
+
+def chunks(file: BinaryIO, name: str, size: int, where: object) -> Iterator[bytes]:
+    """The content of the member whose header comes next, piece by piece."""
+    file.seek(BLOCK, 1)
+    left = size
+    while left:
+        chunk = file.read(min(CHUNK, left))
+        if not chunk:
+            raise FormatError(f"{where}: ends inside {name}: it became shorter while it was read")
+        left -= len(chunk)
+        yield chunk
+    if any(file.read(padding(size))):
+        raise FormatError(f"{where}: there are bytes other than zero in the padding after {name}")
+
+
+def _total(sizes: Mapping[str, int]) -> int:
+    return sum(BLOCK + size + padding(size) for size in sizes.values()) + len(END)
+
+
+def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, int], position: int) -> str:
+    """What is wrong with a header that is not that of `name` (None: the end is due), in words."""
+    due = f"the list says {name}" if name else "the list has ended"
+    if not any(block):
+        return f"ends at byte {position}, where {due}"
+    if not _has_checksum(block):
+        return f"byte {position} should begin the header of a file ({due}), and its checksum is wrong: damaged"
+    raw = b"/".join(part for part in (_text(block[345:500]), _text(block[:100])) if part)
+    found = raw.decode("utf-8", "backslashreplace")
+    order = list(sizes)
+    is_seen = found in (order[: order.index(name)] if name is not None and name in sizes else order)
+    if (kind := block[156:157]) not in (b"0", b"\0"):
+        return f"{shown(found)} is {_TYPES.get(kind, 'of an unknown type')}; only regular files are allowed"
+    if problem := problem_of(found):
+        return f"{shown(found)} {problem}"
+    if is_seen:
+        return f"{found} comes twice"
+    if found not in sizes and found != name:
+        return f"{found} is not in the list of {BUNDLE_FILE}" if sizes else f"begins with {found}, not {BUNDLE_FILE}"
+    if found != name:
+        return f"{found} comes where {due}: files must come in the order of the list"
+    if block[124:136] != header(found, max(size, 0))[124:136]:
+        return f"{found} has another size in its header than in the list ({size} bytes)"
+    return f"the header of {found} says more than name and size (owner, time, mode …): `dualtune bundle` wrote no such"
+
+
+def _has_checksum(block: bytes) -> bool:
+    match = re.match(rb" *([0-7]{1,7})[\0 ]", block[148:156])
+    return match is not None and int(match[1], 8) == sum(block[:148]) + 8 * ord(" ") + sum(block[156:])
+
+
+def _text(field: bytes) -> bytes:
+    return field.split(b"\0", 1)[0]

@@ -1,0 +1,200 @@
+"""A bundle: one file that carries an adapter, or a checkpoint to be continued, to another machine.
+
+Reading trusts nothing: not the container (`archive`), nor the names (`names`), the list (`manifest`), the content
+(`content`). Everything streams, in pieces of 256 KiB. docs/adapter_format.md is the specification.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dualtune.errors import ConfigError, DiskError, FormatError
+from dualtune.io import fields
+from dualtune.io.disk import existing, fsync, new_directory
+from dualtune.io.folder import NotRegular, open_regular
+from dualtune.io.untrusted import parse_object
+from dualtune.text.show import in_bytes, in_columns
+from dualtune.transfer.bundles import archive, binding, manifest, signature
+from dualtune.transfer.bundles.binding import ANY, Wanted
+from dualtune.transfer.bundles.content import Content
+from dualtune.transfer.bundles.manifest import Bundle
+from dualtune.transfer.bundles.names import BUNDLE_FILE, IN_DIRECTORY, LISTINGS
+from dualtune.transfer.bundles.signature import Trust
+
+Write = Callable[[bytes], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A bundle that holds what it says."""
+
+    path: Path
+    num_bytes: int
+    sha256: str  # of the whole file
+    bundle: Bundle
+    signed_by: str | None  # None where no signature was asked for
+    notes: list[str]  # what a user should know of its name and date
+
+    def to_json(self) -> dict[str, Any]:
+        b = self.bundle
+        return {
+            "path": str(self.path), "ok": True, "bytes": self.num_bytes, "kind": b.kind, "name": b.name,
+            "created": b.created, "step": b.step, "dualtune": b.version, "base": b.base,
+            "data": b.data, "relocate": list(b.relocate), "digest": b.digest,
+            "signed_by": self.signed_by, "notes": self.notes,
+            "files": {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in b.files.items()},
+        }  # fmt: skip
+
+    def to_text(self) -> str:
+        b = self.bundle
+        facts = {"base model" if key == "name" else key: text for key, text in (b.base | b.data).items()}
+        kind = b.kind if b.step is None else f"{b.kind} after step {b.step}"
+        rows = [
+            ("bundle", f"{self.path}, {in_bytes(self.num_bytes)}"),
+            ("kind", f"{kind}, packed by dualtune {b.version}"),
+            *((key, _shown(text)) for key, text in (("name", b.name), ("created", b.created)) if text is not None),
+            *(("note", note) for note in self.notes),
+            *((_shown(key), _shown(text)) for key, text in facts.items() if isinstance(text, str)),  # tables: --json
+            ("signature", f"of {self.signed_by}" if self.signed_by else "not asked for"),
+            ("digest", b.digest),
+        ]
+        files = [(name, in_bytes(f.num_bytes), f.sha256[:16], "ok") for name, f in b.files.items()]
+        return in_columns(rows) + "\n\n" + in_columns([("file", "size", "sha256", ""), *files])
+
+
+def inspect(path: Path, trust: Trust | None = None, wanted: Wanted = ANY) -> Report:
+    """Read all of a bundle and write nothing. FormatError, with the reason, if it cannot be trusted."""
+    with _opened(path, trust, wanted) as (file, num_bytes, bundle, notes):
+        sha256 = _read(file, path, bundle, lambda name: contextlib.nullcontext(lambda chunk: None))
+    return Report(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
+
+
+def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Wanted = ANY) -> Report:
+    """Write a bundle's files to a new directory, whole or not at all, and nothing outside of it.
+
+    Raises FormatError if it cannot be trusted, ConfigError if the directory is taken, DiskError if the disk refuses.
+    """
+    target = Path(os.path.abspath(target.expanduser()))  # noqa: PTH100  resolve() would follow a link at the target
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target}: already exists and is not an empty directory. Choose another path or remove it")
+    with _opened(path, trust, wanted) as (file, num_bytes, bundle, notes):
+        _check_space(target, bundle.num_bytes)
+        with new_directory(target) as directory:
+
+            @contextlib.contextmanager
+            def create(name: str) -> Generator[Write]:
+                place = directory / name
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with place.open("xb") as out:
+                    yield out.write
+                    out.flush()
+                    fsync(place)
+
+            sha256 = _read(file, path, bundle, create)
+            with create(BUNDLE_FILE) as write:
+                write(manifest.to_bytes(bundle))
+    return Report(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, trust: Trust | None, wanted: Wanted) -> Generator[tuple[BinaryIO, int, Bundle, list[str]]]:
+    """The file, its size, its list and notes, once signature, list, binding and structure are known to be right.
+
+    The file is opened once, and its list read once: all the rest is compared with that list, which is what was signed.
+    """
+    try:
+        file = open_regular(path)
+    except NotRegular:
+        raise FormatError(
+            f"{path}: is not a file. `dualtune bundle pack` makes one of a run or an adapter directory"
+        ) from None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        with file:
+            head = file if trust is None else io.BytesIO(signature.verify(file, path, trust))
+            raw = archive.read_first(head, path)
+            bundle = manifest.parse(raw, path)
+            notes = binding.check(bundle, wanted, wanted.found_as or name_of(path), path, is_signed=trust is not None)
+            num_bytes = os.fstat(file.fileno()).st_size
+            sizes = {BUNDLE_FILE: len(raw)} | {name: entry.num_bytes for name, entry in bundle.files.items()}
+            archive.check_structure(file, num_bytes, sizes, path)
+            file.seek(0)
+            yield file, num_bytes, bundle, notes
+    except OSError as error:  # of reading: what is written has its own
+        raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def name_of(path: Path) -> str:
+    """The name that a bundle at this path should be bound to: that of its file, or of the directory that holds it."""
+    return path.absolute().parent.name if path.name == IN_DIRECTORY else path.stem
+
+
+def _read(
+    file: BinaryIO, path: Path, bundle: Bundle, create: Callable[[str], contextlib.AbstractContextManager[Write]]
+) -> str:
+    """Stream every member past its checks into what `create` gives for its name. The sha256 of the whole file."""
+    raw, whole = manifest.to_bytes(bundle), hashlib.sha256()
+    for _ in archive.chunks(file, BUNDLE_FILE, len(raw), path):
+        pass
+    whole.update(archive.header(BUNDLE_FILE, len(raw)) + raw + bytes(archive.padding(len(raw))))
+    for name, entry in bundle.files.items():
+        digest, content = hashlib.sha256(), Content(name, entry.num_bytes, path)
+        kept = bytearray() if name.endswith(LISTINGS) else None  # small, by the cap of these names
+        whole.update(archive.header(name, entry.num_bytes))
+        with create(name) as write:
+            for chunk in archive.chunks(file, name, entry.num_bytes, path):
+                digest.update(chunk)
+                whole.update(chunk)
+                content.feed(chunk)
+                if kept is not None:
+                    kept += chunk
+                write(chunk)
+            content.finish()
+        whole.update(bytes(archive.padding(entry.num_bytes)))
+        if digest.hexdigest() != entry.sha256:
+            raise FormatError(
+                f"{path}: {name} was changed: its sha256 is not that of the list. Ask for the bundle again"
+            )
+        if kept is not None:
+            _check_listing(bytes(kept), name, bundle, path)
+    whole.update(archive.END)
+    return whole.hexdigest()
+
+
+def _check_listing(raw: bytes, name: str, bundle: Bundle, path: Path) -> None:
+    """What a checkpoint or an adapter says of its own files is what BUNDLE.json says of them."""
+    where = f"{path}: {name}"
+    folder = name.rpartition("/")[0]
+    listed = fields.subtable(parse_object(raw, where), "files", where)
+    for file, entry in bundle.files.items():
+        inner = file.removeprefix(folder + "/")
+        is_beside = file.startswith(folder + "/") and file != name
+        if is_beside and listed.pop(inner, None) != {"bytes": entry.num_bytes, "sha256": entry.sha256}:
+            raise FormatError(
+                f"{where}: says something else of {inner} than {BUNDLE_FILE} does: one of them was changed"
+            )
+    if listed:
+        raise FormatError(f"{where}: lists {ascii(min(listed))[:120]}, which is not in the bundle")
+
+
+def _check_space(target: Path, num_bytes: int) -> None:
+    try:
+        free = shutil.disk_usage(existing(target)).free
+    except OSError as error:
+        raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
+    if free < num_bytes:
+        raise DiskError(f"{target}: needs {in_bytes(num_bytes)}, and the disk has {in_bytes(free)} free. Free some")
+
+
+def _shown(text: str) -> str:
+    """A text of a stranger, safe for a terminal."""
+    return (text if text.isprintable() else ascii(text)[1:-1])[:100]

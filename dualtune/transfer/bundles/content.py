@@ -1,0 +1,81 @@
+"""What may be inside a file of a bundle, looked at while it streams by: no code, no pickle, no archive."""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+from dualtune.errors import FormatError
+from dualtune.io.untrusted import MAX_HEADER_BYTES
+
+# Keys by which a config makes transformers import code: from the model's repository or, the last one, from a kernel's
+# (CVE-2026-4372, which needed no trust_remote_code).
+FORBIDDEN_KEYS = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
+_DISGUISES = (
+    (rb"\x80[\x02-\x05]", "a pickle"),
+    (rb"PK\x03\x04|PK\x05\x06|\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|\x28\xb5\x2f\xfd", "an archive"),
+    (rb"\x7fELF|MZ|\xfe\xed\xfa|\xcf\xfa\xed\xfe|#!", "a program"),
+    (rb"version https://git-lfs", "a git-lfs pointer; pack it again after: git lfs pull"),
+    (rb"(?s:.{257})ustar", "an archive"),
+)
+_LONGEST_MATCH = 6 * max(map(len, FORBIDDEN_KEYS)) + 2  # every character written as \u00xx
+
+
+def _spellings(key: str) -> str:
+    """A regular expression of all the ways in which JSON can write a key."""
+    codes = (f"{ord(c):04x}" for c in key)
+    digits = ("".join(f"[{d}{d.upper()}]" if d.isalpha() else d for d in code) for code in codes)
+    return "".join(rf"(?:{re.escape(c)}|\\u{code})" for c, code in zip(key, digits, strict=True))
+
+
+_FORBIDDEN = re.compile("|".join(f'"(?:{_spellings(key)})"' for key in FORBIDDEN_KEYS).encode())
+
+
+class Content:
+    """Checks one file by the end of its name. `feed` takes its bytes in any pieces; both raise FormatError."""
+
+    def __init__(self, name: str, num_bytes: int, where: object) -> None:
+        self._where = f"{where}: {name}"
+        self._suffix = name.rpartition(".")[2]
+        self._num_bytes = num_bytes
+        self._head: bytes | None = b""  # None once it was looked at
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._carry = b""
+
+    def feed(self, chunk: bytes) -> None:
+        if self._head is not None:
+            self._head += chunk
+            if len(self._head) >= 512:
+                self._look_at_head()
+        if self._suffix in ("json", "yaml", "txt", "jinja"):
+            self._check_text(chunk)
+        if self._suffix == "json":
+            if _FORBIDDEN.search(text := self._carry + chunk):
+                names = ", ".join(FORBIDDEN_KEYS)
+                raise FormatError(f"{self._where}: has a key that can make a reader run code (one of {names})")
+            self._carry = text[-_LONGEST_MATCH:]
+
+    def finish(self) -> None:
+        if self._head is not None:
+            self._look_at_head()
+        self._check_text(b"", final=True)
+
+    def _check_text(self, chunk: bytes, *, final: bool = False) -> None:
+        try:
+            is_text = "\0" not in self._decoder.decode(chunk, final)
+        except UnicodeDecodeError:
+            is_text = False
+        if not is_text:
+            raise FormatError(f"{self._where}: is not UTF-8 text")
+
+    def _look_at_head(self) -> None:
+        head, self._head = self._head or b"", None
+        disguise = next((what for magic, what in _DISGUISES if re.match(magic, head)), None)
+        if self._suffix == "safetensors":  # 8 bytes of length may look like anything, so the form decides
+            length = int.from_bytes(head[:8], "little")
+            if length > min(MAX_HEADER_BYTES, self._num_bytes - 8) or head[8:9] != b"{":
+                raise FormatError(f"{self._where}: is no safetensors file" + (f", but {disguise}" if disguise else ""))
+        elif disguise:
+            raise FormatError(f"{self._where}: is {disguise}")
+        elif self._suffix == "json" and not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+            raise FormatError(f"{self._where}: is no JSON object")

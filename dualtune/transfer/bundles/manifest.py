@@ -1,0 +1,205 @@
+"""BUNDLE.json: what a bundle holds, with the size and sha256 of every file, and a digest of itself.
+
+schema_version   2; 1 has neither name nor created, and is still read
+kind             adapter | checkpoint
+name             what it was packed for: the last part of where it was to lie
+created          when the newest file of the adapter or the checkpoints was written: 2026-01-31T23:59:59+00:00
+dualtune         the version that packed it
+step             of the checkpoint to continue from; null for an adapter
+base             the base model: its name and what identifies it
+data             fingerprints of the data, where they are known
+relocate         keys of config.yaml whose directories were cut off: they lie elsewhere on every machine
+files            name -> {bytes, sha256}, sorted by name, without BUNDLE.json
+digest           sha256 of this table without this key
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NamedTuple, cast
+
+from dualtune.errors import FormatError
+from dualtune.io import fields
+from dualtune.io.disk import json_bytes
+from dualtune.io.untrusted import parse_object
+from dualtune.transfer.bundles import names
+
+SCHEMA_VERSION = 2
+ADAPTER, CHECKPOINT = "adapter", "checkpoint"
+KINDS = (ADAPTER, CHECKPOINT)
+_BINDING = ("name", "created")
+KEYS = ("schema_version", "kind", *_BINDING, "dualtune", "step", "base", "data", "relocate", "files", "digest")
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_CREATED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", re.ASCII)
+MAX_NAME = 200
+_CONFIG_KEY = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+", re.ASCII)
+
+
+class File(NamedTuple):
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What BUNDLE.json says."""
+
+    kind: str
+    version: str  # of the dualtune that packed it
+    step: int | None
+    base: dict[str, Any]
+    data: dict[str, Any]
+    relocate: tuple[str, ...]
+    files: dict[str, File]
+    digest: str
+    name: str | None = None  # None, as created, in schema version 1
+    created: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files.values())
+
+
+def to_bytes(bundle: Bundle) -> bytes:
+    """BUNDLE.json; the digest is made here."""
+    is_bound = bundle.created is not None
+    table = {
+        "schema_version": SCHEMA_VERSION if is_bound else 1,
+        "kind": bundle.kind,
+        **({"name": bundle.name, "created": bundle.created} if is_bound else {}),
+        "dualtune": bundle.version,
+        "step": bundle.step,
+        "base": bundle.base,
+        "data": bundle.data,
+        "relocate": list(bundle.relocate),
+        "files": {name: {"bytes": f.num_bytes, "sha256": f.sha256} for name, f in sorted(bundle.files.items())},
+    }
+    return json_bytes(table | {"digest": _digest(table)})
+
+
+def parse(raw: bytes, where: object) -> Bundle:
+    """BUNDLE.json of a stranger. FormatError unless every key and every name is as it must be."""
+    where = f"{where}: {names.BUNDLE_FILE}"
+    table = parse_object(raw, where)
+    if (version := fields.rank(table, "schema_version", where)) > SCHEMA_VERSION:
+        raise FormatError(f"{where}: schema_version {version}, this dualtune reads up to {SCHEMA_VERSION}: upgrade it")
+    keys = KEYS if version == SCHEMA_VERSION else tuple(key for key in KEYS if key not in _BINDING)
+    if wrong := sorted(table.keys() ^ set(keys)):
+        state = "missing" if wrong[0] in keys else "unknown"
+        raise FormatError(f"{where}: {names.shown(wrong[0])}: {state}; the keys are {', '.join(keys)}")
+    _check_kind(table, where)
+    relocate = fields.texts(table, "relocate", where) or []
+    for key in relocate:
+        if not _CONFIG_KEY.fullmatch(key):
+            raise fields.wrong(where, "relocate", key, "keys of a config")
+    base = fields.subtable(table, "base", where)
+    fields.name(base, "name", where)
+    name, created = _binding(table, where) if version == SCHEMA_VERSION else (None, None)
+    bundle = Bundle(
+        kind=table["kind"],
+        name=name,
+        created=created,
+        version=fields.name(table, "dualtune", where) or "",
+        step=table["step"],
+        base=base,
+        data=fields.subtable(table, "data", where),
+        relocate=tuple(relocate),
+        files=_files(fields.subtable(table, "files", where), where),
+        digest=str(table["digest"]),
+    )
+    _check_completeness(bundle, where)
+    _check_digest(raw, bundle, where)
+    return bundle
+
+
+def _check_kind(table: Mapping[str, Any], where: str) -> None:
+    kind, step = table["kind"], table["step"]
+    if kind not in KINDS:
+        raise fields.wrong(where, "kind", kind, " or ".join(KINDS))
+    if kind == ADAPTER and step is not None:
+        raise fields.wrong(where, "step", step, "null for an adapter")
+    if kind == CHECKPOINT and not (type(step) is int and step >= 0):
+        raise fields.wrong(where, "step", step, "an integer >= 0")
+
+
+def _binding(table: Mapping[str, Any], where: str) -> tuple[str, str]:
+    name, created = table["name"], table["created"]
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise fields.wrong(where, "name", name, f"1 to {MAX_NAME} printable characters")
+    try:
+        is_date = isinstance(created, str) and bool(_CREATED.fullmatch(created) and datetime.fromisoformat(created))
+    except ValueError:  # the 31st of February
+        is_date = False
+    if not is_date:
+        raise fields.wrong(where, "created", created, "a date and time such as 2026-01-31T23:59:59+00:00")
+    return name, created
+
+
+def _files(table: Mapping[str, Any], where: str) -> dict[str, File]:
+    if not 1 <= len(table) <= names.MAX_ENTRIES:
+        raise FormatError(f"{where}: lists {len(table)} files, allowed are 1 to {names.MAX_ENTRIES}")
+    files = {name: _file(name, entry, where) for name, entry in table.items()}
+    if list(files) != sorted(files):
+        raise FormatError(f"{where}: files: not sorted by name")
+    if (total := sum(file.num_bytes for file in files.values())) > names.MAX_TOTAL_BYTES:
+        raise FormatError(f"{where}: announces {total} bytes in all, at most {names.MAX_TOTAL_BYTES} are allowed")
+    return files
+
+
+def _file(name: str, entry: Any, where: str) -> File:
+    if problem := names.problem_of(name):
+        raise FormatError(f"{where}: {names.shown(name)} {problem}")
+    if name == names.BUNDLE_FILE:
+        raise FormatError(f"{where}: lists itself")
+    match entry:
+        case {"bytes": int(num_bytes), "sha256": str(sha256), **rest} if not rest and type(num_bytes) is int:
+            pass
+        case _:
+            raise FormatError(f"{where}: {name}: needs bytes and sha256, and nothing else")
+    if not 0 <= num_bytes <= names.max_bytes(name):
+        raise FormatError(f"{where}: {name}: announces {num_bytes} bytes, at most {names.max_bytes(name)} are allowed")
+    if not _SHA256.fullmatch(sha256):
+        raise FormatError(f"{where}: {name}: its sha256 is not 64 hexadecimal digits")
+    return File(num_bytes, sha256)
+
+
+def _check_completeness(bundle: Bundle, where: str) -> None:
+    """A kind has the files that it needs, and none of the other kind's."""
+    found = bundle.files.keys()
+    steps = {step for name in found if (step := names.step_of(name)) is not None}
+    if bundle.kind == ADAPTER:
+        if steps:
+            raise FormatError(f"{where}: kind is adapter, and there is a checkpoint in it")
+        needed = {"adapter/adapter_config.json"}
+        if not found & {"adapter/adapter_model.safetensors", "adapter/adapters.safetensors"}:
+            raise FormatError(f"{where}: kind is adapter, and it lists no weights")
+    else:
+        if any(name.startswith("adapter/") for name in found):
+            raise FormatError(f"{where}: kind is checkpoint, and there is an adapter in it")
+        if len(steps) > names.MAX_CHECKPOINTS or (steps and bundle.step not in steps):
+            raise FormatError(f"{where}: lists the checkpoints of steps {sorted(steps)}, and step is {bundle.step}")
+        wanted = steps or {cast(int, bundle.step)}
+        needed = {names.CONFIG}
+        for folder in (f"checkpoints/step-{step:08d}/" for step in wanted):
+            files = [name.removeprefix(folder) for name in found if name.startswith(folder)]
+            needed |= {folder + name for name in names.files_of_checkpoint(files)}
+    if missing := sorted(needed - found):
+        raise FormatError(f"{where}: {missing[0]} is missing from the list of a bundle of kind {bundle.kind}")
+
+
+def _check_digest(raw: bytes, bundle: Bundle, where: str) -> None:
+    """The bytes are those that we would write, digest included: every bit of them is accounted for."""
+    try:
+        is_true = to_bytes(bundle) == raw
+    except (ValueError, RecursionError):  # lone surrogates, numbers beyond float64, a thousand brackets
+        is_true = False
+    if not is_true:
+        raise FormatError(f"{where}: was changed: its digest is not that of its content. Ask for the bundle again")
+
+
+def _digest(table: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json_bytes(table)).hexdigest()

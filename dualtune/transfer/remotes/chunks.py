@@ -1,0 +1,96 @@
+"""A file as chunks with a hash each: what is there already, what is missing, and whether it arrived.
+
+A transfer that was cut goes on with the chunks that are missing or wrong. Which they are is found by hashing what lies
+at the other end, never by its size alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from dualtune.io.folder import open_regular
+
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 256 << 10, 8 << 20
+MANY_CHUNKS = 256  # so many, until a chunk has MOST_CHUNK_BYTES
+PIECE_BYTES = 256 << 10  # what is read and written at once
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What a file holds: its size in bytes, and the sha256 of each chunk."""
+
+    num_bytes: int
+    sha256s: tuple[str, ...]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return chunk_bytes(self.num_bytes)
+
+    @property
+    def identity(self) -> str:
+        """A hash of the whole content, made of those of the chunks."""
+        return hashlib.sha256("\n".join(self.sha256s).encode()).hexdigest()
+
+    def bytes_in(self, run: range) -> int:
+        """The number of bytes of a run of chunks. The last chunk of a file may be short."""
+        return min(run.stop * self.chunk_bytes, self.num_bytes) - run.start * self.chunk_bytes
+
+
+def chunk_bytes(num_bytes: int) -> int:
+    """The chunk size for a file of this size. Both ends compute it (see `ssh_script`)."""
+    size = LEAST_CHUNK_BYTES
+    while size < MOST_CHUNK_BYTES and size * MANY_CHUNKS < num_bytes:
+        size *= 2
+    return size
+
+
+def chunks_of(path: Path, of_bytes: int | None = None) -> Chunks:
+    """The chunks of a regular file; of one that is to become `of_bytes` long, in the chunk size of that."""
+    with open_regular(path) as file:
+        return chunks_in(file, of_bytes)
+
+
+def chunks_in(file: BinaryIO, of_bytes: int | None = None) -> Chunks:
+    """The same of a file that is open."""
+    num_bytes = os.fstat(file.fileno()).st_size
+    size = chunk_bytes(num_bytes if of_bytes is None else of_bytes)
+    file.seek(0)
+    hashes = [hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: file.read(size), b"")]
+    return Chunks(num_bytes, tuple(hashes))
+
+
+def sha256_in(file: BinaryIO) -> str:
+    """Of all of a file that is open."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while piece := file.read(PIECE_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def missing(wanted: Chunks, found: Chunks | None) -> list[range]:
+    """The runs of neighbouring chunks that are missing or wrong in what was found."""
+    there = found.sha256s if found else ()
+    runs: list[range] = []
+    for i, sha256 in enumerate(wanted.sha256s):
+        if i < len(there) and there[i] == sha256:
+            continue
+        if runs and runs[-1].stop == i:
+            runs[-1] = range(runs[-1].start, i + 1)
+        else:
+            runs.append(range(i, i + 1))
+    return runs
+
+
+def pieces_of(file: BinaryIO, chunks: Chunks, run: range) -> Iterator[bytes]:
+    """The bytes of a run of chunks of a file that is open."""
+    left = chunks.bytes_in(run)
+    file.seek(run.start * chunks.chunk_bytes)
+    while left and (piece := file.read(min(PIECE_BYTES, left))):
+        left -= len(piece)
+        yield piece

@@ -1,0 +1,176 @@
+"""A model repository of the Hugging Face hub: it holds an adapter directory with a model card, not a bundle.
+
+So PEFT and transformers load it from there by its name. A push is one commit: there is no half of it, and what was
+there before stays in the history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from dualtune import interrupt
+from dualtune.adapter.formats.directory import read_adapter
+from dualtune.adapter.formats.manifest import MANIFEST_FILE
+from dualtune.config import load_config
+from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.text.redaction import redact
+from dualtune.transfer.bundles.names import ADAPTER_FILES, CONFIG
+from dualtune.transfer.remotes.model_card import card
+from dualtune.transfer.remotes.patience import Cut, Patience
+
+SCHEME = "hf://"
+CARD = "README.md"
+_NAME = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?", re.ASCII)
+_TOO_MANY, _SERVER_FAILED = 429, 500
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """A repository, and the branch, tag or commit in it."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.repo}{f'@{self.revision}' if self.revision else ''}"
+
+    @property
+    def name(self) -> str:
+        return self.repo.partition("/")[2]
+
+
+def parse(text: str) -> Hub:
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"TARGET: got {text!r}; allowed: hf://owner/name, or hf://owner/name@revision")
+    return Hub(match[1], match[2])
+
+
+def push(hub: Hub, unpacked: Path, *, public: bool, force: bool, patience: Patience) -> bool:
+    """Commit the adapter of an unpacked bundle, with a card. False if the same adapter is there already.
+
+    A new repository is private unless `public`; one that exists must be as public as was asked for.
+    """
+    api, directory = _api(), unpacked / "adapter"
+    config = load_config(unpacked / CONFIG) if (unpacked / CONFIG).is_file() else None
+    text = card(hub.repo, read_adapter(directory), config)
+
+    def attempt() -> bool:
+        with _told(hub):
+            info = _info(api, hub)
+            if info is None:
+                api.create_repo(hub.repo, private=not public, exist_ok=True)
+                there: set[str] = set()
+            else:
+                there = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
+                _check_visibility(hub, is_private=bool(info.private), public=public)
+                if _is_same(hub, directory, there):
+                    return False
+                if there and not force:
+                    raise ConfigError(f"{hub}: the repository holds other files already. Add a commit with --force")
+            interrupt.poll()
+            _commit(api, hub, directory, text, there)
+            return True
+
+    return patience.keep_trying(attempt, str(hub))
+
+
+def pull(hub: Hub, into: Path, *, patience: Patience) -> None:
+    """Copy the adapter's files into an existing empty directory. They are a stranger's until they are packed."""
+    from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
+
+    def attempt() -> None:
+        with _told(hub):
+            info = _info(_api(), hub)
+            if info is None:
+                raise EnvironmentFault(f"{hub}: there is no such repository, or you may not see it: hf auth login")
+            there = {file.rfilename for file in info.siblings or ()}
+            if ADAPTER_FILES[0] not in there:
+                raise EnvironmentFault(f"{hub}: has no {ADAPTER_FILES[0]} at its top, so it is no adapter directory")
+            for name in sorted(there & {*ADAPTER_FILES}):
+                interrupt.poll()
+                shutil.copyfile(hf_hub_download(hub.repo, name, revision=info.sha), into / name)
+
+    patience.keep_trying(attempt, str(hub))
+
+
+def _commit(api: Any, hub: Hub, directory: Path, text: str, there: set[str]) -> None:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    names = [name for name in ADAPTER_FILES if (directory / name).is_file()]
+    stale = sorted((there & {*ADAPTER_FILES}) - {*names})  # of another layout: dualtune.json would not list them
+    operations = [
+        CommitOperationAdd(CARD, text.encode()),
+        *(CommitOperationAdd(name, str(directory / name)) for name in names),
+        *(CommitOperationDelete(name) for name in stale),
+    ]
+    api.create_commit(hub.repo, operations, commit_message="Adapter by dualtune", revision=hub.revision)
+
+
+def _is_same(hub: Hub, directory: Path, there: set[str]) -> bool:
+    """By dualtune.json, which has the sha256 of every other file."""
+    from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
+
+    ours = {name for name in ADAPTER_FILES if (directory / name).is_file()}
+    if MANIFEST_FILE not in ours or there & {*ADAPTER_FILES} != ours:
+        return False
+    theirs = Path(hf_hub_download(hub.repo, MANIFEST_FILE, revision=hub.revision))
+    return theirs.read_bytes() == (directory / MANIFEST_FILE).read_bytes()
+
+
+def _check_visibility(hub: Hub, *, is_private: bool, public: bool) -> None:
+    if is_private and public:
+        raise ConfigError(f"--public: {hub} exists and is private. Change that in the settings of the repository")
+    if not is_private and not public:
+        raise ConfigError(f"{hub}: the repository is public, and the adapter would be too. If you want that: --public")
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return cast(Any, HfApi())
+
+
+def _info(api: Any, hub: Hub) -> Any:
+    """What the hub says of the repository, None if there is none."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return api.model_info(hub.repo, revision=hub.revision)
+    except RepositoryNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _told(hub: Hub) -> Generator[None]:
+    """What huggingface_hub and what is below it raise, as one of our errors."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        yield
+    except (Cut, DualtuneError):
+        raise
+    except HFValidationError as error:
+        raise ConfigError(f"{hub}: {error}") from error
+    except OfflineModeIsEnabled as error:
+        raise EnvironmentFault(f"{hub}: HF_HUB_OFFLINE is set, so the hub cannot be reached. Unset it") from error
+    except HfHubHTTPError as error:
+        code = cast(Any, error).response.status_code
+        text = redact(" ".join(str(error).split()))[:300]
+        if code == _TOO_MANY or code >= _SERVER_FAILED:
+            raise Cut(f"the hub answered {code}: {text}") from error
+        raise EnvironmentFault(
+            f"{hub}: the hub answered {code}: {text}. May you write there? See: hf auth whoami"
+        ) from error
+    except OSError as error:  # the network's own errors are among them
+        raise Cut(redact(f"{type(error).__name__}: {error}")[:300]) from error
+    except Exception as error:  # of the HTTP and xet libraries below, which change with the version
+        if any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # httpx: refused, timed out, cut
+            raise Cut(redact(f"{type(error).__name__}: {error}")[:300]) from error
+        raise EnvironmentFault(f"{hub}: failed: {redact(f'{type(error).__name__}: {error}')[:300]}") from error

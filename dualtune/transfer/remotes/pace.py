@@ -1,0 +1,43 @@
+"""How slowly a transfer may move before it counts as stopped: in bytes per window of time, not in time for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dualtune.transfer.remotes.patience import Cut
+
+# Longer than sshd waits for a password (LoginGraceTime, 120 s): nothing moves while somebody types one.
+WINDOW_S = 180.0
+SLOWEST_HASH = 4 << 20  # bytes per second: while the other end hashes a file, it is silent
+LEAST_BYTES = 1 << 10  # of an answer: a line for each chunk
+LEAST_DATA_BYTES = 64 << 10  # of the content of a file
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Pace:
+    """Counts what moves. `check` raises Cut after a window in which fewer than `least` bytes did."""
+
+    least: int = LEAST_BYTES
+    window_s: float = WINDOW_S
+    clock: Clock = time.monotonic
+    _moved: int = field(default=0, init=False)
+    _began: float | None = field(default=None, init=False)
+
+    def moved(self, num_bytes: int) -> None:
+        self._moved += num_bytes
+
+    def check(self) -> None:
+        now = self.clock()
+        if self._began is None or self._moved >= self.least:
+            self._began, self._moved = now, 0
+        elif now - self._began > self.window_s:
+            raise Cut(f"{self._moved} bytes came in {self.window_s:.0f} s, fewer than {self.least}")
+
+
+def window_for(hashed_bytes: int) -> float:
+    """The window for an answer that is due after so many bytes were hashed."""
+    return WINDOW_S + hashed_bytes / SLOWEST_HASH

@@ -1,0 +1,85 @@
+"""Trying again after a cut: how often, and after what pause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dualtune import interrupt
+from dualtune.errors import EnvironmentFault
+from dualtune.text.show import in_bytes
+
+MAX_PAUSE_S = 30.0
+T = TypeVar("T")
+
+
+class Cut(Exception):
+    """The connection was lost or the other end failed; another attempt may succeed."""
+
+
+class AbsentFault(EnvironmentFault):
+    """What is to be fetched is not there."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where}: there is no such file. `dualtune push` brings one there")
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _unseen(done_bytes: int, total_bytes: int) -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Patience:
+    """How a transfer bears cuts, and what it says meanwhile."""
+
+    retries: int = 5  # in a row, without a chunk of progress
+    say: Callable[[str], None] = _silent
+    show: Callable[[int, int], None] = _unseen  # (bytes at their goal, bytes in all)
+    first_pause_s: float = 1.0
+    _best: int = field(default=0, init=False)
+    _total: int = field(default=0, init=False)
+
+    def reached(self, done_bytes: int, total_bytes: int) -> None:
+        """Note how much is at its goal, verified: that is progress, what was only sent is not."""
+        self.show(done_bytes, total_bytes)
+        self._best, self._total = max(self._best, done_bytes), total_bytes
+
+    def keep_trying(self, attempt: Callable[[], T], where: str) -> T:
+        """The result of the first attempt that is not cut. EnvironmentFault after too many cuts in a row.
+
+        It ends: every attempt that starts the count again has brought a chunk of a file that has so many.
+        """
+        failures, best = 0, self._best
+        while True:
+            interrupt.poll()
+            try:
+                return attempt()
+            except Cut as cut:
+                interrupt.poll()  # a Ctrl-C reaches ssh too: what looks like a cut is the user's wish
+                failures = 1 if self._best > best else failures + 1
+                best = max(best, self._best)
+                if failures > self.retries:
+                    raise EnvironmentFault(self._given_up(where, failures, cut)) from cut
+                pause_s = min(self.first_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
+                self.say(f"cut         {cut}; attempt {failures} of {self.retries} in {pause_s:.0f} s")
+                _sleep(pause_s)
+
+    def _given_up(self, where: str, failures: int, cut: Cut) -> str:
+        got = f"{in_bytes(self._best)} of {in_bytes(self._total)} are there" if self._total else "Nothing is there yet"
+        return (
+            f"{where}: gave up after {failures} attempts in a row without progress; the last one: {cut}. {got}. "
+            "Run the same command again to go on from there, or allow more with --retries"
+        )
+
+
+def _sleep(pause_s: float) -> None:
+    end = time.monotonic() + pause_s
+    while (left := end - time.monotonic()) > 0:
+        interrupt.poll()
+        time.sleep(min(left, 0.2))

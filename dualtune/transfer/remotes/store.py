@@ -1,0 +1,173 @@
+"""Bringing a file to a store and fetching one from it, chunk by chunk, whatever the store is.
+
+A file travels under a name of its own, `.NAME.part-HASH`, where the hash is that of the whole content: what an attempt
+left there is taken up by the next one of the same content and by no other. It gets its name when all of it is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Protocol
+
+from dualtune import interrupt
+from dualtune.errors import ConfigError, DiskError, FormatError
+from dualtune.io.folder import Folder, open_regular
+from dualtune.transfer.bundles.names import MAX_TOTAL_BYTES, MIB
+from dualtune.transfer.remotes.chunks import Chunks, chunks_in, missing, sha256_in
+from dualtune.transfer.remotes.patience import AbsentFault, Cut, Patience
+
+MAX_FILE_BYTES = MAX_TOTAL_BYTES + MIB  # a bundle with its headers
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file on its way to a store."""
+
+    file: BinaryIO  # opened once: what was hashed is what is sent
+    chunks: Chunks
+    sha256: str
+    path: str  # in the store
+    part: str  # beside it, until it is whole
+    force: bool  # replace what is there
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a store has of an upload."""
+
+    is_there: bool = False  # something has the final name…
+    final: Chunks | None = None  # …and, where the size is that of the upload, this content
+    part: Chunks | None = None
+
+
+class Store(Protocol):
+    """Somewhere that keeps files and can hash them in its own place. Raises Cut where another attempt may succeed."""
+
+    def shown(self, path: str) -> str:
+        """A path as the user would write it."""
+        ...
+
+    def look(self, upload: Upload) -> Found:
+        """What is there. Makes the directory; removes a part that is longer than the file."""
+        ...
+
+    def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
+        """Write these runs of chunks into the part; then verify its sha256 and give it its final name."""
+        ...
+
+    def chunks(self, path: str) -> Chunks | None:
+        """What a file holds, None if it is not there."""
+        ...
+
+    def read(self, path: str, chunks: Chunks, run: range) -> Generator[bytes]:
+        """The bytes of a run of chunks."""
+        ...
+
+
+def push(store: Store, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
+    """Bring a file to a path of the store. False if the same file was there already.
+
+    ConfigError if another one is there, unless `force`; EnvironmentFault if it could not be brought; FormatError if it
+    is not the one with the sha256 that was verified before.
+    """
+    with open_to_send(file, verified) as (source, sha256):
+        chunks = chunks_in(source)
+        upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
+
+        def attempt() -> bool:
+            found = store.look(upload)
+            if found.final == chunks:
+                return False
+            if found.is_there and not force:
+                raise ConfigError(f"{store.shown(path)}: another file is there already. Replace it with --force")
+            runs = missing(chunks, found.part)
+            patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
+            store.send(upload, runs, patience)
+            patience.reached(chunks.num_bytes, chunks.num_bytes)
+            return True
+
+        return patience.keep_trying(attempt, store.shown(path))
+
+
+@contextlib.contextmanager
+def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, str]]:
+    """The file and its sha256, which is the one that was verified before, where there is one."""
+    try:
+        source = open_regular(file)
+    except OSError as error:
+        raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
+    with source:
+        sha256 = sha256_in(source)
+        if verified not in (None, sha256):
+            raise FormatError(f"{file}: was changed after it was verified. Nothing was sent")
+        yield source, sha256
+
+
+def pull(store: Store, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
+    """Fetch a file of the store into a hidden file beside the target, every chunk verified. The caller renames it.
+
+    AbsentFault if it is not there, EnvironmentFault if it could not be fetched, FormatError if it has more than `most`
+    bytes.
+    """
+
+    def attempt() -> Path:
+        chunks = store.chunks(path)
+        if chunks is None:
+            raise AbsentFault(store.shown(path))
+        if chunks.num_bytes > most:
+            raise FormatError(f"{store.shown(path)}: has {chunks.num_bytes} bytes, at most {most} are allowed")
+        part = target.with_name(_part_of(target.name, chunks.identity))
+        try:
+            with Folder(part.parent) as folder:
+                _fetch(store, path, chunks, folder, part.name, patience)
+        except OSError as error:
+            raise DiskError(f"{part}: cannot be written: {error.strerror or error}") from error
+        return part
+
+    return patience.keep_trying(attempt, store.shown(path))
+
+
+def _fetch(store: Store, path: str, chunks: Chunks, folder: Folder, name: str, patience: Patience) -> None:
+    with folder.part(name) as part:
+        folder.check_space(chunks.num_bytes, part)
+        runs = missing(chunks, chunks_in(part, chunks.num_bytes))
+        done = chunks.num_bytes - sum(map(chunks.bytes_in, runs))
+        patience.reached(done, chunks.num_bytes)
+        for run in runs:
+            part.seek(run.start * chunks.chunk_bytes)
+            for chunk in _verified(store.read(path, chunks, run), chunks, run):
+                part.write(chunk)
+                part.flush()
+                done += len(chunk)
+                patience.reached(done, chunks.num_bytes)
+        part.truncate(chunks.num_bytes)
+        os.fsync(part.fileno())
+    folder.remove_parts(name, kept=name)
+
+
+def _verified(pieces: Generator[bytes], chunks: Chunks, run: range) -> Iterator[bytes]:
+    """The pieces as whole chunks, each with its hash."""
+    waiting = bytearray()
+    with contextlib.closing(pieces) as arriving:
+        for i in run:
+            size = chunks.bytes_in(range(i, i + 1))
+            while len(waiting) < size:
+                interrupt.poll()
+                if (piece := next(arriving, None)) is None:
+                    raise Cut(f"it ended in chunk {i + 1} of {len(chunks.sha256s)}")
+                waiting += piece
+            chunk = bytes(waiting[:size])
+            if hashlib.sha256(chunk).hexdigest() != chunks.sha256s[i]:
+                raise Cut(f"chunk {i + 1} of {len(chunks.sha256s)} arrived with another hash")
+            del waiting[:size]
+            yield chunk
+
+
+def _part_of(path: str, sha256: str) -> str:
+    whole = PurePosixPath(path)
+    return os.fspath(whole.with_name(f".{whole.name}.part-{sha256[:16]}"))

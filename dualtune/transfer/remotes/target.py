@@ -1,0 +1,106 @@
+"""TARGET of `dualtune push` and `pull`: which kind of place a text names, and where there a bundle lies.
+
+    user@host:path            ssh; the path is relative to the home directory there, as with scp
+    ssh://user@host:22/path   ssh; the path is absolute, as with git; /~/path is relative to the home directory
+    path                      a directory of this machine
+    s3://bucket/path, …       a file system of fsspec
+    hf://owner/name           a model repository of the Hugging Face hub (see `hub`)
+
+The path is that of the bundle where it ends in .tar or .dualtune, and else of a directory that holds one bundle.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from dualtune.errors import ConfigError
+from dualtune.transfer.bundles.names import IN_DIRECTORY
+from dualtune.transfer.remotes import remote_files, store
+from dualtune.transfer.remotes.directory import DirectoryStore
+from dualtune.transfer.remotes.patience import Patience
+from dualtune.transfer.remotes.remote_files import RemoteFiles
+from dualtune.transfer.remotes.ssh import SshStore
+from dualtune.transfer.remotes.store import MAX_FILE_BYTES, Store
+
+FILE_ENDS = (".tar", ".dualtune")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SCP = re.compile(r"((?:[^/:@\[\]]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[^/:@\[\]]+)):(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a bundle is or is to be."""
+
+    place: Store | RemoteFiles
+    path: str  # of the bundle
+    name: str  # for what is made of it here, without an ending
+
+    def __str__(self) -> str:
+        return self.place.shown(self.path)
+
+    def push(
+        self, file: Path, *, ending: str = "", verified: str | None = None, force: bool = False, patience: Patience
+    ) -> bool:
+        """Bring a file, the one that was verified, under the bundle's name with an ending. False if it was there."""
+        path = self.path + ending
+        if isinstance(self.place, RemoteFiles):
+            return self.place.push(file, path, verified=verified, force=force, patience=patience)
+        return store.push(self.place, file, path, verified=verified, force=force, patience=patience)
+
+    def pull(self, target: Path, *, ending: str = "", patience: Patience, most: int = MAX_FILE_BYTES) -> Path:
+        """Fetch what has that name, and at most so many bytes, into a hidden file beside a local path."""
+        path = self.path + ending
+        if isinstance(self.place, RemoteFiles):
+            return self.place.pull(path, target, patience, most=most)
+        return store.pull(self.place, path, target, patience, most=most)
+
+
+def parse(text: str) -> Target:
+    """What a TARGET names. ConfigError if it is none, EnvironmentFault if a package for it is missing."""
+    if not text or not text.isprintable():
+        raise ConfigError(f"TARGET: got {text!r}; allowed: user@host:path, a directory, or a URL")
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        if match := _SCP.fullmatch(text):
+            return _made(SshStore(match[1].replace("[", "").replace("]", "")), _remote(match[2]))
+        return _made(DirectoryStore(), str(Path(text).expanduser()))
+    kind = scheme[0].removesuffix("://").lower()
+    if kind == "file":
+        return _made(DirectoryStore(), unquote(urlsplit(text).path))
+    if kind == "ssh":
+        return _ssh(text)
+    place, path = remote_files.open_url(text)
+    return _made(place, path)
+
+
+def _ssh(url: str) -> Target:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"TARGET: got {url!r}: {error}; allowed: ssh://user@host:port/path") from None
+    if not host or parts.password is not None or parts.query or parts.fragment:
+        raise ConfigError("TARGET: of an ssh:// URL, allowed is ssh://user@host:port/path, without a password in it")
+    path = unquote(parts.path)
+    user = f"{unquote(parts.username)}@" if parts.username else ""
+    return _made(SshStore(user + host, port), _remote(path[1:] if path.startswith("/~") else path))
+
+
+def _remote(path: str) -> str:
+    """A path for the shell there: absolute, or beginning with ./, so that no command takes it for an option."""
+    if path == "~" or path.startswith("~/"):
+        path = path[2:]  # where ssh begins anyhow
+    elif path.startswith("~"):
+        raise ConfigError(f"TARGET: got the path {path!r}; of paths with ~, allowed are those in your own home, ~/…")
+    return path if path.startswith("/") else f"./{path}"
+
+
+def _made(place: Store | RemoteFiles, path: str) -> Target:
+    is_file = path.endswith(FILE_ENDS)
+    path = path if is_file else f"{path.rstrip('/')}/{IN_DIRECTORY}"
+    parent, _, file = path.rpartition("/")
+    name = file.rpartition(".")[0] if is_file else parent.rpartition("/")[2].strip(".")
+    return Target(place, path, name or "pulled")

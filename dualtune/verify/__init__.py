@@ -1,0 +1,1 @@
+"""Whether an adapter computes here what it computed where it was trained."""

@@ -1,0 +1,156 @@
+"""Whether a base model is the one that an adapter was trained on, as far as its files can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from dualtune.adapter.formats.canonical import to_pairs
+from dualtune.adapter.formats.directory import Adapter
+from dualtune.adapter.spec import is_target
+from dualtune.base_model import find_weights, fingerprint
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.evaluate.fingerprints import PROMPTS, Entry
+
+PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes of weights that are not packed
+# note: the files differ, and what they mean need not. unknown: nothing to compare, and `found` says why
+State = Literal["same", "note", "differs", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a base model, compared with what was recorded of it."""
+
+    name: str
+    state: State
+    found: str
+
+
+def compare(
+    recorded: Mapping[str, Any], training: Mapping[str, Any], entries: list[Entry], base: Path,
+    template: str | None = None,
+) -> list[Part]:  # fmt: skip
+    """config, tokenizer, template, weights and quantization of the model in `base`, against dualtune.json's records.
+
+    `template` is the one that the adapter brings.
+    """
+    here, tokenizer = fingerprint(base), Tokenizer(base)
+    requantized = recorded.get("quantization") != here["quantization"]
+    return [
+        _by_hash("config", recorded.get("config_sha256"), here["config_sha256"], requantized),
+        _tokenizer(recorded.get("tokenizer_sha256"), here["tokenizer_sha256"], entries, tokenizer),
+        _template(recorded, training, here, tokenizer, template),
+        _weights(recorded, here, requantized),
+        Part("quantization", "note", f"recorded {_form(recorded)}, here {_form(here)}")
+        if requantized
+        else Part("quantization", "same", _form(here)),
+    ]
+
+
+def _by_hash(name: str, before: object, now: object, requantized: bool) -> Part:
+    if before is None:
+        return Part(name, "unknown", "not recorded")
+    if before == now:
+        return Part(name, "same", "the same hashes")
+    if requantized:
+        return Part(name, "unknown", "stored in another quantization, so that the hashes cannot be compared")
+    if isinstance(before, dict) and isinstance(now, dict):
+        then, here = cast("dict[str, str]", before), cast("dict[str, str]", now)
+        different = sorted(key for key in then.keys() | here.keys() if then.get(key) != here.get(key))
+        text = f"{len(different)} of {len(then)} sampled tensors differ, such as {different[0]}"
+        return Part(name, "differs", text)
+    return Part(name, "differs", "another hash")
+
+
+def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: bool) -> Part:
+    """By the sampled tensors, which tell what differs, and then by the hash over all that an older dualtune lacks."""
+    by_tensor = _by_hash("weights", recorded.get("tensors"), here["tensors"], requantized)
+    if by_tensor.state != "same" or "weights_sha256" not in recorded:
+        return by_tensor
+    return _by_hash("weights", recorded["weights_sha256"], here["weights_sha256"], requantized)
+
+
+def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tokenizer) -> Part:
+    """By what it does with the fixed prompts: the same tokenizer may be saved in files that differ."""
+    for i, entry in enumerate(entries):
+        prompt = entry.get("prompt") or (PROMPTS[i] if i < len(PROMPTS) else None)  # an older dualtune: in this order
+        if prompt is not None and (ids := tokenizer.encode(prompt, special=True).tolist()) != entry["tokens"]:
+            found = f"{prompt!r} becomes {_shown(ids)}, recorded was {_shown(entry['tokens'])}"
+            return Part("tokenizer", "differs", found)
+    if before is None or before == now:
+        return Part("tokenizer", "same", "the same hash" if before else "encodes the fixed prompts alike")
+    return Part("tokenizer", "note", "another file, which encodes the fixed prompts alike")
+
+
+def _template(
+    recorded: Mapping[str, Any], training: Mapping[str, Any], here: Mapping[str, Any], tokenizer: Tokenizer,
+    brought: str | None,
+) -> Part:  # fmt: skip
+    before, now = training.get("template_hash"), tokenizer.template_hash
+    if before == now:
+        return Part("template", "same", "none" if now == "none" else "the same hash")
+    if training.get("template") == "none":
+        return Part("template", "same", "the adapter was trained without one")
+    if before is None:
+        return Part("template", "unknown", "not recorded")
+    if brought is not None:
+        return Part("template", "note", "not the base's: the adapter brings its own")
+    if recorded.get("chat_template_sha256") == here["chat_template_sha256"]:
+        return Part("template", "note", "the base's is unchanged; the training used one of its own (data.template)")
+    return Part("template", "differs", f"trained with {before[:19]}, here {now[:19]}")
+
+
+def _form(base: Mapping[str, Any]) -> str:
+    """How the weights are stored."""
+    match base.get("quantization"):
+        case {"bits": bits, "group_size": size}:
+            return f"stored in {bits} bits, groups of {size}"
+        case {"quant_method": method}:
+            return f"stored by {method}"
+        case None:
+            return "stored plain"
+        case _:
+            return "stored quantized"
+
+
+def _shown(ids: list[int]) -> str:
+    return f"[{', '.join(map(str, ids[:6]))}{', …' if len(ids) > 6 else ''}]"
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How the tensors of an adapter fit the weights of a base model, by the headers of its files."""
+
+    problems: list[str]
+    missing: list[str]  # modules that the adapter's config targets and the base has, without tensors in the adapter
+    note: str
+
+
+def fit(adapter: Adapter, base: Path) -> Fit:
+    """Compares lora_A [r, in] and lora_B [out, r] with the weight [out, in] of each module; packed weights by name."""
+    shapes = _weight_shapes(base)
+    pairs = to_pairs(adapter.tensors, "adapter")
+    problems = [f"{module}: the base has no such module" for module in sorted(pairs.keys() - shapes.keys())]
+    if len(problems) == len(pairs):  # transformers renames some models on loading
+        return Fit([], [], "not compared: the base's files use other names")
+    for module, pair in sorted(pairs.items()):
+        if (shape := shapes.get(module)) is not None and shape != pair.delta_shape:
+            problems.append(f"{module}: the adapter is made for {list(pair.delta_shape)}, the base has {list(shape)}")
+    missing = [m for m in sorted(shapes) if m not in pairs and is_target(m, adapter.spec.targets)]
+    return Fit(problems, missing, f"{len(pairs)} modules fit the base's")
+
+
+def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:
+    """Module -> [out, in] of every matrix; None for one that is packed."""
+    shapes: dict[str, tuple[int, int] | None] = {}
+    for name, tensor in find_weights(base).tensors.items():
+        module, dot, last = name.rpartition(".")
+        if dot and last == "weight" and len(tensor.shape) == 2:
+            out_dim, in_dim = tensor.shape
+            shapes[module] = (out_dim, in_dim) if tensor.dtype in PLAIN else None
+    return shapes

@@ -1,0 +1,124 @@
+"""What the gaps mean: the same function, a wrong base, a broken adapter, or a difference of precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from dualtune.evaluate.fingerprints import Effect, Gap
+from dualtune.verify.identity import Fit, Part
+from dualtune.verify.thresholds import Limit, Precision
+
+Kind = Literal["same", "precision-gap", "wrong-base", "broken-adapter", "nothing-recorded"]
+NO_EFFECT, OTHER_EFFECT = 0.1, 0.25  # from which size, and from which distance from 1, a hint at the cause is given
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """What was recomputed, beside what is allowed."""
+
+    recorded: Precision
+    here: Precision
+    pair: str  # the row of thresholds.TABLE
+    limit: Limit | None  # of the base; None: nobody has measured this pair
+    adapter_limit: Limit | None
+    base: Gap
+    adapter: Gap
+    effect: Effect | None  # None: the recorded adapter did nothing that can be seen
+    idle: bool  # the base alone is as near to the record of the adapter, which does too little to be checked
+
+
+class Verdict(NamedTuple):
+    kind: Kind
+    ok: bool  # the same function, as far as the precisions let it be
+    sentence: str
+
+
+def within(found: Gap, limit: Limit) -> bool:
+    return found.kl <= limit.kl and found.logprob <= limit.logprob and found.top1 >= limit.top1
+
+
+def effect_is_within(found: Effect | None, limit: Limit) -> bool:
+    return limit.effect is None or found is None or found.error <= limit.effect
+
+
+def judge(parts: Sequence[Part], fit: Fit, function: Function) -> Verdict:
+    """The verdict on a base whose parts were compared and an adapter whose shapes fit it."""
+    differing = [part for part in parts if part.state == "differs"]
+    # config and weights are files: only what they compute can tell whether another file is another model.
+    decisive = [part for part in differing if part.name in ("tokenizer", "template")]
+    files = [part for part in differing if part.name in ("config", "weights")]
+    limit, adapter_limit = function.limit, function.adapter_limit
+    same_base = function.recorded.quantization == function.here.quantization
+    if decisive:
+        return _wrong_base(decisive + files, "texts reach the model in another form than in training")
+    if limit is None or adapter_limit is None:
+        text = f"nobody has measured how far {function.pair} may be apart. {_advice(function.recorded)}"
+        return Verdict("precision-gap", False, text)
+    if not within(function.base, limit):
+        if files:
+            return _wrong_base(files, "it computes something else")
+        if function.recorded == function.here:
+            text = "its sampled hashes agree, and yet it computes something else: weights that were not sampled differ"
+            return _wrong_base([], f"{text}, or this machine computes otherwise")
+        text = (
+            f"the gap of the base alone is beyond what was measured for {function.pair}. {_advice(function.recorded)}"
+        )
+        return Verdict("precision-gap", False, f"the base is the same, its precision is not, and {text}")
+    if [part for part in files if part.name == "weights"] and not same_base:
+        return _wrong_base(files, f"a gap of {function.pair} could hide what other weights compute")
+    if not (within(function.adapter, adapter_limit) and effect_is_within(function.effect, adapter_limit)):
+        return Verdict("broken-adapter", False, _broken(fit, function))
+    if function.recorded == function.here:
+        return Verdict("same", True, f"the same function, within the limits of {function.pair}{_doubts(function)}")
+    text = f"the same function up to precision: recorded as {function.recorded}, here {function.here}; base and adapter"
+    return Verdict(
+        "precision-gap", True, f"{text} are apart as far as {function.pair} explains, and no further{_doubts(function)}"
+    )
+
+
+def does_not_fit(parts: Sequence[Part], fit: Fit) -> Verdict:
+    """The verdict on an adapter whose shapes are not the base's: nothing needs to be computed."""
+    files = [part for part in parts if part.state == "differs"]
+    shown = "; ".join(fit.problems[:3]) + (f" and {len(fit.problems) - 3} more" if len(fit.problems) > 3 else "")
+    if files or any(part.name == "weights" and part.state == "unknown" for part in parts):
+        return _wrong_base(files, f"the adapter does not fit it: {shown}")
+    return Verdict("broken-adapter", False, f"the base is the recorded one, and the adapter does not fit it: {shown}")
+
+
+def _wrong_base(parts: Sequence[Part], why: str) -> Verdict:
+    names = ", ".join(f"{part.name} ({part.found})" for part in parts)
+    differs = f" It differs in {names}." if parts else ""
+    return Verdict("wrong-base", False, f"this is not the base that the adapter was trained on: {why}.{differs}")
+
+
+def _broken(fit: Fit, function: Function) -> str:
+    found = ["the base computes what it did, and the adapter does not"]
+    if function.effect is not None:
+        size = function.effect.size
+        found.append(f"its effect is {size:.2f} times what was recorded, with an error of {function.effect.error:.0%}")
+        if abs(size) < NO_EFFECT:
+            found.append("it does nothing: B is zero, or its tensors are not applied")
+        elif abs(size - 1) > OTHER_EFFECT:
+            found.append("look at alpha / rank (mlx-lm: scale)")
+    if fit.missing:
+        found.append(f"{len(fit.missing)} modules that its config targets have no tensors, such as {fit.missing[0]}")
+    return f"{'; '.join(found)}. Copy it again from where it was trained, without converting it on the way"
+
+
+def _doubts(function: Function) -> str:
+    """What a good verdict does not show."""
+    if function.idle:
+        text = (
+            ". But the adapter does too little: the base alone is as near to what was recorded, so that nothing is "
+            "shown about the adapter"
+        )
+        return text if function.recorded == function.here else f"{text}. {_advice(function.recorded)}"
+    if function.recorded.quantization != function.here.quantization:
+        return f". A gap this wide can hide damage to single modules. {_advice(function.recorded)} to see it"
+    return ""
+
+
+def _advice(recorded: Precision) -> str:
+    return f"Verify with {recorded.options}"
