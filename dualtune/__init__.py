@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualtune.versions import VERSION
+
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.hooks import Hook
     from dualtune.train.run import TrainResult
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["load_config", "train"]
 
 # The imports stand inside the functions because `dualtune --help` imports this file and must answer at once.
@@ -42,12 +44,6 @@ def train(
     `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks. A run directory that holds a checkpoint is
     continued, unless `resume` is "never"; it can also be a path.
     """
-    from dualtune.config import Config
-    from dualtune.platform.choose import choose, open_backend
-    from dualtune.train.run import run
+    from dualtune.train import train_on
 
-    settings = config if isinstance(config, Config) else load_config(config)
-    return run(settings, open_backend(choose(platform)), hooks, resume=resume)
-
-
-_train = train  # importing the package dualtune.train gives the name to the package, which calls this
+    return train_on(config, platform, hooks, resume=resume)

@@ -1,4 +1,4 @@
-"""The boundary between the training loop and a machine: everything the core knows about torch, MLX or anybody else.
+"""The boundary between the training loop and a machine: all that the core knows about a framework.
 
 The loop owns data, schedule, checkpoints, hooks and logging. An engine owns the model, the adapter on its device, the
 optimizer and the kernels. Only NumPy arrays, numbers and paths cross; base weights never do.

@@ -1,4 +1,4 @@
-"""Which config values a backend honours: asked before a run, and of what is not imported yet."""
+"""Which config values a backend honours, known before it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was looked at, what was found, and what mends it: a row of check-gpu, check-env, check-config and validate."""
+"""One row of a checking command: what was looked at, what was found, and what fixes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that a user can act on. Each kind has an exit code, which is part of the command line's public interface.
+"""Errors that a user can act on, each kind with its exit code, which is public.
 
 A message says what was got, what is allowed and what to do next. `assert` is for our own invariants, never for users.
 """

@@ -1,4 +1,4 @@
-"""Fault points: places where a test may have this process killed, as a crash or a power cut would.
+"""Fault points: places where a test may kill this process, as a crash or a power cut would.
 
 DUALTUNE_FAULT=<point>:<n> kills the process (SIGKILL) when it reaches the point for the n-th time; `write:<n>` kills it
 when n bytes of files that are written whole (checkpoints, adapters, config.yaml …) have been written. Without the

@@ -1,4 +1,4 @@
-"""Hooks: how progress bars, profilers, trackers and outsiders watch a run. The trainer calls them in the given order.
+"""Hooks: how progress bars, profilers and trackers watch a run.
 
 A hook subclasses `Hook` and overrides the events that it wants. Records are immutable and hold plain numbers.
 """

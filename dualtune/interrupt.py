@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop. The handler only sets a flag; long work polls it at places where it is safe to stop.
+"""Signals that ask a run to stop: the handler sets a flag, and long work polls it where it is safe to stop.
 
 Native code (a tokenizer, a Parquet reader) polls nothing and lets no handler run. Where nothing can be lost, a thread
 ends the process if a signal has not been answered within a few seconds.

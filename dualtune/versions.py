@@ -1,14 +1,17 @@
-"""Which packages are here: for environment records, results, and what `check-gpu` prints."""
+"""The version of dualtune and those of installed packages."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from importlib import metadata
+
+VERSION = "0.1.0"
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """The version of each package that is installed, in the given order."""
+    from importlib import metadata  # late: `dualtune --help` imports this file
+
     found: dict[str, str] = {}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""The hooks of a run, told in such a way that none of them can end it."""
+"""Calls the hooks of a run in such a way that none of them can end it."""
 
 from __future__ import annotations
 

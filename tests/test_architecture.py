@@ -1,7 +1,6 @@
 """The rules of the house that a reader of one file cannot see: who imports whom, and what nobody does.
 
-cli -> platform, transfer, launch, report -> train -> memory, hybrid, data -> backend, hooks -> base_model
-    -> config -> adapter, limits -> disk, interrupt -> errors, faults, redaction
+The map of folders in docs/architecture.md is the rule: imports go from a layer to one below it.
 """
 
 import ast
@@ -13,29 +12,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LAYERS = (
-    {"escape", "secret_forms"},
-    {"errors", "redaction", "faults", "show", "versions"},
-    {"disk", "interrupt", "checks", "optimizer"},
-    {"adapter", "config", "limits"},
-    {"base_model", "capabilities", "card"},
-    {"backend", "hooks"},
-    {"memory", "hybrid", "data"},
-    {"train"},
-    {"platform", "transfer", "launch", "report"},
-    {"validate"},
-    {"cli"},
-)
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FACADE = "dualtune"  # __init__.py: the version for everybody, and the way in from outside, with imports in functions
+FACADE = "the package root"  # __init__ and __main__: the way in from outside, with imports in functions
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "transformers", "bitsandbytes", "accelerate"}
-FOR_BACKENDS = {"backend", "base_model", "adapter", "config", "errors", "optimizer"}
-NUMPY_ENGINE = "dualtune/testing/numpy_engine.py"
-FOR_BACKENDS = {"backend", "base_model", "adapter", "config", "errors"}
-FOR_CARDS = {"card", "checks", "memory", "platform"}  # what a backend says of itself before its framework is imported
+FOR_BACKENDS = {
+    "adapter", "adapter/formats", "adapter/methods", "backend", "base_model", "config", "errors", "io", "optimizer",
+}  # fmt: skip
+FOR_CARDS = {"card", "checks", "memory", "optimizer", "platform", "preflight"}  # what is read before the framework
 CARD_FILES = {"card.py", "checks.py", "memory.py", "sizes.py"}
 NUMPY_ENGINE, NUMPY_CARD = "dualtune/testing/numpy_engine.py", "dualtune/testing/numpy_card.py"
 MAX_LINES = 400
+MAX_FILES = 15  # "about a dozen", and __init__.py
 
 CORE = sorted((ROOT / "dualtune").rglob("*.py"))
 BACKENDS = sorted((ROOT / "backends").rglob("*.py"))
@@ -50,6 +36,32 @@ def name_of(file: Path) -> str:
 @cache
 def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), filename=name_of(file))
+
+
+@cache
+def map_of_folders() -> tuple[dict[str, str], ...]:
+    """The layers, from the top: in each, the parts (a folder, or a file of the root) with what lives there."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    layers = [[line.split(maxsplit=1) for line in layer.splitlines()] for layer in block.strip().split("\n\n")]
+    return tuple(dict(layer) for layer in layers)
+
+
+def levels() -> dict[str, int]:
+    return {part: level for level, layer in enumerate(reversed(map_of_folders())) for part in layer}
+
+
+def part_of(dotted: str) -> str:
+    """The part of the map in which a module, or a name in one, lies."""
+    names = dotted.split(".")[1:]
+    if not names or names[0] == "__main__":
+        return FACADE
+    folders = [name for end, name in enumerate(names, 1) if (ROOT / "dualtune" / "/".join(names[:end])).is_dir()]
+    return "/".join(folders) or (names[0] if (ROOT / "dualtune" / f"{names[0]}.py").exists() else FACADE)
+
+
+def part_of_file(file: Path) -> str:
+    return part_of(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
 
 
 def imports_of(nodes) -> Iterator[str]:
@@ -77,55 +89,78 @@ def imported_when_loaded(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports_of(statements(tree_of(file).body))}
 
 
+def imported_anywhere(file: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
+
+
 def parts_imported(file: Path) -> set[str]:
-    """The parts of dualtune (adapter, backend, …) that a file imports anywhere, also late or for types alone."""
-    names = [name.split(".") for name in imports_of(ast.walk(tree_of(file)))]
-    parts = {name[1] if len(name) > 1 else FACADE for name in names if name[0] == "dualtune"}
-    return {part if part in LEVEL or part == "testing" else FACADE for part in parts}
-
-
-def part_of(file: Path) -> str:
-    return file.relative_to(ROOT / "dualtune").parts[0].removesuffix(".py")
+    """The parts of dualtune that a file imports anywhere, also late or for types alone."""
+    return {part_of(name) for name in imports_of(ast.walk(tree_of(file))) if name.split(".")[0] == "dualtune"}
 
 
 # --- who imports whom ------------------------------------------------------------------------------------------------
 
 
-def test_every_part_has_its_place():
-    assert {part_of(file) for file in CORE} - {"__init__", "__main__", "testing", "demo"} <= LEVEL.keys()
+def test_every_part_is_on_the_map_with_its_own_first_sentence():
+    parts = {part_of_file(file): file for file in CORE if file.name == "__init__.py" or file.parent.name == "dualtune"}
+    parts.pop(FACADE)
+    written = {part: sentence for layer in map_of_folders() for part, sentence in layer.items()}
+    said = {}
+    for part, file in parts.items():
+        first, _, _ = (ast.get_docstring(tree_of(file)) or "").partition("\n")
+        said[part] = first.strip()
+    assert written == said
+    assert sum(map(len, map_of_folders())) == len(written), "a part is on the map twice"
 
 
-@pytest.mark.parametrize("file", [f for f in CORE if part_of(f) in LEVEL], ids=name_of)
-def test_imports_go_down(file):
-    own = part_of(file)
-    upwards = {part for part in parts_imported(file) - {own, FACADE} if LEVEL.get(part, 99) >= LEVEL[own]}
-    assert not upwards, f"{own} imports {', '.join(sorted(upwards))}"
+def test_imports_go_down():
+    level, wrong = levels(), []
+    for file in CORE:
+        own = part_of_file(file)
+        if own == FACADE:
+            continue
+        above = [part for part in sorted(parts_imported(file) - {own}) if level.get(part, 99) >= level[own]]
+        wrong += [f"{name_of(file)} imports {part}" for part in above]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_sees_an_import_upwards(monkeypatch):
+    """The map turned upside down forbids nearly everything."""
+    upside_down = tuple(reversed(map_of_folders()))
+    monkeypatch.setattr(f"{__name__}.map_of_folders", lambda: upside_down)
+    with pytest.raises(AssertionError, match=r"dualtune/cli/main\.py imports errors"):
+        test_imports_go_down()
+
+
+def test_folders_are_small():
+    sizes = {folder: len(list(folder.glob("*.py"))) for folder in {file.parent for file in (*CORE, *BACKENDS)}}
+    assert {name_of(folder): size for folder, size in sizes.items() if size > MAX_FILES} == {}
 
 
 def test_the_test_tools_import_what_lies_below_train_and_nobody_imports_them():
-    for file in CORE:
-        if part_of(file) == "testing":
-            assert {LEVEL[part] for part in parts_imported(file) - {"testing", FACADE}} <= set(range(LEVEL["train"]))
-        else:
-            assert "testing" not in parts_imported(file), name_of(file)
+    importers = [
+        name_of(file) for file in CORE if "testing" in parts_imported(file) and part_of_file(file) != "testing"
+    ]
+    assert not importers
+    assert levels()["testing"] < levels()["train"]
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert project.count("dualtune.testing") == 2 and 'numpy = "dualtune.testing.numpy_engine:backend"' in project
 
 
-@pytest.mark.parametrize("file", BACKENDS, ids=name_of)
-def test_backends_know_the_boundary_and_not_each_other(file):
-    own = file.relative_to(ROOT / "backends").parts[0]
-    others = {path.name for path in (ROOT / "backends").iterdir()} - {own}
-    assert not parts_imported(file) - (FOR_CARDS if file.name in CARD_FILES else FOR_BACKENDS)
-    assert not others & {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
+def test_backends_know_the_boundary_and_not_each_other():
+    names = {path.name for path in (ROOT / "backends").iterdir()}
+    for file in BACKENDS:
+        own = file.relative_to(ROOT / "backends").parts[0]
+        allowed = FOR_CARDS if file.name in CARD_FILES else FOR_BACKENDS
+        assert not parts_imported(file) - allowed, name_of(file)
+        assert not (names - {own}) & imported_anywhere(file), name_of(file)
 
 
-@pytest.mark.parametrize("file", CORE, ids=name_of)
-def test_the_core_knows_no_backend_and_loads_no_framework(file):
-    anywhere = {name.partition(".")[0] for name in imports_of(ast.walk(tree_of(file)))}
-    assert not {"dualtune_torch", "dualtune_mlx"} & anywhere
-    assert not (FRAMEWORKS - {"transformers"}) & anywhere
-    assert not FRAMEWORKS & imported_when_loaded(file)
+def test_the_core_knows_no_backend_and_loads_no_framework():
+    for file in CORE:
+        assert not {"dualtune_torch", "dualtune_mlx"} & imported_anywhere(file), name_of(file)
+        assert not (FRAMEWORKS - {"transformers"}) & imported_anywhere(file), name_of(file)
+        assert not FRAMEWORKS & imported_when_loaded(file), name_of(file)
 
 
 def test_the_example_engine_is_an_ordinary_backend():
@@ -133,12 +168,12 @@ def test_the_example_engine_is_an_ordinary_backend():
     assert parts_imported(ROOT / NUMPY_CARD) <= FOR_CARDS
 
 
-@pytest.mark.parametrize("file", [f for f in BACKENDS if f.name in (*CARD_FILES, "__init__.py")], ids=name_of)
-def test_a_card_is_read_without_a_framework_and_without_an_engine(file):
-    own = file.relative_to(ROOT / "backends").parts[0]
-    assert not FRAMEWORKS & imported_when_loaded(file)
-    beside = {name.split(".")[1] for name in imports_of(ast.walk(tree_of(file))) if name.startswith(f"{own}.")}
-    assert {f"{name}.py" for name in beside} <= CARD_FILES
+def test_a_card_is_read_without_a_framework_and_without_an_engine():
+    for file in (file for file in BACKENDS if file.name in (*CARD_FILES, "__init__.py")):
+        own = file.relative_to(ROOT / "backends").parts[0]
+        assert not FRAMEWORKS & imported_when_loaded(file), name_of(file)
+        beside = {name.split(".")[1] for name in imports_of(ast.walk(tree_of(file))) if name.startswith(f"{own}.")}
+        assert {f"{name}.py" for name in beside} <= CARD_FILES, name_of(file)
 
 
 # --- the core names no backend ---------------------------------------------------------------------------------------
@@ -158,29 +193,23 @@ NAMES_A_BACKEND = {
 }
 
 
-def docstrings_of(tree: ast.Module) -> set[int]:
-    """The ids of the nodes that are docstrings, also of an attribute."""
-    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-
-
 def backends_named(tree: ast.Module) -> set[str]:
     """Texts, also in f-strings, that hold the name of a backend; docstrings and comments may."""
-    told = docstrings_of(tree)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # also of an attribute
     texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return {text.value for text in texts if id(text) not in told and A_BACKEND.search(text.value)}
+    return {text.value for text in texts if id(text) not in docstrings and A_BACKEND.search(text.value)}
 
 
-@pytest.mark.parametrize("file", [f for f in CORE if part_of(f) != "testing"], ids=name_of)
-def test_the_core_names_no_backend(file):
-    own = file.relative_to(ROOT / "dualtune").as_posix()
-    is_allowed = own.startswith((*NAMES_A_BACKEND,))
-    assert is_allowed or not backends_named(tree_of(file))
-
-
-@pytest.mark.parametrize("name", NAMES_A_BACKEND)
-def test_what_may_name_a_backend_does(name):
-    files = [file for file in CORE if file.relative_to(ROOT / "dualtune").as_posix().startswith(name)]
-    assert any(backends_named(tree_of(file)) for file in files)
+def test_the_core_names_no_backend():
+    used, wrong = set(), {}
+    for file in (file for file in CORE if part_of_file(file) != "testing"):
+        own = file.relative_to(ROOT / "dualtune").as_posix()
+        if found := backends_named(tree_of(file)):
+            allowed = {name for name in NAMES_A_BACKEND if own.startswith(name)}
+            used |= allowed
+            wrong |= {} if allowed else {own: found}
+    assert wrong == {}
+    assert used == NAMES_A_BACKEND.keys(), "a file of the list names none any more"
 
 
 @pytest.mark.parametrize(
@@ -212,9 +241,9 @@ def crimes_of(tree: ast.Module) -> Iterator[str]:
                     yield f"{called}({keyword.arg}={value})"
 
 
-@pytest.mark.parametrize("file", [*CORE, *BACKENDS, *TOOLS], ids=name_of)
-def test_nobody_runs_what_was_loaded(file):
-    assert not list(crimes_of(tree_of(file)))
+def test_nobody_runs_what_was_loaded():
+    crimes = {name_of(file): list(crimes_of(tree_of(file))) for file in (*CORE, *BACKENDS, *TOOLS)}
+    assert {name: found for name, found in crimes.items() if found} == {}
 
 
 @pytest.mark.parametrize(
@@ -235,11 +264,11 @@ def test_the_search_lets_the_innocent_go():
 # --- form ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", [*CORE, *BACKENDS, *TOOLS, *TESTS], ids=name_of)
-def test_every_file_says_what_it_is_and_fits_a_reader(file):
-    assert ast.get_docstring(tree_of(file)), "no docstring"
-    num_lines = len(file.read_text(encoding="utf-8").splitlines())
-    assert num_lines <= MAX_LINES, f"{num_lines} lines: split it by idea"
+def test_every_file_says_what_it_is_and_fits_a_reader():
+    files = (*CORE, *BACKENDS, *TOOLS, *TESTS)
+    assert [name_of(file) for file in files if not ast.get_docstring(tree_of(file))] == []
+    lines = {name_of(file): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+    assert {name: number for name, number in lines.items() if number > MAX_LINES} == {}
 
 
 def test_the_folders_of_the_backends_hold_the_same_files():

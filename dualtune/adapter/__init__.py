@@ -1,5 +1,4 @@
-"""LoRA adapters: names, shapes and numbers (`spec`), the adapter directory (`directory`, `inspect`).
+"""What an adapter is: its hyperparameters, the names and shapes of its tensors, their initial values, dropout.
 
-`peft` and `mlx_lm` convert the formats of the tools of that name.
-Only NumPy: reading an adapter needs neither torch nor MLX.
+Reading an adapter needs NumPy alone, neither torch nor MLX.
 """

@@ -1,4 +1,4 @@
-"""The base model on disk: found from a directory or a hub id, checked before anything loads, and fingerprinted.
+"""The base model on disk: found, checked before anything is loaded, and fingerprinted.
 
 A model directory comes from a stranger. Which of its files are the model is decided once, in `find_weights`; what is
 checked, fingerprinted and loaded on either backend are those files and no others.

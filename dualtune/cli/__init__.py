@@ -1,1 +1,1 @@
-"""The command line. One small file per command; its imports stand inside it, so that `--help` answers at once."""
+"""The command line: the group of commands and what they share. Each file imports late: `--help` answers at once."""

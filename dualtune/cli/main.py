@@ -10,36 +10,39 @@ from types import TracebackType
 
 import click
 
-import dualtune
 from dualtune.cli.output.terminal import help_width, prepare_streams, say
 from dualtune.cli.suggest import Group
 from dualtune.errors import DualtuneError, Preempted
 from dualtune.text.redaction import redact
+from dualtune.versions import VERSION
 
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {
-    "check-gpu": ("check_gpu", "Say what this machine is and whether it can train."),
-    "check-env": ("check_env", "Check that what a kind of machine needs is installed and in its place."),
+    "check-gpu": ("preflight.check_gpu", "Say what this machine is and whether it can train."),
+    "check-env": ("preflight.check_env", "Check that what a kind of machine needs is installed and in its place."),
     "check-config": (
-        "check_config",
+        "preflight.check_config",
         "Check a config against the machine, the model and the data, before any download.",
     ),
-    "check-data": ("check_data", "List every row of data, or of a config's data, that cannot be used."),
-    "preview": ("preview", "Show what a config would train on, with its numbers."),
-    "train": ("train", "Train an adapter by a config, or show the demo."),
-    "bench": ("bench", "Measure what a step of a config costs here, and where its time goes."),
-    "validate": ("validate", "Prove the whole pipeline on this machine, in five tiers."),
-    "launch": ("launch", "Train by a config in several processes: here, on other machines, or through Slurm."),
-    "eval": ("eval", "Measure an adapter on held-out data."),
-    "generate": ("generate", "Continue a prompt with a model and its adapter."),
-    "runs": ("runs", "List run directories with their state, verdict, losses, model and date."),
-    "checkpoints": ("checkpoints", "List and verify the checkpoints of a run."),
-    "verify": ("verify", "Compare what an adapter computes here with what was recorded where it was trained."),
-    "bundle": ("bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
-    "push": ("push", "Bring an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub."),
-    "pull": ("pull", "Fetch what push has brought there, and verify it."),
-    "adapter": ("adapter", "Inspect, convert, import, compare and merge adapter directories."),
-    "config": ("config", "Print a commented config with every key, a ready one by name, or the JSON schema."),
+    "check-data": ("preflight.check_data", "List every row of data, or of a config's data, that cannot be used."),
+    "preview": ("preflight.preview", "Show what a config would train on, with its numbers."),
+    "train": ("training.train", "Train an adapter by a config, or show the demo."),
+    "bench": ("training.bench", "Measure what a step of a config costs here, and where its time goes."),
+    "validate": ("training.validate", "Prove the whole pipeline on this machine, in five tiers."),
+    "launch": ("training.launch", "Train by a config in several processes: here, on other machines, or through Slurm."),
+    "eval": ("adapters.eval", "Measure an adapter on held-out data."),
+    "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
+    "runs": ("training.runs", "List run directories with their state, verdict, losses, model and date."),
+    "checkpoints": ("training.checkpoints", "List and verify the checkpoints of a run."),
+    "verify": ("adapters.verify", "Compare what an adapter computes here with what was recorded where it was trained."),
+    "bundle": ("adapters.bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
+    "push": (
+        "adapters.push",
+        "Bring an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub.",
+    ),
+    "pull": ("adapters.pull", "Fetch what push has brought there, and verify it."),
+    "adapter": ("adapters.adapter", "Inspect, convert, import, compare and merge adapter directories."),
+    "config": ("preflight.config", "Print a commented config with every key, a ready one by name, or the JSON schema."),
 }
 
 
@@ -58,7 +61,7 @@ class LazyGroup(Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(dualtune.__version__, prog_name="dualtune")
+@click.version_option(VERSION, prog_name="dualtune")
 def cli() -> None:
     """Fine-tune language models with LoRA and QLoRA, on Apple silicon and on NVIDIA GPUs, from one config."""
 

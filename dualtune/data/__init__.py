@@ -1,1 +1,1 @@
-"""From files to micro-batches: readers, formats, chat templates and masks, and the order of the documents."""
+"""The documents of a run: what the config's sources hold, tokenized, and which of them are held out."""

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from dualtune.adapter.spec import Tensors
 from dualtune.errors import FormatError
 
 MAX_HEADER_BYTES = 8 << 20  # an adapter of 100 layers has 0.2 MB, one of every expert of 48 layers of 128 has 6 MB
@@ -127,7 +126,7 @@ def read_json(path: Path, *, max_bytes: int, strict: bool = True, allowance: int
     return parse_object(data, path, strict=strict, allowance=allowance)
 
 
-def read_safetensors(path: Path) -> Tensors:
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     """All tensors of the file by name, as float32 (bfloat16 and float16 exactly, float64 rounded once).
 
     Raises FormatError for anything but a whole, well-formed file of floating-point tensors. NaN and Inf pass: the

@@ -10,12 +10,12 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import dualtune
 from dualtune.card import launch_on
 from dualtune.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.io.disk import write_file
 from dualtune.launch.slurm_script import BODY
 from dualtune.launch.worker import OWN_REASONS, Work
+from dualtune.versions import VERSION
 
 TASK = "%a"  # in --set, with --array: the number of the task
 # What the script says itself, and the option that changes it.
@@ -101,7 +101,7 @@ def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
         f"#SBATCH --{key}" + (f"={_quoted(value, key)}" if value else "") for key, value in headers if value is not None
     ]
     values = {
-        "VERSION": dualtune.__version__,
+        "VERSION": VERSION,
         "DIRECTIVES": "\n".join(directives),
         "PYTHON": shlex.quote(sys.executable),
         "CONFIG": shlex.quote(str(work.config)),

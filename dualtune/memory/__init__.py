@@ -1,1 +1,1 @@
-"""What training needs of memory, by formula: the shapes of models (`shapes`) and the estimate (`estimate`)."""
+"""How much memory training takes, by formula: the shapes of models and the estimate."""

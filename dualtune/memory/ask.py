@@ -162,7 +162,7 @@ def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
 
 
 def padded(length: int) -> int:
-    """The width of a row of so many tokens, as `dualtune.data.batching.batches.padded` has it, which lies beside this part."""
+    """The width of a row of so many tokens: a copy of `padded` in data/batching/batches.py, which lies above."""
     granule = 16
     while granule * 16 < length:
         granule *= 2

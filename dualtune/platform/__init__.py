@@ -1,1 +1,1 @@
-"""What this machine is and which backend suits it, found without importing torch or MLX."""
+"""What a machine is and which backend suits it, found without importing a framework."""

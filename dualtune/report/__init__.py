@@ -1,1 +1,1 @@
-"""Pages to read in a browser, each one file that needs nothing else."""
+"""Pages for a browser, each one file that needs nothing else."""

@@ -1,19 +1,38 @@
-"""The training loop and what surrounds it: schedule, metrics, run directory, checkpoints, generation."""
+"""The training loop and what prepares, guards and saves a run.
+
+Importing this package gives it the name of the library's function `dualtune.train`, so the package can be called too.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import dualtune
+if TYPE_CHECKING:
+    from dualtune.config import Config
+    from dualtune.hooks import Hook
+    from dualtune.train.run import TrainResult
+
+
+def train_on(
+    config: Config | str | Path | Mapping[str, Any], platform: str = "auto", hooks: Sequence[Hook] = (), *,
+    resume: str = "auto",
+) -> TrainResult:  # fmt: skip
+    """What `dualtune.train` does; its docstring is there."""
+    from dualtune.config import Config, load_config
+    from dualtune.platform.choose import choose, open_backend
+    from dualtune.train.run import run
+
+    settings = config if isinstance(config, Config) else load_config(config)
+    return run(settings, open_backend(choose(platform)), hooks, resume=resume)
 
 
 class _Callable(ModuleType):
-    """`dualtune.train(config)` is the library's function, also once this package has taken its name."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return dualtune._train(*args, **options)  # pyright: ignore[reportPrivateUsage]
+    def __call__(self, *args: Any, **options: Any) -> TrainResult:
+        return train_on(*args, **options)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import dualtune
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
@@ -39,7 +38,7 @@ from dualtune.train.state.resume import Change, table
 from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, RunDir
 from dualtune.train.state.together import open_together
 from dualtune.train.trainer import Job, fit
-from dualtune.versions import versions_of
+from dualtune.versions import VERSION, versions_of
 from dualtune.watchers import Watchers
 
 
@@ -216,7 +215,7 @@ def recorded_packages() -> list[str]:
 def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
     """What a reader of the results needs to know about the machine; nothing about its user."""
     return {
-        "dualtune": dualtune.__version__,
+        "dualtune": VERSION,
         "python": platform.python_version(),
         "system": platform.system(),
         "machine": platform.machine(),

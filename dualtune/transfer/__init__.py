@@ -1,1 +1,1 @@
-"""Moving an adapter or an unfinished run from one machine to another, and knowing that nothing changed on the way."""
+"""Moving an adapter or an unfinished run to another machine: push and pull."""

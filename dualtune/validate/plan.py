@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import dualtune
 from dualtune.backend import Backend
 from dualtune.base_model import copy_without_weights
 from dualtune.card import card_of
@@ -22,7 +21,7 @@ from dualtune.validate.concepts import FILE, write_rows
 from dualtune.validate.criteria import Criterion
 from dualtune.validate.tiers import Tier, criteria_of
 
-DEMO_MODEL = Path(dualtune.__file__).parent / "demo" / "model"
+DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 
 
 @dataclass(frozen=True, slots=True)

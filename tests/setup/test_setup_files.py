@@ -102,7 +102,14 @@ def test_files_and_config_keys_exist(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_messages_that_a_page_explains_are_printed_somewhere(name):
-    sources = [*SCRIPTS, *(path.relative_to(ROOT) for path in (ROOT / "dualtune" / "platform").glob("*.py"))]
+    sources = [
+        *SCRIPTS,
+        *(
+            path.relative_to(ROOT)
+            for folder in ("platform", "preflight")
+            for path in (ROOT / "dualtune" / folder).glob("*.py")
+        ),
+    ]
     printed = "".join(text_of(source) for source in sources)
     for message in re.findall(r"(?m)^\| `([^`]+)`[^|]*\| ", text_of(name)):
         fixed = max(re.split(r"\S*[\d.]\S*|\.venv", message), key=len)  # what is left without numbers and paths

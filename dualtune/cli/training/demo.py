@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import dualtune
 from dualtune.backend import Backend
 from dualtune.cli.output.progress import progress_hook, reading
 from dualtune.cli.output.screen import is_live, phases, tell, width
@@ -23,7 +22,7 @@ from dualtune.train.prepare import prepare
 from dualtune.train.run import execute
 from dualtune.train.state.run_dir import check_usable, open_run, path_of
 
-ASSETS = Path(dualtune.__file__).parent / "demo"
+ASSETS = Path(__file__).parents[2] / "demo"
 SHOWN = 2  # answers on the screen, before and after
 
 

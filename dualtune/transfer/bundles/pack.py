@@ -17,7 +17,6 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO, cast
 
-import dualtune
 from dualtune.adapter.formats.chat_template import hash_of, read_template
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
@@ -34,6 +33,7 @@ from dualtune.transfer.bundles import archive, manifest, names, signature
 from dualtune.transfer.bundles.bundle import name_of
 from dualtune.transfer.bundles.content import Content
 from dualtune.transfer.bundles.manifest import Bundle, File
+from dualtune.versions import VERSION
 
 # The keys of a JSON file whose value may be, or hold, a path of this machine. Elsewhere "/" may be a token or a text.
 _PATHS = {
@@ -79,7 +79,7 @@ def pack(
         kind=payload.kind,
         name=name or name_of(target),
         created=created,
-        version=dualtune.__version__,
+        version=VERSION,
         step=payload.step,
         base=payload.base,
         data=payload.data,
