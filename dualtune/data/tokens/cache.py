@@ -70,7 +70,7 @@ def open_store(key: Mapping[str, Any], build: Build) -> Store:
 def _code() -> str:
     """What turns rows into tokens: this package's source."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
