@@ -9,14 +9,14 @@ ROOT = Path(__file__).parents[1]
 
 def problems(tag: str, code: str, changelog: str) -> list[str]:
     """What does not agree, in words; empty if the tag can be released."""
-    version = re.search(r'^__version__ = "([^"]+)"', code, re.M)
+    version = re.search(r'^VERSION = "([^"]+)"', code, re.M)
     said = version[1] if version else "nothing"
-    found = [] if tag == f"v{said}" else [f"the tag is {tag}, and dualtune/__init__.py says {said}"]
+    found = [] if tag == f"v{said}" else [f"the tag is {tag}, and dualtune/versions.py says {said}"]
     if not re.search(rf"^## {re.escape(tag.removeprefix('v'))} \(\d{{4}}-\d\d-\d\d\)$", changelog, re.M):
         found.append(f"CHANGELOG.md has no section `## {tag.removeprefix('v')} (YYYY-MM-DD)`")
     return found
 
 
 if __name__ == "__main__":
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("dualtune/__init__.py", "CHANGELOG.md")]
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("dualtune/versions.py", "CHANGELOG.md")]
     sys.exit("\n".join(problems(sys.argv[1], *texts)) or None)

@@ -73,10 +73,10 @@ def test_only_the_job_that_publishes_may_ask_for_an_identity():
 @pytest.mark.parametrize(
     ("tag", "code", "changelog", "number"),
     [
-        ("v1.2.3", '__version__ = "1.2.3"\n', "# C\n\n## 1.2.3 (2026-01-02)\n", 0),
-        ("v1.2.3", '__version__ = "1.2.4"\n', "## 1.2.3 (2026-01-02)\n", 1),
-        ("v1.2.3", '__version__ = "1.2.3"\n', "## Unreleased\n", 1),
-        ("v1.2.3", '__version__ = "1.2.3"\n', "## 1x2.3 (2026-01-02)\n", 1),
+        ("v1.2.3", 'VERSION = "1.2.3"\n', "# C\n\n## 1.2.3 (2026-01-02)\n", 0),
+        ("v1.2.3", 'VERSION = "1.2.4"\n', "## 1.2.3 (2026-01-02)\n", 1),
+        ("v1.2.3", 'VERSION = "1.2.3"\n', "## Unreleased\n", 1),
+        ("v1.2.3", 'VERSION = "1.2.3"\n', "## 1x2.3 (2026-01-02)\n", 1),
         ("1.2.3", "", "", 2),
     ],
 )
@@ -85,8 +85,8 @@ def test_a_release_is_checked(tag, code, changelog, number):
 
 
 def test_the_changelog_has_the_version_of_the_code():
-    code, changelog = ((ROOT / name).read_text() for name in ("dualtune/__init__.py", "CHANGELOG.md"))
-    version = re.search(r'__version__ = "(.+)"', code)[1]
+    code, changelog = ((ROOT / name).read_text() for name in ("dualtune/versions.py", "CHANGELOG.md"))
+    version = re.search(r'VERSION = "(.+)"', code)[1]
     assert not problems(f"v{version}", code, changelog)
     assert "## Unreleased" in changelog
 

@@ -17,8 +17,8 @@ from dualtune.config import parse_config
 from dualtune.config.schema import sections
 from dualtune.preflight import problems
 from dualtune.train.state.lock import Lock
-from dualtune_mlx import checks as mlx
-from dualtune_torch import checks as torch
+from dualtune_mlx.card import checks as mlx
+from dualtune_torch.card import checks as torch
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"

@@ -34,7 +34,6 @@ from dualtune.backend import (
 from dualtune.base_model import copy_without_weights, learned_positions, read_config
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.distributed import add_up
-from dualtune_torch.frozen import as_stored, compute_dtype, shape_of, weight_of
 from dualtune_torch.kernels import cross_entropy
 from dualtune_torch.kernels.attention import Documents
 from dualtune_torch.kernels.choose import choose, own_attention
@@ -43,6 +42,7 @@ from dualtune_torch.losses import loss_sum, target_logprobs
 from dualtune_torch.methods import Noise, add_layers, storage
 from dualtune_torch.optimizer import FlatOptimizer
 from dualtune_torch.sharding import check_whole, whole
+from dualtune_torch.weights.frozen import as_stored, compute_dtype, shape_of, weight_of
 
 
 class TorchEngine:

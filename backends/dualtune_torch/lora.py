@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
 from dualtune.adapter.spec import LoraSpec
-from dualtune_torch.frozen import FrozenLinear, shape_of
 from dualtune_torch.methods import AdaptedLayer, Noise
+from dualtune_torch.weights.frozen import FrozenLinear, shape_of
 
 
 class Group(Protocol):

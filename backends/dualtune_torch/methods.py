@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.adapter.spec import LoraSpec, select_modules
-from dualtune_torch.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes
+from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes
 
 
 class Noise:

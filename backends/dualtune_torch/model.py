@@ -18,11 +18,11 @@ from dualtune.adapter.spec import OUTPUT_HEAD
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune_torch import affine_model
-from dualtune_torch.affine import BITS, GROUP_SIZE
-from dualtune_torch.frozen import as_stored, num_parameters, shape_of
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
+from dualtune_torch.weights import affine_model
+from dualtune_torch.weights.affine import BITS, GROUP_SIZE
+from dualtune_torch.weights.frozen import as_stored, num_parameters, shape_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from dualtune.backend import EngineDescription, LoadRequest, wait_limit_s
 from dualtune.base_model import staged
 from dualtune.errors import ConfigError, PeerLost
-from dualtune_torch.affine import AffineLayer
 from dualtune_torch.distributed import joined
+from dualtune_torch.weights.affine import AffineLayer
 
 # A base may take so much of a device's free memory and stay whole there: a step needs the rest.
 LARGEST_SHARE = 0.8

@@ -5,7 +5,7 @@ from __future__ import annotations
 NO_SUCH_KEY = {
     name: answer
     for answer, names in {
-        "An optimizer has torch's constants; set 'train.optimizer', 'train.learning_rate' and 'train.weight_decay'": (
+        "An optimizer has its usual constants; set 'train.optimizer', 'train.learning_rate' and 'train.weight_decay'": (
             "adam_beta1 adam_beta2 adam_epsilon adamw beta1 beta2 betas eps momentum optim_args optimizer_config"
         ),
         "Preference training (DPO and its kin) is not there yet": (

@@ -75,7 +75,7 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
     [
         ("train: {optimizer: adamw_8bit}", "train.optimizer: got 'adamw_8bit', allowed: adamw, sgd. Did you mean"),
         ("train: {optim: adamw_torch}", "train.optim: unknown key. Did you mean 'optimizer'?"),
-        ("train: {betas: 1}", "train.betas: unknown key. An optimizer has torch's constants; set 'train.optimizer'"),
+        ("train: {betas: 1}", "train.betas: unknown key. An optimizer has its usual constants; set 'train.optimizer'"),
         ("adapter: {num_layers: 16}", "adapter.num_layers: unknown key. It is not there yet; 'adapter.targets'"),
         ("run: {report_to: wandb}", "run.report_to: unknown key. There is no tracker yet; metrics.jsonl"),
         ("train: {resume_from_checkpoint: x}", "train.resume_from_checkpoint: unknown key. A run that was stopped"),

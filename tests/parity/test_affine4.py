@@ -24,7 +24,7 @@ mlx_lm = pytest.importorskip("mlx_lm")
 tree_flatten = pytest.importorskip("mlx.utils").tree_flatten
 transformers = pytest.importorskip("transformers")
 
-from dualtune_torch.affine_model import FAMILIES  # noqa: E402
+from dualtune_torch.weights.affine_model import FAMILIES  # noqa: E402
 
 LOGITS = 1e-4
 ALL = LoraSpec(8, 12.0, 0.0, ("all-linear",))

@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 mlx_lm = pytest.importorskip("mlx_lm")
 
-from dualtune_torch.frozen import weight_of  # noqa: E402
+from dualtune_torch.weights.frozen import weight_of  # noqa: E402
 
 TARGETS = ["c_attn", "c_proj", "c_fc"]
 NUM_MODULES = 2 * 4  # c_proj is in attention and in the feed-forward block

@@ -14,8 +14,7 @@ from dualtune.card import card_of
 from dualtune.checks import Check, exit_code
 from dualtune.platform.machine import GIB, Gpu, Surroundings
 from dualtune.platform.machines import named
-from dualtune.preflight import environment
-from dualtune.preflight import storage as places
+from dualtune.preflight import environment, storage
 from dualtune.preflight.environment import TARGETS, check_environment, cuda_checks, metal_checks, suited_target
 from dualtune.preflight.requirements import at_least, least_python, package_checks, requirements
 
@@ -34,7 +33,7 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def free_gb(monkeypatch):
     """Pretend that every disk has so much room."""
-    return lambda gb: monkeypatch.setattr(places.shutil, "disk_usage", lambda _: SimpleNamespace(free=gb * 10**9))
+    return lambda gb: monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=gb * 10**9))
 
 
 def levels(checks: list[Check]) -> dict[str, str]:
@@ -234,7 +233,7 @@ def test_a_foreign_machine_fails_and_cpu_takes_all(home, target):
 )
 def test_there_must_be_room_for_the_model(home, free_gb, target, gb, level):
     free_gb(gb)
-    check = only(places.disk_checks(home, TARGETS[target].download_gb), "disk")
+    check = only(storage.disk_checks(home, TARGETS[target].download_gb), "disk")
     assert check.level == level and str(home / "hub") in check.found
 
 
@@ -248,22 +247,22 @@ def test_a_model_that_is_here_needs_no_room(home, free_gb, make_config, tiny_lla
 
 def test_two_disks_are_two_rows(home, free_gb, monkeypatch):
     free_gb(10)
-    monkeypatch.setattr(places, "_disk", str)
-    assert levels(places.disk_checks(home / "runs", 30)) == {"disk for models": "fail", "disk for runs": "ok"}
+    monkeypatch.setattr(storage, "_disk", str)
+    assert levels(storage.disk_checks(home / "runs", 30)) == {"disk for models": "fail", "disk for runs": "ok"}
 
 
 def test_a_directory_is_tried_by_writing_to_it_and_nothing_is_left(home):
     before = sorted(home.iterdir())
-    rows = places.directory_checks(home / "runs" / "first")
+    rows = storage.directory_checks(home / "runs" / "first")
     assert set(levels(rows).values()) == {"ok"} and len(rows) == 4
     assert f"will be made in {home}" in only(rows, "run directory").found
-    assert only(places.directory_checks(Path()), "run directory").found == "."
+    assert only(storage.directory_checks(Path()), "run directory").found == "."
     assert sorted(home.iterdir()) == before
 
 
 def test_a_directory_that_cannot_be_written_is_found(home):
     (home / "runs").write_text("a file where a directory should be")
-    check = only(places.directory_checks(home / "runs" / "first"), "run directory")
+    check = only(storage.directory_checks(home / "runs" / "first"), "run directory")
     assert check.level == "fail" and "set run.dir" in check.mend and str(home / "runs") in check.found
 
 
@@ -273,7 +272,7 @@ def test_a_directory_that_cannot_be_written_is_found(home):
 def test_data_are_found_missing_or_left_to_the_hub(home, make_config, write_rows, qa_rows):
     here = write_rows(qa_rows)
     config = make_config([str(here), "no/such.jsonl", "openai/gsm8k"], {"data.eval": "also/missing"})
-    found = [(check.level, check.found.split(":")[0].split(";")[0]) for check in places.data_checks(config)]
+    found = [(check.level, check.found.split(":")[0].split(";")[0]) for check in storage.data_checks(config)]
     assert found == [
         ("ok", str(here)),
         ("fail", str(home / "no" / "such.jsonl")),
@@ -313,7 +312,7 @@ def cached(home, name: str, *files: str, refers_to=()) -> None:
 )  # fmt: skip
 def test_a_model_in_the_cache_is_whole_or_what_it_lacks_is_named(home, make_config, files, refers_to, expected, word):
     cached(home, "acme/tiny", *files, refers_to=refers_to)
-    rows = places.model_checks(make_config("x.jsonl", model="acme/tiny"))
+    rows = storage.model_checks(make_config("x.jsonl", model="acme/tiny"))
     assert levels(rows) == expected
     failed = [check for check in rows if check.level == "fail"]
     assert all(word in check.found and check.mend == "hf download acme/tiny" for check in failed)
@@ -322,35 +321,35 @@ def test_a_model_in_the_cache_is_whole_or_what_it_lacks_is_named(home, make_conf
 def test_a_model_with_random_weights_needs_none(home, make_config):
     cached(home, "acme/tiny", "config.json", "tokenizer.json")
     config = make_config("x.jsonl", {"model.init": "random"}, model="acme/tiny")
-    assert set(levels(places.model_checks(config)).values()) == {"ok"}
+    assert set(levels(storage.model_checks(config)).values()) == {"ok"}
 
 
 def test_a_model_that_is_not_here_is_advice_online_and_a_failure_offline(home, make_config, monkeypatch):
     config = make_config("x.jsonl", model="acme/absent")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    (online,) = places.model_checks(config)
+    (online,) = storage.model_checks(config)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    (offline,) = places.model_checks(config)
+    (offline,) = storage.model_checks(config)
     assert (online.level, offline.level) == ("advice", "fail")
     assert online.mend == "hf download acme/absent" and offline.mend == f"HF_HUB_OFFLINE=0 {online.mend}"
 
 
 def test_a_model_directory_that_is_not_there_is_a_failure(home, make_config):
-    (check,) = places.model_checks(make_config("x.jsonl", model=str(home / "nowhere")))
+    (check,) = storage.model_checks(make_config("x.jsonl", model=str(home / "nowhere")))
     assert check.level == "fail" and str(home / "nowhere") in check.found
 
 
 def test_the_hub_token_is_named_and_never_shown(home, monkeypatch):
     secret = "hf_" + "a1B2" * 9
     monkeypatch.setattr("huggingface_hub.get_token", lambda: secret)
-    check = places.hub_token(download=True)
+    check = storage.hub_token(download=True)
     assert (check.level, check.found) == ("ok", "set")
     assert secret not in str(check)
 
 
 @pytest.mark.parametrize(("download", "level"), [(True, "advice"), (False, "ok")])
 def test_a_missing_token_is_advice_only_where_a_model_is_to_be_downloaded(home, download, level):
-    assert places.hub_token(download=download).level == level
+    assert storage.hub_token(download=download).level == level
 
 
 # --- dualtune check-env -----------------------------------------------------------------------------------------------

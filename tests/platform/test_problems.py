@@ -7,8 +7,8 @@ import pytest
 from dualtune.platform.machine import Surroundings
 from dualtune.platform.machines import named
 from dualtune.preflight.problems import PROBLEMS, problems
-from dualtune_mlx import checks as mlx
-from dualtune_torch import checks as torch
+from dualtune_mlx.card import checks as mlx
+from dualtune_torch.card import checks as torch
 
 EVERY = (*PROBLEMS, *torch.PROBLEMS, *mlx.PROBLEMS)
 CARD = {"nvidia_card": True}

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from dualtune_torch import affine, affine_model, frozen  # noqa: E402
-from dualtune_torch.affine import AffineEmbedding, AffineLayer, AffineLinear, dequantize, quantize  # noqa: E402
+from dualtune_torch.weights.affine import AffineEmbedding, AffineLayer, AffineLinear, dequantize, quantize  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BATCH = random_batch([16, 16], 96)

@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 from dualtune_mlx.packing import PackedRows
-from dualtune_mlx.sizes import ATTENTION_CHUNK
 
 NAME = "scaled_dot_product_attention"
 

@@ -20,7 +20,7 @@ import numpy as np
 from mlx import nn
 
 from dualtune.backend import IGNORE_INDEX
-from dualtune_mlx.sizes import LOSS_LOGITS
+from dualtune_mlx.card.sizes import LOSS_LOGITS
 
 PROBE = 8  # tokens shown to a model to see whether it is a body and a linear head
 

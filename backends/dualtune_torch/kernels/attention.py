@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from dualtune_torch.sizes import ATTENTION_BLOCK
+from dualtune_torch.card.sizes import ATTENTION_BLOCK
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: a CPU's library compiles a product for every shape, so lengths are rounded up to come again

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.errors import ConfigError
-from dualtune_torch.affine import AffineLinear
-from dualtune_torch.frozen import FrozenLinear, compute_dtype, num_parameters
+from dualtune_torch.card.sizes import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import Documents, NotCovered
 from dualtune_torch.sharding import class_of, is_split
-from dualtune_torch.sizes import WORTH_COMPILING
+from dualtune_torch.weights.affine import AffineLinear
+from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
 
 # By how much, of the largest logit, a fast piece may move one. Rounding moves them by a tenth of that, another kind of
 # computation by far more.

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dualtune_torch.card.sizes import LOSS_ROWS
 from dualtune_torch.kernels.attention import GRANULE, capped
-from dualtune_torch.sizes import LOSS_ROWS
 
 
 def reference(

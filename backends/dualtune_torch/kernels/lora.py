@@ -24,9 +24,9 @@ from torch import Tensor
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.spec import tensor_name
 from dualtune_torch.adapter import AdapterBuffer
-from dualtune_torch.frozen import weight_of
 from dualtune_torch.lora import LoRALinear, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
+from dualtune_torch.weights.frozen import weight_of
 
 
 class LoRAGroup:

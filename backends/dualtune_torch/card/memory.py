@@ -21,7 +21,7 @@ from dualtune.memory.ask import (
     optimizer,
 )
 from dualtune.memory.shapes import Decoder
-from dualtune_torch.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
+from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.

@@ -22,7 +22,7 @@ from dualtune.memory.ask import (
 )
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS
-from dualtune_mlx.sizes import ATTENTION_CHUNK, LOSS_LOGITS
+from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS
 
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualtune.card import Card, Device, Launch, Memory, Package, Twin
-from dualtune_torch import checks, memory
+from dualtune_torch.card import checks, memory
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "nf4", "affine4", "affine8")

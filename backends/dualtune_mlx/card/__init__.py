@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dualtune.card import Card, Device, Launch, Memory, Package, Twin
-from dualtune_mlx import checks, memory
-from dualtune_mlx.sizes import ATTENTION_CHUNK
+from dualtune_mlx.card import checks, memory
+from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "affine4", "affine8")

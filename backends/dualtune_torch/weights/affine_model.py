@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from dualtune.base_model import BaseWeights
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune_torch.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
+from dualtune_torch.weights.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 # Families whose models are quantized here layer by layer as mlx-lm quantizes them. It has rules of its own for others,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dualtune_torch.affine import AffineLayer, AffineLinear, dequantize
+from dualtune_torch.weights.affine import AffineLayer, AffineLinear, dequantize
 
 FrozenLinear = nn.Linear | AffineLinear | Conv1D
 
