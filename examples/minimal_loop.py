@@ -18,6 +18,7 @@ from dualtune.data.batching.batches import Layout, micro_batches
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.io.disk import free_name
+from dualtune.optimizer import OptimizerSpec
 from dualtune.platform.choose import choose, open_backend
 
 DEMO = Path(dualtune.__file__).parent / "demo"
@@ -54,10 +55,16 @@ def main():
     spec = LoraSpec(rank=8, alpha=16, dropout=0.0, targets=("all-linear",))
     engine = backend.load(
         LoadRequest(
-            args.model, dtype="auto", quantization="auto", init="pretrained", adapter=spec, weight_decay=0.01, seed=SEED
+            args.model,
+            dtype="auto",
+            quantization="auto",
+            init="pretrained",
+            adapter=spec,
+            optimizer=OptimizerSpec(),
+            seed=SEED,
         )
     )
-    print(f"{backend.name}: {engine.description['trainable_parameters']:,} trainable parameters")
+    print(f"{backend.name}: {engine.description.trainable_parameters:,} trainable parameters")
     print(f"held-out loss before: {evaluate(engine, held_out, layout):.4f}")
 
     # The loop: each micro-batch adds its share of the gradient of the whole step's mean loss, then one update.

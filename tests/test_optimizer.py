@@ -92,7 +92,7 @@ def lion(w, g, slots, *, step, lr, settings):
 def with_lion(monkeypatch):
     entry = Optimizer(lion, ("m",), {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0})
     table = MappingProxyType({**OPTIMIZERS, "lion": entry})
-    for module in ("train.state.checkpoint", "memory.ask", "testing.numpy_engine", "optimizer"):
+    for module in ("train.state.checkpoint", "memory.ask", "optimizer"):
         monkeypatch.setattr(f"dualtune.{module}.OPTIMIZERS", table)
 
 
