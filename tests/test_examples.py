@@ -7,11 +7,14 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dualtune.adapter.formats.directory import read_adapter
+from dualtune.backend import IGNORE_INDEX
 from dualtune.capabilities import check_capabilities
 from dualtune.config import load_config
+from dualtune.testing.tiny_models import random_batch
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -27,7 +30,8 @@ def example(open_backend, tiny_softmax, write_rows, qa_rows, monkeypatch, tmp_pa
     def run(name: str, backend: str) -> str:
         open_backend(backend)
         monkeypatch.chdir(tmp_path)
-        words = ["--platform", "cpu" if backend == "torch" else backend, "--steps", "3", "--out", str(tmp_path / "out")]
+        words = ["--platform", "cpu" if backend == "torch" else backend, "--steps", "3"]
+        words += ["--out", str(tmp_path / "out")] if name != "custom_objective" else []
         if backend == "numpy":
             words += ["--model", str(tiny_softmax)]
             words += ["--data", str(write_rows(4 * qa_rows))] if name != "custom_data" else []
@@ -54,6 +58,26 @@ def test_the_minimal_loop_is_short_and_uses_each_verb():
     verbs = ["backend.load(", "engine.forward_backward(", "engine.optim_step(", "engine.adapter_state("]
     places = [text.index(verb) for verb in verbs]
     assert places == sorted(places) and "engine.evaluate(" in text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_custom_objective_falls(example, backend):
+    out = example("custom_objective", backend)
+    before, after = (float(re.search(rf"focal loss {when}: +([\d.]+)", out)[1]) for when in ("before", "after"))
+    assert after < before
+
+
+def test_the_weights_of_the_custom_objective_are_its_derivative():
+    focal = runpy.run_path(str(EXAMPLES / "custom_objective.py"))["focal"]
+    batch = random_batch([8, 5], 32)
+    rng = np.random.default_rng(0)
+    logprobs = np.where(batch.labels_BT == IGNORE_INDEX, 0, -rng.uniform(0.1, 3, batch.labels_BT.shape))
+    for at in zip(*np.nonzero(batch.labels_BT != IGNORE_INDEX), strict=True):
+        up, down = (logprobs.copy() for _ in range(2))
+        up[at] += 1e-6
+        down[at] -= 1e-6
+        slope = (focal(up, batch)[0] - focal(down, batch)[0]) / 2e-6
+        assert focal(logprobs, batch)[1][at] == pytest.approx(-slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
