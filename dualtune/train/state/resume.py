@@ -15,22 +15,15 @@ from dualtune.train.state.checkpoint import Checkpoint
 Rule = Literal["free", "recorded", "forbidden"]
 
 # free        the result does not depend on it
-# recorded    the rest of the run differs from what it would have been; said, and written to metrics.jsonl
-# forbidden   the checkpoint means nothing with another value
+# recorded    the rest of the run differs from what it would have been; shown, and written to metrics.jsonl
+# forbidden   the checkpoint means nothing with another value: every key that is not listed, so also a new one
 # Names of models and files are recorded, because a run may move to a machine where they lie elsewhere; what they name
 # is compared by fingerprint.
 RULES: dict[str, Rule] = {
     "model.name": "recorded",
     "model.dtype": "recorded",
-    "model.quantization": "forbidden",
-    "model.init": "forbidden",
     "model.kernels": "free",  # the same mathematics, rounded otherwise
-    "adapter.method": "forbidden",
-    "adapter.rank": "forbidden",
-    "adapter.alpha": "forbidden",
-    "adapter.scaling": "forbidden",
     "adapter.dropout": "recorded",
-    "adapter.targets": "forbidden",
     "adapter.init_from": "recorded",
     "data.train": "recorded",
     "data.eval": "recorded",
@@ -38,34 +31,27 @@ RULES: dict[str, Rule] = {
     "data.columns": "recorded",
     "data.template": "recorded",
     "data.special_tokens_in_text": "recorded",  # where it matters, the documents' fingerprints differ
-    "data.max_length": "forbidden",
     "data.packing": "free",  # the rows of a step change, its documents and its mathematics do not
-    "data.loss_on": "forbidden",
     "data.on_bad_row": "recorded",
     "data.max_bad_rows": "recorded",
     "train.epochs": "recorded",
     "train.steps": "recorded",
-    "train.tokens_per_step": "forbidden",
-    "train.documents_per_step": "forbidden",
     "train.micro_batch_tokens": "free",
     "train.learning_rate": "recorded",
     "train.schedule": "recorded",
     "train.warmup": "recorded",
-    "train.optimizer": "forbidden",  # its state means nothing to another one
     "train.weight_decay": "recorded",
     "train.max_grad_norm": "recorded",
     "memory.checkpointing": "free",
     "memory.offload": "free",
     "memory.sharding": "free",
     "memory.limit": "free",
-    "hybrid.enabled": "forbidden",
     "guards.nonfinite_limit": "recorded",
     "guards.on_spike": "recorded",
     "guards.spike_threshold": "recorded",
     "guards.early_stopping": "recorded",
     "guards.restore_best": "recorded",
     "run.dir": "free",
-    "run.seed": "forbidden",
     "run.log_every": "free",
     "run.eval_every": "free",
     "run.save_every": "free",
@@ -116,8 +102,9 @@ def differences(saved: Checkpoint, config: Config) -> list[Change]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    for key, rule in RULES.items():
-        section, name = key.split(".")
+    for section, name in ((section, name) for section, table in new.items() for name in table):
+        key = f"{section}.{name}"
+        rule = RULES.get(key, "forbidden")
         value, default = new[section][name], sections()[section].model_fields[name].default
         if name in old.get(section, {}):
             if old[section][name] != value:
