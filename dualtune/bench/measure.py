@@ -84,7 +84,7 @@ class Span:
 
 
 class Spans:
-    """Time intervals of a step: what ran, and when."""
+    """Named time intervals: what ran, and when."""
 
     def __init__(self) -> None:
         self.all: list[Span] = []
