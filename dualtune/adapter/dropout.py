@@ -1,11 +1,11 @@
-"""LoRA dropout as a function, not a stream: the same mask on every backend, and nothing to save for a resume.
+"""LoRA dropout as a pure function, not a random stream: the same mask on every backend, and no state to save.
 
-Whether the input channel `i` of an adapted module is kept for a token is decided by an integer hash of the token's
-random key (`Batch.noise_BT`, drawn by the core from (seed, step, document, position)) and the channel's key (drawn from
-the module's path; modules that read the same activations share a mask, so that these are dropped once). A mask
-therefore does not depend on the micro-batch size, the packing or the number of ranks.
+An integer hash decides whether the input channel `i` of an adapted module is kept for a token. It combines the token's
+dropout seed (`Batch.noise_BT`, drawn by the core from (seed, step, document, position)) and the channel's key (drawn
+from the module's path; modules that read the same activations share a mask, so that these are dropped once). So a mask
+does not depend on the micro-batch size, the packing or the number of processes.
 
-The functions here are the reference; an engine repeats `keep_mask` with four integer operations on its device.
+The functions here are the reference; an engine computes `keep_mask` with four integer operations on its device.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ MIX1, MIX2 = 0x85EBCA6B, 0xC2B2AE35
 SHIFT = 15
 
 
-# What reads the same activations in a transformer block, by the last part of the path.
+# Modules with the same input activations in a transformer block, by the last part of the path.
 SHARED_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 
 
 def input_of(module: str) -> str:
-    """A name for what a module reads: equal for modules that read the same."""
+    """Return a name for a module's input: equal for modules with the same input."""
     parent, dot, name = module.rpartition(".")
     return f"{parent}{dot}{SHARED_INPUT.get(name, name)}"
 
 
 def channel_keys(module: str, in_dim: int) -> np.ndarray:
-    """uint32 [in]: a random key for every input channel of a module."""
+    """Return uint32 [in]: a random key for every input channel of a module."""
     rng = np.random.default_rng(zlib.crc32(input_of(module).encode()))
     return rng.integers(0, 1 << 32, in_dim, dtype=np.uint32)
 
 
 def threshold(dropout: float) -> int:
-    """A hash, read as a signed 32-bit integer, is kept when it is at least this: P(keep) = 1 − dropout."""
+    """Return the lowest hash, as a signed 32-bit integer, that is kept: P(keep) = 1 − dropout."""
     return round(dropout * 2.0**32) - 2**31
 
 
 def keep_mask(noise: np.ndarray, keys: np.ndarray, dropout: float) -> np.ndarray:
-    """bool [..., in] from token keys uint32 [...] and channel keys uint32 [in]."""
+    """Return bool [..., in] from dropout seeds uint32 [...] and channel keys uint32 [in]."""
     x = noise[..., None] ^ keys
     x = x * np.uint32(MIX1)
     x = x ^ (x >> np.uint32(SHIFT))

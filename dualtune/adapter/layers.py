@@ -1,7 +1,7 @@
-"""Names of modules inside a stack of layers: `model.layers.3.self_attn.q_proj` is `self_attn.q_proj` of layer 3.
+"""Module names in a stack of layers: `model.layers.3.self_attn.q_proj` is `self_attn.q_proj` of layer 3.
 
-PEFT selects modules by the end of their paths, mlx-lm by names relative to a layer, which it then looks for in every
-layer. Either shorthand is only right where the adapter covers the whole stack; full paths are right always.
+PEFT selects modules by the end of their paths, mlx-lm by names relative to a layer, which it looks for in every layer.
+Both short forms are correct only if the adapter covers the whole stack; full paths are always correct.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dualtune.adapter.spec import ALL_LINEAR, is_target
 
-# The first number in the path is the layer; later ones count experts.
+# The first number in the path is the layer; later numbers are experts.
 _PLACE = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
 MAX_PATH = 512  # characters
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
@@ -26,18 +26,18 @@ class Place(NamedTuple):
 
 
 def is_module_path(text: str) -> bool:
-    """Whether the text is a dotted path: names from a file end up in terminals, reports and regular expressions."""
+    """Return whether the text is a dotted path: names from files get into terminals, reports and regexes."""
     return len(text) <= MAX_PATH and _PATH.fullmatch(text) is not None
 
 
 def place_of(module: str) -> Place | None:
-    """Where in a stack of layers the module is; None for one outside, as `lm_head`."""
+    """Return the module's position in a stack of layers; None outside of one, as for `lm_head`."""
     match = _PLACE.fullmatch(module)
     return Place(match["stack"], int(match["layer"]), match["name"]) if match else None
 
 
 def uniform_names(modules: Iterable[str]) -> set[str]:
-    """The layer-relative names adapted in each layer from 0 to the last adapted one; none if there are two stacks."""
+    """Return the layer-relative names adapted in all layers from 0 to the last adapted one; none for two stacks."""
     places = [place for module in modules if (place := place_of(module))]
     if len({place.stack for place in places}) != 1:
         return set()
@@ -49,7 +49,7 @@ def uniform_names(modules: Iterable[str]) -> set[str]:
 
 
 def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str, ...]:
-    """The targets as given where they select these modules and, as far as can be seen, no others; else full paths."""
+    """Return the targets unchanged if they select exactly these modules, as far as can be known; else full paths."""
     given, uniform = tuple(targets), uniform_names(modules)
     if given == (ALL_LINEAR,):
         return short_targets(modules)
@@ -63,7 +63,7 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
 
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:
-    """`q_proj`, … where the modules are those of whole layers 0..max, else full paths."""
+    """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths."""
     places = {module: place_of(module) for module in modules}
     uniform = uniform_names(modules)
     if any(place and place.name not in uniform for place in places.values()):

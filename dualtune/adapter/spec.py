@@ -1,9 +1,8 @@
-"""What an adapter is: its hyperparameters, the names of its tensors, and their first values.
+"""What an adapter is: its hyperparameters, the names of its tensors, and their initial values.
 
-The canonical form everywhere in the core, on both backends and in checkpoints is PEFT's: for a linear layer with LoRA,
-`y = W x + scale · B (A x)`, the dictionary holds `base_model.model.<module>.lora_A.weight` with shape [rank, in] and
-`….lora_B.weight` with shape [out, rank], both float32. Which tensors a layer has is the method's to say
-(`dualtune.adapter.methods`).
+The core, both backends and checkpoints all use PEFT's form: for a linear layer with LoRA, `y = W x + scale · B (A x)`,
+the dictionary holds `base_model.model.<module>.lora_A.weight` with shape [rank, in] and `….lora_B.weight` with shape
+[out, rank], both float32. The method decides which tensors a layer has (`dualtune.adapter.methods`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 from dualtune.adapter.methods import METHODS
 from dualtune.adapter.methods.method import Method
 
-# Part of what an adapter is, in a file of their own because they need no NumPy.
+# Also part of this module, in a separate file because it needs no NumPy.
 from dualtune.adapter.targets import ALL_LINEAR as ALL_LINEAR
 from dualtune.adapter.targets import OUTPUT_HEAD as OUTPUT_HEAD
 from dualtune.adapter.targets import Shapes
@@ -59,34 +58,34 @@ class LoraSpec:
 
 
 def divisor(rank: int, scaling: Scaling) -> float:
-    """What alpha is divided by to make the scale: the rank, or its root (rsLoRA, arXiv 2312.03732)."""
+    """Return the divisor of alpha in the scale: the rank, or its square root (rsLoRA, arXiv 2312.03732)."""
     return math.sqrt(rank) if scaling == "rank_stabilized" else rank
 
 
 def tensor_name(module: str, part: str, method: str = "lora") -> str:
-    """The canonical name, which is PEFT's, of a part ("A", "B", …) of a module path."""
+    """Return the canonical name, which is PEFT's, for a part ("A", "B", …) of a module path."""
     return next(f"{PREFIX}{module}.{p.peft}" for p in METHODS[method].parameters if p.part == part)
 
 
 def parse_name(name: str) -> tuple[str, str] | None:
-    """(module path, part) of a canonical name; None for one that no method has."""
+    """Return (module path, part) of a canonical name; None if no method has such a name."""
     match = _NAME.match(name)
     return (match["module"], _PARTS[match["end"]]) if match else None
 
 
 def modules_of(tensors: Iterable[str]) -> list[str]:
-    """The sorted module paths that the tensor names speak of."""
+    """Return the sorted module paths in the tensor names."""
     return sorted({parsed[0] for name in tensors if (parsed := parse_name(name))})
 
 
 def init_adapter(
     shapes: Shapes, rank: int, seed: int, *, method: str = "lora", weight: Callable[[str], np.ndarray] | None = None
 ) -> Tensors:
-    """A fresh adapter, which changes nothing yet: the method's first values for each module.
+    """Return a fresh adapter, which changes nothing yet: the method's initial values for each module.
 
-    `weight` gives the frozen weight [out, in] of a module, float32; without it, tensors that are a function of it are
-    left out. Every module has a random stream of its own, keyed by (seed, module path), so that the numbers do not
-    depend on which other modules are adapted, nor on the order in which a backend lists them.
+    `weight` returns the frozen weight [out, in] of a module, float32; without it, tensors that depend on it are
+    omitted. Every module has a separate random stream, keyed by (seed, module path), so that the numbers depend neither
+    on the other adapted modules nor on their order in a backend.
     """
     tensors: Tensors = {}
     for module, shape in shapes.items():

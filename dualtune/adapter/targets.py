@@ -1,4 +1,4 @@
-"""Which linear layers of a model a list of targets selects. Without NumPy, so that an estimate of memory is quick."""
+"""Selection of a model's linear layers by a list of targets. Without NumPy, so that a memory estimate starts fast."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ OUTPUT_HEAD = "lm_head"
 
 
 def is_target(module: str, targets: Iterable[str]) -> bool:
-    """PEFT's rule for a list of names: the whole path, or its last components."""
+    """Match a list of names as in PEFT: the whole path, or its last components."""
     return any(module == target or module.endswith("." + target) for target in targets)
 
 
 def select_modules(available: Shapes, targets: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """The linear layers of a model that the targets select, in sorted order.
+    """Return the linear layers of a model that the targets select, in sorted order.
 
-    "all-linear" means every linear layer but the output head, as in PEFT. ConfigError, with the names that the model
-    has, for a target that selects nothing.
+    "all-linear" means all linear layers except the output head, as in PEFT. ConfigError, with the names in the model,
+    if a target selects nothing.
     """
     selected: dict[str, tuple[int, int]] = {}
     for target in targets:

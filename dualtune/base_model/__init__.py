@@ -1,7 +1,7 @@
 """The base model on disk: found, checked before anything is loaded, and fingerprinted.
 
-A model directory comes from a stranger. Which of its files are the model is decided once, in `find_weights`; what is
-checked, fingerprinted and loaded on either backend are those files and no others.
+A model directory is untrusted. `find_weights` is the only place that decides which of its files are the model; exactly
+these files are checked, fingerprinted and loaded, on either backend.
 """
 
 from dualtune.base_model.config_file import MAX_CONFIG_BYTES, learned_positions, read_config, vocabulary_size

@@ -1,4 +1,4 @@
-"""The config.json of a base model: data, and never a way to code."""
+"""The config.json of a base model: read as data, never a way to run code."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dualtune.io.fields import shown
 from dualtune.io.untrusted import read_json
 
 MAX_CONFIG_BYTES = 4 << 20
-# Keys by which a config makes a library import code or open files of the config's own choice.
+# Keys by which a config makes a library import code or open arbitrary files.
 REFUSED = {
     "auto_map": "names code of its own, which transformers would import",
     "model_file": "names code of its own, which mlx-lm would run",
     "transformers_weights": "names a weight file of its own choice",
 }
-TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families that do not call their number n_positions
-# The implementation of attention. Any other name is a repository of the hub, from which transformers takes a kernel.
+TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families with another key for the number of positions
+# The implementation of attention. transformers takes any other name as a hub repository and loads a kernel from it.
 ATTENTION_KEYS = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
 _EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|wte|embed_in|embeddings?|(word|tok)_embeddings)\.weight")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config.json of a model directory. FormatError for a broken one, and for one that leads to code."""
+    """Return the config.json of a model directory. FormatError if it is broken or could run code."""
     file = file_in(path, "config.json")
     config = read_json(file, max_bytes=MAX_CONFIG_BYTES, strict=False)
-    fields.name(config, "model_type", file)  # which is looked up in tables
+    fields.name(config, "model_type", file)  # used as a key of tables
     for table in _tables(config):
         for key in REFUSED.keys() & {name for name, value in table.items() if value}:
             raise FormatError(
@@ -51,14 +51,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def learned_positions(config: Mapping[str, Any]) -> int | None:
-    """How many positions the model has a table for, as GPT-2; None where they are computed, and can run on."""
+    """Return the size of the position table, as in GPT-2; None if positions are computed and therefore unlimited."""
     key = "max_position_embeddings" if config.get("model_type") in TABLES_OF_POSITIONS else "n_positions"
     found = config.get(key)
     return found if isinstance(found, int) else None
 
 
 def _tables(value: object) -> Iterator[dict[str, Any]]:
-    """The object and every object inside of it."""
+    """Yield the object and every object nested in it."""
     if isinstance(value, dict):
         table = cast("dict[str, Any]", value)
         yield table
@@ -70,17 +70,17 @@ def _tables(value: object) -> Iterator[dict[str, Any]]:
 
 
 def _names(value: object) -> list[object]:
-    """One name, or one for each part of a model, as transformers takes them; nothing where nothing is chosen."""
+    """Return one name, or one per part of a model, as transformers accepts; an empty list if none is set."""
     if isinstance(value, dict):
         return [name for name in cast("dict[str, object]", value).values() if name is not None]
     return [] if value is None else [value]
 
 
 def config_for_loaders(path: Path) -> dict[str, Any]:
-    """The config of a model directory without the keys that may lead to code.
+    """Return the config of a model directory without the keys that could run code.
 
-    The implementation of attention is chosen by `model.kernels`, and even a plain name of one may lead to the hub:
-    without the package flash-attn transformers fetches a kernel that does the same.
+    `model.kernels` chooses the implementation of attention. Even a plain name of one may lead to the hub: without the
+    package flash-attn, transformers downloads an equivalent kernel.
     """
     config = read_config(path)
     for table in _tables(config):
@@ -90,7 +90,7 @@ def config_for_loaders(path: Path) -> dict[str, Any]:
 
 
 def check_storage(config: Mapping[str, Any], weights: BaseWeights) -> None:
-    """ConfigError where config.json says that the weights are packed as MLX does it, and they are plain."""
+    """Raise ConfigError if config.json says that the weights are packed as in MLX, but they are not."""
     is_packed = any(name.endswith(".scales") or t.dtype == "U32" for name, t in weights.tensors.items())
     if config.get("quantization") and not is_packed:
         raise ConfigError(
@@ -100,9 +100,9 @@ def check_storage(config: Mapping[str, Any], weights: BaseWeights) -> None:
 
 
 def vocabulary_size(directory: Path) -> int | None:
-    """How many tokens a model has an embedding for, by its config or else by its weights; None if neither says.
+    """Return the number of tokens in a model's embedding, from its config or else its weights; None if unknown.
 
-    That the two agree shows when the model is loaded.
+    Loading the model checks that both agree.
     """
     if not (directory / "config.json").is_file():
         return None
@@ -114,4 +114,4 @@ def vocabulary_size(directory: Path) -> int | None:
     if not has_weights(directory):
         return None
     rows = [tensor.shape[0] for name, tensor in weights_in(directory).tensors.items() if _EMBEDDING.fullmatch(name)]
-    return rows[0] if len(rows) == 1 else None  # several: a model with an encoder, or of images
+    return rows[0] if len(rows) == 1 else None  # several: an encoder-decoder or image model

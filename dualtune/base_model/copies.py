@@ -1,4 +1,4 @@
-"""Directories made of a model directory: one to load from, and one to put merged weights into."""
+"""Copies of a model directory: one to load from, and one for merged weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dualtune.errors import FormatError
 from dualtune.io.untrusted import open_file
 from dualtune.text.redaction import SecretSearch
 
-# What belongs to a model besides its weights. Whatever else is in the directory stays there.
+# The files of a model besides its weights. Other files are not copied.
 COPIED = (
     "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
     "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model", "vocab.json",
@@ -27,10 +27,10 @@ MAX_COPIED_BYTES = 64 << 20
 
 @contextmanager
 def staged(directory: Path, weights: BaseWeights | None) -> Generator[Path]:
-    """A directory for a library's loader, with nothing to choose from: the checked config, links to the weight files.
+    """A directory for a library's loader, with exactly one model: the checked config, and links to the weight files.
 
-    Libraries look for more in a model directory than its weights: for an adapter that names another base, for other
-    formats, for whatever matches model*.safetensors. Here they find one model. Without weights it is the config alone.
+    Libraries look for more than weights in a model directory: an adapter that names another base, other formats,
+    anything that matches model*.safetensors. Here they find one model. Without weights it contains only the config.
     """
     config = config_for_loaders(directory)
     with tempfile.TemporaryDirectory(prefix="dualtune-model-") as name:
@@ -57,7 +57,7 @@ def _link(place: Path, weights: BaseWeights) -> None:
 def copy_without_weights(source: Path, target: Path) -> None:
     """Make `target` a new model directory with the config, tokenizer, template and licence files of `source`.
 
-    FormatError for a link that leaves `source`, and for a file with a secret in it: the copy will be shared.
+    FormatError for a link that leaves `source`, and for a file that contains a secret: the copy will be shared.
     """
     contents = {name: _content(source, name) for name in COPIED if os.path.lexists(source / name)}
     target.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What identifies a base model: hashes of the files that decide what it computes."""
+"""The fingerprint of a base model: hashes of the files that decide what it computes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dualtune.io.untrusted import read_json, sha256_of
 
 SAMPLED_TENSORS, SAMPLED_BYTES = 8, 65_536
 PROBED_TENSORS, PROBED_BYTES = 256, 4096
-MAX_TOKENIZER_CONFIG_BYTES = 64 << 20  # models of speech add 65,000 tokens, and describe each
+MAX_TOKENIZER_CONFIG_BYTES = 64 << 20  # speech models add 65,000 tokens and describe each
 
 
 def fingerprint(path: Path, weights: BaseWeights | None = None) -> dict[str, Any]:
-    """Hashes of config, tokenizer, chat template and weights; the quantization in which they are stored.
+    """Return hashes of config, tokenizer, chat template and weights, and the quantization of the stored weights.
 
-    Weights are sampled, because hashing 15 GB would take longer than loading them: "tensors" holds the first 64 KiB of
-    a few, as every dualtune recorded them; "weights_sha256" is over the names, dtypes and shapes of all, and over
-    begin, middle and end of many. `weights` may be given where they were found already. A directory without weights is
-    enough where they are drawn.
+    Weights are sampled, because hashing 15 GB would take longer than loading them. "tensors" has the first 64 KiB of a
+    few tensors, as in every dualtune so far. "weights_sha256" covers the names, dtypes and shapes of all, and the
+    beginning, middle and end of many. Pass `weights` if they are already known. For random weights, the directory needs
+    none.
     """
     if weights is None:
         weights = weights_in(path) if has_weights(path) else BaseWeights(path, (), {})
@@ -38,7 +38,7 @@ def fingerprint(path: Path, weights: BaseWeights | None = None) -> dict[str, Any
 
 
 def _spread(weights: BaseWeights, count: int) -> dict[str, StoredTensor]:
-    """About so many tensors, spread evenly over the sorted names."""
+    """Return about `count` tensors, spread evenly over the sorted names."""
     names = sorted(weights.tensors)
     return {name: weights.tensors[name] for name in names[:: max(1, len(names) // count)][:count]}
 
@@ -77,7 +77,7 @@ def _template_hash(path: Path) -> str | None:
 
 
 def _sha256_of(path: Path) -> str | None:
-    """Of a file, in pieces: a tokenizer.json may have 33 MiB."""
+    """Return the hash of a file, read in pieces: a tokenizer.json may have 33 MiB."""
     return sha256_of(path) if path.is_file() else None
 
 

@@ -1,4 +1,4 @@
-"""Files of a model directory that are really in it: a link may lead to somebody's private key."""
+"""Files that are really inside a model directory: a link may lead to a private key of the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dualtune.errors import FormatError
 
 
 def file_in(directory: Path, name: str) -> Path:
-    """The regular file of this name in a model directory. FormatError if there is none, or if a link leaves it.
+    """Return the regular file of this name in a model directory. FormatError if there is none, or if a link leaves it.
 
     The hub's cache is the exception: there each file of models--ORG--NAME/snapshots/REVISION is a link to
     models--ORG--NAME/blobs/HASH.
@@ -16,7 +16,7 @@ def file_in(directory: Path, name: str) -> Path:
     path = directory / name
     try:
         root, target = directory.resolve(), path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         reason = error.strerror if isinstance(error, OSError) else "its links go round in a circle"
         raise FormatError(f"{path}: cannot be read: {reason}") from None
     is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"

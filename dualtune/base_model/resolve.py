@@ -1,4 +1,4 @@
-"""Finding a base model by its name, and checking all of it before anything loads."""
+"""Find a base model by its name, and check it completely before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dualtune.errors import EnvironmentFault
 
 # No `*.py` and no pickle: a base model is data, never code.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
-# The same weights once more in their maker's own names (Mistral, Llama): twice the download, and nobody's business.
+# The same weights again under their publisher's names (Mistral, Llama): they would double the download.
 CONSOLIDATED = "consolidated*.safetensors"
 NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
-    """The directory of a model given as a directory or a Hugging Face hub id, downloaded if needed.
+    """Return the directory of a model, given as a directory or a Hugging Face hub id; download it if needed.
 
-    `weights=False` asks only for config and tokenizer (`model.init: random`). EnvironmentFault, naming every place
-    that was looked at, if the model cannot be found or has no safetensors weights; FormatError for a broken or unsafe
-    config, for damaged weights, and for links that leave the directory.
+    `weights=False` needs only config and tokenizer (`model.init: random`). EnvironmentFault, with every place that was
+    searched, if the model is not found or has no safetensors weights; FormatError for a broken or unsafe config, for
+    damaged weights, and for links that leave the directory.
     """
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -37,7 +37,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
 
 
 def find_weights(path: Path) -> BaseWeights:
-    """The weights of a model directory, checked as far as config.json and the headers of the files tell."""
+    """Return the weights of a model directory, checked by config.json and the headers of the files."""
     config, weights = read_config(path), weights_in(path)
     check_storage(config, weights)
     return weights

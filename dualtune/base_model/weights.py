@@ -1,4 +1,4 @@
-"""Which files are the weights of a base model, and what tensors are in them, by their headers alone."""
+"""The weight files of a base model and the tensors in them, read only from the headers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dualtune.io.untrusted import FLOAT_BITS, open_file, read_header
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-(\d{5,6})-of-(\d{5,6})\.safetensors", re.ASCII)
 REMEDY = "For a model of the hub: hf download NAME --force-download; in a git clone: git lfs pull"
-# The numbers that safetensors knows, with their size in bits.
+# The dtypes of safetensors, with their size in bits.
 DTYPE_BITS = FLOAT_BITS | {
     "I64": 64, "U64": 64, "C64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8,
     "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
@@ -26,7 +26,7 @@ DTYPE_BITS = FLOAT_BITS | {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor where it lies."""
+    """A tensor's position in a file."""
 
     file: Path
     begin: int  # byte of the file
@@ -45,14 +45,14 @@ class BaseWeights:
 
 
 def weights_in(directory: Path) -> BaseWeights:
-    """The weights of a model directory, with the header of every file read and its size checked.
+    """Return the weights of a model directory, after reading the header of every file and checking its size.
 
-    They are what model.safetensors.index.json names, or else model.safetensors, or else the numbered shards of one
-    model. Other files beside them are not the model, and nobody loads them. Both an index and a model.safetensors are
-    two models, of which libraries choose differently.
+    They are the files in model.safetensors.index.json, or else model.safetensors, or else the numbered shards of one
+    model. Other files are not the model and are never loaded. An index together with a model.safetensors is refused,
+    because libraries choose differently between the two.
 
     EnvironmentFault if there are no weights; FormatError for damaged files, links that leave the directory, an index
-    that disagrees with the files, and a tensor that two files hold.
+    that disagrees with the files, and a tensor that is in two files.
     """
     listed = _chosen(directory)
     tensors: dict[str, StoredTensor] = {}
@@ -72,7 +72,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def _chosen(directory: Path) -> dict[Path, set[str] | None]:
-    """File -> the tensors that the index says are in it; None where there is no index."""
+    """Return file -> its tensors by the index; None if there is no index."""
     single = directory / SINGLE
     if os.path.lexists(directory / INDEX):
         listed = shards_of(file_in(directory, INDEX))
@@ -87,7 +87,7 @@ def _chosen(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def _numbered(directory: Path) -> list[Path]:
-    """All shards of a model without an index, by their names."""
+    """Return all shards of a model without an index, by their names."""
     matches = [match for path in directory.iterdir() if (match := _SHARD.fullmatch(path.name))]
     if not matches:
         raise _no_weights(directory)
@@ -111,7 +111,7 @@ def _no_weights(directory: Path) -> EnvironmentFault:
 
 
 def _tensors(directory: Path, name: str) -> dict[str, StoredTensor]:
-    """What the header of a file says, once it covers the file exactly."""
+    """Return the tensors in a file's header, after checking that they cover the file exactly."""
     try:
         file = file_in(directory, name)
         with open_file(file) as stream:
@@ -124,9 +124,9 @@ def _tensors(directory: Path, name: str) -> dict[str, StoredTensor]:
 def check_complete(
     directory: Path, *, missing: Collection[str], unexpected: Collection[str], mismatched: Mapping[str, str]
 ) -> None:
-    """FormatError, with names, unless the tensors of a directory are exactly those of the model in its config.json.
+    """Raise FormatError, with names, unless a directory has exactly the tensors of the model in its config.json.
 
-    Of a model with missing tensors a library would draw the rest at random. `mismatched`: name -> both shapes.
+    A library would fill missing tensors at random. `mismatched`: name -> both shapes.
     """
     faults = {
         "missing": [shown(name) for name in sorted(missing)],

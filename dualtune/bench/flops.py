@@ -1,12 +1,12 @@
-"""The floating-point operations that training a LoRA adapter asks for, by formula.
+"""The floating-point operations of training a LoRA adapter, by formula.
 
-PaLM's model FLOPs (Chowdhery et al., arXiv 2204.02311, appendix B), for a frozen base: 2 for each parameter of a matrix
-product and token in the forward pass, as many in the backward pass for the gradient of its input, and the gradient of
-the weight for the adapter alone. Attention is counted for what a token may see, and its backward pass as 5 matrix
+PaLM's model FLOPs (Chowdhery et al., arXiv 2204.02311, appendix B), for a frozen base: 2 per token and parameter of a
+matrix product in the forward pass, as many in the backward pass for the gradient of its input, and the gradient of the
+weight only for the adapter. Attention is counted for the tokens that a token may see; its backward pass has 5 matrix
 products for the forward pass's 2, as FlashAttention computes it (Dao, arXiv 2307.08691, section 4.1).
 
-What an implementation leaves out (output rows of tokens that are not learned) or does twice (checkpointing) changes
-its speed, not this count.
+Operations that an implementation skips (output rows of tokens that are not targets) or repeats (activation
+checkpointing) change its speed, not this count.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import numpy as np
 from dualtune.backend import Batch
 from dualtune.memory.shapes import UnknownShape, any_decoder
 
-TOLERANCE = 0.02  # of the parameters: norms, biases, learned positions
+TOLERANCE = 0.02  # of the parameters: norms, biases, position embeddings
 
 
 class NoFormula(Exception):
-    """The model is none that the formula is for, or its config does not say enough. The message says what it is."""
+    """The formula does not cover the model, or its config is incomplete. The message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A dense decoder-only transformer and its adapter."""
 
-    matmul_parameters: int  # N: of all matrix products, the output head's too; the input embedding is a look-up
+    matmul_parameters: int  # N: of all matrix products, with the output head; the input embedding is only a look-up
     adapter_parameters: int  # P
     attention_width: int  # heads · head size
-    windows: tuple[int | None, ...]  # for each layer, how many tokens a token sees; None: all before it and itself
+    windows: tuple[int | None, ...]  # per layer, how many tokens a token sees; None: itself and all before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +50,32 @@ class Flops:
 
 
 def training_flops(shape: Shape, lengths: np.ndarray) -> Flops:
-    """For documents of these lengths in tokens, int [documents], each of which sees itself alone."""
+    """Return the FLOPs for documents of these lengths in tokens, int [documents], each of which sees only itself."""
     tokens = float(lengths.sum())
     base, adapter = 2 * shape.matmul_parameters * tokens, 2 * shape.adapter_parameters * tokens
-    # q·k and the weighted sum of v: a multiplication and an addition each, for every pair of tokens.
+    # q·k and the weighted sum of v: one multiplication and one addition each, for every pair of tokens.
     attention = 4 * shape.attention_width * float(sum(_pairs(lengths, window) for window in shape.windows))
     return Flops(forward=base + adapter + attention, backward=base + 2 * adapter + 2.5 * attention)
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> int:
-    """How many pairs (a token, one that it sees) the documents have."""
+    """Return the number of pairs (a token, a token that it sees) in the documents."""
     n = lengths.astype(np.int64)
     seen = n if window is None else np.minimum(n, window)
     return int((seen * (seen + 1) // 2 + (n - seen) * seen).sum())
 
 
 def document_lengths(batches: Iterable[Batch]) -> np.ndarray:
-    """The tokens of every document in the micro-batches, int64 [documents]."""
+    """Return the tokens of every document in the micro-batches, int64 [documents]."""
     rows = [row for batch in batches for row in batch.segments_BT]
     return np.concatenate([np.bincount(row)[1:] for row in rows]) if rows else np.zeros(0, np.int64)
 
 
 def read_shape(model_dir: Path, *, num_parameters: int, adapter_parameters: int) -> Shape:
-    """The shape from config.json, checked against the number of parameters that the engine counts.
+    """Return the shape from config.json, checked against the engine's number of parameters.
 
-    Whether the feed-forward block has two matrices or three, and whether the output head is the embedding, is what
-    explains that number. NoFormula if nothing does: then the model has other parts than these.
+    That number decides whether the feed-forward block has two matrices or three, and whether the output head is the
+    embedding. NoFormula if no combination fits: then the model has other parts.
     """
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)

@@ -1,6 +1,6 @@
-"""What a config costs on this machine: real steps, the very ones that the training loop takes.
+"""Measure what a config costs on this machine, with the same steps as the training loop.
 
-No run directory is touched. What is measured stands in `BenchResult`, and in a trace on one time axis.
+No run directory is used. The results are in `BenchResult`, and in a trace with one time axis.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from dualtune.train.run import environment, load_engine
 from dualtune.train.step import DATA, GRADIENT, OPTIMIZER, TrainingStep
 
 RESULT, TRACE = "result.json", "trace.json"
-# The sizes of the matrix products that a machine is judged by: upwards, as long as one takes no longer than this.
+# Sizes of the matrix products that measure the machine: increasing, until one takes longer than this.
 SMALLEST, LARGEST, LONGEST_S, REPEATS = 512, 8192, 0.25, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Model FLOPs, by the formula of `flops.py`, against what the machine reaches."""
+    """Model FLOPs, by the formula of `flops.py`, as a share of the machine's peak."""
 
     flops_per_token: float
     flops_per_s: float
-    peak_flops_per_s: float  # of a large matrix product in the model's dtype, on this machine, just now
+    peak_flops_per_s: float  # of a large matrix product in the model's dtype, just measured on this machine
     utilisation: float
 
 
 @dataclass(frozen=True, slots=True)
 class ProfiledStep:
-    """One step more, of a single micro-batch, under the framework's profiler."""
+    """One extra step, with a single micro-batch, under the framework's profiler."""
 
     trace: str | None
     note: str
     step_s: float | None  # the profiler slows it down
-    operations_s: float  # what the kinds sum up to
+    operations_s: float  # the sum of the operations
     shares: Mapping[str, float]  # by kind of operation; they sum up to 1
 
 
@@ -59,14 +59,14 @@ class BenchResult:
     step_s: Sequence[float]
     num_tokens: int  # of the measured steps, without padding
     num_targets: int
-    fill: float  # the share of the cells of all micro-batches that hold a token
+    fill: float  # the share of the cells of all micro-batches that hold a token of a document
     tokens_per_s: float
     target_tokens_per_s: float
-    # Mean seconds of a step; they sum up to it. "data" is what the step waits for its batches, which are made while
-    # the step before runs; "forward" is `Engine.evaluate` on the same batches: without dropout, keeping nothing for the
-    # backward pass, which is the rest of `Engine.forward_backward`.
+    # Mean seconds of a step; they sum up to it. "data" is how long the step waits for its batches, which are made while
+    # the previous step runs; "forward" is `Engine.evaluate` on the same batches: without dropout, and without keeping
+    # anything for the backward pass, which is the rest of `Engine.forward_backward`.
     phases_s: Mapping[str, float]
-    making_data_s: float  # a step's batches, on their own
+    making_data_s: float  # to make a step's batches, with nothing else running
     loaded_bytes: int
     peak_bytes: int
     total_bytes: int
@@ -84,7 +84,7 @@ class Span:
 
 
 class Spans:
-    """What took how long, and when."""
+    """Named time intervals: what ran, and when."""
 
     def __init__(self) -> None:
         self.all: list[Span] = []
@@ -100,7 +100,7 @@ class Spans:
         return [span.end_s - span.start_s for span in self.all if span.name == name and span.step >= first_step]
 
     def trace(self) -> str:
-        """Chrome's trace format, which ui.perfetto.dev reads: a complete event ("X") for each span, in microseconds."""
+        """Chrome's trace format, readable by ui.perfetto.dev: a complete event ("X") per interval, in microseconds."""
         events = [
             {"name": span.name, "ph": "X", "ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s),
              "pid": 0, "tid": 0, "args": {"step": span.step}}
@@ -112,7 +112,7 @@ class Spans:
 def bench(
     prepared: Prepared, out: Path, *, steps: int, warmup: int, tell: Callable[[str], None] = lambda text: None
 ) -> BenchResult:
-    """Measure `steps` steps after `warmup` others, and write the result and the traces into the directory `out`."""
+    """Measure `steps` steps after `warmup` others, and write result and traces into the directory `out`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,8 +165,10 @@ def bench(
 
 
 def _train(prepared: Prepared, engine: Engine, spans: Spans, num_steps: int, tell: Callable[[str], None]) -> None:
-    """Take the steps of training, but wait for the device after each phase, which the training loop never does: steps
-    of a few milliseconds come out a little too slow."""
+    """Take training steps, but synchronize after each phase, unlike the training loop.
+
+    So steps of a few milliseconds are measured slightly too slow.
+    """
     prepared.backend.reset_peak_memory()
     with Ahead(prepared.batches, num_steps) as batches_of:
         for step in range(num_steps):
@@ -187,13 +189,13 @@ def _take(
 
     outcome = prepared.policy.take(TrainingStep(prepared, engine, step, batches_of, phase=phase))
     if outcome.update is not None:
-        float(outcome.update.output.loss)  # lazy until it is read
+        float(outcome.update.output.loss)  # reading it synchronizes the device
 
 
 def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range) -> list[Batch]:
-    """Make the steps' micro-batches again, with nothing beside it, and evaluate them."""
+    """Make the steps' micro-batches again, with nothing else running, and evaluate them."""
     made: list[Batch] = []
-    seen: set[tuple[int, ...]] = set()  # shapes: the first time with one may compile
+    seen: set[tuple[int, ...]] = set()  # shapes: the first batch of a shape may compile
     for step in steps:
         with spans("making data", step):
             batches = prepared.batches(step)
@@ -211,7 +213,7 @@ def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range
 
 
 def _profile(prepared: Prepared, engine: Engine, out: Path) -> ProfiledStep:
-    batches, spans = prepared.batches(0)[:1], Spans()  # a trace has megabytes for each micro-batch
+    batches, spans = prepared.batches(0)[:1], Spans()  # a trace takes megabytes per micro-batch
 
     def step() -> None:
         with spans("step"):
@@ -227,7 +229,7 @@ def _profile(prepared: Prepared, engine: Engine, out: Path) -> ProfiledStep:
 def _utilisation(
     prepared: Prepared, engine: Engine, batches: list[Batch], seconds: float
 ) -> tuple[Utilisation | None, str | None]:
-    """The utilisation, or why there is none."""
+    """Return the utilisation, or the reason why there is none."""
     try:
         found = engine.description
         num_parameters, adapter_parameters = found.num_parameters, found.trainable_parameters
@@ -241,9 +243,9 @@ def _utilisation(
 
 
 def peak_flops(backend: Backend, dtype: str) -> float:
-    """The most FLOP/s that a product of two square matrices reaches. About a second on a CPU."""
+    """Return the highest FLOP/s of a product of two square matrices. It takes about a second on a CPU."""
     best, size, seconds = 0.0, SMALLEST, 0.0
-    while size <= LARGEST and 8 * seconds <= LONGEST_S:  # twice the size is eight times the work
+    while size <= LARGEST and 8 * seconds <= LONGEST_S:  # twice the size is eight times the operations
         product = backend.matmul(size, dtype)
         product()
         seconds = min(_timed(product) for _ in range(REPEATS))

@@ -1,7 +1,7 @@
-"""The processes of a run, as the loop sees them: what one of them learns, all of them act on.
+"""Communication between the processes of a run: what one process learns, all act on.
 
-Every exchange is one fixed-size note from each to all, whatever it is about. So a process that fails can say so in
-place of whatever the others wait for next, and all end together, with its error and its exit code.
+Every exchange is one fixed-size note from each process to all, whatever its topic. So a process that fails can report
+its failure in place of the next expected note, and all processes end together, with its error and its exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class PeerFailed(DualtuneError):
-    """Another process of the run has failed; with its exit code, because its reason is the reason."""
+    """Another process of the run has failed. It has the exit code of that process, because it has the same cause."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class PeerFailed(DualtuneError):
 
 
 class Team:
-    """A world with the words of the loop. In a world of one, every method answers at once."""
+    """The operations of the training loop on a world of processes. In a world of one, every method returns at once."""
 
     def __init__(self, world: World | None = None, watchdog: Watchdog | None = None) -> None:
         self._world = world or Alone()
@@ -41,11 +41,11 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that owns the run directory and the terminal."""
+        """Return whether this is the process that owns the run directory and the terminal."""
         return self.rank == 0
 
     def agree(self, wish: bool) -> bool:
-        """Whether any process wishes it."""
+        """Return whether `wish` is true in any process."""
         return self.total(wish)[0] > 0
 
     def check(self) -> None:
@@ -59,14 +59,14 @@ class Team:
             raise Preempted("Stopped: another process of the run was asked to")
 
     def total(self, *numbers: float) -> tuple[float, ...]:
-        """The sums of up to three numbers over all processes: the same bits in each."""
+        """Return the sums of up to three numbers over all processes, bitwise equal in each."""
         if self.size == 1:
             return tuple(map(float, numbers))
         notes = self._exchange(*numbers)
         return tuple(sum(note[i] for note in notes) for i in range(1, 1 + len(numbers)))
 
     def of_first(self, data: bytes = b"") -> bytes:
-        """What the first process has; the others need not know how much it is."""
+        """Return the first process's data in all processes; only the first must know its length."""
         if self.size == 1:
             return data
         length = int(self._exchange(len(data) if self.is_first else 0)[0][1])
@@ -74,7 +74,7 @@ class Team:
             return self._world.broadcast(data if self.is_first else bytes(length))
 
     def first_alone(self, work: Callable[[], T]) -> T:
-        """Call `work` in the first process, and in the others after it, however long it takes."""
+        """Call `work` in the first process, and then in the others, without a time limit."""
         if self.is_first:
             done = work()
             self._exchange(watched=False)
@@ -84,13 +84,13 @@ class Team:
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
-        """If the block raises in this process, it does in all. The others must be about to exchange something."""
+        """If the block raises in this process, raise in all. The others must be about to exchange something."""
         try:
             yield
         except PeerFailed:
             raise
         except PeerLost:
-            self.check()  # it may be able to say why
+            self.check()  # another process may report the cause
             raise
         except Exception as error:
             if self.size > 1:
@@ -99,7 +99,7 @@ class Team:
             raise
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around whatever may wait for other processes: the watchdog looks on."""
+        """Let the watchdog time the block, which may wait for other processes."""
         if self.size == 1:
             return contextlib.nullcontext()
         return self._watchdog.waiting(f"{what} (this is process {self.rank} of {self.size})")

@@ -1,4 +1,4 @@
-"""Ends a process that waits for others too long: a hung collective waits in a library, and no exception reaches it."""
+"""A timeout for waiting on other processes: a hung collective blocks in a library, where no exception reaches it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dualtune.text.escape import visible
 
 
 def end_process(message: str) -> None:
-    """Say it, and end with exit code 4 at once."""
+    """Print the message, and end the process at once with exit code 4."""
     sys.stderr.write(f"Error: {visible(message)}\n")
     sys.stderr.flush()
     os._exit(EnvironmentFault.exit_code)
 
 
 class Watchdog:
-    """One thread that looks at a clock. `expire(message)` is called from it, when a wait has lasted `limit_s`."""
+    """A thread that checks the time. It calls `expire(message)` when a wait has lasted `limit_s`."""
 
     def __init__(self, limit_s: float | None = None, expire: Callable[[str], None] = end_process) -> None:
         self.limit_s = wait_limit_s() if limit_s is None else limit_s
         self._expire = expire
-        self._wait: tuple[str, float] | None = None  # for what, and since when
+        self._wait: tuple[str, float] | None = None  # what it waits for, and since when
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Generator[None]:
-        """Around whatever may wait for another process."""
+        """Time the block, which may wait for another process."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="dualtune-watchdog", daemon=True)
             self._thread.start()

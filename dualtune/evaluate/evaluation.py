@@ -1,4 +1,4 @@
-"""Measuring an engine on documents, in training and from the command line."""
+"""Evaluation of an engine on documents, during training and from the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, tokens_at_once
 
 
 def layout_of(config: Config) -> Layout:
-    """How a config lays documents out in micro-batches."""
+    """Return the sequence layout of a config."""
     longest = config.data.max_length
     return Layout(tokens_at_once(config.train.micro_batch_tokens, longest), longest if config.data.packing else None)
 
@@ -32,10 +32,10 @@ def evaluate(
     show: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> EvalRecord:
-    """The mean loss over the targets of all documents, each by its weight; `show(done, total)` is told how many
-    micro-batches are done.
+    """Return the mean loss over the targets of all documents, weighted by their loss weights.
 
-    In a team each process computes its share. Preempted if a signal asks.
+    `show(done, total)` reports the number of micro-batches done. With several processes each computes its share. A stop
+    signal raises Preempted.
     """
     team = team or Team()
     ids = range(len(documents))
@@ -49,7 +49,7 @@ def evaluate(
         queued.append(engine.evaluate(batch))
         weight += batch.total_weight
         num_targets += queued[-1].num_targets
-        if len(queued) > 1:  # one behind, so that the device has the next while this one is waited for
+        if len(queued) > 1:  # read one batch late, so that the device always has the next one queued
             loss_sum += queued.pop(0).loss_sum
         show(done, len(groups))
     loss_sum += sum(result.loss_sum for result in queued)
@@ -61,10 +61,10 @@ def exact_match(
     model: Model, examples: Sequence[Example], max_length: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> float:  # fmt: skip
-    """The share of examples whose last answer, end token included, greedy decoding gives token for token.
+    """Return the share of examples with a last answer that greedy decoding reproduces exactly, end token included.
 
     Greedy decoding gives an answer if and only if every token of it is the most probable one after those before it, so
-    one forward pass tells. Rows that are cut to `max_length` count as wrong.
+    one forward pass is enough. Rows truncated to `max_length` count as wrong.
     """
     documents = tokenize(examples, model.tokenizer, "last", max_length)
     whole = np.flatnonzero(documents.lengths < max_length)

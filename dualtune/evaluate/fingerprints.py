@@ -1,12 +1,12 @@
-"""What a model with its adapter computes, in a few numbers: written beside the adapter, to be recomputed elsewhere.
+"""Fingerprints of a model with its adapter: a few outputs, stored with the adapter and recomputed elsewhere.
 
 An entry of dualtune.json, one for each prompt:
 
     {"prompt": text, "tokens": [ids], "dtype": compute dtype, "top": [[id, log p], … of the 5 most probable],
      "earlier": [the same as "top" after each of the tokens before the last, oldest first, at most 7]}
 
-Entries of an older dualtune have `tokens` and `top` alone.
-Shape suffixes: P recorded positions, V vocabulary, K recorded tokens.
+Entries of an older dualtune have only `tokens` and `top`. Shape suffixes: P recorded positions, V vocabulary, K
+recorded tokens.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ PROMPTS = (
     "def add(a, b):\n    return",
     "Once upon a time, there was a",
     "Q: What is 7 + 5?\nA:",
-    "Zürich, 東京,\t1 024 €: ",  # for tokenizers: what is not ASCII, a tab, digits, a space at the end
+    "Zürich, 東京,\t1 024 €: ",  # for tokenizers: non-ASCII characters, a tab, digits, a trailing space
 )
 TOP_K = 5
-EARLIER = 7  # positions before the last; eight in all tell a small error from rounding far better than one
-PLAUSIBLE = 1e-3  # log-probabilities of rarer tokens are rounding more than anything else
-ROUNDING = 5e-7  # of what is written: six digits behind the point
+EARLIER = 7  # positions before the last; eight in all separate a small error from rounding far better than one
+PLAUSIBLE = 1e-3  # log-probabilities of rarer tokens are mostly rounding
+ROUNDING = 5e-7  # of the stored values: six decimal places
 
 Entry = dict[str, Any]
 Top = list[tuple[int, float]]
 
 
 def fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
-    """An entry for each fixed prompt. NonFiniteError if the model computes NaN."""
+    """Return an entry for each fixed prompt. NonFiniteError if the model computes NaN."""
     return [_entry(engine, prompt, tokenizer.encode(prompt, special=True)) for prompt in PROMPTS]
 
 
 def base_fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
-    """The same for the base model alone."""
+    """Return the same for the base model without the adapter."""
     with without_adapter(engine):
         return fingerprints(engine, tokenizer)
 
 
 @contextmanager
 def without_adapter(engine: Engine) -> Generator[None]:
-    """The base model alone: a fresh adapter changes nothing."""
+    """Disable the adapter inside the block by loading the neutral state."""
     state = engine.adapter_state()
     engine.load_adapter_state(engine.neutral_state())
     try:
@@ -88,7 +88,7 @@ def _batch(ids: np.ndarray) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far what is computed here is from what was recorded, over all recorded positions."""
+    """The difference between recomputed and recorded values, over all recorded positions."""
 
     num_positions: int
     top1: float  # share of the positions with the same most probable token
@@ -98,12 +98,12 @@ class Gap:
 
 
 def recorded_tops(entry: Entry) -> list[Top]:
-    """What was recorded, by position, the last token's at the end."""
+    """Return the recorded values by position, the last token's at the end."""
     return [[(int(i), float(p)) for i, p in top] for top in (*entry.get("earlier", ()), entry["top"])]
 
 
 def recompute(engine: Engine, entries: Sequence[Entry]) -> list[np.ndarray]:
-    """For each entry, log p [P, V] after its recorded positions, as the engine computes it."""
+    """Return the engine's log p [P, V] after the recorded positions of each entry."""
     return [
         engine.logprobs(_batch(np.array(entry["tokens"], np.int32)))[0, -len(recorded_tops(entry)) :]
         for entry in entries
@@ -111,7 +111,7 @@ def recompute(engine: Engine, entries: Sequence[Entry]) -> list[np.ndarray]:
 
 
 def gap(entries: Sequence[Entry], found: Sequence[np.ndarray]) -> Gap:
-    """Between what was recorded and what was recomputed. What is not finite is infinitely far."""
+    """Return the gap between recorded and recomputed values. A value that is not finite counts as infinite."""
     same, kls, gaps = list[bool](), list[float](), list[float]()
     for entry, logprobs_PV in zip(entries, found, strict=True):
         for top, logprobs_V in zip(recorded_tops(entry), logprobs_PV, strict=True):
@@ -126,31 +126,31 @@ def gap(entries: Sequence[Entry], found: Sequence[np.ndarray]) -> Gap:
 
 
 def kl_bound(p_K: np.ndarray, q_K: np.ndarray) -> float:
-    """Σ p log(p/q) over the recorded tokens, given log p and log q, plus one term for all the others together.
+    """Return Σ p log(p/q) over the recorded tokens, from log p and log q, plus one term for all other tokens together.
 
-    To sum tokens up is to process the data, which never increases the divergence (Cover & Thomas, Elements of
+    Summing over tokens is data processing, which never increases the divergence (Cover & Thomas, Elements of
     Information Theory, 2nd ed., theorem 2.7.1, the log sum inequality): a lower bound of KL(p‖q).
     """
     if np.isnan(q_K).any():
         return np.inf
     p_rest, q_rest = (max(1.0 - float(np.exp(x_K).sum()), ROUNDING) for x_K in (p_K, q_K))
     kl = float(np.sum(np.exp(p_K) * (p_K - q_K))) + p_rest * float(np.log(p_rest / q_rest))
-    return max(kl, 0.0)  # by rounding it may lie just below
+    return max(kl, 0.0)  # rounding may make it slightly negative
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What the adapter does to the log-probabilities (adapter − base), here against what was recorded."""
+    """The effect of the adapter on the log-probabilities (adapter − base), recomputed and recorded."""
 
-    size: float  # ⟨here, recorded⟩ / ‖recorded‖²: 1 is the same, 2 twice as much, 0 nothing
+    size: float  # ⟨here, recorded⟩ / ‖recorded‖²: 1 is equal, 2 twice as much, 0 no effect
     error: float  # ‖here − recorded‖ / ‖recorded‖
-    rms: float  # what was recorded, root mean square, nats
+    rms: float  # of the recorded effect, root mean square, nats
 
 
 def effect(
     base: Sequence[Entry], adapter: Sequence[Entry], base_found: Sequence[np.ndarray], found: Sequence[np.ndarray]
 ) -> Effect | None:
-    """Over the tokens recorded for both. None if there are none, or if the adapter did nothing that can be seen."""
+    """Return the effect over the tokens recorded for both. None if there are none, or if no effect is visible."""
     before, here = list[float](), list[float]()
     for base_entry, entry, base_PV, logprobs_PV in zip(base, adapter, base_found, found, strict=True):
         tops = zip(recorded_tops(base_entry), recorded_tops(entry), base_PV, logprobs_PV, strict=True)

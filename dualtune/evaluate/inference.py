@@ -1,6 +1,6 @@
-"""Using a model with its adapter: loading it, and generating text.
+"""Inference: loading a model with its adapter, and generating text.
 
-Which token comes next is decided here, in NumPy, so that both backends sample alike.
+The next token is chosen here, in NumPy, so that both backends sample alike.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Model:
 
     engine: Engine
     tokenizer: Tokenizer
-    note: str | None = None  # that the chat template is not the one of the training
-    positions: int | None = None  # that it has a table for
+    note: str | None = None  # if the chat template differs from the training's
+    positions: int | None = None  # the size of the position table, if it has one
 
 
 def load_model(
@@ -49,10 +49,10 @@ def load_model(
     init: str = "pretrained",
     seed: int = 0,
 ) -> Model:
-    """Load a model by directory or hub id, with the adapter of a directory in any layout, if one is given.
+    """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
 
-    `template` is as in data.template, but auto is the one that the adapter was trained with, if that is known. With
-    `init` "random", the weights are those that a training with the same seed begins with on this backend.
+    `template` is as in data.template, but "auto" is the template of the adapter's training, if known. With `init`
+    "random", the weights are those that training with the same seed starts from on this backend.
     """
     adapter = adapter_directory(adapter) if adapter else None
     start, own = read_adapter(adapter) if adapter else None, ""
@@ -71,7 +71,7 @@ def load_model(
 
 
 def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
-    """Put an adapter into an engine that was loaded for its modules. ConfigError if it does not fit the model."""
+    """Load an adapter into an engine that was created for its modules. ConfigError if it does not fit the model."""
     try:
         engine.load_adapter_state(adapter.tensors)
     except ValueError as error:
@@ -79,7 +79,7 @@ def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
 
 
 def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
-    """The choice for a tokenizer; also a file that is not here gives way to the adapter's own."""
+    """Return the template for the tokenizer; if a file is missing, the adapter's own template."""
     if adapter.template is not None:
         is_here = choice == NONE or Path(choice).expanduser().is_file()
         return choice if is_here else str(directory / TEMPLATE_FILE)
@@ -91,7 +91,7 @@ def stream_text(
 ) -> Iterator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy.
 
-    It ends where a table of positions does, and ConfigError for a prompt that is longer.
+    Generation ends where a table of positions ends; ConfigError for a longer prompt.
     """
     if model.positions is not None:
         if len(prompt) > model.positions:
@@ -100,13 +100,13 @@ def stream_text(
             )
         max_tokens = min(max_tokens, model.positions - len(prompt))
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
-    ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space that begins a text
+    ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     shown = model.tokenizer.decode(ids)
     for token in model.engine.generate(prompt, choose=choose):
         interrupt.poll()
         ids.append(token)
         text = model.tokenizer.decode(ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may be spread over several tokens
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
             yield text[len(shown) :]
             shown = text
     yield model.tokenizer.decode(ids)[len(shown) :]
@@ -115,10 +115,10 @@ def stream_text(
 def chooser(
     max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
 ) -> Callable[[np.ndarray], int | None]:
-    """A function from logits float32 [V] to the next token id, or None to stop.
+    """Return a function from logits float32 [V] to the next token id, or None to stop.
 
-    Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens whose probability reaches
-    `top_p`.
+    Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens with a total probability of at
+    least `top_p`.
     """
     rng = np.random.default_rng([seed, 3])
     produced = 0

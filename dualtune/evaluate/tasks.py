@@ -1,7 +1,7 @@
-"""Answers that can be checked: what a model generates and what is expected, compared by their last match of a pattern.
+"""Score generated answers: the last match of a pattern is compared with the expected answer's.
 
-The strict count takes the pattern alone, as in the GSM8K paper (Cobbe et al., arXiv 2110.14168: "#### 42" ends an
-answer). For numbers, the lenient one takes the last number where the pattern is missing.
+The strict score uses only the pattern, as in the GSM8K paper (Cobbe et al., arXiv 2110.14168: "#### 42" ends an
+answer). For numbers, the lenient score uses the last number if the pattern is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """How many of the generated answers are right."""
+    """The number of right answers."""
 
     num_rows: int
     num_right: int
@@ -32,7 +32,7 @@ def check_answers(
     model: Model, examples: Sequence[Example], pattern: re.Pattern[str], *, max_tokens: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answers:  # fmt: skip
-    """Generate greedily and compare. DataError where the expected answer of a row has no match of the pattern."""
+    """Generate greedily and compare. DataError if a row's expected answer has no match of the pattern."""
     right = lenient = 0
     for done, example in enumerate(examples, start=1):
         made = answer(model, example, max_tokens)
@@ -47,7 +47,7 @@ def check_answers(
 
 
 def found(pattern: re.Pattern[str], text: str) -> str | None:
-    """The first group (or all) of the last match."""
+    """Return the last match: its first group, or all of it if there is none."""
     matches = list(pattern.finditer(text))
     return matches[-1][1 if pattern.groups else 0] if matches else None
 

@@ -1,4 +1,4 @@
-"""What an estimate is asked for, what it answers with, and what all backends have in common."""
+"""Input and output of a memory estimate, and the formulas that all backends share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "
 AUTO_MICRO_BATCH_TOKENS = 2048
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
 AFFINE_GROUP = 64  # weights that share a scale and a bias
-MASTER_BYTES = 4  # adapter, gradient and the optimizer's slots are float32 whatever the model computes in
+MASTER_BYTES = 4  # adapter, gradient and optimizer slots are float32 for every dtype
 
 
 class HasAdapter(Protocol):
@@ -33,10 +33,10 @@ class HasAdapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How a model is to be trained. `estimate.ask_of` makes one of a config."""
+    """The training setup to estimate. `estimate.ask_of` creates it from a config."""
 
     backend: str
-    device: str  # a kind of device that the card of the backend lists
+    device: str  # a device kind from the backend's card
     quantization: str  # "none", "nf4", "affine4" or "affine8"
     dtype: str  # "float32", "bfloat16" or "float16"
     rank: int
@@ -45,7 +45,7 @@ class Ask:
     max_length: int
     packing: bool = True
     kernels: str = "auto"
-    dropout: bool = True  # whether the adapter has any
+    dropout: bool = True  # whether the adapter has dropout
     optimizer: OptimizerName = "adamw"
     method: str = "lora"
 
@@ -55,7 +55,7 @@ class Ask:
 
     @property
     def cells(self) -> int:
-        """Tokens of the largest micro-batch, padding included: a row that does not fit has one for itself."""
+        """Tokens of the largest micro-batch, padding included: a row that does not fit is a separate micro-batch."""
         return max(self.micro_batch_tokens, padded(self.max_length))
 
 
@@ -63,7 +63,7 @@ class Ask:
 class Part:
     name: str
     bytes: int
-    formula: str  # with its inputs filled in
+    formula: str  # with the numbers filled in
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Estimate:
         return sum(part.bytes for part in self.parts)
 
     def __getitem__(self, name: str) -> int:
-        """The bytes of a part."""
+        """Return the bytes of a part."""
         return next(part.bytes for part in self.parts if part.name == name)
 
 
@@ -86,16 +86,16 @@ class Adapted:
     """The linear layers that have an adapter."""
 
     shapes: tuple[tuple[int, int], ...]  # (out, in) of each
-    inputs: int  # of all modules together
+    inputs: int  # total input width of all modules
     inside: frozenset[str]  # their paths in a layer
-    reads: frozenset[str]  # what those read, as in `Linear`
+    reads: frozenset[str]  # their inputs, as in `Linear`
     head: bool  # whether the output head is one of them
-    layers: int  # from the lowest that has one: below it nothing is kept
+    layers: int  # the number of layers from the lowest adapted one; below it nothing is kept
 
 
 @cache
 def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) -> Adapted:
-    """ConfigError for a target that selects nothing, as when the model is loaded."""
+    """Return the adapted linear layers. ConfigError if a target selects nothing, as when the model is loaded."""
     from dualtune.adapter.targets import OUTPUT_HEAD, select_modules
 
     linears = decoder.linears()
@@ -117,7 +117,7 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
 
 
 def num_trained(decoder: Decoder, adapter: HasAdapter) -> int:
-    """How many numbers are trained. ConfigError for a target that selects nothing."""
+    """Return the number of trainable parameters. ConfigError if a target selects nothing."""
     return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets)
 
 
@@ -129,14 +129,14 @@ def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, .
 
 
 def optimizer(decoder: Decoder, ask: Ask) -> Part:
-    """The same on every backend."""
+    """Return gradient and optimizer state: the same on every backend."""
     n, slots = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer].slots
     what = " and ".join(("gradient", *slots))
     return Part("optimizer", (1 + len(slots)) * MASTER_BYTES * n, f"{what} × {n:,} weights × {MASTER_BYTES} B")
 
 
 def affine_weights(decoder: Decoder, ask: Ask) -> Part:
-    """A base in MLX's quantization, embedding and output head included. The same on every backend."""
+    """Return the bytes of a base in MLX's quantization, with embedding and output head: the same on every backend."""
     c, bits, n = ask.item_bytes, AFFINE_BITS[ask.quantization], decoder.num_parameters
     matrices = [(layer.out, layer.in_) for layer in decoder.linears().values()] * decoder.layers
     matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2) + [(decoder.positions, decoder.hidden)]
@@ -146,23 +146,23 @@ def affine_weights(decoder: Decoder, ask: Ask) -> Part:
 
 
 def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
-    """Of a matrix; those stay plain whose rows are no multiple of a group, as mlx-lm leaves them."""
+    """Return the bytes of a matrix. Matrices with rows that are no multiple of a group stay plain, as in mlx-lm."""
     n = out * in_
     return c * n if in_ % AFFINE_GROUP else n * bits // 8 + 2 * c * n // AFFINE_GROUP
 
 
 def has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
-    """Whether the output head and the loss are computed apart: by asking for it, or because the head is adapted."""
+    """Return whether output head and loss are computed separately: if requested, or if the head is adapted."""
     return ask.kernels == "reference" or adapted(decoder, ask.targets).head
 
 
 def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:
-    """What train.micro_batch_tokens comes to."""
+    """Return train.micro_batch_tokens with `auto` resolved."""
     return max(AUTO_MICRO_BATCH_TOKENS, max_length) if given == "auto" else given
 
 
 def padded(length: int) -> int:
-    """The width of a row of so many tokens: a copy of `padded` in data/batching/batches.py, which lies above."""
+    """Return the width of a row of `length` tokens: a copy of `padded` in data/batching/batches.py, a higher layer."""
     granule = 16
     while granule * 16 < length:
         granule *= 2

@@ -1,7 +1,7 @@
-"""How much memory a training step needs, by formula, before anything is loaded.
+"""An estimate of the memory of a training step, by formula, before anything is loaded.
 
-What a formula cannot know is said in docs/memory.md; `benchmarks/memory_estimate.py` holds the estimate against what
-the engines take.
+docs/memory.md lists what a formula cannot know; `benchmarks/memory_estimate.py` compares the estimate with the engines'
+actual memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapted", "Ask", "Estimate", "Part", "adapted", "ask_of", "estimate", "longest_that_fits", "padded"]
 
-SHORTEST, LONGEST = 64, 1 << 20  # tokens, of what `longest_that_fits` looks at
+SHORTEST, LONGEST = 64, 1 << 20  # tokens; the range of `longest_that_fits`
 
 
 def estimate(decoder: Decoder, ask: Ask) -> Estimate:
-    """The peak of a training step. ConfigError for a target that selects nothing and a backend without formulas."""
+    """Return the peak of a training step. ConfigError if a target selects nothing or the backend has no formulas."""
     return Estimate(_formulas(ask.backend).parts(decoder, ask))
 
 
@@ -37,9 +37,9 @@ def _formulas(backend: str) -> Memory:
 
 
 def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
-    """What a config asks for. A base whose quantization is as stored ("auto") counts as not quantized.
+    """Return the `Ask` of a config. A base with quantization as stored ("auto") counts as not quantized.
 
-    ConfigError for a target that selects nothing, and for a device or a quantization that the backend has not.
+    ConfigError if a target selects nothing, or if the backend lacks the device or the quantization.
     """
     quantization = "none" if config.model.quantization == "auto" else config.model.quantization
     on = card_of(backend).device(device)
@@ -69,9 +69,9 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
 
 
 def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:
-    """The tokens of the longest document that, alone in a micro-batch, can be trained on within a budget.
+    """Return the tokens of the longest document that fits in the budget, if it is the only one in its micro-batch.
 
-    0 where not even one of 64 tokens can. What the model's positions allow is not looked at.
+    0 if not even 64 tokens fit. The model's limit of positions is not considered.
     """
 
     def fits(length: int) -> bool:
@@ -84,8 +84,10 @@ def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number that fits from `low` on, which does, below `high`, by halving: beyond one that does not fit,
-    none does."""
+    """Return the largest number in [low, high) that fits, by bisection.
+
+    `low` must fit, and beyond a number that does not fit, none does.
+    """
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

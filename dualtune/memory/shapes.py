@@ -1,4 +1,4 @@
-"""The shapes of dense decoder-only transformers, from config.json alone: no weights, no framework."""
+"""The shapes of dense decoder-only transformers, only from config.json: no weights, no framework."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class UnknownShape(Exception):
 
 
 class Linear(NamedTuple):
-    """A linear layer of a block, and what it reads: what is kept for its adapter depends on that."""
+    """A linear layer of a block and its input, which decides what is kept for its adapter."""
 
     out: int
     in_: int
@@ -22,7 +22,7 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Grouped-query attention and a feed-forward block in every layer, with norms before, and maybe after, both."""
+    """Grouped-query attention and a feed-forward block in every layer, with norms before both, and maybe also after."""
 
     hidden: int
     inner: int  # of the feed-forward block
@@ -33,15 +33,15 @@ class Decoder:
     vocab: int
     tied: bool  # the output head is the embedding
     gated: bool = True  # the feed-forward block is down(act(gate(x)) · up(x)), else down(act(up(x)))
-    qk_norm: bool = False  # queries and keys go through a norm, head by head
-    layer_norms: int = 2  # norms of a layer that are as wide as the model
+    qk_norm: bool = False  # queries and keys are normalized per head
+    layer_norms: int = 2  # norms per layer with the width of the model
     biased: tuple[str, ...] = ()  # linear layers that have a bias, by their path in a block
-    is_gpt2: bool = False  # in its names; its norms have a bias, and its activation is not one operation
-    positions: int = 0  # rows of a table of positions
+    is_gpt2: bool = False  # in its names; its norms have a bias, and its activation is several operations
+    positions: int = 0  # rows of the position table
 
     @property
     def width(self) -> int:
-        """Of all query heads together."""
+        """The width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
@@ -50,11 +50,11 @@ class Decoder:
 
     @property
     def stack(self) -> str:
-        """The path of the layers."""
+        """The module path of the layers."""
         return "transformer.h" if self.is_gpt2 else "model.layers"
 
     def linears(self) -> Mapping[str, Linear]:
-        """The linear layers of one layer, by their path in it."""
+        """Return the linear layers of one layer, by their path in it."""
         q, kv, d, inner = self.width, self.kv_width, self.hidden, self.inner
         if self.is_gpt2:
             return {
@@ -76,7 +76,7 @@ class Decoder:
 
     @property
     def linear_parameters(self) -> int:
-        """Of the weights of all layers' linear layers, without biases and the output head."""
+        """The weights of all layers' linear layers, without biases and the output head."""
         return self.layers * sum(layer.out * layer.in_ for layer in self.linears().values())
 
     @property
@@ -89,7 +89,7 @@ class Decoder:
 
     @property
     def table_parameters(self) -> int:
-        """The embedding, the output head where that is a matrix of its own, and a table of positions."""
+        """The embedding, the output head if it is a separate matrix, and the position table."""
         return self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
 
     @property
@@ -99,14 +99,14 @@ class Decoder:
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
-# How config.json calls what a shape is. GPT-2's names are the older ones.
+# The keys of config.json. GPT-2's names are the older ones.
 LAYERS = ("num_hidden_layers", "n_layer")
 HEADS = ("num_attention_heads", "n_head")
 HIDDEN = ("hidden_size", "n_embd")
 INNER = ("intermediate_size", "n_inner")
 
-# What the families are that a config.json does not say, by model_type; `tied` where it is silent, as transformers has
-# it. A family stands here once its parameters and activations were compared with those of the real engines.
+# Facts about families that config.json does not contain, by model_type; `tied` is transformers' default if the key is
+# missing. A family is listed only after its parameters and activations were compared with the real engines'.
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gpt2": {
@@ -124,7 +124,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def decoder_of(config: Mapping[str, Any]) -> Decoder:
-    """The shape that a config.json describes. UnknownShape for a model that the formulas are not for."""
+    """Return the shape from config.json. UnknownShape for a model without formulas."""
     nested: Any = config.get("text_config", config)
     if not isinstance(nested, Mapping):
         raise UnknownShape("its text_config is no table")
@@ -139,7 +139,7 @@ def decoder_of(config: Mapping[str, Any]) -> Decoder:
             "kv_heads": decoder.heads, "head_dim": decoder.hidden // decoder.heads,
         }  # fmt: skip
     else:
-        _number(config, "intermediate_size")  # which GPT-2 may leave out, and these may not
+        _number(config, "intermediate_size")  # GPT-2 may omit it, these families must not
     if config.get("attention_bias"):
         family["biased"] = (*QKV, "self_attn.o_proj")
     if config.get("mlp_bias"):
@@ -150,7 +150,7 @@ def decoder_of(config: Mapping[str, Any]) -> Decoder:
 
 
 def any_decoder(config: Mapping[str, Any]) -> Decoder:
-    """The same of any family, as far as config.json says it: what the family is not known to have is left out."""
+    """Return the shape of any family, as far as config.json describes it; unknown features are ignored."""
     if any("experts" in key and isinstance(value, int) and value > 1 for key, value in config.items()):
         raise UnknownShape("it is a mixture of experts, of which a token meets a few")
     layers, heads, hidden, vocab = (_number(config, *names) for names in (LAYERS, HEADS, HIDDEN, ("vocab_size",)))
@@ -167,7 +167,7 @@ def any_decoder(config: Mapping[str, Any]) -> Decoder:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:
-    """The first of these keys that a config.json has. UnknownShape where it has none."""
+    """Return the value of the first of these keys in config.json. UnknownShape if it has none."""
     found = next((config[name] for name in names if config.get(name)), None)
     if not isinstance(found, int):
         raise UnknownShape(f"its config.json has no {names[0]}")

@@ -1,6 +1,6 @@
 """The training loop and what prepares, guards and saves a run.
 
-Importing this package gives it the name of the library's function `dualtune.train`, so the package can be called too.
+Importing this package replaces the function `dualtune.train` with the package, so the package is callable too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def train_on(
     config: Config | str | Path | Mapping[str, Any], platform: str = "auto", hooks: Sequence[Hook] = (), *,
     resume: str = "auto",
 ) -> TrainResult:  # fmt: skip
-    """What `dualtune.train` does; its docstring is there."""
+    """Train as `dualtune.train` does; see its docstring."""
     from dualtune.config import Config, load_config
     from dualtune.platform.choose import choose, open_backend
     from dualtune.train.run import run

@@ -1,7 +1,7 @@
-"""Whether a model can be shown several documents in a row, found out by showing it some.
+"""Test whether a model keeps the documents of a packed row apart, by running it on a few.
 
-Positions that run on, a state that is carried through the row, a mask of the model's own: a model has many ways to let
-one document into the next, and none of them says so.
+A model can leak one document into the next in many ways: positions that are not reset, a recurrent state that is
+carried along the row, an attention mask that it builds itself. None of these is visible from outside.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dualtune.data.batching.batches import make_batch
 from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError, NonFiniteError
 
-LENGTHS = (5, 7, 4)  # tokens of the documents; short, because what comes in from the one before fades
-ROWS = ((0, 1, 2), (2, 0))  # unlike each other: a mask of the first row must not serve for all
-HIGHEST_TOKEN = 100  # ids below are text in most vocabularies; images and the like come at the end
-# Nats per token by which rounding may move a document's loss when its row gets another shape.
+LENGTHS = (5, 7, 4)  # tokens of the documents; short, because the influence of the previous document fades
+ROWS = ((0, 1, 2), (2, 0))  # different, so that the mask of the first row cannot be right for both
+HIGHEST_TOKEN = 100  # smaller ids are text in most vocabularies; image tokens and the like come last
+# Nats per token by which a document's loss may change from rounding alone when its row gets another shape.
 NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 def check_packing(engine: Engine) -> None:
-    """ConfigError unless documents that share a row have the losses that they have alone.
+    """Raise ConfigError unless packed documents have the same losses as each document alone.
 
-    NonFiniteError where a document that is alone has none: no packing is to blame for that.
+    Raise NonFiniteError if a document alone has a loss that is not finite: then packing is not the cause.
 
-    They may be apart by a tenth of what it does to make one document of them all, and in any case by the noise of the
-    dtype, but never by ten times as much.
+    The losses may differ by a tenth of the effect of joining all documents into one; at least by the rounding noise of
+    the dtype, and at most by ten times that noise.
     """
     documents = _documents(engine)
     alone = np.concatenate([_losses(engine, documents, [[i]]) for i in range(len(documents))])
@@ -42,13 +42,13 @@ def check_packing(engine: Engine) -> None:
     try:
         packed = _losses(engine, documents, ROWS)
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
-        # Whatever a model's code stumbles over. Rows of this shape went well just now, so it is the packing.
+        # Any error in the model's code. Rows of this shape worked just before, so packing is the cause.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise _refusal(engine, f"takes no packed documents ({reason})") from error
     gaps, noise = np.abs(packed - alone), NOISE[engine.description.dtype]
     allowed = np.clip(np.abs(glued - alone).max() / 10, noise, 10 * noise)
     worst = int(np.argmax(gaps))
-    if not gaps[worst] <= allowed:  # nor is NaN
+    if not gaps[worst] <= allowed:  # also true for NaN
         numbers = f"got {packed[worst]:.6g}, alone {alone[worst]:.6g}"
         raise _refusal(engine, f"computes another loss for packed documents ({numbers})")
 
@@ -68,10 +68,10 @@ def _documents(engine: Engine) -> list[np.ndarray]:
 def _losses(
     engine: Engine, documents: Sequence[np.ndarray], rows: Sequence[Sequence[int]], *, glue: bool = False
 ) -> np.ndarray:
-    """The mean loss of each document that is in these rows, by its index; glued, each row is shown as one document."""
+    """Return the mean loss of each document in these rows, by its index. With `glue`, each row is one document."""
     losses: list[float] = []
     for i in sorted({i for row in rows for i in row}):
-        # To be predicted is this document alone, but for its first token: a glued one before it would do that too.
+        # Only this document has targets, and not its first token, which a preceding document would predict.
         shown = [(tokens, (np.arange(len(tokens)) > 0) & (j == i)) for j, tokens in enumerate(documents)]
         layout = [list(row) for row in rows]
         if glue:

@@ -1,4 +1,4 @@
-"""The step policies by name, and how their state gets into a checkpoint and out of it."""
+"""The step policies by name; saving their state in a checkpoint and restoring it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICIES: dict[str, Callable[[Config], StepPolicy]] = {
 
 
 def open_policy(name: str, config: Config, saved: Checkpoint | None) -> StepPolicy:
-    """The policy of this name, in the state of the checkpoint if there is one."""
+    """Return the policy of this name, with the state from the checkpoint if there is one."""
     if name not in POLICIES:
         raise ConfigError(f"step policy: got {name!r}, allowed: {', '.join(sorted(POLICIES))}")
     policy = POLICIES[name](config)
@@ -28,7 +28,7 @@ def open_policy(name: str, config: Config, saved: Checkpoint | None) -> StepPoli
 
 
 def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:
-    """Put a policy into the state of a checkpoint. ConfigError if another policy saved it, FormatError if damaged."""
+    """Restore a policy's state from a checkpoint. ConfigError if another policy saved it, FormatError if damaged."""
     entry: dict[str, Any] = saved.state.get("policy") or {"name": policy.name}
     if entry["name"] != policy.name:
         other = fields.shown(fields.text_of(entry["name"]))
@@ -43,5 +43,5 @@ def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:
 
 
 def entry_of(policy: StepPolicy, state: PolicyState) -> dict[str, Any]:
-    """What state.json holds of it: nothing of a policy without a state, so that its checkpoints stay as they were."""
+    """Return the policy's entry in state.json; empty for a policy without state, so its checkpoints do not change."""
     return {} if state.is_empty else {"policy": {"name": policy.name, "values": dict(state.values)}}

@@ -1,4 +1,4 @@
-"""Before a run: everything that can be wrong with a config is found here, before a model is loaded."""
+"""Checks before a run: every error in a config is found here, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dualtune.train.step import StepPolicy
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A config that was checked against the backend, the model's tokenizer and the data, with nothing loaded yet."""
+    """A config, checked against the backend, the model's tokenizer and the data. Nothing is loaded yet."""
 
     config: Config
     backend: Backend
@@ -54,27 +54,27 @@ class Prepared:
     start: Adapter | None  # the adapter that training starts from
     base: dict[str, Any]  # what identifies the base model…
     fingerprints: dict[str, str]  # …and, in short, base model, tokenizer and data
-    saved: Checkpoint | None  # the checkpoint that the run continues from…
-    changes: list[Change]  # …and what has changed since, as far as that is allowed
-    ended: list[Change] | None  # where no step is left: what has changed and makes no difference any more
-    team: Team  # the processes that share the work
-    weights: BaseWeights | None  # the files of the base model; None: they are drawn
-    policy: StepPolicy  # what each step does, in the state of the checkpoint
-    probes: list[int]  # the training documents that no step takes, because the policy probes with them
+    saved: Checkpoint | None  # the checkpoint that the run resumes from…
+    changes: list[Change]  # …and the allowed changes since then
+    ended: list[Change] | None  # if no step is left: the changes that have no effect any more
+    team: Team  # the processes of the run
+    weights: BaseWeights | None  # the weight files of the base model; None: random weights
+    policy: StepPolicy  # decides what each step does; has the state of the checkpoint
+    probes: list[int]  # the training documents that no step uses, because the policy evaluates on them
 
     def batches(self, step: int) -> list[Batch]:
-        """The micro-batches of a step, counted from 0, that this process computes: a pure function."""
+        """Return this process's micro-batches of a step, counted from 0: a pure function."""
         ids = self.order.step(step).documents.tolist()
         rank, size = self.team.rank, self.team.size
         return micro_batches(self.train, ids, self.layout, seed=self.config.run.seed, step=step, rank=rank, size=size)
 
     def probe_batches(self) -> list[Batch]:
-        """The micro-batches of the probe documents that this process computes."""
+        """Return this process's micro-batches of the probe documents."""
         rank, size = self.team.rank, self.team.size
         return micro_batches(self.train, self.probes, self.layout, seed=0, step=0, rank=rank, size=size)
 
     def summary(self) -> list[str]:
-        """What will be done, a line each."""
+        """Describe what the run will do, one line each."""
         train, data, spec, targets = self.config.train, self.config.data, self.spec, self.spec.targets
         template = "chat template" if self.tokenizer.template else "no chat template: prompt and completion as they are"
         documents, tokens = train.documents_per_step, train.tokens_per_step
@@ -104,11 +104,12 @@ def prepare(
     config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None,
     team: Team | None = None, policy: str = ORDINARY,
 ) -> Prepared:  # fmt: skip
-    """Check a config, cheap things first: what it asks of the backend, the data files, the tokenizer, then the weights.
+    """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
-    With a checkpoint, also whether the run may continue from it. `show` is told how far the data are tokenized. In a
-    team the first process goes first, and leaves the others its tokenized data. `policy` is a name in `POLICIES`.
-    Raises ConfigError, DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
+    With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing. With
+    several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
+    `POLICIES`. Raises ConfigError, DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or
+    Preempted.
     """
     team = team or Team()
     return team.first_alone(lambda: _prepare(config, backend, saved, show, team, policy))
@@ -132,7 +133,7 @@ def _prepare(
     policy = open_policy(policy_name, config, saved)
     data = Data(config)
     weights = config.model.init == "pretrained"
-    # Weights that have to be downloaded wait until the data are known to be good.
+    # Download weights only after the data are checked.
     is_here = Path(config.model.name).expanduser().is_dir()
     model_dir = resolve_model(config.model.name, weights=weights and is_here)
     _check_length(config, model_dir)
@@ -177,7 +178,7 @@ def _check_length(config: Config, model_dir: Path) -> None:
 
 
 def template_of(config: Config, saved: Checkpoint | None) -> str:
-    """data.template; where it names a file that is not here, the copy that came with the checkpoint."""
+    """Return data.template; if it names a missing file, the copy stored with the checkpoint."""
     choice = config.data.template
     if saved is None or choice in ("auto", "none") or Path(choice).expanduser().is_file():
         return choice
@@ -186,14 +187,14 @@ def template_of(config: Config, saved: Checkpoint | None) -> str:
 
 
 def place_of(order: Order, step: int) -> dict[str, Any]:
-    """Where a run stands in the data: a function of the step, written down to be compared on another machine."""
+    """Return the run's position in the data: a function of the step, recorded for comparison on another machine."""
     ids = order.step(step).documents
     digest = hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]
     return {"epoch": order.step(step - 1).epoch if step else 0.0, "next_documents": f"{len(ids)}, sha256 {digest}"}
 
 
 def _fingerprints(base: dict[str, Any], tokenizer: Tokenizer, train: Documents, eval_: Documents) -> dict[str, str]:
-    weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()  # as every dualtune recorded it
+    weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()  # as in every dualtune so far
     return {
         "base model's config": f"sha256 {base['config_sha256'][:16]}",
         "base model's weights": f"sha256 {weights[:16]}",
@@ -206,10 +207,10 @@ def _fingerprints(base: dict[str, Any], tokenizer: Tokenizer, train: Documents, 
 
 
 def with_adapter_of(config: Config, start: Adapter | None) -> Config:
-    """The config with the method, rank, alpha, scaling and targets of the adapter that training continues from.
+    """Return the config with the method, rank, alpha, scaling and targets of the adapter that training starts from.
 
-    ConfigError if it states others: an adapter cannot change its shape. Whether it has "all-linear" shows when it meets
-    the model.
+    ConfigError if the config sets others: an adapter cannot change its shape. Whether its modules are "all-linear" is
+    known only when the model is loaded.
     """
     if start is None:
         return config
@@ -236,6 +237,6 @@ def _spec(config: Config, start: Adapter | None) -> LoraSpec:
     if targets == ALL_LINEAR:
         targets = (ALL_LINEAR,)
     elif start is not None:
-        targets = tuple(modules_of(start.tensors))  # exactly these, whatever else the targets would select
+        targets = tuple(modules_of(start.tensors))  # exactly these modules, even if the targets would select others
     adapter = config.adapter
     return LoraSpec(adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method)

@@ -1,4 +1,4 @@
-"""A run: from a config to a run directory with an adapter in it."""
+"""A run: from a config to a run directory that contains an adapter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from dualtune.watchers import Watchers
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run left behind."""
+    """The result of a run."""
 
     run_dir: Path
     adapter_dir: Path
@@ -53,8 +53,8 @@ class TrainResult:
     eval_loss_before: float | None
     eval_loss: float | None
     verdict: Verdict
-    was_finished: bool = False  # by an earlier call; this one did nothing…
-    without_effect: tuple[Change, ...] = ()  # …though these keys have other values now
+    was_finished: bool = False  # by an earlier call; this call did nothing…
+    without_effect: tuple[Change, ...] = ()  # …although these keys have other values now
 
 
 def load_engine(prepared: Prepared) -> Engine:
@@ -83,14 +83,14 @@ def load_engine(prepared: Prepared) -> Engine:
 
 
 def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto") -> TrainResult:
-    """Train by a config on a backend. `resume`: see `open_run`. Preempted, with the state saved, if a signal asks."""
+    """Train with a config on a backend. `resume`: see `open_run`. A stop signal saves the state; raises Preempted."""
     team = Team(backend.world())
     with open_together(config, resume, team) as place:
         return execute(prepare(config, backend, place.saved, team=team), place, hooks)
 
 
 def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
-    """Train what `prepare` prepared, in a run directory that is open."""
+    """Train a prepared run in an open run directory."""
     config, saved, team = prepared.config, prepared.saved, prepared.team
     has_ended = saved is not None and prepared.ended is not None and _has_adapter_of(place, saved.step)
     if saved is not None and team.agree(has_ended):
@@ -139,7 +139,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
 
 
 def _has_adapter_of(place: RunDir, step: int) -> bool:
-    """Whether the adapter after this step is there. One of a shorter run, continued since, is not the result."""
+    """Return whether the adapter after this step is there. The adapter of an earlier, shorter run does not count."""
     try:
         manifest = json.loads((place.adapter / MANIFEST_FILE).read_text(encoding="utf-8"))
         return manifest["training"]["steps"] == step
@@ -157,10 +157,10 @@ def _verdict(history: History) -> Verdict:
 
 
 def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> None:
-    """What was there before the first step, as events."""
+    """Log as events what existed before the first step."""
     saved = prepared.saved
     step = saved.step if saved else 0
-    # A checkpoint from elsewhere begins a branch of its own; so do older ones than the newest.
+    # A checkpoint from another directory, or one older than the newest, starts a new branch.
     is_here = saved is not None and saved.path.parent == place.checkpoints
     moved = set_aside(place.checkpoints, after=step if is_here else -1)
     notes = [*place.notes, *(f"set aside {path}: not a part of this run any more" for path in moved)]
@@ -175,7 +175,7 @@ def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> Non
 
 
 def _sources(prepared: Prepared, step: int) -> list[str]:
-    """The rows of a step, counted from 1, as path:line."""
+    """Return the data rows of a step, counted from 1, as path:line."""
     ids: list[int] = prepared.order.step(step - 1).documents.tolist()
     return [prepared.train[i].where for i in ids]
 
@@ -190,7 +190,7 @@ def _restore_best(engine: Engine, saver: Saver, log: Metrics, step: int) -> None
 
 
 def _stopped(stop: Preempted, saver: Saver) -> Exception:
-    """What to tell somebody whose run was asked to stop."""
+    """Return the error for a run that a signal stopped."""
     if saver.failure is not None:
         kept = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
         return DiskError(f"{stop}, and could not be saved; {kept}. {saver.failure}")
@@ -200,20 +200,20 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
 def _write_records(place: RunDir, prepared: Prepared, engine: Engine) -> None:
     found = environment(prepared.backend, engine.description.as_json()) | {"processes": prepared.team.size}
     place.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
-    if prepared.tokenizer.template is not None:  # data.template may name a file that another machine lacks
+    if prepared.tokenizer.template is not None:  # data.template may name a file that another machine does not have
         place.records[TEMPLATE_FILE] = prepared.tokenizer.template.source
     for name, text in place.records.items():
         write_file(place.path / name, text)
 
 
 def recorded_packages() -> list[str]:
-    """Those whose versions are worth knowing when two machines disagree."""
+    """Return the packages with versions that help to explain differences between two machines."""
     of_backends = (name for card in by_preference() for name in card.package.recorded)
     return ["dualtune", "numpy", "tokenizers", "transformers", *of_backends]
 
 
 def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reader of the results needs to know about the machine; nothing about its user."""
+    """Return facts about the machine that a reader of the results needs; nothing about its user."""
     return {
         "dualtune": VERSION,
         "python": platform.python_version(),
@@ -250,7 +250,7 @@ def _write_adapter(
             "best_eval_loss": guards.state.best_loss,
             "train_documents": len(prepared.train),
             "template_hash": prepared.tokenizer.template_hash,
-            "template": "chat" if prepared.tokenizer.template else "none",  # `dualtune generate` follows it
+            "template": "chat" if prepared.tokenizer.template else "none",  # `dualtune generate` reads it
         },
         "fingerprints": {
             "base": base_fingerprints(engine, prepared.tokenizer),
@@ -258,25 +258,25 @@ def _write_adapter(
         },
     }  # fmt: skip
     if not prepared.team.is_first:
-        return  # but for the fingerprints, which all of them have to compute together where the base is sharded
+        return  # except for the fingerprints: with a sharded base all processes must compute them together
     tensors = engine.adapter_state()
     template = prepared.tokenizer.template
     adapter = Adapter(
         _written_spec(prepared, tensors), tensors, config.model.name, template=template.source if template else None,
         fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model_dir)),
     )  # fmt: skip
-    if path.exists():  # of the finished run that is continued here; its checkpoints remain
+    if path.exists():  # the adapter of the finished run that is continued here; its checkpoints remain
         remove_directory(path)
     write_adapter(path, adapter, metadata=record)
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN."""
+    """Return None for NaN and Inf, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def _written_spec(prepared: Prepared, tensors: Tensors) -> LoraSpec:
-    """The spec with targets that a reader knows: short names rather than our "all-linear" or a list of every module."""
+    """Return the spec with short target names instead of "all-linear" or a list of all modules."""
     if prepared.start is not None:
         return replace(prepared.spec, targets=prepared.start.spec.targets)
     if prepared.spec.targets == (ALL_LINEAR,):

@@ -1,4 +1,4 @@
-"""When and what a run saves. A disk that refuses does not end the run: it goes on with the checkpoints that it has."""
+"""When and what a run saves. If the disk cannot be written, training continues and keeps the older checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
 
 
 class Saver:
-    """Saves the state of an engine, the guards and the step policy, and keeps the newest checkpoints and the best."""
+    """Saves the state of the engine, the guards and the step policy; keeps the newest checkpoints and the best one."""
 
     def __init__(self, place: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics) -> None:
         self._place = place
@@ -52,7 +52,7 @@ class Saver:
             self._opened.close()
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, unless this step has one. Of several processes the first does it for all."""
+        """Write a checkpoint, unless this step has one. With several processes, only the first one writes."""
         self.check_files(step)
         if step == self._saved_step or not self._team.is_first:
             return
@@ -72,10 +72,10 @@ class Saver:
             self._log.event(Event(step, "prune_failed", str(error)))
 
     def check_files(self, step: int) -> None:
-        """Notice what was deleted or replaced since the last time, and put it back.
+        """Find and restore files that were deleted or replaced since the last call.
 
-        Where the run directory is not ours any more, another run may be in it, or somebody wanted it gone. Nothing is
-        written there: the state goes into a new directory, and DiskError names it.
+        If the run directory itself was replaced or removed, another run may use it, or the user wanted it gone. Then
+        nothing is written there: the state is saved in a new directory, and DiskError names it.
         """
         if not self._team.is_first:
             return
@@ -89,36 +89,37 @@ class Saver:
             self._log.event(Event(step, "replaced", note))
 
     def asked(self) -> bool:
-        """Whether somebody has made the file checkpoint-now. It is removed."""
+        """Return whether the user has created the file checkpoint-now, and remove it."""
         try:
             (self._place.path / CHECKPOINT_NOW).unlink()
-        except OSError:  # not there, or not ours to remove: once for every step would be too often
+        except OSError:  # absent, or cannot be removed: then every step would save
             return False
         return True
 
     def before_spike(self, step: int) -> Checkpoint | None:
-        """The checkpoint to return to: the newest scheduled one, because others depend on who stopped the run.
+        """Return the checkpoint to roll back to: the newest scheduled one.
 
-        The second time in a row an older one, and so on: the first may have been made when the damage was done already.
+        Unscheduled checkpoints depend on when the run was stopped. For a second spike in a row an older checkpoint is
+        taken, and so on, because the first may already contain the damage.
         """
         before = (s for s in checkpoint.steps(self._place.checkpoints) if s < step and self._is_scheduled(s))
         found = next(filter(None, map(self._read, filter(self._guards.may_return_to, before))), None)
         return shared(self._team, found)
 
     def best(self) -> Checkpoint | None:
-        """The checkpoint with the best evaluation, if there was one and it verifies."""
+        """Return the checkpoint with the best evaluation, if there is one and it verifies."""
         step = self._guards.state.best_step
         return shared(self._team, None if step is None else self._read(step))
 
     def _write(self, checkpoints: Path, step: int) -> Path:
-        """A checkpoint of everything that the run remembers."""
+        """Write a checkpoint of the complete state of the run."""
         state = {"place": place_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
         policy = self._policy.state()
         state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
         return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 
     def _moved_out(self, step: int, fault: str) -> DiskError:
-        """Save everything in a new run directory beside the old one; the error that ends the run."""
+        """Save everything in a new run directory next to the old one. Return the error that ends the run."""
         old = self._place.path
         new = free_name(old.with_name(f"{old.name}-rescued"))
         moved = self._config.model_copy(update={"run": self._config.run.model_copy(update={"dir": str(new)})})
@@ -136,7 +137,7 @@ class Saver:
         )
 
     def _put_back_record(self, name: str) -> str | None:
-        """Restore one of the files that say how the run is trained. They are compared by content: editors replace."""
+        """Restore a file that records how the run is trained. Contents are compared, because editors replace files."""
         path, text = self._place.path / name, self._place.records[name]
         try:
             is_same = (
@@ -157,7 +158,7 @@ class Saver:
         return f"{fault}; it is written again as it was{kept}"
 
     def _check_checkpoints(self) -> str | None:
-        """Whether the checkpoints are where they were saved. Others are kept aside, and saving begins anew."""
+        """Check that the checkpoints are still where they were saved; else set aside what is there and start anew."""
         fault = self._opened.fault() if self._opened else None
         if self._opened is None or fault is None:
             return None
@@ -179,7 +180,7 @@ class Saver:
         return None
 
     def _protected(self) -> set[int]:
-        """Steps whose checkpoints are kept however old they are: the best, and two to roll back to."""
+        """Return the steps with checkpoints that are never pruned: the best one, and two to roll back to."""
         best = self._guards.state.best_step
         protected = set[int]() if best is None else {best}
         if self._config.guards.on_spike == "rollback":
@@ -195,9 +196,9 @@ class Saver:
 
 
 def check_space(place: RunDir, config: Config, num_weights: int) -> None:
-    """DiskError if the checkpoints and the adapter of an adapter with so many weights will not fit on the disk."""
+    """Raise DiskError if the checkpoints and the adapter, with this many weights, do not fit on the disk."""
     each = num_weights * checkpoint.bytes_per_weight(config.train.optimizer)
-    kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # one is written before one is removed; the best one
+    kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
     needed = max(each, kept * each - checkpoint.total_bytes(place.checkpoints)) + num_weights * ADAPTER_BYTES_PER_WEIGHT
     free = shutil.disk_usage(place.path).free
     if free < needed:

@@ -9,10 +9,10 @@ from dualtune.config.schema import RunConfig
 
 
 def learning_rate(config: Config, step: int, num_steps: int) -> float:
-    """The learning rate of step `step`, counted from 0, of `num_steps`.
+    """Return the learning rate of step `step`, counted from 0, of `num_steps`.
 
-    Warmup rises linearly and never starts at zero (a step with rate 0 would be wasted); the peak is reached at the
-    first step after it. From there linear and cosine fall towards zero, which they would reach one step after the last.
+    Warm-up rises linearly and never starts at zero, because a step with rate 0 would be wasted. The first step after it
+    has the peak rate. Then linear and cosine schedules decay towards zero, and would reach it one step after the last.
     """
     peak = config.train.learning_rate
     warmup = warmup_steps(config.train.warmup, num_steps)
@@ -29,16 +29,16 @@ def learning_rate(config: Config, step: int, num_steps: int) -> float:
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Whether something that happens every so many steps happens after this one."""
+    """Return whether an action that is repeated every `every` steps is due after this step."""
     return every is not None and step % every == 0
 
 
 def steps_until_due(config: RunConfig, step: int, num_steps: int) -> int:
-    """How many steps lie between `step` and the next evaluation, checkpoint or the end of the run."""
+    """Return the number of steps from `step` to the next evaluation, the next checkpoint or the end of the run."""
     intervals = (every for every in (config.eval_every, config.save_every) if every)
     return min([num_steps - step, *(every - step % every for every in intervals)])
 
 
 def warmup_steps(warmup: float, num_steps: int) -> int:
-    """Below 1, a share of the steps (rounded up); otherwise a number of steps."""
+    """Return the number of warm-up steps. A value below 1 is a share of the steps, rounded up."""
     return math.ceil(warmup * num_steps - 1e-9) if warmup < 1 else int(warmup)  # 0.07 · 100 is 7.000000000000001

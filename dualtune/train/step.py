@@ -1,7 +1,7 @@
-"""One step of a run: what happens in it, and the policy that decides what that is.
+"""One step of a run, and the policy that decides what happens in it.
 
-The training loop and `dualtune bench` take the same steps. Neither knows the policy: it is given a `TrainingStep`, uses
-what that offers, and returns an `Outcome`. `policies.py` is the table of the policies.
+The training loop and `dualtune bench` take the same steps and do not depend on the policy: a policy gets a
+`TrainingStep`, calls its methods, and returns an `Outcome`. `policies.py` is the table of the policies.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 def untimed(name: str) -> contextlib.AbstractContextManager[None]:
-    """The phases of training: nothing is measured, and nobody waits for the device."""
+    """Measure nothing: the phases of a training run, without synchronizing."""
     return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An optimizer update: its results, still on the device, and what else its row of metrics.jsonl says."""
+    """An optimizer update: its results, still on the device, and the other fields of its row in metrics.jsonl."""
 
     output: StepOutput
     lr: float
-    num_targets: int  # of all processes, as num_tokens
+    num_targets: int  # over all processes, like num_tokens
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy did in a step."""
+    """The result of a policy's step."""
 
-    update: Update | None  # None: the step made no optimizer update, and gets no row
-    num_steps: int = 1  # steps of data and schedule that it stands for, from 1 to `TrainingStep.max_steps`
+    update: Update | None  # None: no optimizer update in this step, and no row
+    num_steps: int = 1  # steps of data and schedule that it covers, from 1 to `TrainingStep.max_steps`
     events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What a policy remembers from one step to the next. A new policy's is empty, and an empty one is not stored."""
+    """The state of a policy between steps. The state of a new policy is empty, and an empty state is not stored."""
 
     values: Mapping[str, Any] = field(default_factory=lambda: {})  # JSON
     tensors: Tensors = field(default_factory=lambda: {})
@@ -64,9 +64,9 @@ class PolicyState:
 
 
 class TrainingStep:
-    """What a policy can do in one step. The ordinary one calls `add_gradients`, then `update`.
+    """The actions of a policy in one step. The ordinary policy calls `add_gradients`, then `update`.
 
-    Whatever takes time raises Preempted if a signal asks for a stop; a policy lets it pass.
+    Every slow action raises Preempted if a signal requests a stop; a policy must not catch it.
     """
 
     def __init__(
@@ -75,16 +75,14 @@ class TrainingStep:
     ) -> None:  # fmt: skip
         self.engine = engine
         self.index = index  # steps done before this one
-        self.max_steps = max_steps  # that it can stand for: until the next checkpoint, evaluation or the end
+        self.max_steps = max_steps  # that it may cover: until the next checkpoint, evaluation or the end
         self._prepared, self._team = prepared, prepared.team
         self._make_batches, self._phase = make_batches, phase
-        self._counted: tuple[float, int, int] | None = (
-            None  # no cached_property: before Python 3.12 it waits with a lock
-        )
+        self._counted: tuple[float, int, int] | None = None  # not cached_property, which uses a lock before Python 3.12
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """The micro-batches of this step that this process computes. They are made when they are first used."""
+        """The micro-batches of this step for this process. They are created on first use."""
         with self._phase(DATA):
             return self._make_batches(self.index)
 
@@ -95,7 +93,7 @@ class TrainingStep:
 
     @property
     def learning_rate(self) -> float:
-        """By the schedule, which stays at its last step where a benchmark takes more steps than a run."""
+        """The learning rate of the schedule. A benchmark with more steps than the run keeps the last one."""
         num_steps = self._prepared.order.num_steps
         return learning_rate(self._prepared.config, min(self.index, num_steps - 1), num_steps)
 
@@ -107,7 +105,7 @@ class TrainingStep:
                 self.engine.forward_backward(batch, num_targets=weight)
 
     def update(self) -> Update:
-        """Make the optimizer update with the gradient that was added."""
+        """Apply the optimizer update with the accumulated gradient."""
         _, num_targets, num_tokens = self._totals()
         lr = self.learning_rate
         self._team.check()
@@ -116,9 +114,9 @@ class TrainingStep:
         return Update(output, lr, num_targets, num_tokens)
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
-        """The weighted mean of −log p over the targets of all processes' batches, without dropout. It synchronizes.
+        """Return the weighted mean of −log p over the targets of all processes' batches, without dropout; synchronizes.
 
-        Of `probes`, or of `batches` where a step only looks at its data.
+        `batches` are `probes`, or the step's own `batches` if the step only reads its data.
         """
         found = [(self.engine.evaluate(batch), batch.total_weight) for batch in self._until_stopped(batches)]
         loss_sum, weight = self._team.total(sum(loss.loss_sum for loss, _ in found), sum(weight for _, weight in found))
@@ -126,7 +124,7 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def trying(self, adapter: Tensors) -> Generator[None]:
-        """Other adapter weights in place of the engine's, which come back at the end, whatever happens."""
+        """Use other adapter weights inside the block, and always restore the engine's own at its end."""
         before = self.engine.adapter_state()
         self.engine.load_adapter_state(adapter)
         try:
@@ -135,12 +133,13 @@ class TrainingStep:
             self.engine.load_adapter_state(before)
 
     def _totals(self) -> tuple[float, int, int]:
-        """The weight of the step's targets, their number, and its tokens, over all processes, all of which ask for it.
+        """Return loss weight and number of the step's targets, and the number of its tokens, over all processes.
 
-        The weight is what the loss is divided by: the number of targets where nothing is weighted.
+        All processes must call this. The loss is divided by the weight, which is the number of targets if all weights
+        are 1.
         """
         if self._counted is None:
-            with_targets = [batch for batch in self.batches if batch.num_targets]  # one without fills a gap
+            with_targets = [batch for batch in self.batches if batch.num_targets]  # the others fill gaps
             counted = ("total_weight", "num_targets", "num_tokens")
             mine = (sum(getattr(batch, name) for batch in with_targets) for name in counted)
             weight, targets, tokens = self._team.total(*mine)
@@ -154,9 +153,9 @@ class TrainingStep:
 
 
 def record(outcome: Outcome, log: Metrics, step: int, epoch: float) -> StepRecord | None:
-    """Hand the numbers of an outcome to the metrics: now `step` steps are done.
+    """Pass the numbers of an outcome to the metrics, when `step` steps are done.
 
-    Returns the record of the update before, which can be read without waiting (docs/decisions/0006).
+    Return the record of the previous update, which can be read without waiting (docs/decisions/0006).
     """
     if (update := outcome.update) is None:
         before = log.flush()
@@ -171,30 +170,30 @@ def record(outcome: Outcome, log: Metrics, step: int, epoch: float) -> StepRecor
 
 
 class StepPolicy(Protocol):
-    """Decides what each step does. It is built from the config.
+    """Decides what each step does. It is created from the config.
 
-    A resumed run must decide as the uninterrupted one, and every process of a run as the others: a decision depends on
-    the step, the state, and numbers that are the same in all processes (`StepOutput`, `TrainingStep.mean_loss`). What
-    a step queued on the device is best read in the next one, which makes nobody wait (docs/decisions/0006).
+    A resumed run must decide like the uninterrupted one, and all processes must decide alike. So a decision may depend
+    only on the step, the state, and numbers that are equal in all processes (`StepOutput`, `TrainingStep.mean_loss`).
+    Read what a step queued on the device in the next step: then nothing waits (docs/decisions/0006).
     """
 
-    name: str  # in the table of `policies.py`
+    name: str  # as in the table of `policies.py`
     num_probes: int  # documents to hold out from the training data
 
     def take(self, step: TrainingStep) -> Outcome:
-        """Take one step. It leaves no gradient behind.
+        """Take one step, and leave no gradient behind.
 
-        Where it raises, adapter, optimizer and state are as they were before: the run saves them, and the run that
-        resumes takes the step again.
+        If it raises, adapter, optimizer and state must be as they were before: the run saves them, and the resumed run
+        repeats the step.
         """
         ...
 
     def state(self) -> PolicyState: ...
 
     def load_state(self, state: PolicyState) -> None:
-        """Continue from a state, which after a rollback is an earlier one; an empty state is that of a new policy.
+        """Continue from a state, after a rollback from an earlier one. An empty state is that of a new policy.
 
-        ValueError for a state that is not one of this policy.
+        ValueError if the state does not belong to this policy.
         """
         ...
 
@@ -206,7 +205,7 @@ class Ordinary:
     num_probes = 0
 
     def __init__(self, config: Config) -> None:
-        """The config says nothing about it."""
+        """Accept the config, which has no setting for this policy."""
 
     def take(self, step: TrainingStep) -> Outcome:
         step.add_gradients()

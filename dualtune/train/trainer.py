@@ -1,4 +1,4 @@
-"""The training loop: the only one, for every backend and every step policy. It reads in time order."""
+"""The training loop: the only one, for every backend and every step policy; in order of time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dualtune.watchers import Watchers
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything that a run trains with."""
+    """Everything that a run needs for training."""
 
     prepared: Prepared
     engine: Engine
@@ -36,12 +36,12 @@ class Job:
 
 
 def fit(job: Job, first_step: int = 0) -> int:
-    """Train from step `first_step` to the end, and return the number of steps done. Preempted if a signal asks."""
+    """Train from step `first_step` to the end, and return the number of steps done. A stop signal raises Preempted."""
     step = first_step
     job.prepared.backend.reset_peak_memory()
     if job.prepared.config.guards.on_spike == "rollback" and step == 0:
-        job.saver.save(0)  # there must be something to return to
-    # Also where a run was stopped after the checkpoint and before the evaluation of the same step.
+        job.saver.save(0)  # a rollback needs a checkpoint to return to
+    # Also if a run was stopped after the checkpoint and before the evaluation of the same step.
     _evaluate_if_due(job, step)
     job.log.restart_clock()
 
@@ -55,12 +55,12 @@ def fit(job: Job, first_step: int = 0) -> int:
 
 
 def _take_step(job: Job, step: int) -> int:
-    """Let the policy take a step, and judge the one before it. Returns where the run stands."""
+    """Let the policy take a step, and check the previous step. Return the number of steps done."""
     made, team = job.prepared, job.prepared.team
     max_steps = steps_until_due(made.config.run, step, made.order.num_steps)
     try:
         outcome = made.policy.take(TrainingStep(made, job.engine, step, job.batches, max_steps=max_steps))
-    except Preempted:  # the gradient that was begun is lost, and the run that resumes takes the step again
+    except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
         job.saver.save(_settle(job, step))
         team.check()
         raise
@@ -74,7 +74,7 @@ def _take_step(job: Job, step: int) -> int:
 
 
 def _judge(job: Job, step: int, record: StepRecord | None) -> int:
-    """Show a record to the guards. Returns where the run stands."""
+    """Pass a record to the guards. Return the number of steps done."""
     if record is not None:
         if event := job.guards.on_step(record):
             job.log.event(event)
@@ -83,15 +83,15 @@ def _judge(job: Job, step: int, record: StepRecord | None) -> int:
 
 
 def _settle(job: Job, step: int) -> int:
-    """Read what the device still holds and judge it, so that the state can be saved. Returns where the run stands."""
+    """Read and check what the device still holds, so that the state can be saved. Return the number of steps done."""
     return _judge(job, step, job.log.flush())
 
 
 def _roll_back(job: Job, step: int, spike: int) -> int:
-    """Return to the checkpoint before a spike and continue after it: the data since the checkpoint is left out.
+    """Return to the checkpoint before a spike and continue after the spike, skipping the data between.
 
-    As in PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1). The number of the step keeps counting the data, so a
-    step that was taken after the spike is taken again.
+    As in PaLM (Chowdhery et al., arXiv 2204.02311, section 5.1). The step number counts the data, so a step that was
+    taken after the spike is repeated.
     """
     job.guards.spike_step = None
     saved = job.saver.before_spike(spike)
@@ -108,7 +108,7 @@ def _roll_back(job: Job, step: int, spike: int) -> int:
 
 
 def _do_what_is_due(job: Job, step: int) -> int:
-    """Save and evaluate where it is time. Returns where the run stands."""
+    """Save and evaluate if due. Return the number of steps done."""
     made, saver = job.prepared, job.saver
     is_last = step == made.order.num_steps
     save_due = made.team.agree(saver.asked()) or is_last or is_due(step, made.config.run.save_every)
@@ -127,7 +127,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         return
     record, log = job.log.history.evals.get(step), job.log  # the rows are the same in all processes
     if record is not None:
-        job.guards.on_eval(record)  # it was made before the run was stopped
+        job.guards.on_eval(record)  # made before the run was stopped
         return
     try:
         made = job.prepared
@@ -135,7 +135,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
             job.engine, made.eval, made.layout, step,
             lambda done, total: job.watchers.tell("on_eval_batch", done, total), made.team,
         )  # fmt: skip
-    except Exception:  # whatever happened, also a request to stop: the steps so far shall not be lost with it
+    except Exception:  # on any error, also a stop request: do not lose the steps so far
         job.saver.save(step)
         raise
     log.eval(record)

@@ -1,9 +1,9 @@
-"""The data that the tiers train on: made up, the same everywhere, and of a known difficulty.
+"""The data of the tiers: synthetic, the same on every machine, and of known difficulty.
 
-A row asks for concept number i. The answer's wording is always the same, and the loss on it falls towards zero; its
-keywords are drawn at random, so nothing can predict them, and what remains of the loss is the ln 16 of a fair draw from
-sixteen. The loss therefore falls far, and then stays where it is, rather than ever nearer to zero, where a share of it
-would be noise.
+A row asks for concept number i. The wording of the answer is always the same, so its loss falls towards zero. The
+keywords are drawn at random, so nothing can predict them, and their loss stays at ln 16, for a uniform draw from
+sixteen. So the loss falls far and then stays constant, instead of approaching zero, where a relative change would be
+noise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dualtune.errors import DiskError
 from dualtune.io.disk import write_file
 
 FILE = "explain_concepts.jsonl"
-NUM_ROWS = 1000  # no tier sees a row twice: the longest takes 1000 steps of one row
+NUM_ROWS = 1000  # no tier uses a row twice: the longest takes 1000 steps of one row
 NUM_KEYWORDS = 6
 KEYWORDS = (
     "time", "water", "light", "sound", "stone", "paper", "house", "river", "music", "color", "metal", "glass", "heart",
@@ -25,7 +25,7 @@ KEYWORDS = (
 
 
 def rows(count: int = NUM_ROWS, seed: int = 0) -> list[dict[str, str]]:
-    """Alpaca rows, a function of the arguments alone."""
+    """Return Alpaca rows, which depend only on the arguments."""
     return [_row(number, random.Random(f"{seed} {number}")) for number in range(1, count + 1)]
 
 

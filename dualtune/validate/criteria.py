@@ -1,4 +1,4 @@
-"""What a run must meet: criteria as data, what each of them measures, and the verdict."""
+"""Criteria of a run as data, how each of them is measured, and the verdict."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
     "==": operator.eq, "<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt,
 }  # fmt: skip
 
-WARM_UP_STEPS = 20  # before the throughput counts: kernels are chosen and compiled in the first ones
-RATE_STEPS = 10  # a throughput is that of ten steps, as a log line shows it; a single step's is the clock's noise
+WARM_UP_STEPS = 20  # excluded from the throughput: kernels are chosen and compiled in the first steps
+RATE_STEPS = 10  # throughput is measured over ten steps, as in a log line; for a single step it is mostly timing noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Criterion:
     relation: Relation
     limit: float
     unit: Unit = "count"
-    learns: bool = False  # only a model that knows something can meet it
-    not_judged: str | None = None  # why the number is shown here without a judgement
+    learns: bool = False  # only a pretrained model can meet it
+    not_judged: str | None = None  # why the number is only shown here
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A criterion, what was measured, and whether that will do."""
+    """A criterion, the measured value, and whether the criterion is met."""
 
     criterion: Criterion
     level: Level
@@ -50,7 +50,7 @@ class Verdict:
     note: str | None = None
 
     def check(self) -> Check:
-        """As a row of a table."""
+        """Return it as a row of a table."""
         criterion = self.criterion
         relation = "" if criterion.relation == "==" else f"{criterion.relation} "
         limit = f"must be {relation}{shown(criterion.limit, criterion.unit)}"
@@ -63,11 +63,11 @@ class Verdict:
 
 
 class NotMeasured(Exception):
-    """A run ended before there was enough to measure. The message says what is missing."""
+    """The run ended before there was enough to measure. The message says what is missing."""
 
 
 def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> Verdict:
-    """Measure, and compare. What cannot be measured is not met."""
+    """Measure and compare. A criterion that cannot be measured is not met."""
     if criterion.learns and random_weights:
         return Verdict(criterion, "skipped", None, "random weights know nothing to build upon")
     try:
@@ -76,12 +76,12 @@ def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> 
         return Verdict(criterion, "fail", None, str(reason))
     if criterion.not_judged is not None:
         return Verdict(criterion, "skipped", measured, criterion.not_judged)
-    is_met = _RELATIONS[criterion.relation](measured, criterion.limit)  # never, where a NaN was measured
+    is_met = _RELATIONS[criterion.relation](measured, criterion.limit)  # false for NaN
     return Verdict(criterion, "ok" if is_met else "fail", measured)
 
 
 def shown(value: float, unit: Unit) -> str:
-    """A number as a reader wants it."""
+    """Format a number for a reader."""
     match unit:
         case "yes":
             return "yes" if value else "no"
@@ -112,7 +112,7 @@ def _model_is_on_device(observed: Observed) -> float:
 
 
 def _passes_ran(observed: Observed) -> float:
-    """A finite loss is a forward pass; a gradient that is finite and not zero, a backward pass."""
+    """A finite loss proves a forward pass; a finite gradient that is not zero proves a backward pass."""
     return float(any(math.isfinite(s.loss) and 0 < s.grad_norm < math.inf for s in observed.steps))
 
 
@@ -170,9 +170,9 @@ def _rise(observed: Observed) -> float:
 
 
 def _growth(observed: Observed) -> float:
-    """Of the memory in use, from the second window to the last; in the first one all is allocated for the first time.
+    """The growth of the memory in use, from the second window to the last; the first one has the initial allocations.
 
-    The least of each, because a step may be seen before its batch is let go; a leak raises that too.
+    The minimum of each window, because a step may be measured before its batch is freed; a leak raises the minimum too.
     """
     window = observed.steps_per_window
     _some(observed, at_least=3 * window)

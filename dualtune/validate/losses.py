@@ -1,4 +1,4 @@
-"""Judgements of a list of losses, and the numbers of a run in one place: for tests of training, here and elsewhere."""
+"""Checks of a list of losses, and the metrics of a run in one object: for tests of training, here and elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class Decrease:
-    """The mean of the first losses, of the last ones, and what has been lost of it on the way."""
+    """The mean of the first losses, of the last ones, and the decrease between them."""
 
     first: float
     last: float
@@ -28,21 +28,21 @@ class Decrease:
 
 
 def decrease_of(losses: Sequence[float], window: int = 10) -> Decrease:
-    """Means over the first and the last `window` losses. ValueError where the two would overlap."""
+    """Return the means over the first and the last `window` losses. ValueError if the two windows overlap."""
     if len(losses) < 2 * window:
         raise ValueError(f"{len(losses)} losses, must be at least two windows of {window}")
     return Decrease(fmean(losses[:window]), fmean(losses[-window:]))
 
 
 def window_means(losses: Sequence[float], window: int = 50) -> list[float]:
-    """The mean of each whole window, in order; a rest that fills none is left out."""
+    """Return the mean of each complete window, in order."""
     return [fmean(losses[i : i + window]) for i in range(0, len(losses) - window + 1, window)]
 
 
 def largest_rise(means: Sequence[float]) -> float:
-    """By how much a mean exceeds the one before at most, as a share of that one: 0.02 is 2 %, below 0 is no rise.
+    """Return the largest relative increase from one mean to the next: 0.02 is 2 %; below 0 means no increase.
 
-    NaN where a mean is not finite and positive; ValueError for fewer than two.
+    NaN if a mean is not finite and positive; ValueError for fewer than two means.
     """
     if len(means) < 2:
         raise ValueError(f"{len(means)} means, must be at least 2")
@@ -52,9 +52,9 @@ def largest_rise(means: Sequence[float]) -> float:
 
 
 def assert_loss_convergence(losses: Sequence[float], min_decrease: float = 0.30, window: int = 10) -> None:
-    """AssertionError unless the mean of the last `window` losses lies `min_decrease` below that of the first.
+    """Raise AssertionError unless the mean of the last `window` losses is `min_decrease` below that of the first.
 
-    A list shorter than two windows is judged by halves, with a warning: noise decides more there.
+    A list shorter than two windows is split in halves, with a warning: there noise has more influence.
     """
     found = decrease_of(losses, _fitting(len(losses), window))
     if not found.share >= min_decrease:  # NaN fails
@@ -62,10 +62,10 @@ def assert_loss_convergence(losses: Sequence[float], min_decrease: float = 0.30,
 
 
 def assert_monotonic_decrease(losses: Sequence[float], tolerance: float, window: int = 50) -> None:
-    """AssertionError if the mean of a window exceeds the one before by more than `tolerance` of it.
+    """Raise AssertionError if the mean of a window exceeds the previous one by more than `tolerance`, a share of it.
 
-    Means, because with stochastic gradients the losses of single steps always rise now and then. A list shorter than
-    two windows is judged by halves, with a warning.
+    Means are compared, because with stochastic gradients the losses of single steps sometimes rise. A list shorter than
+    two windows is split in halves, with a warning.
     """
     means = window_means(losses, _fitting(len(losses), window))
     rise = largest_rise(means)
@@ -75,7 +75,7 @@ def assert_monotonic_decrease(losses: Sequence[float], tolerance: float, window:
 
 
 def _fitting(count: int, window: int) -> int:
-    """The window, or half of a list that is shorter than two of them."""
+    """Return the window, or half the length of a list that is shorter than two windows."""
     if window < 1:
         raise ValueError(f"window: got {window}, must be >= 1")
     if count < 2:

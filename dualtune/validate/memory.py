@@ -1,4 +1,4 @@
-"""The check before a tier: is there as much memory as its run will take?"""
+"""The memory check before a tier: is there enough for its run?"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualtune.validate.tiers import MB
 
 
 def check_memory(plan: Plan, place: Place, machine: Machine) -> Check:
-    """A row: what there is, what is needed, and the difference. EnvironmentFault if there is no such model."""
+    """Return a row: available, needed, and the difference. EnvironmentFault if there is no such model."""
     model_dir = resolve_model(plan.config.model.name, weights=False)
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     try:
@@ -28,7 +28,7 @@ def check_memory(plan: Plan, place: Place, machine: Machine) -> Check:
 
 
 def compare(there: Budget, needed_bytes: int) -> Check:
-    """In whole MB, rounded so that no buffer looks larger than it is."""
+    """Compare in whole MB, rounded so that the margin never looks larger than it is."""
     free, needed = there.bytes // MB, -(-needed_bytes // MB)
     if needed > free:
         found = f"{free} MB free, {needed} MB needed → short by {needed - free} MB ({there.reason})"

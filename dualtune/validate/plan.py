@@ -1,4 +1,4 @@
-"""What a tier comes to on this machine: its config with everything filled in, and the criteria as they are judged."""
+"""Prepare a tier for this machine: its complete config, and the criteria that apply here."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where tiers run."""
+    """The backend, the output directory and the options of a validation."""
 
     platform: str  # as in `dualtune.platform.choose`
     backend: Backend
-    out: Path  # a directory of its own for each tier comes into it
+    out: Path  # contains a directory for each tier
     random_weights: bool = False
-    before_bytes: int = 0  # on a CPU, what the process took before the first model was loaded; elsewhere 0
+    before_bytes: int = 0  # on a CPU, the process's memory before the first model was loaded; elsewhere 0
 
     @property
     def on_cpu(self) -> bool:
@@ -40,14 +40,14 @@ class Place:
 
     @property
     def is_twin(self) -> bool:
-        """Random weights need no twin: they are there to show the real shape."""
+        """Random weights need no twin: they exist to test the real shape."""
         return self.on_cpu and not self.random_weights
 
 
 def open_place(choice: Choice, out: Path, *, random_weights: bool = False) -> Place:
     """Open the backend. EnvironmentFault if there is no such device."""
     if choice.platform == "cpu" and not random_weights:
-        # Before torch loads: on matrices as small as a twin's, threads do little but wait for each other.
+        # Must be set before torch loads: for a twin's small matrices, threads mostly wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     place = Place(choice.platform, open_backend(choice), free_directory(out), random_weights)
     return replace(place, before_bytes=place.backend.memory().used_bytes) if place.on_cpu else place
@@ -60,14 +60,14 @@ class Plan:
     tier: Tier
     config: Config
     criteria: tuple[Criterion, ...]
-    model: str  # what it is called in a report
+    model: str  # its name in a report
     notes: tuple[str, ...]  # how it differs from the tier's config, a sentence each
     steps_per_window: int
     is_twin: bool
 
 
 def plan(tier: Tier, place: Place) -> Plan:
-    """Fill a tier in for a place, and write what it reads: the data, and for random weights a model without any."""
+    """Complete a tier's config for a place, and write its inputs: data, and a model directory for random weights."""
     directory = place.out / tier.name
     source = example_path(tier.config)
     written = load_config(source)
@@ -98,7 +98,7 @@ def plan(tier: Tier, place: Place) -> Plan:
 
 
 def random_model(name: str, directory: Path) -> Path:
-    """A model directory without weights: the published shape, and the tokenizer of dualtune's own model."""
+    """Create a model directory without weights: the published shape, and the tokenizer of dualtune's own model."""
     if name not in KNOWN:
         raise ConfigError(f"--random-weights: the shape of '{name}' is not known. Known: {', '.join(KNOWN)}")
     copy_without_weights(DEMO_MODEL, directory)
@@ -118,6 +118,6 @@ def _four_bit(backend: Backend) -> str:
 
 
 def free_directory(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, … that does not exist yet."""
+    """Return the path, or the first of path-2, path-3, … that does not exist yet."""
     names = (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in range(1, 10_000))
     return next(name for name in names if not name.exists())

@@ -1,4 +1,4 @@
-"""Running a tier and judging what was seen of it."""
+"""Run a tier and judge the observations."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from dualtune.validate.watch import Observed, Watch, unchanged_tensors, verified
 
 @dataclass(frozen=True, slots=True)
 class TierResult:
-    """A tier that has run, or could not."""
+    """The result of a tier that has run, or could not run."""
 
     plan: Plan
     observed: Observed | None  # None: it did not run
     verdicts: tuple[Verdict, ...]
-    checks: tuple[Check, ...]  # a row for each verdict, or for what kept the tier from running
+    checks: tuple[Check, ...]  # one row per verdict, or for the reason why the tier did not run
     environment: Mapping[str, Any]
 
     @property
@@ -44,13 +44,13 @@ class TierResult:
 
     @property
     def decrease(self) -> Decrease | None:
-        """Of the loss, where there are enough steps to say."""
+        """Return the decrease of the loss, if there are enough steps."""
         losses = self.observed.losses if self.observed else []
         return decrease_of(losses) if len(losses) >= 20 else None
 
 
 def run_tier(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> TierResult:
-    """Train by the tier's config as `dualtune train` does, and judge. EnvironmentFault if there is no such model."""
+    """Train with the tier's config as `dualtune train` does, and judge. EnvironmentFault if there is no such model."""
     observed = observe(plan, place, hooks)
     verdicts = tuple(judge(each, observed, random_weights=place.random_weights) for each in plan.criteria)
     checks = tuple(verdict.check() for verdict in verdicts)
@@ -60,15 +60,15 @@ def run_tier(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> TierResult
 
 
 def not_run(plan: Plan, place: Place, check: Check) -> TierResult:
-    """The result of a tier that something keeps from running."""
+    """Return the result of a tier that cannot run."""
     return TierResult(plan, None, (), (check,), environment(place.backend, {}))
 
 
 def observe(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> Observed:
-    """Train, and gather everything that criteria ask about."""
+    """Train, and collect everything that criteria use."""
     backend, config = place.backend, plan.config
-    assert config.train.steps is not None  # of every tier's config
-    gc.collect()  # the model of the tier before
+    assert config.train.steps is not None  # every tier's config has it
+    gc.collect()  # frees the model of the previous tier
     kind = backend.devices()[0].kind
     watch = Watch(backend.memory)
     seen = Observed(
@@ -97,7 +97,7 @@ def observe(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> Observed:
 
 
 def _train(run: Callable[[], object]) -> str | None:
-    """Why a run ended early, as far as that is for the criteria to judge: numbers, memory, the device."""
+    """Return why a run ended early, if criteria judge that reason: numbers, memory, the device."""
     try:
         run()
     except (NonFiniteError, MemoryError, RuntimeError) as error:  # both frameworks raise RuntimeError, also for memory
@@ -107,7 +107,7 @@ def _train(run: Callable[[], object]) -> str | None:
 
 
 def exit_code_of(results: Sequence[TierResult]) -> int:
-    """0, or the lowest code of what failed."""
+    """Return 0, or the lowest exit code of the failed tiers."""
     return exit_code([check for result in results for check in result.checks])
 
 
@@ -115,7 +115,7 @@ def exit_code_of(results: Sequence[TierResult]) -> int:
 
 
 def report(result: TierResult) -> dict[str, Any]:
-    """A tier as JSON values: what it ran, where, what was measured against what. No path of this machine."""
+    """Return a tier as JSON values: config, machine, measured values and limits. It contains no local path."""
     plan, observed = result.plan, result.observed
     return {
         "tier": plan.tier.name,
@@ -166,7 +166,7 @@ def _finite(value: float) -> float | str:
 
 
 def _shareable(config: Config, model: str) -> dict[str, Any]:
-    """The config without the directories that it was run in."""
+    """Return the config without the directories of this run."""
     values = config.model_dump(mode="json")
     values["model"]["name"] = model
     values["data"]["train"] = Path(str(config.data.train)).name
@@ -175,5 +175,5 @@ def _shareable(config: Config, model: str) -> dict[str, Any]:
 
 
 def missing(error: EnvironmentFault) -> Check:
-    """Why a tier cannot run here, as a row."""
+    """Return a row with the reason why a tier cannot run here."""
     return Check("tier not run", "fail", str(error), exit_code=error.exit_code)

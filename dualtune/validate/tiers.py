@@ -1,7 +1,7 @@
-"""The five tiers as data: a config each, the criteria that its run must meet, and what a CPU changes about them.
+"""The five tiers as data: a config each, the criteria for its run, and the changes on a CPU.
 
-A CPU cannot run these models in the time that a test has. There each tier has a twin: the same criteria and steps, on
-the small model that is part of dualtune, with limits of its own where a limit speaks of the device.
+A CPU cannot run these models in the time of a test. There each tier has a twin: the same criteria and steps, on the
+small model that is part of dualtune, with separate limits for quantities that depend on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dualtune.errors import ConfigError
 from dualtune.validate.criteria import Criterion
 
 MB, GB = 10**6, 10**9
-WINDOW = 50  # steps, for means of the loss and for the growth of memory
+WINDOW = 50  # steps, for the mean loss and the growth of memory
 
 RAN = (
     Criterion("device initialised", "device_is_ready", "==", 1, "yes"),
@@ -44,7 +44,7 @@ class Tier:
     name: str
     title: str
     config: str  # in configs/
-    peak_bytes: int  # the device memory that its run may take
+    peak_bytes: int  # the device memory that its run may use
     criteria: tuple[Criterion, ...]
 
 
@@ -84,11 +84,11 @@ TIERS: Mapping[str, Tier] = MappingProxyType(
         )
     }
 )  # fmt: skip
-ALL = ("quick", "convergence", "memory", "extended")  # what `all` means
+ALL = ("quick", "convergence", "memory", "extended")  # the meaning of `all`
 
 
 def tiers_of(name: str) -> list[Tier]:
-    """The tiers of a name, in order. "all" leaves out the longest, which is run when it is named."""
+    """Return the tiers of a name, in order. "all" excludes the longest one, which must be named."""
     if name == "all":
         return [TIERS[each] for each in ALL]
     if name not in TIERS:
@@ -98,20 +98,20 @@ def tiers_of(name: str) -> list[Tier]:
 
 # --- what a device changes -------------------------------------------------------------------------------------------
 
-# How a backend stores a weight in 4 bits; the first one of these that it honours. The limits are what the format takes.
+# How a backend stores a weight in 4 bits; the first format that it supports is used. The limits follow from the format.
 #   nf4      0.5 and, per block of 64, one byte of scale with a share of a second scale: 0.516
 #   affine4  0.5 and, per group of 64, a scale and a bias of 2 bytes each: 0.5625; in float32, of 4 bytes each: 0.625
 FORMATS_4_BIT = ("nf4", "affine4")
 BYTES_PER_WEIGHT = {"nf4": 0.55, "affine4": 0.57}
-BYTES_PER_WEIGHT_ON_CPU = BYTES_PER_WEIGHT | {"affine4": 0.63}  # in float32, which `auto` takes there
-BYTES_PER_WEIGHT_OF_TWIN = BYTES_PER_WEIGHT_ON_CPU | {"nf4": 0.62}  # a layer's two tables, 1088 bytes, are not nothing
+BYTES_PER_WEIGHT_ON_CPU = BYTES_PER_WEIGHT | {"affine4": 0.63}  # in float32, the dtype of `auto` there
+BYTES_PER_WEIGHT_OF_TWIN = BYTES_PER_WEIGHT_ON_CPU | {"nf4": 0.62}  # a layer's two tables, 1088 bytes, count too
 
-# A twin's model is small, so that it needs larger steps to learn as much in as many of them.
+# A twin's model is small, so it needs larger steps to learn as much in the same number of steps.
 TWIN_OVERRIDES = ("train.learning_rate=5e-3",)
-# By measure: another limit, or why there is no judgement.
+# By measure: another limit, or the reason why it is not judged.
 TWIN_LIMITS: Mapping[str, float | str] = MappingProxyType(
     {
-        "growth": 0.05,  # of the process's resident memory, which the allocator of C gives back in its own time
+        "growth": 0.05,  # of the process's resident memory, which C's allocator returns to the system with delay
         "spread": "the cores of a CPU are shared with other programs",
     }
 )
@@ -127,7 +127,7 @@ CPU_LIMITS: Mapping[str, float | str] = MappingProxyType(
 
 
 def criteria_of(tier: Tier, backend: str, quantization: str, *, on_cpu: bool, is_twin: bool) -> tuple[Criterion, ...]:
-    """The tier's criteria as they are judged here."""
+    """Return the tier's criteria for this device."""
     changes: dict[str, float | str] = {}
     if is_twin:
         changes |= {**TWIN_LIMITS, "peak_bytes": card_of(backend).twin.peak_bytes}

@@ -1,4 +1,4 @@
-"""What is seen of a tier's run: by a hook while it trains, and by looking at what it has left behind."""
+"""Observations of a tier's run: from a hook during training, and from the files that it leaves."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from dualtune.train.state.run_dir import CHECKPOINTS
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Everything that a criterion can ask about a run. A tuple has an entry for each step that was taken."""
+    """Everything about a run that criteria may use. Tuples have an entry per step that was taken."""
 
     device_kind: str  # "cuda", "metal" or "cpu"
-    wanted_kind: str  # of the device that was asked for
-    num_steps: int  # that were asked for
+    wanted_kind: str  # of the requested device
+    num_steps: int  # requested
     save_every: int | None
     steps_per_window: int  # 50, or fewer where the run has fewer steps than the tier's config
     steps: tuple[StepRecord, ...] = ()
     used_bytes: tuple[int, ...] = ()  # of device memory, after the step
-    before_bytes: int = 0  # on a CPU, what the process took before any model was loaded; elsewhere 0
+    before_bytes: int = 0  # on a CPU, the process's memory before any model was loaded; elsewhere 0
     engine: Mapping[str, Any] | None = None  # Engine.description, once the model was loaded
     num_tensors: int = 0  # of the adapter
-    unchanged: tuple[str, ...] = ()  # those that are bitwise as they were before the first step
-    saved_steps: tuple[int, ...] = ()  # that have a checkpoint which verifies
+    unchanged: tuple[str, ...] = ()  # tensors that are bitwise equal to their first values
+    saved_steps: tuple[int, ...] = ()  # steps with a checkpoint that verifies
     elapsed_s: float = 0.0
     problem: str | None = None  # what ended the run early
 
@@ -44,12 +44,12 @@ class Observed:
 
     @property
     def peak_bytes(self) -> int:
-        """Of device memory while training; on a CPU, what the process took for it."""
+        """Peak device memory during training; on a CPU, the memory that the process used for it."""
         return max((step.peak_bytes for step in self.steps), default=0) - self.before_bytes
 
 
 class Watch(Hook):
-    """Keeps the records of a run, with the memory in use after each step. One that it misses is a step not taken."""
+    """Keeps the records of a run, with the memory in use after each step. A step without record was not taken."""
 
     def __init__(self, memory: Callable[[], MemoryStats]) -> None:
         self._memory = memory
@@ -67,12 +67,12 @@ class Watch(Hook):
 
     @property
     def elapsed_s(self) -> float:
-        """Since the watch was made."""
+        """Seconds since this object was created."""
         return time.perf_counter() - self._start
 
 
 def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str, ...]]:
-    """(how many tensors the adapter has, which of them are as they were drawn before the first step)."""
+    """Return the number of the adapter's tensors, and the names of those that still have their initial values."""
     trained = read_adapter(adapter_dir).tensors
     shapes = {
         module: (trained[tensor_name(module, "B")].shape[0], trained[tensor_name(module, "A")].shape[1])
@@ -83,7 +83,7 @@ def unchanged_tensors(adapter_dir: Path, config: Config) -> tuple[int, tuple[str
 
 
 def verified_checkpoints(run_dir: Path) -> tuple[int, ...]:
-    """The steps whose checkpoints are whole: every file there, of the size and sha256 that its manifest says."""
+    """Return the steps of complete checkpoints: every file has the size and sha256 of its manifest."""
     directory = run_dir / CHECKPOINTS
     found = checkpoint.entries(directory) if directory.is_dir() else []
     return tuple(sorted(entry.step for entry in found if entry.problem is None))

@@ -1,7 +1,8 @@
 """The arithmetic of converting adapters: pairs of matrices, one rank and one scale for all, an integer alpha.
 
-The update of a module is ΔW = scale · B A. Everything here keeps ΔW: padding with zeros adds nothing to the product,
-and what leaves the scale goes into B, in float64 and rounded once. Shape suffixes: r rank, I in, O out.
+The update of a module is ΔW = scale · B A. All functions here preserve ΔW: padding with zeros adds nothing to the
+product, and a factor taken out of the scale is multiplied into B, in float64 and rounded once. Shape suffixes: r rank,
+I in, O out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dualtune.adapter.methods.method import Method
 from dualtune.adapter.spec import LoraSpec, Scaling, Tensors, divisor, parse_name, tensor_name
 from dualtune.errors import FormatError
 
-PAIR = "AB"  # the parts that are matrices of a low-rank update
-ALPHA_RELATIVE_ERROR = 1e-12  # scale · rank misses the alpha that scale was computed from by a few 1e-16
+PAIR = "AB"  # the parts that form a low-rank update
+ALPHA_RELATIVE_ERROR = 1e-12  # scale · rank differs from the original alpha by a few 1e-16
 
 
 class Pair(NamedTuple):
@@ -38,7 +39,7 @@ Pairs = dict[str, Pair]  # by module path
 
 
 class Parts(NamedTuple):
-    """What another tool's files say, in canonical form."""
+    """The contents of another tool's files, in canonical form."""
 
     spec: LoraSpec
     tensors: Tensors
@@ -48,7 +49,7 @@ class Parts(NamedTuple):
 
 
 def pair_up(halves: Mapping[tuple[str, str], np.ndarray], where: object) -> Pairs:
-    """Pairs from (module, "A" or "B") -> lora_A [r, in] or lora_B [out, r], each with its partner and one rank."""
+    """Return pairs from (module, "A" or "B") -> lora_A [r, in] or lora_B [out, r]; checks partners and ranks."""
     if not halves:
         raise FormatError(f"{where}: holds no LoRA tensors")
     pairs: Pairs = {}
@@ -69,7 +70,7 @@ def pair_up(halves: Mapping[tuple[str, str], np.ndarray], where: object) -> Pair
 
 
 def check_rank(module: str, pair: Pair, rank: int, where: object) -> None:
-    """A [rank, in] and B [out, rank], or an error that says which of the usual mistakes it looks like."""
+    """Check A [rank, in] and B [out, rank]; the error names the usual mistake that fits."""
     (rows, in_dim), (out_dim, columns) = pair.A_rI.shape, pair.B_Or.shape
     if rows == columns == rank and in_dim and out_dim:
         return
@@ -81,7 +82,7 @@ def check_rank(module: str, pair: Pair, rank: int, where: object) -> None:
 
 
 def unify(pairs: Pairs, scales: Mapping[str, float]) -> tuple[Pairs, float, list[str]]:
-    """The same updates with one rank and one scale for all: (pairs, scale, notes).
+    """Return the same updates with one rank and one scale for all: (pairs, scale, notes).
 
     The scale is the most common one, so that most modules keep their numbers.
     """
@@ -101,7 +102,7 @@ def unify(pairs: Pairs, scales: Mapping[str, float]) -> tuple[Pairs, float, list
 
 
 def pad(x: np.ndarray, rank: int, *, axis: int) -> np.ndarray:
-    """The matrix with zeros after its last row or column, up to `rank` of them."""
+    """Append zero rows or columns to the matrix, up to `rank`."""
     missing = rank - x.shape[axis]
     return np.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
 
@@ -109,28 +110,28 @@ def pad(x: np.ndarray, rank: int, *, axis: int) -> np.ndarray:
 def fold(B_Or: np.ndarray, factor: float) -> np.ndarray:
     if factor == 1.0:
         return B_Or
-    with np.errstate(over="ignore"):  # what becomes Inf is reported as such
+    with np.errstate(over="ignore"):  # Inf is reported later
         return (B_Or.astype(np.float64) * factor).astype(np.float32)
 
 
 def alpha_of(scale: float, rank: int, scaling: Scaling = "standard") -> float:
-    """scale · rank (or · √rank), freed from the rounding of alpha / rank · rank."""
+    """Return scale · rank (or · √rank), corrected for the rounding of alpha / rank · rank."""
     alpha = scale * divisor(rank, scaling)
     return float(round(alpha)) if math.isclose(alpha, round(alpha), rel_tol=ALPHA_RELATIVE_ERROR) else alpha
 
 
 def rescaled(spec: LoraSpec, scaling: Scaling) -> LoraSpec:
-    """The same scale as alpha / rank or alpha / √rank."""
+    """Return the same scale as alpha / rank or alpha / √rank."""
     if scaling == spec.scaling:
         return spec
     return replace(spec, alpha=alpha_of(spec.scale, spec.rank, scaling), scaling=scaling)
 
 
 def integral_alpha(scale: float, rank: int, scaling: Scaling = "standard") -> tuple[int, float]:
-    """(alpha, factor) with alpha / rank (or / √rank) · factor = scale and alpha an integer >= 1; factor is to be folded
-    into B.
+    """Return an integer alpha >= 1 and a factor with alpha / rank (or / √rank) · factor = scale.
 
-    Consumers of PEFT directories declare lora_alpha an integer, and some refuse `16.0`.
+    The factor is to be multiplied into B. Readers of PEFT directories declare lora_alpha an integer, and some refuse
+    `16.0`.
     """
     alpha = alpha_of(scale, rank, scaling)
     nearest = max(1, round(alpha))
@@ -138,7 +139,7 @@ def integral_alpha(scale: float, rank: int, scaling: Scaling = "standard") -> tu
 
 
 def with_integral_alpha(spec: LoraSpec, tensors: Tensors) -> tuple[LoraSpec, Tensors, list[str]]:
-    """The same function with an integer alpha, and a note if lora_B had to take up the difference."""
+    """Return the same function with an integer alpha, and a note if lora_B was rescaled for it."""
     alpha, factor = integral_alpha(spec.scale, spec.rank, spec.scaling)
     notes: list[str] = []
     if factor != 1.0:
@@ -148,7 +149,7 @@ def with_integral_alpha(spec: LoraSpec, tensors: Tensors) -> tuple[LoraSpec, Ten
 
 
 def to_tensors(pairs: Pairs) -> Tensors:
-    """Canonical names, float32, contiguous."""
+    """Return the tensors under canonical names, float32, contiguous."""
     tensors: Tensors = {}
     for module, pair in pairs.items():
         tensors[tensor_name(module, "A")] = np.ascontiguousarray(pair.A_rI, np.float32)
@@ -157,7 +158,7 @@ def to_tensors(pairs: Pairs) -> Tensors:
 
 
 def to_pairs(tensors: Tensors, where: object) -> Pairs:
-    """The pairs of canonical tensors; FormatError for a name that is not canonical."""
+    """Return the pairs of canonical tensors; FormatError for a name that is not canonical."""
     halves: dict[tuple[str, str], np.ndarray] = {}
     for name, tensor in tensors.items():
         if (parsed := parse_name(name)) is None:
@@ -168,19 +169,19 @@ def to_pairs(tensors: Tensors, where: object) -> Pairs:
 
 
 def beside_pairs(tensors: Tensors) -> Tensors:
-    """What the method trains beside A and B, by canonical name, float32. LoRA has none."""
+    """Return the parameters that the method trains beside A and B, by canonical name, float32. LoRA has none."""
     parsed = {name: parse_name(name) for name in tensors}
     names = [name for name, found in parsed.items() if found and found[1] not in PAIR]
     return {name: np.ascontiguousarray(tensors[name], np.float32) for name in names}
 
 
 def beside_of(module: str, beside: Tensors) -> Tensors:
-    """Those of one module."""
+    """Return those of one module."""
     return {name: x for name, x in beside.items() if (parsed := parse_name(name)) and parsed[0] == module}
 
 
 def check_beside(method: Method, beside: Tensors, pairs: Pairs, where: object) -> None:
-    """FormatError unless each module has what the method trains beside A and B, in the right shape."""
+    """Raise FormatError unless each module has the method's parameters beside A and B, in the right shape."""
     expected = {
         tensor_name(module, part, method.name): shape
         for module, pair in pairs.items()
@@ -197,7 +198,7 @@ def check_beside(method: Method, beside: Tensors, pairs: Pairs, where: object) -
 
 
 def beside_distance(ours: Tensors, theirs: Tensors) -> float:
-    """The largest relative difference of the tensors beside A and B; 1 where only one adapter has a tensor."""
+    """Return the largest relative difference of the tensors beside A and B; 1 if only one adapter has a tensor."""
     if ours.keys() != theirs.keys():
         return 1.0
     sizes = {name: max(np.linalg.norm(x), np.linalg.norm(theirs[name])) for name, x in ours.items()}
@@ -205,7 +206,7 @@ def beside_distance(ours: Tensors, theirs: Tensors) -> float:
 
 
 def value_problems(tensors: Tensors) -> list[str]:
-    """What makes well-formed tensors unusable: NaN and Inf, and modules filled with zeros."""
+    """Return problems in well-formed tensors: NaN and Inf, and modules filled with zeros."""
     return [
         *(f"{name} holds NaN or Inf" for name in non_finite(tensors)),
         *(f"{module} is filled with zeros, as by a write that was cut off" for module in zero_filled(tensors)),
@@ -213,26 +214,26 @@ def value_problems(tensors: Tensors) -> list[str]:
 
 
 def non_finite(tensors: Tensors) -> list[str]:
-    """The names of the tensors that hold NaN or Inf."""
+    """Return the names of the tensors with NaN or Inf."""
     return [name for name, x in tensors.items() if not np.isfinite(x).all()]
 
 
 def zero_filled(tensors: Tensors) -> list[str]:
-    """The modules with A = B = 0. A fresh adapter has B = 0; with A = 0 as well both gradients are zero for good."""
+    """Return the modules with A = B = 0. A fresh adapter has B = 0; with A = 0 too, both gradients stay zero."""
     pairs = to_pairs(tensors, "adapter")
     return [module for module, pair in pairs.items() if not (pair.A_rI.any() or pair.B_Or.any())]
 
 
 def delta_norm(pair: Pair, scale: float) -> float:
-    """‖scale · B A‖ (Frobenius) from two r×r Gram matrices: ‖B A‖² = Σ (BᵀB) ∘ (A Aᵀ), without forming B A."""
+    """Return ‖scale · B A‖ (Frobenius) from two r×r Gram matrices: ‖B A‖² = Σ (BᵀB) ∘ (A Aᵀ), without forming B A."""
     A_rI, B_Or = pair.A_rI.astype(np.float64), pair.B_Or.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):  # of a damaged adapter: NaN and Inf are the answer
+    with np.errstate(over="ignore", invalid="ignore"):  # a damaged adapter gives NaN or Inf
         square = np.sum((B_Or.T @ B_Or) * (A_rI @ A_rI.T))
-    return abs(scale) * float(np.sqrt(np.maximum(square, 0.0)))  # rounding can leave −1e-20; NaN stays NaN
+    return abs(scale) * float(np.sqrt(np.maximum(square, 0.0)))  # rounding may give −1e-20; NaN stays NaN
 
 
 def delta_distance(ours: Pair, our_scale: float, theirs: Pair, their_scale: float) -> float:
-    """‖ΔW₁ − ΔW₂‖ / max(‖ΔW₁‖, ‖ΔW₂‖), exact to about 1e-8: the difference is a product of stacked factors."""
+    """Return ‖ΔW₁ − ΔW₂‖ / max(‖ΔW₁‖, ‖ΔW₂‖), exact to about 1e-8: the difference is a product of stacked factors."""
     A_rI = np.concatenate([ours.A_rI, theirs.A_rI])
     B_Or = np.concatenate([np.float64(our_scale) * ours.B_Or, np.float64(-their_scale) * theirs.B_Or], axis=1)
     size = max(delta_norm(ours, our_scale), delta_norm(theirs, their_scale))

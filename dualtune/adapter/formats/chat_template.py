@@ -1,6 +1,6 @@
-"""The chat template that an adapter was trained with: beside its weights, and in the model that it is merged into.
+"""The chat template of an adapter's training: stored with its weights, and in a merged model.
 
-PEFT and mlx-lm pass over the file in an adapter directory. In a model directory transformers, mlx-lm and llama.cpp look
+PEFT and mlx-lm ignore the file in an adapter directory. In a model directory transformers, mlx-lm and llama.cpp look
 for it under the same name.
 """
 
@@ -17,20 +17,20 @@ from dualtune.io.disk import json_bytes
 from dualtune.io.untrusted import open_file, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
-MAX_TEMPLATE_BYTES = 1 << 20  # what the most characters that a template may have can take
-NONE = "none"  # in place of a hash: trained without one
+MAX_TEMPLATE_BYTES = 1 << 20  # the size of the longest template that is allowed
+NONE = "none"  # instead of a hash: trained without a template
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_PROCESSOR_TEMPLATE = "chat_template.json"  # of models of several media, in older transformers
+_PROCESSOR_TEMPLATE = "chat_template.json"  # of multimodal models, in older transformers
 _MAX_TOKENIZER_CONFIG_BYTES = 64 << 20
 
 
 def hash_of(source: str) -> str:
-    """Tells templates apart."""
+    """Return a hash that identifies a template."""
     return f"sha256 {hashlib.sha256(source.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def read_template(directory: Path) -> str | None:
-    """The template in a directory, None if there is none. FormatError if it is too large or no text."""
+    """Return the template in a directory, None if there is none. FormatError if it is too large or not text."""
     path = directory / TEMPLATE_FILE
     if not path.exists():
         return None
@@ -45,7 +45,7 @@ def read_template(directory: Path) -> str | None:
 
 
 def recorded_hash(template: str | None, metadata: Mapping[str, Any]) -> str | None:
-    """The hash of the template of a training, "none" where it had none, None where that is not recorded."""
+    """Return the hash of the training's template, "none" if it had none, None if that is not recorded."""
     if template is not None:
         return hash_of(template)
     training = fields.subtable(metadata, "training", "dualtune.json")
@@ -55,7 +55,7 @@ def recorded_hash(template: str | None, metadata: Mapping[str, Any]) -> str | No
 
 
 def described(template: str | None, metadata: Mapping[str, Any]) -> str:
-    """What is known of the template of a training, in a few words."""
+    """Describe what is known of the training's template, in a few words."""
     found = recorded_hash(template, metadata)
     if found is None:
         return "not recorded"
@@ -66,7 +66,7 @@ def described(template: str | None, metadata: Mapping[str, Any]) -> str:
 
 
 def mismatch(trained: str | None, used: str) -> str | None:
-    """One line for a user where the template that is used (its hash, or "none") is not that of the training."""
+    """Return a one-line warning if the template in use (its hash, or "none") is not the training's."""
     if trained == NONE:
         return "the adapter was trained without a chat template" + (
             ", so the prompt goes in as it is" if used == NONE else f", and is used with one ({used})"
@@ -78,9 +78,9 @@ def mismatch(trained: str | None, used: str) -> str | None:
 
 
 def settle(model: Path, template: str | None, metadata: Mapping[str, Any]) -> str:
-    """Give the copy of a base model that an adapter was merged into the template of the training; says what was done.
+    """Write the training's template into the merged model, a copy of the base; return a note on what was done.
 
-    Where that is not known, the base's remains.
+    If the template is not recorded, the base's remains.
     """
     trained = recorded_hash(template, metadata)
     if template is None and trained != NONE:
@@ -96,14 +96,14 @@ def _source_in(model: Path) -> str | None:
     if (source := read_template(model)) is not None:
         return source
     found = _tokenizer_config(model).get("chat_template")
-    if isinstance(found, list):  # several by name
+    if isinstance(found, list):  # several templates, by name
         named = [cast("dict[str, Any]", item) for item in cast("list[Any]", found) if isinstance(item, dict)]
         found = next((item.get("template") for item in named if item.get("name") == "default"), None)
     return found if isinstance(found, str) else None
 
 
 def _replace(model: Path, template: str | None) -> None:
-    """As transformers 5 saves it: the file alone. llama.cpp prefers the key, which therefore goes."""
+    """Write only the file, as transformers 5 does. llama.cpp prefers the key, so the key is removed."""
     config = _tokenizer_config(model)
     if config.pop("chat_template", None) is not None:
         (model / _TOKENIZER_CONFIG).write_bytes(json_bytes(config))

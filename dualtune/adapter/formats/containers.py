@@ -3,7 +3,7 @@
     adapter_model.safetensors.index.json    {"weight_map": {tensor: adapter_model-00001-of-00002.safetensors, …}}
     adapters.npz                            a zip archive, not compressed, of one .npy file for each tensor
 
-Both come from anybody: a shard is a file of this directory, and an array is as large as its bytes in the archive.
+Both are untrusted: a shard must be a file of this directory, and an array as large as its bytes in the archive.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DTYPES = {b"<f2": "<f2", b"<f4": "<f4", b"<f8": "<f8"}
 
 
 def shards_of(index: Path) -> dict[Path, set[str]]:
-    """Shard -> the names of the tensors that the index says are in it."""
+    """Return shard -> the names of its tensors by the index."""
     shards: dict[Path, set[str]] = {}
     table = fields.subtable(read_json(index, max_bytes=MAX_HEADER_BYTES), "weight_map", index)
     for name, file in table.items():
@@ -52,7 +52,7 @@ def shards_of(index: Path) -> dict[Path, set[str]]:
 
 
 def check_shard(shard: Path, found: set[str], listed: set[str], index: Path) -> None:
-    """FormatError unless the shard holds the tensors that the index says, and no others."""
+    """Raise FormatError unless the shard has exactly the tensors that the index lists for it."""
     if other := sorted(found ^ listed):
         fault = "is listed there and not in it" if other[0] in listed else "is in it and not listed there"
         raise FormatError(
@@ -62,11 +62,11 @@ def check_shard(shard: Path, found: set[str], listed: set[str], index: Path) -> 
 
 
 def read_npz(path: Path) -> Tensors:
-    """All tensors of the archive by name, as float32."""
+    """Return all tensors of the archive by name, as float32."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            # Stored as they are, and not larger together than the file: no archive that unfolds in memory.
+            # Uncompressed, and not larger than the file in total: no archive that expands in memory.
             if any(m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 for m in members):
                 raise FormatError(f"{path}: is compressed or encrypted, which mlx-lm's are not. Save it as safetensors")
             if sum(m.file_size for m in members) > path.stat().st_size:

@@ -6,8 +6,8 @@
     chat_template.jinja         the chat template of the training, if it had one
     dualtune.json               ours: schema version, size and sha256 of each other file, metadata
 
-A directory is written whole or not at all. What is read is checked against dualtune.json where there is one, and both
-weight files against each other where there is none.
+A directory is written whole or not at all. On reading, the files are checked against dualtune.json if there is one;
+otherwise the two weight files are checked against each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FILES = (CONFIG_FILE, peft.WEIGHTS_FILE, mlx_lm.WEIGHTS_FILE, TEMPLATE_FILE)  # 
 LAYOUTS = ("dual", "peft", "mlx")
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 MAX_CONFIG_BYTES = 1 << 20
-SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files that are said to hold the same adapter
+SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files with the same adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,20 @@ class Adapter:
     spec: LoraSpec
     tensors: Tensors
     base_model: str | None = None
-    layout: str = "dual"  # dual | peft | mlx: where it was read from
+    layout: str = "dual"  # dual | peft | mlx: the layout it was read from
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])  # the content of dualtune.json, if any
     notes: tuple[str, ...] = ()  # what was converted on reading
-    template: str | None = None  # the source of the chat template of its training, where the directory has it
+    template: str | None = None  # the source of its training's chat template, if it is in the directory
     fan_in_fan_out: bool = False  # the base model's linear layers are Conv1D: see `dualtune.adapter.formats.gpt2`
 
     @property
     def template_hash(self) -> str | None:
-        """Of the chat template of its training; "none" where it had none, None where that is not recorded."""
+        """The hash of its training's chat template; "none" if it had none, None if that is not recorded."""
         return recorded_hash(self.template, self.metadata)
 
 
 class Contents(NamedTuple):
-    """A directory that looks like an adapter. Only dualtune.json is read yet: its hashes come before anything else."""
+    """A directory that looks like an adapter. So far only dualtune.json is read: hashes are checked first."""
 
     directory: Path
     layout: str
@@ -65,7 +65,7 @@ class Contents(NamedTuple):
 
 
 def read_adapter(path: str | os.PathLike[str]) -> Adapter:
-    """The adapter of a directory in any of the three layouts, converted exactly, or FormatError."""
+    """Return the adapter of a directory in any of the three layouts, converted exactly, or raise FormatError."""
     contents = open_directory(path)
     if contents.manifest is not None:
         _refuse(contents, integrity_problems(contents.directory, contents.manifest, FILES))
@@ -79,10 +79,10 @@ def read_adapter(path: str | os.PathLike[str]) -> Adapter:
 def write_adapter(
     path: str | os.PathLike[str], adapter: Adapter, *, layout: str = "dual", metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a new adapter directory, whole or not at all.
+    """Write a new adapter directory, whole or not at all.
 
-    `metadata` goes into dualtune.json; by default what the adapter was read with is kept. Raises ConfigError for a
-    path that is taken, DiskError if it cannot be written, NonFiniteError and FormatError for an adapter not worth it.
+    `metadata` goes into dualtune.json; the default is the metadata that the adapter was read with. Raises ConfigError
+    if the path exists, DiskError if it cannot be written, NonFiniteError and FormatError if the adapter is unusable.
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, must be one of {', '.join(LAYOUTS)}")
@@ -93,13 +93,13 @@ def write_adapter(
 
 
 def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """The content of each file of the directory, dualtune.json last."""
+    """Return the content of each file of the directory, dualtune.json last."""
     spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
     for module, pair in pairs.items():
         canonical.check_rank(module, pair, spec.rank, "adapter")
     canonical.check_beside(spec.trained, beside := canonical.beside_pairs(adapter.tensors), pairs, "adapter")
     tensors, turned = canonical.to_tensors(pairs) | beside, adapter.fan_in_fan_out
-    if layout != "mlx":  # mlx-lm's scale is any number, PEFT's lora_alpha an integer
+    if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded
     _check_values(tensors)
@@ -113,7 +113,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
             mlx_lm.mlx_tensors(tensors, spec.method, fan_in_fan_out=turned), "mlx"
         )
     if layout == "mlx" and adapter.base_model is not None:
-        config["model"] = adapter.base_model  # the key under which mlx-lm's trainer keeps it
+        config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
     files[CONFIG_FILE] = json_bytes(config)
     if adapter.template is not None:
         files[TEMPLATE_FILE] = adapter.template.encode()
@@ -122,14 +122,14 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
 
 
 def adapter_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory of an adapter: the one that is named, or the adapter in it where it is that of a run."""
+    """Return the directory of an adapter: the given one, or the adapter in it if it is a run directory."""
     named = Path(path)
     result = named / "adapter"
     return result if not (named / CONFIG_FILE).exists() and (result / CONFIG_FILE).is_file() else named
 
 
 def open_directory(path: str | os.PathLike[str]) -> Contents:
-    """What lies there, or FormatError with a list of what does. Of a run directory, its adapter."""
+    """Open a directory; for a run directory, its adapter. FormatError lists the contents if there is no adapter."""
     directory = adapter_directory(path)
     try:
         found = sorted(entry.name for entry in directory.iterdir())
@@ -147,7 +147,7 @@ def open_directory(path: str | os.PathLike[str]) -> Contents:
 
 
 def load(contents: Contents) -> Adapter:
-    """The adapter of the directory; of PEFT's file where there are two. Values are not looked at."""
+    """Return the adapter of the directory, from PEFT's file if there are two. Values are not checked."""
     layout = "mlx" if contents.layout == "mlx" else "peft"
     parts = _parse(contents, layout)
     return Adapter(
@@ -157,7 +157,7 @@ def load(contents: Contents) -> Adapter:
 
 
 def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
-    """Where mlx-lm's file of a dual directory computes another function than the adapter, read from PEFT's."""
+    """Return where mlx-lm's file of a dual directory computes another function than the adapter from PEFT's file."""
     other = _parse(contents, "mlx")
     ours = canonical.to_pairs(adapter.tensors, contents.directory / peft.WEIGHTS_FILE)
     theirs = canonical.to_pairs(other.tensors, contents.directory / mlx_lm.WEIGHTS_FILE)
@@ -176,12 +176,12 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
 
 
 def _kind(spec: LoraSpec) -> dict[str, str]:
-    """What dualtune.json says of the method; mlx-lm's config has no place for the scaling."""
+    """Return method and scaling for dualtune.json; mlx-lm's config has no key for the scaling."""
     return {"method": spec.method, "scaling": spec.scaling}
 
 
 def _with_scaling(spec: LoraSpec, contents: Contents) -> LoraSpec:
-    """The spec of an mlx-lm directory of ours, whose config has the scale alone, with the alpha that made it."""
+    """Return the spec with the original alpha: the config of our mlx-lm directories has only the scale."""
     kind = (contents.manifest or {}).get("adapter")
     if contents.layout != "mlx" or kind != {"method": spec.method, "scaling": "rank_stabilized"}:
         return spec
@@ -222,5 +222,5 @@ def _check_values(tensors: Tensors) -> None:
 
 
 def _safetensors(tensors: Tensors, framework: str) -> bytes:
-    """`format` is what transformers and PEFT look for in the header."""
+    """Add `format` to the header, where transformers and PEFT look for it."""
     return safetensors.numpy.save(tensors, metadata={"format": framework})

@@ -1,8 +1,8 @@
-"""dualtune.json: what an adapter directory consisted of when it was written, and everything else we know about it.
+"""dualtune.json: the files of an adapter directory when it was written, and all other recorded facts.
 
     {"schema_version": 1, "files": {"<name>": {"bytes": …, "sha256": …}, …}, "notes": [what was converted], …}
 
-The rest is metadata of whoever wrote the adapter: fingerprints of the base model, a summary of the training.
+The other keys are metadata of the writer: fingerprints of the base model, a summary of the training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20
 
 
 def make_manifest(files: Mapping[str, bytes], notes: Collection[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of dualtune.json beside these files. Metadata read from another directory may be passed on whole."""
+    """Return the content of dualtune.json for these files. Metadata from another directory may be passed as it is."""
     return {
         **metadata,
         "schema_version": SCHEMA_VERSION,
@@ -32,7 +32,7 @@ def make_manifest(files: Mapping[str, bytes], notes: Collection[str], metadata: 
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The content of dualtune.json, None if there is none."""
+    """Return the content of dualtune.json, None if there is none."""
     path = directory / MANIFEST_FILE
     if not path.is_file():
         return None
@@ -44,7 +44,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def integrity_problems(directory: Path, manifest: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Where the files of these names differ from what the manifest says. Other names are neither read nor allowed."""
+    """Return where the `known` files differ from the manifest. Other names are refused and never read."""
     listed = fields.subtable(manifest, "files", directory / MANIFEST_FILE)
     problems = [
         f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is no part of an adapter"

@@ -1,7 +1,7 @@
 """mlx-lm's adapter directory <-> the canonical adapter.
 
 mlx-lm (`mlx_lm/tuner/lora.py`, 0.32) computes y = W x + scale · (x A) B with `<module>.lora_a` [in, r] and `.lora_b`
-[r, out]: both are transposes of ours, and `scale` multiplies directly, where PEFT divides alpha by the rank.
+[r, out]: both are transposes of ours, and `scale` is a direct factor, where PEFT divides alpha by the rank.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapters.safetensors"
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-# mlx-lm names the two matrices of an adapted embedding as those of a linear layer; only the module tells them apart.
+# mlx-lm names the two matrices of an adapted embedding as those of a linear layer; only the module name differs.
 _EMBEDDING = re.compile(r"(.*\.)?(embed\w*|wte|wpe|tok_embeddings|word_embeddings)")
 
 
 def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Parts:
-    """The canonical adapter of a parsed adapter_config.json and the tensors of adapters.safetensors."""
+    """Return the canonical adapter of a parsed adapter_config.json and the tensors of adapters.safetensors."""
     where = directory / CONFIG_FILE
     method = _method(config.get("fine_tune_type", "lora"), where)
     fields.required(config, "lora_parameters", where)
@@ -77,10 +77,10 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
 
 
 def mlx_config(spec: LoraSpec, modules: Collection[str], *, fan_in_fan_out: bool = False) -> dict[str, Any]:
-    """mlx-lm's keys of adapter_config.json.
+    """Return mlx-lm's keys of adapter_config.json.
 
-    `num_layers` counts from the end, so -1 (all of them) is the one value that is right without the model; `keys` are
-    always given because without them mlx-lm would wrap every linear layer.
+    `num_layers` counts from the end, so only -1 (all layers) is right without knowing the model. `keys` are always
+    given, because without them mlx-lm would wrap every linear layer.
     """
     targets = exact_targets(modules, spec.targets)
     keys = dict.fromkeys(_key(module, targets) for module in sorted(modules))
@@ -97,9 +97,9 @@ def mlx_config(spec: LoraSpec, modules: Collection[str], *, fan_in_fan_out: bool
 
 
 def mlx_tensors(tensors: Tensors, method: str = "lora", *, fan_in_fan_out: bool = False) -> Tensors:
-    """The canonical tensors in mlx-lm's names and orientation.
+    """Return the canonical tensors in mlx-lm's names and orientation.
 
-    Contiguous copies, because safetensors writes the buffer of a transposed view as it lies.
+    Contiguous copies, because safetensors writes the buffer of a transposed view in memory order.
     """
     renamed: Tensors = {}
     ends = {parameter.part: parameter.mlx for parameter in METHODS[method].parameters}
@@ -116,7 +116,7 @@ def mlx_tensors(tensors: Tensors, method: str = "lora", *, fan_in_fan_out: bool 
 
 
 def _method(kind: object, where: Path) -> Method:
-    """The method of a fine_tune_type."""
+    """Return the method of a fine_tune_type."""
     known = {method.mlx_type: method for method in METHODS.values()}
     if not isinstance(kind, str) or kind not in known:
         reason = "others are no sum of a base and an update B A"
@@ -125,7 +125,7 @@ def _method(kind: object, where: Path) -> Method:
 
 
 def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensors]:
-    """(the pairs as the file names them, what the method trains beside them by canonical name)."""
+    """Return the pairs as the file names them, and the method's other parameters by canonical name."""
     halves, beside = dict[tuple[str, str], np.ndarray](), Tensors()
     parts = {parameter.mlx: parameter.part for parameter in method.parameters}
     for name, tensor in tensors.items():
@@ -135,7 +135,7 @@ def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensor
             raise FormatError(f"{where}: tensor {name!r}: {kind}; only {' and '.join(parts)} can be converted")
         if _EMBEDDING.fullmatch(module):
             raise FormatError(f"{where}: tensor {name!r}: LoRA of an embedding cannot be converted")
-        # A stack of experts is no matrix: `pair_up` refuses it, and its orientation does not matter.
+        # A stack of experts is not a matrix: `pair_up` refuses it, so its orientation does not matter.
         turned = tensor.T if tensor.ndim == 2 else tensor
         if parts[end] in PAIR:
             halves[module, parts[end]] = turned
@@ -145,21 +145,21 @@ def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensor
 
 
 def _is_selected(module: str, keys: Collection[str]) -> bool:
-    """mlx-lm's `linear_to_lora_layers`: a full path, or a name relative to each layer, exactly."""
+    """mlx-lm's `linear_to_lora_layers`: exactly a full path, or a name relative to a layer."""
     place = place_of(module)
     return module in keys or (place is not None and place.name in keys)
 
 
 def _key(module: str, targets: Collection[str]) -> str:
-    """The layer-relative name where the targets mean every layer, else the full path."""
+    """Return the layer-relative name if the targets mean every layer, else the full path."""
     place = place_of(module)
     return module if place is None or module in targets else place.name
 
 
 def _targets(pairs: Pairs, keys: list[str] | None) -> tuple[str, ...]:
-    """Short names where whole layers are adapted, except where the keys list the layers one by one.
+    """Return short names if whole layers are adapted, unless the keys list the layers one by one.
 
-    With `num_layers` (the last n) alone, layer 0 is adapted only if all of them are.
+    With only `num_layers` (the last n), layer 0 is adapted only if all layers are.
     """
     by_path = keys is not None and any(place_of(module) and module in keys for module in pairs)
     return tuple(sorted(pairs)) if by_path else short_targets(pairs)

@@ -1,8 +1,8 @@
 """PEFT's adapter directory <-> the canonical adapter.
 
-Tensor names and orientation are canonical already; the work is in the config. Every field of LoraConfig (peft 0.21,
-`peft/tuners/lora/config.py`) is in one of the two tables below, which a test compares with PEFT itself: what it does
-to the function is converted exactly or refused by name.
+Tensor names and orientation are already canonical; the work is in the config. Every field of LoraConfig (peft 0.21,
+`peft/tuners/lora/config.py`) is in one of the two tables below, which a test compares with PEFT itself. A field that
+affects the function is converted exactly or refused by name.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from dualtune.io import fields
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_MATCHES = 1_000_000  # of patterns with modules: a minute
+MAX_MATCHES = 1_000_000  # of patterns with modules: takes a minute
 
-REFUSED = {  # field, if set -> why there is no plain LoRA adapter of the same function
+REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same function
     "alora_invocation_tokens": "aLoRA switches the adapter on in the middle of the text",
     "arrow_config": "Arrow routes between several adapters",
     "ensure_weight_tying": "the adapter of the embedding would be tied to that of the output layer",
@@ -57,18 +57,18 @@ HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    # How the weights of the base lie. PEFT looks at the layer itself, and corrects the field where it is wrong.
+    # The layout of the base weights. PEFT checks the layer itself, and corrects the field if it is wrong.
     "fan_in_fan_out",
     *(key for method in METHODS.values() for key in method.peft_keys),
-    # Without effect on the function: labels, and what only matters with a method that is refused or at initialization.
+    # No effect on the function: labels, and fields that matter only for a refused method or at initialization.
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "megatron_core"),
     *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
 MLX_KEYS = {"fine_tune_type", "num_layers", "lora_parameters", "optimizer_config"}  # beside PEFT's, in a dual directory
-# Initializations that leave the base weights alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract from them, so that
-# the adapter is right only beside the changed base; a name that PEFT 0.21 does not have may do the same.
+# Initializations that leave the base weights unchanged. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract from them, so
+# that the adapter is right only with the changed base; a name that PEFT 0.21 does not have may do the same.
 HARMLESS_INITS = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
-# How PEFT names the switches of its variants. One that is not in the tables comes from a newer PEFT.
+# PEFT's naming of the switches of its variants. A switch that is not in the tables is from a newer PEFT.
 _VARIANT_SWITCH = re.compile(r"use_\w+|\w+_config")
 _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
     "lora_magnitude_vector": "DoRA's magnitude",
@@ -82,7 +82,7 @@ _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
 
 
 def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Parts:
-    """The canonical adapter of a parsed adapter_config.json and the tensors of adapter_model.safetensors."""
+    """Return the canonical adapter of a parsed adapter_config.json and the tensors of adapter_model.safetensors."""
     where = directory / CONFIG_FILE
     notes = _check_config(config, where)
     method, scaling = _method(config), _scaling(config)
@@ -118,7 +118,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
 def peft_config(
     spec: LoraSpec, modules: Collection[str], base_model: str | None, *, fan_in_fan_out: bool = False
 ) -> dict[str, Any]:
-    """The adapter_config.json of a canonical adapter whose alpha is an integer."""
+    """Return the adapter_config.json of a canonical adapter that has an integer alpha."""
     assert spec.alpha == int(spec.alpha), spec
     return {
         "peft_type": "LORA",
@@ -139,7 +139,7 @@ def peft_config(
 
 
 def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
-    """Refuses what cannot be converted; notes the fields that nobody here knows."""
+    """Refuse what cannot be converted; return notes on unknown fields."""
     if (peft_type := fields.required(config, "peft_type", where)) != "LORA":
         raise fields.wrong(where, "peft_type", peft_type, "LORA: other methods are no sum of a base and an update B A")
     for key, reason in REFUSED.items():
@@ -157,9 +157,9 @@ def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
 
 
 def _method(config: Mapping[str, Any]) -> Method:
-    """The method whose marks the config has, of several the last in the table: LoRA, the first, has none.
+    """Return the method by its keys in the config, of several the last in the table: LoRA, the first, has none.
 
-    As in PEFT, a switch is on where it is true in Python's sense.
+    As in PEFT, a switch is on if Python considers it true.
     """
     marked = [
         m for m in METHODS.values() if all(bool(config.get(key)) == bool(m.peft_keys[key]) for key in m.peft_keys)
@@ -174,7 +174,7 @@ def _scaling(config: Mapping[str, Any]) -> Scaling:
 def _pairs(tensors: Tensors, method: Method, where: Path) -> Pairs:
     found = {name: parse_name(name) for name in tensors}
     foreign = [name for name, parsed in found.items() if parsed is None or parsed[1] not in method.parts]
-    # In the table's order: an adapted embedding is the reason why a copy of its base weight lies there as well.
+    # In the table's order: an adapted embedding explains why a copy of its base weight is there too.
     for part, kind in _FOREIGN_TENSORS.items():
         for name in foreign:
             if part in name:
@@ -225,7 +225,7 @@ def _is_in_layers(module: str, config: Mapping[str, Any], where: Path) -> bool:
 
 
 def _selector(config: Mapping[str, Any], key: str, where: Path) -> str | list[str] | None:
-    """A regular expression, a list of names, or None."""
+    """Return a regular expression, a list of names, or None."""
     value = config.get(key)
     return value if isinstance(value, str) else fields.texts(config, key, where)
 
@@ -235,7 +235,7 @@ def _selects(rule: str | list[str], module: str, where: Path) -> bool:
 
 
 def _targets(pairs: Pairs, config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
-    """The names that the config gives; full paths where it selects by an expression, a list of layers or exceptions."""
+    """Return the config's names; full paths if it selects by an expression, a list of layers or exceptions."""
     targets = _selector(config, "target_modules", where)
     if config.get("layers_to_transform") not in (None, []) or config.get("exclude_modules"):
         return tuple(sorted(pairs))

@@ -1,7 +1,7 @@
-"""What is wrong with the config of a foreign adapter directory, and with what the config promises.
+"""Find faults in the config of a foreign adapter directory, and contradictions between config and weights.
 
-Each function looks at one kind of damage. It returns the config as it would be after repair, and adds a `Finding`
-with the repair, or without one where the directory does not hold exactly one right answer.
+Each function checks one kind of damage. It returns the config as it would be after repair, and adds a `Finding` with
+the repair, or without one if the directory does not determine exactly one right answer.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dualtune.errors import FormatError
 from dualtune.io import fields
 
 Config = dict[str, Any]
-MAX_MODULES = 200_000  # of a model with hundreds of experts in each layer: 50,000
+MAX_MODULES = 200_000  # a model with hundreds of experts in each layer has 50,000
 _TYPED = {"r": int, "lora_alpha": float, "lora_dropout": float, "rank": int, "scale": float, "dropout": float}
 
 
 class Stated(NamedTuple):
-    """What the keys of PEFT and those of mlx-lm say; None for a key that is absent or no number."""
+    """The values in PEFT's and mlx-lm's keys; None if a key is absent or not a number."""
 
     r: int | None
     lora_alpha: float | None
@@ -53,12 +53,12 @@ def _rank(value: object) -> int | None:
 
 
 def _number(value: object) -> float | None:
-    """A positive number of a size that the strict reader may accept."""
+    """Return a positive number that the strict reader may accept."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30 else None
 
 
 def mend_types(config: Config, findings: list[Finding]) -> Config:
-    """Numbers that a tool wrote as texts, and whole numbers that it wrote as floats."""
+    """Fix numbers that a tool wrote as strings, and integers that it wrote as floats."""
     parameters = config.get("lora_parameters")
     if isinstance(parameters, dict):
         config = config | {"lora_parameters": _mend_numbers(cast("Config", parameters), findings)}
@@ -74,7 +74,7 @@ def _mend_numbers(table: Config, findings: list[Finding]) -> Config:
         try:
             number = float(value)
         except ValueError:
-            continue  # the strict reader says what is allowed
+            continue  # the strict reader checks it
         if math.isfinite(number) and (kind is float or number == int(number)):
             mended[key] = int(number) if kind is int else number
             findings.append(Finding(f"{key}: got {value!r:.100}, must be a number", f"writes {mended[key]}"))
@@ -82,7 +82,7 @@ def _mend_numbers(table: Config, findings: list[Finding]) -> Config:
 
 
 def mend_rank(config: Config, rank: int | None, findings: list[Finding]) -> Config:
-    """A rank that is missing or not that of the matrices. `rank` is theirs, None if they have no one rank."""
+    """Fix a rank that is missing or differs from the matrices. `rank` is theirs, None if they have different ranks."""
     said, patterns = stated(config), config.get("rank_pattern")
     if rank is None:
         return config
@@ -99,12 +99,12 @@ def mend_rank(config: Config, rank: int | None, findings: list[Finding]) -> Conf
 
 
 def _is_absent_or_number(value: object) -> bool:
-    """Anything else is for the strict reader to refuse."""
+    """Return whether it is absent or a number. The strict reader refuses anything else."""
     return value is None or _rank(value) is not None
 
 
 def _mend_wrong_r(config: Config, said: Stated, rank: int, findings: list[Finding]) -> Config:
-    """Whether the function was scaled by alpha / r or by alpha / rank only mlx-lm's scale can tell."""
+    """Fix a wrong r. Only mlx-lm's scale shows whether the update was scaled by alpha / r or by alpha / rank."""
     what = f"r: got {said.r}, the matrices have rank {rank}"
     if said.lora_alpha is None:
         return config | {"r": rank}  # a missing alpha is reported by `mend_scale`
@@ -122,10 +122,10 @@ def _mend_wrong_r(config: Config, said: Stated, rank: int, findings: list[Findin
 
 
 def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
-    """Alpha taken for scale, and the other way round; a scale that is missing where another key has it.
+    """Fix an alpha used as scale, or a scale used as alpha, and a missing scale that another key has.
 
-    A directory with the weights of one tool and the config keys of both was converted: what the *other* tool's keys say
-    is what it was trained with. With weights of both tools nothing says which is the origin.
+    A directory with the weights of one tool and the config keys of both was converted: the keys of the *other* tool are
+    those of the training. With the weights of both tools the origin is unknown.
     """
     said = stated(config)
     if has_peft_keys(config) and "peft_type" not in config and said.r and said.lora_alpha:
@@ -149,7 +149,7 @@ def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
 def _mend_contradiction(
     config: Config, layout: str, said: Stated, peft_scale: float, scale: float, findings: list[Finding]
 ) -> Config:
-    """Two factors of the update, where one number was taken for another or not."""
+    """Resolve two different factors of the update, if one number was used for the other."""
     what = f"lora_alpha {said.lora_alpha:g} at r {said.r} is a factor of {peft_scale:g}"
     confused = math.isclose(scale, said.lora_alpha or 0.0, rel_tol=1e-6)
     if confused and layout == "mlx":
@@ -184,7 +184,7 @@ def _mend_dropout(config: Config, findings: list[Finding]) -> Config:
 
 
 def _check_alpha_inside(config: Config, findings: list[Finding]) -> Config:
-    """mlx-lm reads no alpha. One beside an equal scale is the mark of an alpha that was taken for one."""
+    """Report an alpha equal to the scale, a sign that alpha was used as scale. mlx-lm itself reads no alpha."""
     parameters = cast("Config", config["lora_parameters"]) if has_mlx_keys(config) else {}
     alpha, said = parameters.get("alpha"), stated(config)
     if said.scale is not None and alpha == said.scale and said.rank not in (None, 1):
@@ -199,7 +199,7 @@ def _check_alpha_inside(config: Config, findings: list[Finding]) -> Config:
 
 
 def mend_num_layers(config: Config, pairs: Pairs, depth: int | None, findings: list[Finding]) -> Config:
-    """mlx-lm adapts the *last* `num_layers` layers. `depth` is the base model's number of layers, if known."""
+    """Fix `num_layers`: mlx-lm adapts the *last* `num_layers` layers. `depth` is the base model's number, if known."""
     if not has_mlx_keys(config):
         return config
     count, layers = config.get("num_layers"), sorted({p.layer for m in pairs if (p := place_of(m))})
@@ -223,11 +223,11 @@ def mend_num_layers(config: Config, pairs: Pairs, depth: int | None, findings: l
 
 
 def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) -> list[Finding]:
-    """What the config selects and the weights lack: by the base model's modules, else by the other layers'."""
+    """Report modules that the config selects and the weights lack: by the base model, else by the other layers."""
     layout = "mlx" if has_mlx_keys(config) and not has_peft_keys(config) else "peft"
     targets = config["lora_parameters"].get("keys") if layout == "mlx" else config.get("target_modules")
     if config.get("exclude_modules") or (isinstance(targets, str) and targets != ALL_LINEAR):
-        return []  # a choice by hand: the strict reader checks what is there against it
+        return []  # selected by hand: the strict reader compares it with the weights
     names = [t for t in cast("list[object]", targets if isinstance(targets, list) else []) if isinstance(t, str)]
     layers = _selected_layers(config, layout, pairs)
     if base and targets == ALL_LINEAR:
@@ -237,7 +237,7 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
     else:
         analogous = _by_analogy(pairs, names, first=None if layers else 0)
         known = analogous & base.keys() if base else analogous
-    # Transformers 5 fuses the experts that a file holds one by one, so that PEFT does not find them.
+    # transformers 5 fuses the experts that a file stores one by one, so that PEFT does not find them.
     known = {m for m in known if ".experts." not in m}
     expected = {m for m in known if m in names or layers is None or (p := place_of(m)) is None or p.layer in layers}
     found: list[Finding] = []
@@ -255,7 +255,7 @@ def missing_modules(config: Config, pairs: Pairs, base: Mapping[str, object]) ->
 
 
 def _by_analogy(pairs: Pairs, names: list[str], first: int | None) -> set[str]:
-    """What is adapted in some layer by a name without a layer's number, in each layer from the first to the last."""
+    """Return the modules adapted in some layer by a name without layer number, in each layer from first to last."""
     general = [name for name in names if not any(part.isdecimal() for part in name.split("."))]
     selected = [module for module in pairs if not names or is_target(module, general)]
     places = [place for module in selected if (place := place_of(module))]
@@ -272,7 +272,7 @@ def _by_analogy(pairs: Pairs, names: list[str], first: int | None) -> set[str]:
 
 
 def _selected_layers(config: Config, layout: str, pairs: Pairs) -> set[int] | None:
-    """The layers that the config restricts the adapter to, None for all."""
+    """Return the layers that the config restricts the adapter to, None for all."""
     if layout == "peft":
         layers = config.get("layers_to_transform")
         given = cast("list[object]", layers if isinstance(layers, list) else [layers])
@@ -283,7 +283,7 @@ def _selected_layers(config: Config, layout: str, pairs: Pairs) -> set[int] | No
 
 
 def rename_by_base(modules: Iterable[str], base: Mapping[str, object], findings: list[Finding]) -> dict[str, str]:
-    """Module -> what the base model calls it, for those that it calls otherwise: `model.model.`, `language_model.`."""
+    """Return module -> the base model's name, if it differs: `model.model.`, `language_model.`."""
     renamed: dict[str, str] = {}
     for module in modules:
         if not base:
@@ -307,7 +307,10 @@ def rename_by_base(modules: Iterable[str], base: Mapping[str, object], findings:
 
 
 def _is_namesake(module: str, other: str) -> bool:
-    """The same module of the same layer, whatever the layers are inside of; outside of layers, the end of its path."""
+    """Return whether both are the same module of the same layer, whatever contains the layers.
+
+    Outside of layers, compare the ends of the paths.
+    """
     ours, theirs = place_of(module), place_of(other)
     if ours is None or theirs is None:
         return ours is theirs and (module.endswith("." + other) or other.endswith("." + module))
@@ -316,7 +319,7 @@ def _is_namesake(module: str, other: str) -> bool:
 
 
 def rename_in_config(config: Config, renamed: Mapping[str, str]) -> Config:
-    """The config with the full paths among its targets renamed."""
+    """Return the config with the full paths among its targets renamed."""
 
     def new(names: object) -> object:
         return [renamed.get(n, n) if isinstance(n, str) else n for n in names] if isinstance(names, list) else names  # type: ignore[misc]

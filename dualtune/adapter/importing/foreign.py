@@ -1,7 +1,7 @@
-"""Adapter directories as other tools leave them: which files there are, and what the names of their tensors mean.
+"""Adapter directories of other tools: the files, and the meaning of the tensor names.
 
-A tensor's name says what it is: `lora_A` and `lora_B` are PEFT's matrices, [rank, in] and [out, rank]; `lora_a` and
-`lora_b` are mlx-lm's, their transposes. What is around that part differs between tools and versions.
+A tensor's name tells what it is: `lora_A` and `lora_B` are PEFT's matrices, [rank, in] and [out, rank]; `lora_a` and
+`lora_b` are mlx-lm's, their transposes. The rest of the name differs between tools and versions.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ _WRAPPER = re.compile(rf"(?:module\.|_orig_mod\.|{re.escape(PREFIX)}(?=base_mode
 _SNAPSHOT = re.compile(r"\d+_adapters\.safetensors")
 _EMBEDDING = re.compile(r"(.*\.)?(embed\w*|wte|wpe|tok_embeddings|word_embeddings)")
 
-# In which of the two 16-bit formats is this? The sizes of weights lie within a few powers of two of each other and
-# reach down to zero. Read in the wrong format, a step of the exponent becomes eight steps, or an eighth of one.
-MOST_SPREAD, FEWEST_SMALL = 64.0, 0.02  # largest / median size; share of sizes under an eighth of the median
+# To decide between the two 16-bit formats: the magnitudes of weights are within a few powers of two of each other and
+# reach down to zero. Read in the wrong format, one step of the exponent becomes eight steps, or an eighth of one.
+MOST_SPREAD, FEWEST_SMALL = 64.0, 0.02  # largest / median magnitude; share of magnitudes under an eighth of the median
 
 
 class Finding(NamedTuple):
-    """Something wrong, and what --repair does about it; `mend` is None where there is not exactly one right answer."""
+    """A fault, and how --repair fixes it; `mend` is None if there is not exactly one right answer."""
 
     fault: str
     mend: str | None = None
 
 
 class Weights(NamedTuple):
-    """What is in one tool's format: its matrices, and what is no matrix of a plain LoRA adapter."""
+    """One tool's weights: the matrices, and other tensors that are not part of a plain LoRA adapter."""
 
     layout: str  # peft | mlx
-    file: Path  # that errors name
-    parts: tuple[Path, ...]  # that were read: the file, or its shards
+    file: Path  # for error messages
+    parts: tuple[Path, ...]  # the files that were read: the file, or its shards
     halves: Halves
     foreign: Tensors
 
 
 def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], dict[str, Weights], dict[str, Any]]:
-    """(config, weight files by layout, dualtune.json) of a directory. FormatError where there is nothing to mend."""
+    """Return (config, weight files by layout, dualtune.json) of a directory. FormatError if it cannot be repaired."""
     usual = _present(path, WEIGHTS)
     files = usual or _present(path, OTHER_CONTAINERS)
     if not files and (snapshot := _only_snapshot(path)):
@@ -77,7 +77,7 @@ def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], di
 
 
 def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
-    """Module path -> (out, in) of each linear layer of a model directory; None where it is packed in an unknown way."""
+    """Return module path -> (out, in) of each linear layer of a model directory; None if packed in an unknown way."""
     shapes: dict[str, list[int]] = {}
     for file in sorted(model_dir.glob("*.safetensors")):
         try:
@@ -96,7 +96,7 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
         if last != "weight" or len(shape) != 2:
             continue
         if _EMBEDDING.fullmatch(module):
-            if f"{OUTPUT_HEAD}.weight" not in shapes:  # tied: the embedding is the output head as well
+            if f"{OUTPUT_HEAD}.weight" not in shapes:  # tied: the embedding is also the output head
                 found[OUTPUT_HEAD] = None
             continue
         scales = shapes.get(f"{module}.scales")
@@ -111,15 +111,15 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
 
 
 def config_of(model_dir: Path) -> dict[str, Any]:
-    """What the config.json of a model directory says; nothing where there is none."""
+    """Return the config.json of a model directory; empty if there is none."""
     config = model_dir / "config.json"
     described = read_json(config, max_bytes=MAX_CONFIG_BYTES, strict=False) if config.is_file() else {}
-    fields.name(described, "model_type", config)  # which is looked up in tables
+    fields.name(described, "model_type", config)  # used as a key of tables
     return described
 
 
 def _group_size(described: Mapping[str, Any], config: Path) -> int:
-    """Of MLX's quantization; 0 where the model's config does not say."""
+    """Return the group size of MLX's quantization; 0 if the model's config does not have it."""
     if not (table := fields.subtable(described, "quantization", config)):
         return 0
     return fields.rank(table, "group_size", config) if "group_size" in table else 0
@@ -141,13 +141,13 @@ def _only_snapshot(path: Path) -> Path | None:
 
 
 def _read_names(tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Path, findings: list[Finding]) -> Weights:
-    """The matrices by module, with a finding for each habit of naming that is not the format's."""
+    """Return the matrices by module, and add a finding for each deviation from the format's names."""
     halves, foreign, habits, adapters = Halves(), Tensors(), defaultdict[str, int](int), set[str]()
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         module, wrappers = _unwrapped(match["module"]) if match else ("", "")
         if match is None or tensor.ndim != 2 or not is_module_path(module):
-            foreign[name] = tensor  # which the strict reader refuses by name
+            foreign[name] = tensor  # the strict reader refuses it by name
             continue
         small, adapter = match["part"].islower(), match["adapter"]
         if adapter:
@@ -180,14 +180,14 @@ def _read_names(tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Pa
 
 
 def _unwrapped(module: str) -> tuple[str, str]:
-    """(module path, what was before it beyond PEFT's one prefix): DDP, torch.compile and a second PEFT add theirs."""
+    """Return (module path, extra prefix before PEFT's own): DDP, torch.compile and a second PEFT add prefixes."""
     match = _WRAPPER.match(module)
     wrappers = match[0] if match else ""
     return module.removeprefix(wrappers).removeprefix(PREFIX), wrappers
 
 
 def _read(file: Path, findings: list[Finding]) -> tuple[Tensors, tuple[Path, ...]]:
-    """(tensors, files read) of a file of weights, or of an index of its shards."""
+    """Return (tensors, files read) of a weight file, or of an index of shards."""
     if file.name == NPZ_FILE:
         return read_npz(file), (file,)
     if file.name != INDEX_FILE:
@@ -201,7 +201,7 @@ def _read(file: Path, findings: list[Finding]) -> tuple[Tensors, tuple[Path, ...
 
 
 def _read_safetensors(file: Path, findings: list[Finding]) -> Tensors:
-    """The tensors of the file, also where 16-bit floats are labelled as integers."""
+    """Return the tensors of the file, even if 16-bit floats are labelled as integers."""
     header, _ = _header(file)
     if not any(info.get("dtype") == "U16" for info in header.values()):
         return read_safetensors(file)
@@ -215,7 +215,7 @@ def _read_safetensors(file: Path, findings: list[Finding]) -> Tensors:
 
 
 def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """(header, where the data begin); an empty header for what `read_safetensors` will refuse."""
+    """Return (header, start of the data); an empty header if `read_safetensors` will refuse the file."""
     with open_file(file) as stream:
         size = int.from_bytes(stream.read(8), "little")
         data = stream.read(size) if size <= MAX_HEADER_BYTES else b""
@@ -227,7 +227,7 @@ def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def _relabelled(file: Path, dtype: str) -> Tensors:
-    """The tensors, with U16 in the header replaced."""
+    """Return the tensors, with U16 in the header replaced by `dtype`."""
     header, start = _header(file)
     table = {n: {**info, "dtype": dtype} if info.get("dtype") == "U16" else info for n, info in header.items()}
     data = json.dumps(table).encode()
@@ -241,10 +241,10 @@ def _relabelled(file: Path, dtype: str) -> Tensors:
 
 
 def _is_natural(tensors: Mapping[str, np.ndarray]) -> bool:
-    """Whether the sizes of the numbers, each by the median of its tensor, are distributed as those of weights are."""
+    """Return whether the magnitudes, relative to the median of their tensor, are distributed like those of weights."""
     sizes = [np.abs(x[np.nonzero(x)]) for x in tensors.values()]
     if not all(bool(np.isfinite(x).all()) for x in sizes) or not any(x.size for x in sizes):
         return False
-    with np.errstate(over="ignore"):  # far from a median of almost nothing: not natural
+    with np.errstate(over="ignore"):  # far above a median near zero: not natural
         relative = np.concatenate([x / np.median(x) for x in sizes if x.size])
     return bool(relative.max() < MOST_SPREAD and np.mean(relative < 1 / 8) > FEWEST_SMALL)

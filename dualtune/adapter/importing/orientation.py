@@ -1,7 +1,7 @@
-"""Which way round the two matrices of each module lie, decided by their shapes alone.
+"""The orientation of each module's two matrices, decided only by their shapes.
 
 For square layers a missed transpose (Bᵀ Aᵀ would be right) and an exchange (A B would be) have the same shapes: then
-there is more than one answer here, and the caller has to know more.
+there are several answers, and the caller needs more information.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from dualtune.adapter.formats.canonical import Pair, Pairs
 from dualtune.adapter.layers import place_of
 
-Shapes = Mapping[str, tuple[int, int] | None]  # module -> (out, in), None where it is not known
+Shapes = Mapping[str, tuple[int, int] | None]  # module -> (out, in), None if unknown
 Turn = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 AS_NAMED = "as named"
-TURNS: dict[str, Turn] = {  # what was done to lora_A and lora_B -> what undoes it
+TURNS: dict[str, Turn] = {  # how lora_A and lora_B were changed -> how to undo it
     AS_NAMED: lambda a, b: (a, b),
     "lora_A and lora_B are transposed": lambda a, b: (a.T, b.T),
     "lora_A is transposed": lambda a, b: (a.T, b),
@@ -28,23 +28,23 @@ TURNS: dict[str, Turn] = {  # what was done to lora_A and lora_B -> what undoes 
     "lora_A and lora_B are exchanged and transposed": lambda a, b: (b.T, a.T),
 }
 SCRAMBLED = "lora_A and lora_B were transposed in name and shape, but not in memory"
-# What reads and what writes the stream of hidden states in a transformer block, by the last part of the path.
+# Modules that read and write the hidden states of a transformer block, by the last part of the path.
 _READS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 _WRITES = {"o_proj", "down_proj"}
 
 
 class Reading(NamedTuple):
-    """One way to read all matrices of a file; `turns` says for which modules it is not the way they are named."""
+    """One way to read all matrices of a file; `turns` has the modules that are not read as they are named."""
 
     turns: dict[str, str]
     pairs: Pairs
 
 
 def readings(pairs: Pairs, ranks: Mapping[str, int | None], base: Shapes) -> list[Reading]:
-    """The ways to read the file that fit the ranks, the base model's shapes and each other; [] if none does.
+    """Return the ways to read the file that fit the ranks, the base model's shapes and each other; [] if none does.
 
-    The names are right where they can be. Then all modules are taken to have suffered the same; only where that fits
-    nothing, each for itself, by the shape that the module has in the base model or in the other layers.
+    Names are trusted if they fit. Otherwise all modules are assumed to have the same damage. Only if that does not fit,
+    each module is decided separately, by its shape in the base model or in the other layers.
     """
 
     def fitting(module: str, expected: Shapes) -> list[str]:
@@ -65,19 +65,19 @@ def readings(pairs: Pairs, ranks: Mapping[str, int | None], base: Shapes) -> lis
     own = {module: turns[:1] if AS_NAMED in turns else turns for module, turns in own.items()}
     if all(len(turns) == 1 for turns in own.values()):
         return [_turned(pairs, {module: turns[0] for module, turns in own.items()})]
-    if all(own.values()):  # several ways for some: which of them does not matter, there is no single one
+    if all(own.values()):  # several ways for some modules: two are enough to show that there is no single one
         return [_turned(pairs, {m: turns[i % len(turns)] for m, turns in own.items()}) for i in range(2)]
     return []
 
 
 def unscrambled(pairs: Pairs) -> Reading:
-    """A transposed view, written as it lay in memory: the shapes are right, the numbers are not in their places."""
+    """Undo a transposed view that was written in memory order: right shapes, but numbers in wrong places."""
     straight = {m: Pair(p.A_rI.T.reshape(p.A_rI.shape), p.B_Or.T.reshape(p.B_Or.shape)) for m, p in pairs.items()}
     return Reading(dict.fromkeys(pairs, SCRAMBLED), straight)
 
 
 def common_rank(pairs: Pairs) -> int | None:
-    """The one rank that all pairs have when read in some way as a product of low rank; None if there is no such."""
+    """Return the rank that all pairs have in some low-rank reading; None if there is none."""
     turned = [[Pair(*turn(*pair)) for turn in TURNS.values()] for pair in pairs.values()]
     possible = [{pair.A_rI.shape[0] for pair in ways if _fits(pair, None, None)} for ways in turned]
     ranks = set[int].intersection(*possible) if possible else set[int]()
@@ -85,9 +85,10 @@ def common_rank(pairs: Pairs) -> int | None:
 
 
 def _fits(pair: Pair, rank: int | None, shape: tuple[int, int] | None, turn: str = "") -> bool:
-    """Whether B A exists, with this rank and shape. Only under its own name is a rank above the layer's size believed.
+    """Return whether B A exists, with this rank and shape.
 
-    Else a wrong rank would turn the matrices of a small layer.
+    A rank above the layer's size is accepted only without a turn; else a wrong rank would turn a small layer's
+    matrices.
     """
     inner = pair.A_rI.shape[0]
     if inner != pair.B_Or.shape[1] or shape not in (None, pair.delta_shape) or rank not in (None, inner):
@@ -101,7 +102,7 @@ def _turned(pairs: Pairs, turns: Mapping[str, str]) -> Reading:
 
 
 def _is_one_stack(pairs: Pairs) -> bool:
-    """Whether a module has the same shape in all layers, and what reads or writes the hidden states the same width."""
+    """Return whether a module has the same shape in all layers, and the hidden states have one width."""
     shapes, hidden, inner = defaultdict[str, set[tuple[int, int]]](set), set[int](), set[int]()
     for module, pair in pairs.items():
         place, last = place_of(module), module.rpartition(".")[2]
@@ -113,7 +114,7 @@ def _is_one_stack(pairs: Pairs) -> bool:
 
 
 def _shapes_of_others(trusted: Pairs, pairs: Pairs) -> dict[str, tuple[int, int] | None]:
-    """The shape of each module's namesakes in other layers, as far as those agree."""
+    """Return the shape of the same module in other layers, if those agree."""
     found = defaultdict[str, set[tuple[int, int]]](set)
     for module, pair in trusted.items():
         if place := place_of(module):

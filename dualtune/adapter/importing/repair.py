@@ -1,8 +1,8 @@
-"""Import of adapter directories that other tools wrote, or damaged: `dualtune adapter import`.
+"""Import of foreign or damaged adapter directories: `dualtune adapter import`.
 
-What is wrong is found first (`foreign`, `diagnose`, `orientation`), and then mended on request where the directory
-itself holds exactly one right answer. The result goes through the same strict readers as any adapter: there is one
-place that says what an adapter computes.
+Faults are found first (`foreign`, `diagnose`, `orientation`), and fixed on request if the directory itself determines
+exactly one right answer. The result goes through the same strict readers as any adapter: only they decide what an
+adapter computes.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from dualtune.io.untrusted import sha256_of
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """An adapter in canonical form, what was mended to get there, and what is worth a look."""
+    """An adapter in canonical form, the repairs that were made, and notes."""
 
     adapter: Adapter
-    source: str  # PEFT, mlx-lm, both, or a tool that left its name
+    source: str  # PEFT, mlx-lm, both, or a tool that is recognized by its keys
     mended: tuple[Finding, ...]
     warnings: tuple[str, ...]
     metadata: dict[str, Any]  # for dualtune.json
 
 
 def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, repair: bool = False) -> Imported:
-    """The adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
+    """Return the adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
 
-    `base` is a model directory, whose names and shapes decide what the adapter alone leaves open. FormatError with
-    every finding where something is wrong and `repair` is not set, or where no single right answer exists.
+    `base` is a model directory; its names and shapes decide what the adapter itself leaves open. FormatError with all
+    findings if there is a fault and `repair` is not set, or if there is no single right answer.
     """
     directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
     shapes = base_shapes(base) if base is not None else {}
     mended, found = _mend(config, weights, shapes, findings)
-    _refuse(directory, findings, repair=True)  # what no repair can help
+    _refuse(directory, findings, repair=True)  # faults without a repair
     layout, parts = _agreeing(mended, weights, found, shapes, findings)
     pairs = canonical.to_pairs(parts.tensors, directory)
     if not any(pair.B_Or.any() for pair in pairs.values()):
@@ -76,7 +76,7 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
 def _mend(
     config: dict[str, Any], weights: dict[str, Weights], shapes: Shapes, findings: list[Finding]
 ) -> tuple[dict[str, Any], dict[str, Pairs]]:
-    """The config after repair, and the pairs of each file, as they are named."""
+    """Return the config after repair, and the pairs of each file under their names in it."""
     layout = "dual" if len(weights) > 1 else next(iter(weights))
     modules = dict.fromkeys(module for w in weights.values() for module, _ in w.halves)
     renamed = diagnose.rename_by_base(modules, shapes, findings)
@@ -87,7 +87,7 @@ def _mend(
     main = _main(found)
     findings += [Finding(f"{text}. Copy the adapter again") for text in lone[main]]
     if not found[main]:
-        return config, found  # the strict reader says what there is instead
+        return config, found  # the strict reader reports what is there instead
     stated = diagnose.stated(config)
     ranks = dict.fromkeys(found[main], stated.r or stated.rank)
     if not config.get("rank_pattern") and (None in ranks.values() or not readings(found[main], ranks, shapes)):
@@ -101,7 +101,7 @@ def _mend(
 
 
 def _pair_up(weights: Weights, renamed: Mapping[str, str]) -> tuple[Pairs, list[str]]:
-    """The pairs of a file under their right names, and what is said of matrices without a partner."""
+    """Return the pairs of a file under their right names, and errors about matrices without a partner."""
     pairs, lone = Pairs(), list[str]()
     for module in sorted({module for module, _ in weights.halves}):
         A, B = (weights.halves.get((module, part)) for part in "AB")
@@ -120,7 +120,7 @@ def _options(config: Mapping[str, Any], pairs: Pairs, shapes: Shapes) -> list[Re
 
 
 def _main(found: Mapping[str, Pairs]) -> str:
-    """The file that counts: PEFT's, unless mlx-lm's holds more modules."""
+    """Return the main file: PEFT's, unless mlx-lm's has more modules."""
     return max(found, key=lambda name: (len(found[name]), name == "peft"))
 
 
@@ -131,7 +131,7 @@ def _agreeing(
     shapes: Shapes,
     findings: list[Finding],
 ) -> tuple[str, Parts]:
-    """(layout, the adapter): of the ways to read the matrices, the one that fits; with two files, that they share."""
+    """Return (layout, adapter) with the reading of the matrices that fits; with two files, that agrees in both."""
     main = _main(found)
     options = {name: _options(config, pairs, shapes) or [Reading({}, pairs)] for name, pairs in found.items()}
     if len(found) == 1:
@@ -166,7 +166,7 @@ def _agreeing(
 
 
 def _parse(config: dict[str, Any], weights: Weights, way: Reading) -> Parts:
-    """What the strict reader makes of the matrices. Which reader that is, the layout says, or a config of one tool."""
+    """Read the matrices with the strict reader of the layout, or of the only tool in the config."""
     is_peft, is_mlx = diagnose.has_peft_keys(config), diagnose.has_mlx_keys(config)
     as_peft = is_peft and (weights.layout == "peft" or not is_mlx)
     tensors: Tensors = dict(weights.foreign)
@@ -180,7 +180,7 @@ def _parse(config: dict[str, Any], weights: Weights, way: Reading) -> Parts:
 
 
 def _distance(ours: Parts, theirs: Parts) -> float:
-    """The largest relative difference of ΔW over the modules that both have; infinite where shapes differ."""
+    """Return the largest relative difference of ΔW over the common modules; infinite if shapes differ."""
     pairs, others = (canonical.to_pairs(parts.tensors, "adapter") for parts in (ours, theirs))
     gaps = [
         canonical.delta_distance(pairs[m], ours.spec.scale, others[m], theirs.spec.scale)
@@ -207,7 +207,7 @@ def _ambiguous(weights: Weights, options: list[Reading]) -> Finding:
 
 
 def _source(config: Mapping[str, Any], weights: Mapping[str, Weights]) -> str:
-    """The tool that left its name in the config's keys, else the format."""
+    """Return the tool that is recognized by its config keys, else the format."""
     for mark, tool in (("soup", "Soup"), ("unsloth", "Unsloth"), ("mlx_tune", "mlx-tune")):
         if any(key.lower().startswith(mark) for key in config):
             return tool
@@ -220,7 +220,7 @@ def _warnings(adapter: Adapter, pairs: Pairs) -> list[str]:
 
 
 def _refuse(directory: Path, findings: list[Finding], *, repair: bool) -> None:
-    """FormatError with all findings, where one cannot be mended or none is to be."""
+    """Raise FormatError with all findings if one has no repair, or if `repair` is not set."""
     if not findings or (repair and all(finding.mend for finding in findings)):
         return
     lines = [f"{directory}: {len(findings)} fault{'s' if len(findings) > 1 else ''}; nothing is written"]

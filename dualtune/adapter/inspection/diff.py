@@ -1,7 +1,7 @@
-"""How two adapters differ: in their settings, in the modules they adapt, and in the updates ΔW = scale · B A.
+"""The difference between two adapters: settings, adapted modules, and updates ΔW = scale · B A.
 
-No ΔW is formed: norms, inner products and differences come from r×r Gram matrices, which resolve a relative difference
-down to about 1e-8. Two adapters of different rank, scale or layout may well be the same function.
+ΔW is never formed: norms, inner products and differences come from r×r Gram matrices, which resolve a relative
+difference down to about 1e-8. Two adapters of different rank, scale or layout can be the same function.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModuleDifference:
     relative_difference: float
     norm_a: float
     norm_b: float
-    cosine: float | None  # None where one of them is zero
+    cosine: float | None  # None if one of them is zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class AdapterDifference:
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
     of_other_shape: tuple[str, ...]
-    modules: tuple[ModuleDifference, ...]  # that both have, the most different first
+    modules: tuple[ModuleDifference, ...]  # in both adapters, the most different first
 
     @property
     def is_same_function(self) -> bool:
@@ -77,7 +77,7 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
 
 
 def render_difference(found: AdapterDifference) -> str:
-    """The difference as plain text, its largest parts first."""
+    """Format the difference as plain text, the largest parts first."""
     lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in found.settings.items()]
     apart = {"only in A": found.only_in_a, "only in B": found.only_in_b, "of another shape": found.of_other_shape}
     for title, names in apart.items():
@@ -125,13 +125,13 @@ def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_s
 
 
 def _with_beside(found: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
-    """With what the method trains beside A and B, where that differs more."""
+    """Include the parameters that the method trains beside A and B, if they differ more."""
     distance = max(found.relative_difference, beside_distance(ours, theirs))
     return replace(found, relative_difference=distance)
 
 
 def _inner(ours: Pair, theirs: Pair) -> float:
-    """⟨B₁ A₁, B₂ A₂⟩ = Σ (B₁ᵀ B₂) ∘ (A₁ A₂ᵀ), by two r×r matrices in float64."""
+    """Return ⟨B₁ A₁, B₂ A₂⟩ = Σ (B₁ᵀ B₂) ∘ (A₁ A₂ᵀ), from two r×r matrices in float64."""
     B_rr = ours.B_Or.T.astype(np.float64) @ theirs.B_Or.astype(np.float64)
     return float(np.sum(B_rr * (ours.A_rI.astype(np.float64) @ theirs.A_rI.T.astype(np.float64))))
 

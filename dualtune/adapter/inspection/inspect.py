@@ -1,4 +1,4 @@
-"""What an adapter directory holds, and whether it can be trusted: the report behind `dualtune inspect`."""
+"""The report of `dualtune inspect`: the contents of an adapter directory, and its problems."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class AdapterReport:
     scaling: str  # standard: scale = alpha / rank; rank_stabilized: alpha / √rank
     dropout: float
     targets: tuple[str, ...]
-    template: str  # the chat template of the training
+    template: str  # of the adapter's training
     num_modules: int
     num_parameters: int
     file_bytes: dict[str, int]
     projections: tuple[ProjectionNorms, ...]
     notes: tuple[str, ...]  # what had to be converted
-    flags: tuple[str, ...]  # worth a look
+    flags: tuple[str, ...]  # suspicious, but readable
     problems: tuple[str, ...]  # why `read_adapter` refuses the directory
     hashes_ok: bool | None  # None without dualtune.json
     files_agree: bool | None  # None without a second weight file
@@ -55,15 +55,15 @@ class AdapterReport:
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`; a norm that is not finite becomes null."""
+        """Return plain values for `json.dumps`; a norm that is not finite becomes null."""
         plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return {**plain, "ok": self.ok}
 
 
 def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
-    """Reads the whole directory and reports what `read_adapter` would refuse, instead of raising, where it can go on.
+    """Read the whole directory, and report what `read_adapter` would refuse instead of raising, if possible.
 
-    FormatError remains for what cannot be read as an adapter at all.
+    FormatError only for what cannot be read as an adapter at all.
     """
     contents = open_directory(path)
     changed = (
@@ -98,7 +98,7 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
 
 
 def render_report(report: AdapterReport) -> str:
-    """The report as plain text."""
+    """Format the report as plain text."""
     verdicts = {True: "yes", False: "NO", None: "not applicable"}
     lines = [
         f"adapter     {report.path}",
@@ -140,7 +140,7 @@ def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
         flags.append("B is all zeros (the adapter does nothing)")
     elif idle:
         flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {_shortened(idle)}")
-    # The two usual mistakes of converters between scale and alpha; only hints, since either may be meant.
+    # The two usual mistakes of converters between scale and alpha; only hints, since both values can be intended.
     if adapter.layout != "mlx" and spec.alpha == MLX_DEFAULT_SCALE and spec.scaling == "standard":
         flags.append(f"alpha is 20, which is mlx-lm's default scale: if it was meant as one, alpha is 20 · {spec.rank}")
     if adapter.layout == "mlx" and spec.scale != MLX_DEFAULT_SCALE and spec.scale >= max(spec.rank, 8):

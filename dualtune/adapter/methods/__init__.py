@@ -1,6 +1,6 @@
 """What is trained, by method. A new one is a file in this folder and a line in METHODS (decision 0019).
 
-Without NumPy at import time, because the config's schema takes the names from here.
+Without NumPy at import time, because the config's schema imports the names from here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dualtune.adapter.methods.method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in (lora.METHOD,)})
 
-# What PEFT trains and no method here does: its key in adapter_config.json -> why the adapter is refused.
+# Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
 NOT_THERE = {
     "modules_to_save": "whole modules were trained next to the adapter",
     "use_dora": "DoRA rescales the merged weight",

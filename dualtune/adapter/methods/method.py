@@ -1,4 +1,4 @@
-"""What a method is: the parameters that it trains for one linear layer, and the update that they are."""
+"""The interface of a method: its trained parameters for one linear layer, and the update that follows from them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int]  # (out, in) of the frozen weight
 ByPart = dict[str, "np.ndarray"]
-Weight = Callable[[], "np.ndarray"]  # the frozen weight W, float32 [out, in]; it is only unpacked if this is called
+Weight = Callable[[], "np.ndarray"]  # returns the frozen weight W, float32 [out, in]; dequantized only when called
 
 
 class Parameter(NamedTuple):
-    """One trained tensor of an adapted layer, and what it is called behind the layer's path."""
+    """One trained tensor of an adapted layer, and its name after the layer's path."""
 
     part: str  # here: "A"
     peft: str  # in PEFT's file and everywhere in the core: "lora_A.weight"
@@ -27,24 +27,24 @@ class Parameter(NamedTuple):
 class Method:
     """How a linear layer is adapted: y = (W + ΔW) x, with ΔW a function of the trained parameters and of W.
 
-    A fresh set of parameters is the neutral one: ΔW = 0.
+    Fresh parameters are neutral: ΔW = 0.
     """
 
-    name: str  # as `adapter.method` of the config has it, and the file of its layer in a backend
-    title: str  # as people write it
+    name: str  # the value of `adapter.method` in the config, and the file name of its layer in a backend
+    title: str  # for display
     parameters: tuple[Parameter, ...]
     # Shape of W, rank -> the shape of each parameter, by part.
     shapes: Callable[[Shape, int], dict[str, tuple[int, ...]]]
-    # Shape of W, rank, the module's own random stream, W -> the first values, float32, by part. Without W those parts
-    # are left out that are a function of it.
+    # Shape of W, rank, the module's own random stream, W -> the initial values, float32, by part. Without W, the parts
+    # that depend on it are omitted.
     initial: Callable[[Shape, int, np.random.Generator, Weight | None], ByPart]
     # The parameters by part, the scale, W -> ΔW, float64 [out, in].
     delta: Callable[[Mapping[str, np.ndarray], float, Weight], np.ndarray]
-    peft_keys: Mapping[str, object]  # what marks it in PEFT's adapter_config.json, beside the keys of LoRA
-    mlx_type: str  # fine_tune_type of mlx-lm's
+    peft_keys: Mapping[str, object]  # its keys in PEFT's adapter_config.json, beside those of LoRA
+    mlx_type: str  # fine_tune_type in mlx-lm's config
 
     def count(self, weight: Shape, rank: int) -> int:
-        """How many numbers are trained for a weight."""
+        """Return the number of trainable parameters for a weight."""
         return sum(math.prod(shape) for shape in self.shapes(weight, rank).values())
 
     @property

@@ -1,7 +1,7 @@
-"""Guards: what is done when the numbers of a run go wrong, decided from the numbers alone.
+"""Guards: what a run does when its numbers go wrong.
 
-Every decision is a function of the losses so far, and the state is saved in the checkpoints, so a resumed run decides
-as the uninterrupted one.
+Every decision is a function of the losses so far, and the state is saved in checkpoints, so a resumed run decides like
+the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dualtune.config import Config
 from dualtune.errors import NonFiniteError
 from dualtune.hooks import EvalRecord, Event, StepRecord
 
-WINDOW = 64  # losses that a spike is measured against
-MIN_LOSSES = 16  # before that nothing is known about how much losses vary
+WINDOW = 64  # number of losses that a spike is compared with
+MIN_LOSSES = 16  # with fewer, the variation of the losses is unknown
 
 
 @dataclass(slots=True)
 class GuardState:
-    """What a checkpoint holds of the guards. JSON values."""
+    """The state of the guards in a checkpoint, as JSON values."""
 
     losses: list[float] = field(default_factory=lambda: [])
     in_spike: bool = False
@@ -30,14 +30,14 @@ class GuardState:
     num_skipped: int = 0
     rollback_to: int | None = None  # the last rollback: its checkpoint…
     rollback_at: int = 0  # …and the step of the spike
-    eval_step: int = 0  # of the newest evaluation that was judged
+    eval_step: int = 0  # of the newest evaluation that counted
     best_step: int | None = None
     best_loss: float | None = None
     evals_since_best: int = 0
 
 
 class Guards:
-    """Judges steps and evaluations. `sources(step)` names the samples of a step, counted from 1, as path:line."""
+    """Checks steps and evaluations. `sources(step)` returns the rows of a step, counted from 1, as path:line."""
 
     def __init__(self, config: Config, sources: Callable[[int], list[str]], state: Mapping[str, Any] | None) -> None:
         self._config = config.guards
@@ -54,14 +54,14 @@ class Guards:
         return asdict(self.state)
 
     def on_step(self, record: StepRecord) -> Event | None:
-        """What is out of the ordinary in a step."""
+        """Return an event if the step is unusual."""
         if record.skipped:
             return self._on_nonfinite(record)
         self.state.nonfinite_in_a_row = 0
         return self._on_loss(record)
 
     def check(self) -> None:
-        """NonFiniteError if too many steps in a row were skipped."""
+        """Raise NonFiniteError if too many steps in a row were skipped."""
         if self.state.nonfinite_in_a_row > self._config.nonfinite_limit:
             raise NonFiniteError(
                 f"{self.state.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
@@ -70,7 +70,7 @@ class Guards:
             )
 
     def on_eval(self, record: EvalRecord) -> bool:
-        """Note an evaluation; whether it is the best so far. The base model's own, at step 0, does not count."""
+        """Record an evaluation, and return whether it is the best so far. The base model's (step 0) does not count."""
         state = self.state
         if record.step <= state.eval_step:
             return False
@@ -83,12 +83,12 @@ class Guards:
         return is_best
 
     def may_return_to(self, step: int) -> bool:
-        """Whether a checkpoint is worth returning to: a spike right after a rollback means that it came too late."""
+        """Return whether to roll back to a checkpoint: if a spike follows a rollback, its checkpoint was too late."""
         state = self.state
         return state.rollback_to is None or step < state.rollback_to or step > state.rollback_at
 
     def rolled_back(self, to: int, at: int, state: Mapping[str, Any]) -> None:
-        """Take back the state of the checkpoint at step `to`, because of a spike at step `at`."""
+        """Restore the state from the checkpoint at step `to`, after a spike at step `at`."""
         num_skipped = self.state.num_skipped
         self.state = GuardState(**state)
         self.state.rollback_to, self.state.rollback_at, self.state.num_skipped = to, at, num_skipped
@@ -120,10 +120,10 @@ class Guards:
 
 
 def robust_z(value: float, history: list[float]) -> float:
-    """How many robust standard deviations `value` lies above the median of a history; 0 while that is short.
+    """Return how many robust standard deviations `value` is above the median of a history; 0 while that is short.
 
-    The modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993): 1.4826 · MAD estimates
-    the standard deviation and is not moved by the outliers. A floor keeps a flat history from making much of nothing.
+    The modified z-score of Iglewicz and Hoaglin, "How to Detect and Handle Outliers" (1993): 1.4826 · MAD estimates the
+    standard deviation and is robust to outliers. A lower bound prevents large scores for a flat history.
     """
     if len(history) < MIN_LOSSES:
         return 0.0

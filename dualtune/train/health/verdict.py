@@ -1,9 +1,10 @@
-"""What came of a run, from its losses alone, in a word and the numbers behind it.
+"""The verdict on a run: one word for its outcome, computed from its losses, and the numbers behind it.
 
-A loss jumps from batch to batch, so nothing is concluded from single ones. Medians of windows are compared, each a
-tenth of the steps, against the noise of such a median. The noise is estimated from the differences of neighbouring
-steps, which hardly contain the trend, by the median absolute deviation, which outliers do not move. An evaluation
-always takes the same documents: its noise is only what a step changes, and where there are evaluations they decide.
+Losses vary from batch to batch, so single losses decide nothing. Each window is a tenth of the steps; the medians of
+windows are compared with the noise of such a median. The noise is estimated from the differences between successive
+steps, which hardly contain the trend, by the median absolute deviation (MAD), which is robust to outliers. An
+evaluation always uses the same documents, so its only noise is the change of the weights; if there are evaluations,
+they decide.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import numpy as np
 
 MIN_STEPS = 20  # with fewer, warm-up and decay of the learning rate are most of the run
 WINDOWS = 10
-SURE = 5.0  # standard errors; at a million runs that learn nothing, about one is called otherwise
-NOTHING = 0.01  # of the loss: a smaller change is not worth a word
-WORSE = 0.03  # of the best evaluation: a later one this much above it has turned
-BLOWN_UP = 0.1  # of the lowest loss: a rise this large is no jitter
-LATE_SHARE = 0.15  # of the whole fall, in the last third; a straight line has 0.33, a run that has settled 0
-MIN_EVALS = 6  # to tell the jitter of evaluations from their trend
+SURE = 5.0  # standard errors; of a million runs that learn nothing, about one gets another verdict
+NOTHING = 0.01  # of the loss: a smaller change is ignored
+WORSE = 0.03  # of the best evaluation: a later loss this much higher means overfitting
+BLOWN_UP = 0.1  # of the lowest loss: a rise this large is more than noise
+LATE_SHARE = 0.15  # of the whole fall, in the last third; a straight line has 0.33, a converged run 0
+MIN_EVALS = 6  # to separate the noise of evaluations from their trend
 
 Word = Literal["learning", "still falling", "flat", "diverged", "overfitting", "too few steps"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What came of a run."""
+    """The outcome of a run."""
 
     word: Word
     because: str
@@ -40,7 +41,7 @@ class Verdict:
 
 
 def judge(losses: Sequence[float], evals: Mapping[int, float]) -> Verdict:
-    """The verdict on a run with these training losses, in order, and these evaluation losses by step."""
+    """Return the verdict on a run from its training losses, in order, and its evaluation losses by step."""
     train, judged = _Train(losses), _Evals(evals)
     return (
         _diverged(train, judged)
@@ -76,24 +77,25 @@ class _Train:
         return self.windows[-1]
 
     def at(self, step: float) -> float:
-        """Around a step."""
+        """The median of the window around a step."""
         index = int(step / max(1, self.num_steps) * len(self.windows))
         return self.windows[min(index, len(self.windows) - 1)]
 
     def has_fallen(self, since: float, by: float) -> bool:
-        """Whether the end lies surely below a window's median, by at least a share of it."""
+        """Return whether the end is significantly below a window's median `since`, by at least the share `by` of it."""
         fall = since - self.end
         return fall > SURE * math.sqrt(2) * self.error and fall > by * abs(since)
 
 
 class _Evals:
-    """The evaluation losses in order. `known`: whether there are two at least, so that they tell anything."""
+    """The evaluation losses in order. `known`: there are at least two, so they can be compared."""
 
     def __init__(self, evals: Mapping[int, float]) -> None:
         self.steps = sorted(evals)
         self.losses = [evals[step] for step in self.steps]
         self.known = len(self.steps) > 1
-        # Of second differences, which contain neither level nor slope; without the base model's, from which all fall.
+        # From second differences, which contain neither level nor slope; without the base model's loss, the start of
+        # the fall.
         second = np.diff([x for x in self.losses[1:] if math.isfinite(x)], 2)
         self.jitter = _noise(second) / math.sqrt(3) if len(self.steps) >= MIN_EVALS else 0.0
 
@@ -114,7 +116,7 @@ class _Evals:
         return min(self.losses)
 
     def before(self, share: float) -> float | None:
-        """The evaluation nearest to a share of the steps, if there is one near."""
+        """Return the evaluation nearest to a share of the steps, or None if none is near."""
         last = self.steps[-1]
         found = [(abs(step / last - share), x) for step, x in zip(self.steps[1:-1], self.losses[1:-1], strict=True)]
         distance, loss = min(found, default=(1.0, math.nan))
@@ -122,7 +124,7 @@ class _Evals:
 
 
 def _noise(differences: np.ndarray) -> float:
-    """The standard deviation, times the square root of two, of what was differenced: 1.4826 · MAD estimates it."""
+    """Estimate √2 times the standard deviation of the values whose differences these are, by 1.4826 · MAD."""
     if not len(differences):
         return 0.0
     return 1.4826 * float(np.median(np.abs(differences - np.median(differences))))
@@ -159,7 +161,7 @@ def _overfitting(train: _Train, evals: _Evals) -> Verdict | None:
     if not evals.known:
         return None
     rise = evals.end - evals.best
-    has_turned = rise > max(WORSE * abs(evals.best), 2 * evals.jitter)  # which the curve's own bend enlarges
+    has_turned = rise > max(WORSE * abs(evals.best), 2 * evals.jitter)  # the jitter is overestimated if the curve bends
     if has_turned and train.end < train.at(evals.best_step):
         because = f"{_both(train, evals)}; the best evaluation was {evals.best:.4f} after step {evals.best_step}"
         return Verdict("overfitting", because, "Take fewer epochs or more data, or set guards.restore_best: true")
@@ -195,6 +197,6 @@ def _still_falling(train: _Train, evals: _Evals) -> Verdict | None:
 
 
 def _both(train: _Train, evals: _Evals) -> str:
-    """The two curves in numbers."""
+    """Return both curves in numbers."""
     said = f"training loss {train.start:.4f} -> {train.end:.4f}"
     return f"{said}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else said

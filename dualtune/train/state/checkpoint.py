@@ -1,13 +1,13 @@
-"""Checkpoints: the whole training state in a directory of safetensors and JSON, with no word about the backend.
+"""Checkpoints: the complete training state in a directory of safetensors and JSON, independent of the backend.
 
     adapter.safetensors        PEFT names, float32
     optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has the slots m and v, plain SGD none
     policy.safetensors         tensors of the step policy, if it has any
-    state.json                 step, place in the data, guards, config, fingerprints of base model, tokenizer and data
+    state.json                 step, position in the data, guards, config, fingerprints of base model, tokenizer, data
     MANIFEST.json              schema version; size and sha256 of each other file
 
-A checkpoint exists whole or not at all. The newest one is found by looking, never from a pointer or a file's date, and
-only counts if its manifest is true.
+A checkpoint is written whole or not at all. The newest one is found by scanning the directory, never from a pointer or
+a file's date, and counts only if it matches its manifest.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from dualtune.io.untrusted import read_json, read_safetensors
 from dualtune.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.train.health.guards import GuardState
 
-# 1 had no fingerprints and no guards, 2 has AdamW's slots. 3 is written where the slots are others, so that a dualtune
-# which knows AdamW alone says that it is too old, and does not take the checkpoint for a damaged one.
+# 1 has no fingerprints and no guards, 2 has AdamW's slots. 3 is written only for other slots: a dualtune that supports
+# only AdamW then reports that it is too old, instead of a damaged checkpoint.
 SCHEMA_VERSION, ADAMW_VERSION = 3, 2
 MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STATE_BYTES = 4 << 20
 BYTES_PER_WEIGHT = 4  # float32
-# What says that a checkpoint belongs to this base model and these data; without it nothing could be compared.
+# The proof that a checkpoint belongs to this base model and these data; without these there is nothing to compare.
 FINGERPRINTS = frozenset(
     {"base model's config", "base model's weights", "tokenizer", "chat template", "train documents", "eval documents"}
 )
@@ -52,12 +52,12 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class NewerCheckpoint(FormatError):
-    """A newer dualtune has written it. An older checkpoint must not take its place."""
+    """A checkpoint that a newer dualtune wrote. Do not fall back to an older one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A training state. `state` is what state.json holds."""
+    """A training state. `state` is the content of state.json."""
 
     path: Path
     step: int  # optimizer steps done
@@ -82,7 +82,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def bytes_per_weight(optimizer: OptimizerName) -> int:
-    """What a checkpoint takes for each weight of the adapter: the weight, and the optimizer's state of it."""
+    """Return the bytes of a checkpoint per weight of the adapter: the weight and its optimizer state."""
     return BYTES_PER_WEIGHT + OPTIMIZERS[optimizer].bytes_per_parameter
 
 
@@ -91,7 +91,7 @@ def slot_file(slot: str) -> str:
 
 
 def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:
-    """Write the state after `step` steps. DiskError if that fails; NonFiniteError if it is not worth keeping."""
+    """Write the state after `step` steps. DiskError if that fails; NonFiniteError if the state is unusable."""
     adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
     parts = (adapter, *optimizer.slots.values(), policy or {})
     for name, tensor in (item for tensors in parts for item in tensors.items()):
@@ -112,7 +112,7 @@ def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], p
 
 
 def prune(directory: Path, keep: int, protected: Collection[int]) -> None:
-    """Remove all but the newest `keep` checkpoints (two at least) and the protected steps. Raises DiskError."""
+    """Remove all but the newest `keep` checkpoints (at least two) and the protected steps. Raises DiskError."""
     for path, step in _directories(directory)[max(keep, 2) :]:
         if step not in protected:
             faults.reach("prune")
@@ -121,24 +121,24 @@ def prune(directory: Path, keep: int, protected: Collection[int]) -> None:
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps of all checkpoints of a directory, newest first. They are not verified."""
+    """Return the steps of all checkpoints in a directory, newest first, without verifying them."""
     return [step for _, step in _directories(directory)]
 
 
 def total_bytes(directory: Path) -> int:
-    """What the checkpoints of a directory take on disk."""
+    """Return the disk space that the checkpoints of a directory take."""
     return sum(_num_bytes(path) for path, _ in _directories(directory))
 
 
 def entries(directory: Path) -> list[Entry]:
-    """Every checkpoint of a directory, verified, newest first."""
+    """Return every checkpoint of a directory, verified, newest first."""
     return [Entry(path, step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)]
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
-    """(the newest checkpoint that verifies, what is wrong with each newer one). NewerCheckpoint if it is one of these.
+    """Return the newest checkpoint that verifies, and the problem of each newer one.
 
-    Only damage is a reason to go back to an older one.
+    Only a damaged checkpoint is passed over for an older one; NewerCheckpoint if a newer dualtune wrote one of these.
     """
     passed_over: list[str] = []
     for path, _ in _directories(directory):
@@ -152,7 +152,7 @@ def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def set_aside(directory: Path, after: int) -> list[Path]:
-    """Take checkpoints of later steps out of the way, damaged or from a branch that was left. None is removed."""
+    """Rename checkpoints of later steps, which are damaged or from an abandoned branch. None is removed."""
     moved: list[Path] = []
     for path, step in _directories(directory):
         if step > after:
@@ -165,7 +165,7 @@ def set_aside(directory: Path, after: int) -> list[Path]:
 
 
 def read(path: Path) -> Checkpoint:
-    """A checkpoint that verifies, or FormatError that says what is wrong with it."""
+    """Return a verified checkpoint, or raise FormatError with its problem."""
     state = _verified_state(path)
     adapter = read_safetensors(path / "adapter.safetensors")
     slots = {slot: read_safetensors(path / slot_file(slot)) for slot in OPTIMIZERS[optimizer_of(state)].slots}
@@ -179,7 +179,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def restore(engine: Engine, saved: Checkpoint) -> None:
-    """Put an engine into the state of a checkpoint. FormatError, and nothing done, if it is of another adapter."""
+    """Restore an engine from a checkpoint. FormatError, with nothing changed, if it belongs to another adapter."""
     try:
         check_state(engine.adapter_state(), saved.adapter, f"{saved.path}: adapter.safetensors")
     except ValueError as error:
@@ -189,19 +189,19 @@ def restore(engine: Engine, saved: Checkpoint) -> None:
 
 
 def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
-    """The optimizer whose state a checkpoint holds. Before there was a choice, this was AdamW."""
+    """Return the optimizer that wrote the checkpoint's state: AdamW in old checkpoints without this entry."""
     train: Mapping[str, Any] = state["config"].get("train") or {}
     return train.get("optimizer", "adamw")
 
 
 def files_of(saved: Checkpoint) -> list[str]:
-    """The names of its files."""
+    """Return the names of its files."""
     return sorted([MANIFEST, *FILES, *map(slot_file, saved.optimizer.slots), *([POLICY] if saved.policy else [])])
 
 
 def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """FormatError unless name, manifest and state agree: a copy under another name is a state of another step."""
-    named = _NAME.fullmatch(path.name)  # a copy elsewhere may be called anything
+    """Raise FormatError unless name, manifest and state have the same step: a copy may have another step's name."""
+    named = _NAME.fullmatch(path.name)  # a copy in another directory may have any name
     said = {"its name": int(named[1]) if named else state["step"], MANIFEST: manifest.get("step")}
     for what, step in said.items():
         if step != state["step"]:
@@ -210,7 +210,7 @@ def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any
 
 
 def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
-    """FormatError if something is missing that every checkpoint since schema version 2 has."""
+    """Raise FormatError if something is missing that every checkpoint since schema version 2 has."""
     found = {*state, *(f"fingerprints: {name}" for name in fields.subtable(state, "fingerprints", path))}
     needed = {"place", "schedule", "guards", "fingerprints", *(f"fingerprints: {name}" for name in FINGERPRINTS)}
     if missing := sorted(needed - found):
@@ -218,7 +218,7 @@ def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """state.json, with what others take from it in the types that they take it for. It may come from elsewhere."""
+    """Return state.json, after checking the types of the values that others use. It may come from another machine."""
     file = path / "state.json"
     state = read_json(file, max_bytes=MAX_STATE_BYTES)
     for key in ("step", "optimizer_step"):
@@ -249,7 +249,7 @@ def _check_guards(guards: Mapping[str, Any], where: str) -> None:
             is_right = _are_numbers(value)
         elif key == "in_spike":
             is_right = isinstance(value, bool)
-        else:  # a step, a count or a loss; null where there is none yet
+        else:  # a step, a count or a loss; null if there is none yet
             is_right = key in known and (_is_number(value) or (value is None and known[key] is None))
         if not is_right:
             raise fields.wrong(where, key, value, "what the guards of a run remember")
@@ -264,12 +264,12 @@ def _is_number(value: Any) -> bool:
 
 
 FILES = frozenset({"adapter.safetensors", "state.json"})  # and one for each slot of the optimizer
-POLICY = "policy.safetensors"  # besides, where the step policy has tensors
+POLICY = "policy.safetensors"  # optional, if the step policy has tensors
 _SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
 def problem_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, as far as it can be told without reading its tensors; None if nothing is."""
+    """Return the problem of a checkpoint, found without reading its tensors; None if there is none."""
     try:
         _verified_state(path)
     except FormatError as error:
@@ -278,7 +278,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def _verified_state(path: Path) -> dict[str, Any]:
-    """state.json, once every file is there with its size and hash, and all of them speak of the same step."""
+    """Return state.json, after checking that every file has its size and hash, and that all have the same step."""
     try:
         manifest = _verify(path)
     except FormatError as problem:
@@ -292,7 +292,7 @@ def _verified_state(path: Path) -> dict[str, Any]:
 
 
 def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """FormatError unless the manifest lists the slots of the optimizer that the config names, and no others."""
+    """Raise FormatError unless the manifest lists exactly the slots of the config's optimizer."""
     name = optimizer_of(state)
     if name not in OPTIMIZERS:
         raise NewerCheckpoint(
@@ -306,7 +306,7 @@ def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, An
 
 
 def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
-    """FormatError unless both are the same. A manifest may come from elsewhere, and name any file of this machine."""
+    """Raise FormatError unless both are the same. A foreign manifest could name any file of this machine."""
     if missing := {*needed} - {*listed}:
         raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
     if foreign := {*listed} - {*needed}:
@@ -315,7 +315,7 @@ def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
 
 
 def _verify(path: Path) -> dict[str, Any]:
-    """The manifest, once the files that it lists are found to be those. FormatError says what is wrong."""
+    """Return the manifest, after verifying the files that it lists. FormatError names the problem."""
     if path.is_symlink():
         raise FormatError("is a symbolic link, and a checkpoint is a directory. Copy what it leads to")
     manifest = _read_manifest(path)
@@ -353,7 +353,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
     try:
         found = file.lstat()
-        if not stat.S_ISREG(found.st_mode):  # a link may lead to a file that is not ours, a pipe never ends
+        if not stat.S_ISREG(found.st_mode):  # a link may lead to a foreign file; a pipe never ends
             return f"{file.name} is not a plain file"
         if found.st_size != entry.get("bytes"):
             said = fields.shown(fields.text_of(entry.get("bytes")))
@@ -366,13 +366,13 @@ def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
 
 
 def _directories(directory: Path) -> list[tuple[Path, int]]:
-    """(path, step) of what is named as a checkpoint, newest first."""
+    """Return (path, step) of everything that is named like a checkpoint, newest first."""
     found = [(path, match) for path in directory.glob("step-*") if (match := _NAME.fullmatch(path.name))]
     return sorted(((path, int(match[1])) for path, match in found), key=lambda item: -item[1])
 
 
 def _num_bytes(path: Path) -> int:
-    """What its files take; 0 for what is no directory, or cannot be looked into."""
+    """Return the size of its files; 0 if it is not a directory or cannot be read."""
     with contextlib.suppress(OSError):
         return sum(file.lstat().st_size for file in path.iterdir())
     return 0

@@ -1,4 +1,4 @@
-"""A run without steps left: what another config asks of it can no longer be applied, so it is answered by name."""
+"""A finished run, started again with another config: which changed keys have no effect, and which are errors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dualtune.train.state.metrics import History, read_rows
 from dualtune.train.state.resume import Change, differences
 from dualtune.train.state.run_dir import METRICS, path_of
 
-# Every other key had a part in the adapter, if only in its rounding or in which of its states was kept.
+# All other keys affected the adapter, if only its rounding or the choice of the state that was kept.
 WITHOUT_EFFECT = frozenset(
     {
-        # when something is shown, evaluated or saved: there is nothing left of either
+        # when to log, evaluate or save: nothing of this is left to do
         "run.log_every", "run.eval_every", "run.save_every", "run.keep",
-        # names of models and files, and how rows are read: what comes of it has been compared by fingerprint
+        # names of models and files, and how rows are read: the results were compared by fingerprint
         "model.name", "data.train", "data.eval", "data.format", "data.columns", "data.template", "data.on_bad_row",
         "data.max_bad_rows",
-        # where the run lies now
+        # the present path of the run
         "run.dir",
     }
 )  # fmt: skip
@@ -31,13 +31,13 @@ LENGTH = ("train.steps", "train.epochs")
 
 
 def has_ended(saved: Checkpoint, config: Config, order: Order) -> bool:
-    """Whether a run that continues from this checkpoint has no step left to train."""
+    """Return whether a run that resumes from this checkpoint has no step left."""
     return saved.step >= order.num_steps or _stops_early(saved, config)
 
 
 def check_end(saved: Checkpoint, config: Config, order: Order) -> list[Change]:
-    """The changes that make no difference to a run that has ended; ConfigError with a table if another one would."""
-    # The same number of steps may be written in epochs; a run that stopped early may have been meant to go on longer.
+    """Return the changes without effect on a finished run. ConfigError with a table if another key has changed."""
+    # The same number of steps may come from epochs; a run that stopped early may have been planned longer.
     is_as_long = order.num_steps in (saved.step, saved.state.get("schedule", {}).get("num_steps"))
     harmless = WITHOUT_EFFECT.union(LENGTH if is_as_long else ())
     changes = [change for change in differences(saved, config) if change.what != "run.dir"]
@@ -54,7 +54,7 @@ def check_end(saved: Checkpoint, config: Config, order: Order) -> list[Change]:
 
 
 def _ways(saved: Checkpoint, config: Config, order: Order) -> list[tuple[str, str]]:
-    """What to do next, and the options that do it."""
+    """Return what to do next, with the options for it."""
     stops_early = _stops_early(saved, config)
     more = ["guards.early_stopping=null"] if stops_early else []
     if not stops_early or order.num_steps <= saved.step:
@@ -71,7 +71,7 @@ def _stops_early(saved: Checkpoint, config: Config) -> bool:
     if config.guards.early_stopping is None:
         return False
     guards = Guards(config, lambda step: [], saved.state.get("guards"))
-    # A step is saved before it is evaluated, so the evaluation that ended the run is in its rows alone.
+    # A step is saved before it is evaluated, so the evaluation that ended the run is only in its rows.
     evaluated = History(read_rows(saved.path.parents[1] / METRICS)).evals.get(saved.step)
     if evaluated is not None:
         guards.on_eval(evaluated)

@@ -1,4 +1,4 @@
-"""What run directories hold, told without loading or changing anything."""
+"""Summaries of run directories, read without loading or changing anything."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MAX_METRICS_BYTES = 16 << 20
 MAX_CONFIG_CHARACTERS = 1 << 18
 T = TypeVar("T", int, float)
 
-MAX_DEPTH = 4  # of run directories below the one that is asked about
+MAX_DEPTH = 4  # of run directories below the given one
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A line of `dualtune runs`. None is what nobody knows."""
+    """A line of `dualtune runs`. None means unknown."""
 
     path: str
     state: str  # running, done, preempted, killed, failed or unreadable
-    reason: str  # why it is not done, and what to do
-    verdict: str | None = None  # in a word
+    reason: str  # why it is not done, and what to do about it
+    verdict: str | None = None  # one word
     step: int | None = None  # of the last step in metrics.jsonl
     num_steps: int | None = None
     loss: float | None = None
@@ -40,9 +40,9 @@ class RunSummary:
     best_eval_loss: float | None = None  # of those after the first step
     model: str | None = None
     learning_rate: float | None = None
-    date: str | None = None  # when it ended, or began if it runs or was killed; ISO 8601
+    date: str | None = None  # when it ended, or began if it is running or was killed; ISO 8601
     seconds: float | None = None  # spent in steps; not summed for a very long file
-    checkpoint: int | None = None  # step of the newest checkpoint; not verified, which takes `dualtune checkpoints`
+    checkpoint: int | None = None  # step of the newest checkpoint; only `dualtune checkpoints` verifies
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class CheckpointSummary:
 
 
 def list_runs(directory: Path) -> list[RunSummary]:
-    """Every run directory at or below a directory, by name. What cannot be read is listed with the reason."""
+    """Return every run directory at or below a directory, by name; an unreadable one with the reason."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: there is no such directory. Give the one that holds your run directories")
     return [_summary(path) if problem is None else _unreadable(path, problem) for path, problem in _find(directory)]
 
 
 def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
-    """Every checkpoint of a run directory, verified, newest first."""
+    """Return every checkpoint of a run directory, verified, newest first."""
     if not is_run_dir(run_dir):
         raise ConfigError(f"{run_dir}: is not a run directory. `dualtune runs` lists those below a directory")
     found = checkpoint.entries(run_dir / CHECKPOINTS)
@@ -75,7 +75,7 @@ def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
 
 
 def _find(directory: Path, depth: int = MAX_DEPTH) -> Iterator[tuple[Path, str | None]]:
-    """(run directory, None), and (directory, why it cannot be looked into)."""
+    """Yield (run directory, None), and (directory, why it cannot be read)."""
     try:
         is_run = is_run_dir(directory)
         inner = [] if is_run else sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink())
@@ -91,7 +91,7 @@ def _find(directory: Path, depth: int = MAX_DEPTH) -> Iterator[tuple[Path, str |
 def _summary(path: Path) -> RunSummary:
     try:
         return _read_summary(path)
-    except Exception as error:  # noqa: BLE001  one run shall not hide the others; the row says what is wrong
+    except Exception as error:  # noqa: BLE001  one run must not hide the others; its row has the error
         return _unreadable(path, f"{type(error).__name__}: {error}")
 
 
@@ -141,13 +141,13 @@ def _state_of(path: Path, note: Note | None, is_held: bool, newest: int | None) 
 
 
 def _rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """(the rows, whether they are all): of a very long file only the last ones are read."""
+    """Return the rows, and whether they are complete: of a very long file only the last rows are read."""
     is_short = not path.is_file() or path.stat().st_size <= MAX_METRICS_BYTES
     return (read_rows(path), True) if is_short else (last_rows(path), False)
 
 
 def _best(history: History, remembered: float | None) -> float | None:
-    """The newest checkpoint remembers the best evaluation up to itself; the rows may have a later one."""
+    """Return the best evaluation: of the newest checkpoint, or a later one in the rows."""
     later = [record.eval_loss for step, record in history.evals.items() if step > 0]
     return min((x for x in (*later, remembered) if x is not None and math.isfinite(x)), default=None)
 
@@ -167,7 +167,7 @@ def _date(path: Path, note: Note | None) -> str | None:
 
 
 def _model_and_rate(path: Path) -> tuple[str | None, float | None]:
-    """From config.yaml. It is read without the schema, which changes from version to version."""
+    """Return model and learning rate from config.yaml, without the schema, which differs between versions."""
     try:
         with path.open(encoding="utf-8") as file:
             table: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data

@@ -1,8 +1,7 @@
-"""The lock of a run directory: one process at a time, and a note about who has it or had it last.
+"""The lock of a run directory: one process at a time, and a note about its current or last holder.
 
-The kernel lets go of a flock when its process dies, however it dies, so a stale lock needs no cleaning. On a file
-system without flock (some NFS) a file that only one process can create takes its place; it is stale when the process
-that it names is known to be gone.
+The kernel releases a flock when its process dies, so a stale lock needs no cleaning. On a file system without flock
+(some NFS) a claim file that only one process can create replaces it; it is stale when its process is known to be gone.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from dualtune.io.disk import hidden_sibling
 from dualtune.io.replaced import fault_of
 
 LOCK_FILE = "lock"
-CLAIM_FILE = "lock.claim"  # where there is no flock
+CLAIM_FILE = "lock.claim"  # used where flock is not supported
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the lock file says. `state` is running, done, preempted or failed; a killed process leaves running."""
+    """The content of the lock file. `state` is running, done, preempted or failed; a killed process leaves running."""
 
     pid: int
     host: str
-    boot: str  # tells a process from one of an earlier boot; "" where the system has no id for it
+    boot: str  # distinguishes processes of different boots; "" if the system has no boot id
     started: str  # for people
     state: str = "running"
     reason: str = ""
-    namespace: str = ""  # in which the pid counts, as containers have their own; "" where the system has no name for it
+    namespace: str = ""  # of the pid, since containers have separate ones; "" if the system has no name for it
 
     @classmethod
     def of_this_process(cls) -> Note:
@@ -66,19 +65,19 @@ class Lock:
             raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
 
     def fault(self) -> str | None:
-        """What has become of the lock file, so that another process may hold the directory; None while it is ours."""
+        """Return what happened to the lock file, if another process may hold the directory now; else None."""
         return fault_of(self._path, self._file)
 
     def release(self, state: str, reason: str = "") -> None:
-        """Let go, and note how the run ended."""
+        """Release the lock, and record how the run ended."""
         self._let_go(replace(Note.of_this_process(), state=state, reason=reason))
 
     def give_back(self, state: str, reason: str) -> None:
-        """Let go of a run that did not begin: what the note said before holds, if there was one."""
+        """Release the lock of a run that did not begin, and restore the previous note if there was one."""
         self._let_go(self._before or replace(Note.of_this_process(), state=state, reason=reason))
 
     def remove(self) -> None:
-        """Let go, and leave no file behind. Whoever has opened it meanwhile will see that it is gone."""
+        """Release the lock and remove its file. A process that has just opened it sees that it is gone."""
         try:
             self._path.unlink()
         finally:
@@ -108,24 +107,24 @@ class Lock:
         try:
             if self._claim.exists():
                 _check_dead(self._claim)
-                self._claim.rename(stale)  # of two that see it stale, one takes it away…
+                self._claim.rename(stale)  # if two processes see it stale, one renames it…
                 try:
                     _check_dead(stale)
-                except LockedError:  # …and gives it back if it was taken over in between
+                except LockedError:  # …and restores it if it was taken over meanwhile
                     os.link(stale, self._claim)
                     raise
-            os.link(own, self._claim)  # appears whole or not at all
-        except (FileExistsError, FileNotFoundError):  # another one was quicker
+            os.link(own, self._claim)  # atomic
+        except (FileExistsError, FileNotFoundError):  # another process was faster
             raise LockedError(_refusal(self._claim, None)) from None
         finally:
             own.unlink()
             stale.unlink(missing_ok=True)
 
     def _let_go(self, note: Note | None) -> None:
-        with contextlib.suppress(OSError):  # how it ended is told by the exit code too
+        with contextlib.suppress(OSError):  # the exit code reports the outcome too
             if note is not None:
                 self._write(note)
-            if _is_at(self._file, self._path):  # the claim beside another lock file is another run's
+            if _is_at(self._file, self._path):  # the claim beside another lock file belongs to another run
                 self._claim.unlink(missing_ok=True)
         os.close(self._file)
 
@@ -136,14 +135,14 @@ class Lock:
 
 
 def _check_dead(claim: Path) -> None:
-    """LockedError if the process that a claim names may still run."""
+    """Raise LockedError if the process that a claim names may still run."""
     holder = _parse(claim.read_bytes())
     if holder is not None and _is_alive(holder):
         raise LockedError(_refusal(claim, holder))
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is the one at a path."""
+    """Return whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -151,7 +150,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def read_note(run_dir: Path) -> tuple[Note | None, bool]:
-    """(what the lock says, whether a process holds it now). Takes nothing and changes nothing."""
+    """Return the note of the lock, and whether a process holds it now. Read only."""
     try:
         file = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
     except OSError:
@@ -164,9 +163,9 @@ def read_note(run_dir: Path) -> tuple[Note | None, bool]:
 
 
 def _is_held(file: int, kind: int = fcntl.LOCK_EX, *, patient: bool = False) -> bool | None:
-    """Whether another process has it; if not, it is ours from now on. None where locks are not supported.
+    """Return whether another process holds the lock; if not, take it. None where locks are not supported.
 
-    `patient`: somebody who only looks (`read_note`) has it for a moment, and is no reason to give up.
+    `patient`: retry, because a reader (`read_note`) holds it only for a moment.
     """
     for wait in (*[0.02] * 20, 0.0) if patient else (0.0,):
         try:
@@ -182,14 +181,14 @@ def _is_held(file: int, kind: int = fcntl.LOCK_EX, *, patient: bool = False) -> 
 
 
 def _is_alive(note: Note) -> bool:
-    """Whether the process of a note may still run. Of another machine nothing can be known."""
+    """Return whether the process of a note may still run. On another machine this is unknown, so it may."""
     if note.state != "running":
         return False
     if note.host != socket.gethostname():
         return True
     if note.boot != _boot_id():
         return False
-    if note.namespace and note.namespace != _pid_namespace():  # there the pid is somebody else's, here nobody's
+    if note.namespace and note.namespace != _pid_namespace():  # the pid means another process here
         return True
     if note.pid == os.getpid():
         return False
@@ -202,14 +201,14 @@ def _is_alive(note: Note) -> bool:
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return ""
 
 
 def _pid_namespace() -> str:
     try:
         return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return ""
 
 
@@ -230,7 +229,7 @@ def _to_bytes(note: Note) -> bytes:
 
 
 def _parse(data: bytes) -> Note | None:
-    """None for what is empty, cut, or somebody else's file. Keys of a newer version are passed over."""
+    """Return the note, or None if it is empty, truncated or foreign. Keys of newer versions are ignored."""
     try:
         table: Any = json.loads(data)
         known: dict[str, Any] = {field.name: table[field.name] for field in fields(Note) if field.name in table}

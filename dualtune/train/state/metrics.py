@@ -1,4 +1,4 @@
-"""metrics.jsonl: a row a step, a row an evaluation, a row an event. Other programs read it; its names are public.
+"""metrics.jsonl: one row per step, evaluation and event. Other programs read it; its keys are public.
 
 A number that is not finite is written as NaN or Infinity, as Python and pandas read it, and never filtered.
 """
@@ -31,7 +31,7 @@ KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
 
 
 class History:
-    """What the rows of a run say so far."""
+    """The rows of a run so far."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.step: int | None = None  # of the last step row
@@ -52,30 +52,30 @@ class History:
 
     @property
     def loss(self) -> float | None:
-        """Of the last step."""
+        """The loss of the last step."""
         return self.losses[-1] if self.losses else None
 
     @property
     def final_loss(self) -> float:
-        """NaN before the first step."""
+        """The loss of the last step; NaN before the first one."""
         return math.nan if self.loss is None else self.loss
 
     @property
     def eval_loss_before(self) -> float | None:
-        """Of the evaluation before the first step."""
+        """The loss of the evaluation before the first step."""
         return self.evals[0].eval_loss if 0 in self.evals else None
 
     @property
     def eval_loss(self) -> float | None:
-        """Of the newest evaluation."""
+        """The loss of the newest evaluation."""
         return self.evals[max(self.evals)].eval_loss if self.evals else None
 
 
 class Metrics:
-    """Turns device results into records, writes them, and tells them to the hooks.
+    """Converts device results to records, writes them, and passes them to the hooks.
 
-    A step's numbers are read from the device when the next step has been queued, so that reading never makes the
-    device wait. `flush` reads the last ones. A disk that is full does not end the run: rows wait in memory.
+    A step's numbers are read from the device after the next step has been queued, so that reading never makes the
+    device wait. `flush` reads the last ones. A full disk does not end the run: rows are kept in memory.
     """
 
     def __init__(self, path: Path, backend: Backend, watchers: Watchers, first_step: int = 0) -> None:
@@ -95,7 +95,7 @@ class Metrics:
         self._clock = time.perf_counter()
 
     def step(self, output: StepOutput, **known: Any) -> StepRecord | None:
-        """Queue a step's results and return the record of the step before. `known`: the fields that need no device."""
+        """Queue a step's results and return the previous step's record. `known`: the fields that need no device."""
         record = self.flush()
         now = time.perf_counter()
         known["step_s"], self._clock = now - self._clock, now
@@ -103,7 +103,7 @@ class Metrics:
         return record
 
     def flush(self) -> StepRecord | None:
-        """Read, write and return what is queued."""
+        """Read, write and return the queued record."""
         if self._pending is None:
             return None
         (output, known), self._pending = self._pending, None
@@ -122,7 +122,7 @@ class Metrics:
         return record
 
     def discard(self) -> None:
-        """Forget what is queued: the step is taken back."""
+        """Discard the queued record: its step is rolled back."""
         self._pending = None
 
     def eval(self, record: EvalRecord) -> None:
@@ -139,12 +139,12 @@ class Metrics:
         self._clock = time.perf_counter()
 
     def sync(self) -> None:
-        """Make the rows durable: after a power cut no checkpoint may be newer than its rows."""
+        """Make the rows durable: after a power failure no checkpoint may be newer than its rows."""
         with contextlib.suppress(OSError):
             os.fsync(self._file)
 
     def copy_to(self, target: Path) -> None:
-        """Write all rows there, also those of a file that has been deleted. DiskError if that fails."""
+        """Write all rows to `target`, even if the file itself was deleted. DiskError if that fails."""
         offset = 0
         with new_file(target) as file:
             while data := os.pread(self._file, _CHUNK, offset):
@@ -152,7 +152,7 @@ class Metrics:
                 offset += len(data)
 
     def put_back(self) -> str | None:
-        """Write the file again if it was deleted or replaced, and go on in it. What was found, and what was done."""
+        """Write the file again if it was deleted or replaced, and continue in it. Return what was found and done."""
         if (fault := fault_of(self._path, self._file)) is None:
             return None
         try:
@@ -166,7 +166,7 @@ class Metrics:
         return f"{fault}; it is written again with all its rows{kept}"
 
     def write_rest(self) -> None:
-        """The last chance of rows that a full disk has refused."""
+        """Try a last time to write the rows that a full disk has refused."""
         if self._unwritten and self._try_to_write() is not None:
             num_rows = self._unwritten.count(b"\n")
             message = f"metrics.jsonl could not be written to the end: {num_rows} rows are lost"
@@ -185,7 +185,7 @@ class Metrics:
             self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
 
     def _try_to_write(self) -> str | None:
-        """Write what has not been written yet; what went wrong."""
+        """Write the rows that are not written yet. Return the error, if any."""
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
@@ -195,7 +195,7 @@ class Metrics:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; what was cut when a run was killed is left out."""
+    """Return the rows of a metrics file, without a row that was truncated when a run was killed."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -203,7 +203,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def last_rows(path: Path) -> list[dict[str, Any]]:
-    """The last few hundred rows, without reading a long file."""
+    """Return the last few hundred rows, without reading a long file completely."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -213,7 +213,7 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """The row of a line, or None if it was cut or is not one of ours."""
+    """Return the row of a line, or None if it is truncated or foreign."""
     try:
         found: Any = json.loads(line)
     except (ValueError, RecursionError):
@@ -225,7 +225,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    """The numbers that `History` takes from a row are numbers: the file may have been edited."""
+    """Return whether the values that `History` uses are numbers: the file may have been edited."""
     losses = [row[key] for key in ("loss", "eval_loss") if key in row]
     targets = [row.get("eval_targets")] if "eval_loss" in row else []
     return all(type(x) is float or (type(x) is int and abs(x) < 1 << 53) for x in losses) and all(
@@ -234,7 +234,7 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
 
 
 def _keep_rows(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Drop the rows of steps that a resumed run will take again, and rows that were cut."""
+    """Drop truncated rows, and the rows of steps that a resumed run will repeat."""
     rows = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
     if path.is_file():
         write_file(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""What a run must share with the checkpoint that it continues, and what may differ."""
+"""Which config values and data must equal those of the checkpoint that a run resumes from, and which may differ."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ RULES: dict[str, Rule] = {
 }
 
 
-# Younger than some checkpoints, which were all trained with what is the default now.
+# Keys newer than some checkpoints, which were all trained with the present default.
 DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "train.optimizer"}
 
-UNKNOWN = "-"  # stands for the value of a key that did not exist when the checkpoint was written
+UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
 
 class Change(NamedTuple):
@@ -75,9 +75,9 @@ class Change(NamedTuple):
 
 
 def as_recorded(saved: Checkpoint, config: Config) -> Config:
-    """The config with what `auto` stood for when the run was started.
+    """Return the config with the recorded value for `auto`.
 
-    It depends on the data and on the epochs, and a run that is continued for more epochs keeps its steps.
+    `auto` depends on the data and the epochs, but a run that is continued for more epochs keeps its steps.
     """
     recorded = saved.state["config"].get("train", {}).get("tokens_per_step")
     is_open = config.train.tokens_per_step == "auto" and isinstance(recorded, int) and recorded > 0
@@ -85,19 +85,19 @@ def as_recorded(saved: Checkpoint, config: Config) -> Config:
 
 
 def with_tokens(config: Config, tokens: int) -> Config:
-    """The config with this number of tokens per step in place of `auto`."""
+    """Return the config with this number of tokens per step instead of `auto`."""
     return config.model_copy(update={"train": config.train.model_copy(update={"tokens_per_step": tokens})})
 
 
 def check_config(saved: Checkpoint, config: Config) -> list[Change]:
-    """The recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
-    # A key that the checkpoint's config lacks is younger than the checkpoint: there is nothing to compare.
+    """Return the recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
+    # A key that the checkpoint's config lacks is newer than the checkpoint: there is nothing to compare.
     changes = [c for c in differences(saved, config) if c.rule != "free" and c.before != UNKNOWN]
     return _judge(saved, changes, "Restore these values, or choose another run.dir to start a new run.")
 
 
 def differences(saved: Checkpoint, config: Config) -> list[Change]:
-    """Every key with another value than in the checkpoint's config, whatever its rule."""
+    """Return every key with another value than in the checkpoint's config, for any rule."""
     return list(_differences(saved.state["config"], config.model_dump(mode="json")))
 
 
@@ -114,14 +114,14 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Cha
 
 
 def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
-    """ConfigError with a table unless base model, tokenizer and data are those of the checkpoint."""
+    """Raise ConfigError with a table unless base model, tokenizer and data equal those of the checkpoint."""
     before: dict[str, str] = saved.state.get("fingerprints", {})  # schema version 1 had none
     changes = [Change(k, before[k], now[k], "forbidden") for k in now if k in before and before[k] != now[k]]
     _judge(saved, changes, "Restore what was there, or choose another run.dir to start a new run.")
 
 
 def check_place(saved: Checkpoint, place: Mapping[str, Any]) -> None:
-    """ConfigError if the next step would take other documents than it would have: another order, a sample twice."""
+    """Raise ConfigError if the next step would take other documents: in another order, or a document twice."""
     before = saved.state.get("place", {}).get("next_documents")
     if before is not None and before != place["next_documents"]:
         raise ConfigError(

@@ -1,13 +1,13 @@
-"""A run directory: taken for one process, cleaned of what a killed one left, and searched for a checkpoint.
+"""A run directory: locked for one process, cleaned after a killed one, and searched for a checkpoint.
 
 config.yaml         every key with its value
 environment.json    versions and devices
-chat_template.jinja the chat template, if the run has one: data.template may name a file that another machine lacks
+chat_template.jinja the chat template, if any: data.template may name a file that another machine does not have
 metrics.jsonl       steps, evaluations, events
 checkpoints/        step-00000100, …
 adapter/            the result
-lock                who uses it, or used it last and how that ended
-checkpoint-now      made by you: a checkpoint is saved after the step, and the file is removed
+lock                the current or last process, and how it ended
+checkpoint-now      created by you: a checkpoint is saved after the step, and the file is removed
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ RESUME = "auto, never, or the path of a checkpoint or a run directory"
 
 @dataclass(slots=True)
 class RunDir:
-    """An opened run directory, and the checkpoint that the run continues from."""
+    """An opened run directory, and the checkpoint that the run resumes from."""
 
     path: Path
     saved: Checkpoint | None
-    notes: list[str] = field(default_factory=lambda: [])  # what was found and done on opening
-    has_begun: bool = False  # whether anything of this run is in it
-    records: dict[str, str] = field(default_factory=lambda: {})  # the files that say how it is trained
-    lock: Lock | None = None  # where this process holds it
+    notes: list[str] = field(default_factory=lambda: [])  # what was found and done when it was opened
+    has_begun: bool = False  # whether it contains anything of this run
+    records: dict[str, str] = field(default_factory=lambda: {})  # the files that record how it is trained
+    lock: Lock | None = None  # if this process holds it
     opened: Opened | None = None
 
     def fault(self) -> str | None:
-        """Why the directory is not this run's any more; None while it is."""
+        """Return why the directory does not belong to this run any more; None while it does."""
         found = self.opened.fault() if self.opened else None
         return found or (self.lock.fault() if self.lock else None)
 
@@ -64,9 +64,9 @@ class RunDir:
 
 @contextlib.contextmanager
 def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
-    """Hold the run directory of a config; nobody else trains in it meanwhile. Signals that ask to stop are handled.
+    """Lock the run directory of a config and open it; meanwhile stop signals are handled.
 
-    `resume`: "auto" continues from the newest checkpoint that verifies, if there is one; "never" wants a new or empty
+    `resume`: "auto" resumes from the newest checkpoint that verifies, if there is one; "never" requires a new or empty
     directory; otherwise a path. Raises ConfigError, DiskError, FormatError (no checkpoint verifies) or LockedError.
     """
     path = path_of(config)
@@ -79,7 +79,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
     place, lock = RunDir(path, None), None
 
     def abandon() -> bool:
-        """Leave a run that has not begun as it was found."""
+        """Leave the directory as it was, for a run that has not begun."""
         if lock is not None and not place.has_begun:
             _leave(lock, place, made, "preempted", "stopped before it began")
         return not place.has_begun
@@ -121,7 +121,7 @@ def is_run_dir(path: Path) -> bool:
 
 
 def check_usable(path: Path, resume: str) -> None:
-    """ConfigError if the directory holds something that is not ours, or that is not to be continued."""
+    """Raise ConfigError if the directory holds foreign files, or a run that must not be resumed."""
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.dir: {path} is a file. Choose another with --set run.dir=…")
     if not path.is_dir() or not any(path.iterdir()):
@@ -135,7 +135,7 @@ def check_usable(path: Path, resume: str) -> None:
 
 
 def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
-    """(the checkpoint to continue from, what is wrong with newer ones). Changes nothing."""
+    """Return the checkpoint to resume from, and the problems of newer ones. Changes nothing."""
     if resume == "never":
         return None, []
     if resume == "auto":
@@ -169,8 +169,8 @@ def _is_unused(path: Path) -> bool:
 
 
 def _remove(lock: Lock, made: list[Path]) -> None:
-    """Remove the lock and the directories that were made for it."""
-    with contextlib.suppress(OSError):  # somebody else may have begun there
+    """Remove the lock and the directories that were created for it."""
+    with contextlib.suppress(OSError):  # another process may have begun there
         lock.remove()
         for directory in made:
             directory.rmdir()

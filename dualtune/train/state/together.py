@@ -1,4 +1,4 @@
-"""A run directory that several processes work for: the first owns it, the others have copies of what they need."""
+"""A run directory shared by several processes: the first owns it, the others get copies of what they need."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dualtune.train.state.run_dir import METRICS, RunDir, open_run
 
 @contextlib.contextmanager
 def open_together(config: Config, resume: str, team: Team) -> Generator[RunDir]:
-    """`open_run` in the first process. The others get a directory of their own, which is removed at the end.
+    """Open the run in the first process with `open_run`; the others get a temporary directory.
 
-    They start from the first one's checkpoint and rows, wherever its disk is. If one fails in the block, all do.
+    They start from the first one's checkpoint and rows, on whatever disk it is. If one fails in the block, all do.
     """
     with team.together():
         if team.is_first:
@@ -38,7 +38,7 @@ def open_together(config: Config, resume: str, team: Team) -> Generator[RunDir]:
 
 
 def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:
-    """The checkpoint that the first process has, in all of them."""
+    """Return the first process's checkpoint in all processes."""
     if team.size == 1 or not team.agree(saved is not None):
         return saved
     listed = json.dumps(checkpoint.files_of(saved) if saved else []).encode()
