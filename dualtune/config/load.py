@@ -130,7 +130,7 @@ def _apply(override: str, document: Document) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         if node.get(part) is None:
             node[part] = {}
-            if depth > 1:  # a newly created section still counts as missing in the file
+            if depth > 1:  # a created top-level section still counts as missing in the file
                 document.places[parts[:depth]] = place
         if not isinstance(node[part], dict):
             document.problems.append(Problem(place, parts, f"'{dotted(parts[:depth])}' is a value, not a section"))

@@ -75,7 +75,7 @@ else:
 
 
 class Section(BaseModel):
-    """What all sections share."""
+    """The base class of all sections."""
 
     model_config = _RULES
 

@@ -10,7 +10,10 @@ FAR = 2.0  # factor by which the held-out share of the tokens may differ from th
 
 
 def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
-    """Return bool [num_rows]: the held-out rows, at least one if `share` > 0. Depends only on the arguments."""
+    """Return bool [num_rows], the held-out rows: for `share` > 0 at least one, but never all.
+
+    Depends only on the arguments.
+    """
     number = min(max(1, round(share * num_rows)), num_rows - 1) if share else 0
     chosen = np.zeros(num_rows, bool)
     chosen[np.random.default_rng([seed, 0]).permutation(num_rows)[:number]] = True

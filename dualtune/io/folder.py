@@ -80,7 +80,7 @@ class Folder:
             os.unlink(name, dir_fd=self._fd)
 
     def remove_parts(self, name: str, kept: str | None = None) -> None:
-        """Remove the partial files for other contents than that of the part `name`."""
+        """Remove all partial files for the same target as the part `name`, except `kept`."""
         stem = f"{name.rpartition('-')[0]}-"
         for entry in os.listdir(self._fd):  # noqa: PTH208  pathlib knows no descriptors
             if entry.startswith(stem) and entry != kept:

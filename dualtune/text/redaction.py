@@ -16,7 +16,7 @@ from urllib.parse import quote
 from dualtune.text.secret_forms import FORMS, Form
 
 BLOT = "***"
-MIN_LENGTH = 8  # of a value in the environment, because redacting every `1` or `true` is no help
+MIN_LENGTH = 8  # of a value in the environment, because redacting every `1` or `true` does not help
 _PIECE_BYTES = 1 << 18
 _LONGEST = 1 << 12  # the most characters that a form needs to see at once
 _ENVIRONMENT = "the value of a secret environment variable"

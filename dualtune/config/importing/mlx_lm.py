@@ -174,7 +174,7 @@ def _learning_rate(given: Given) -> Settings:
 
 
 def _check_end(given: Given, name: str, numbers: list[float]) -> None:
-    """Report a schedule that does not fall to zero over the whole run, as ours do."""
+    """Report a schedule with a different end: ours fall to zero over the whole run."""
     steps = given.count("iters") // given.count("grad_accumulation_steps")
     end, over = (numbers[2:3], numbers[1:2]) if name == "cosine_decay" else (numbers[1:2], numbers[2:3])
     if any(end) or any(each != steps for each in over):

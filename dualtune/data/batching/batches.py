@@ -19,8 +19,8 @@ from dualtune.data.tokens.store import Document
 
 GRANULE = 16  # rows are padded to a multiple of it,
 WIDTHS_PER_DOUBLING = 8  # and long rows to a coarser multiple, to limit the number of shapes
-# Tokens. A row that is shorter than the longest of its micro-batch by more starts a new micro-batch. With less padding
-# than this, the fixed cost of another micro-batch is not worth it.
+# The fixed cost of a micro-batch, in tokens. A row that is shorter than the longest of its micro-batch by more starts a
+# new micro-batch.
 MOST_PADDING = 256
 
 Row = list[int]  # indices of the documents in a row
@@ -69,7 +69,7 @@ def share(lengths: np.ndarray, ids: Iterable[int], layout: Layout, rank: int, si
 
 
 def _rows_for(lengths: np.ndarray, by_length: list[int], row_length: int | None, size: int) -> list[Row]:
-    """Return rows for several processes: with packing, rows of even length and the same number for each if possible."""
+    """Return rows for several processes; with packing, of similar length and equally many for each if possible."""
     if row_length is None:
         return [[i] for i in by_length]
     full = pack(lengths, by_length, row_length)

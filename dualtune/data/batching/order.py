@@ -80,7 +80,7 @@ class Order:
     def _plan_until(self, index: int) -> None:
         is_far = False
         while self._starts[-1] <= index:
-            if is_far:  # only at a resumed run's first step; during training the loop polls
+            if is_far:  # only a resumed run's first step plans many; later the loop polls
                 interrupt.poll()
             self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1).bounds) - 1)
             is_far = True
@@ -135,7 +135,7 @@ def without(sources: np.ndarray, documents: Sequence[int]) -> np.ndarray:
 
 
 def _check_size(config: Config, documents_per_epoch: float) -> None:
-    """Raise ConfigError for more steps or epochs than can be planned in reasonable time."""
+    """Raise ConfigError for more steps or epochs than are useful and can be planned in reasonable time."""
     steps, epochs = config.train.steps, config.train.epochs
     if steps is not None and steps > MAX_STEPS:
         raise ConfigError(f"train.steps: got {steps}, at most {MAX_STEPS} are allowed")

@@ -31,7 +31,7 @@ FILES = (TOKENIZER, CONFIG, "added_tokens.json", "special_tokens_map.json", *CON
 MISSING = "Copy the whole model directory, or download the model again"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MAX_TEMPLATE_BYTES = 1 << 20
-# Outdated keys of a tokenizer_config.json that change how transformers builds a tokenizer.
+# Keys of a tokenizer_config.json that change how transformers builds a tokenizer, and are not in use today.
 UNUSUAL = {
     "auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file", "init_inputs", "merges",
     "model_specific_special_tokens", "post_processor", "tokenizer_object", "tokenizer_padding", "tokenizer_truncation",
