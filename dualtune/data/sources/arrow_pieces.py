@@ -21,7 +21,7 @@ PIECE = 16 << 20  # bytes of a piece as Python objects
 ROW = 36 << 20  # bytes of one row
 OBJECT = 64  # bytes of a small Python value
 WIDE = 4  # the most bytes of a character
-FAILED = 3  # the exit status; the reason is on standard error
+FAILED = 3  # exit status of a failure; the reason is on standard error
 NUM_ROWS = b"dualtune.rows"  # key of the schema's metadata
 
 

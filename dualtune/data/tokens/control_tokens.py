@@ -51,7 +51,8 @@ class ControlTokens:
     def masked(self, content: Any, text: str, render: Callable[[Any], str]) -> tuple[str | None, str | None]:
         """Return the first control token in `content`, and the masked `text` (= `render(content)`) for `encode_batch`.
 
-        Each is None if there is none; without a masked text, encode `text` itself. Raises RowError if the policy does.
+        Each is None if there is none; without a masked text, encode `text` itself. Raises RowError if the policy
+        forbids control tokens in content, or if they cannot be masked.
         """
         try:
             token = self.first_in(content)

@@ -55,7 +55,7 @@ PLAIN_NAMES = {PLAIN, "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer"}
 
 
 class Unknown(Exception):
-    """It is not known here how transformers loads this tokenizer."""
+    """Only transformers can load this tokenizer: the way it does so is not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from dualtune.io.untrusted import parse_object
 from dualtune.versions import versions_of
 
 MAX_FILE_BYTES = 64 << 20  # the largest in use, of 262,144 tokens, has 33 MiB
-MAX_STRUCTURES = 10  # times the limit of other JSON: that file has about five million quotes, commas and brackets
+MAX_STRUCTURES = 10  # times the limit of other JSON: the largest file has some 5 million quotes, commas and brackets
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_ID = 1 << 24
