@@ -1,4 +1,4 @@
-"""Did you mean …? Advice on keys and values that the schema does not know."""
+"""Advice on unknown keys and values: "Did you mean …?"."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dualtune.config.not_there import NO_SUCH_KEY, NO_SUCH_VALUE
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.config.schema import SourceConfig, sections
 
-# What other trainers (PEFT, TRL, transformers, mlx-lm, axolotl, LLaMA-Factory, unsloth) call our keys. Such a name is
-# not always the same quantity, which is why it is a suggestion and not an alias.
+# Names of our keys in other trainers (PEFT, TRL, transformers, mlx-lm, axolotl, LLaMA-Factory, unsloth). They do not
+# always mean the same quantity, so they are suggestions and not aliases.
 FOREIGN_KEYS = {
     name: key
     for key, names in {
@@ -62,7 +62,7 @@ FOREIGN_KEYS = {
     for name in names.split()
 }
 
-# The same inside a source of data.
+# The same for keys of a data source.
 FOREIGN_SOURCE_KEYS = {
     name: key
     for key, names in {
@@ -96,9 +96,9 @@ _VALUE_SYNONYMS = {
 
 
 def unknown_key(path: KeyPath) -> str:
-    """What to do about a key that does not exist."""
+    """Return the message for an unknown key."""
     *section, key = path
-    in_source = len(section) > 1  # nothing else has keys so deep
+    in_source = len(section) > 1  # only data sources have keys this deep
     advice = _advice_in_source(str(key)) if in_source else _advice(dotted(path[:-1]), str(key))
     return f"unknown key. {advice}"
 
@@ -126,11 +126,11 @@ def _advice(section: str, key: str) -> str:
         return f"It belongs to {'another' if section else 'a'} section: {_quoted(homes)}"
     if answer := NO_SUCH_KEY.get(name):
         return answer
-    if (foreign := FOREIGN_KEYS.get(name)) and not (section and foreign in keys):  # no section inside another one
+    if (foreign := FOREIGN_KEYS.get(name)) and not (section and foreign in keys):  # sections do not nest
         return f"Did you mean '{foreign.removeprefix(f'{section}.')}'?"
     if close := get_close_matches(name, here, n=1):
         return f"Did you mean '{close[0]}'?"
-    # Far from home a resemblance counts for less.
+    # In other sections, a suggestion must be more similar.
     if close := get_close_matches(name, everywhere.values(), n=1, cutoff=0.8):
         return f"Did you mean {_quoted(full for full, inner in everywhere.items() if inner == close[0])}?"
     return f"Allowed here: {', '.join(here)}"
@@ -141,7 +141,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def unknown_value(text: str, allowed: list[str]) -> str | None:
-    """What to do about a value that is none of the allowed names, if it resembles one or is known from elsewhere."""
+    """Return advice on an invalid value if it is similar to an allowed one or known from other trainers."""
     if answer := NO_SUCH_VALUE.get(text.lower()):
         return answer
     synonym = _VALUE_SYNONYMS.get(text.lower())

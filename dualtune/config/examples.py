@@ -1,4 +1,4 @@
-"""The example configs: `configs/` of a clone, which the wheel carries beside the code."""
+"""The example configs: `configs/` in a clone, included in the wheel beside the code."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dualtune.errors import ConfigError
 
 
 def example_names() -> list[str]:
-    """What there is to print, sorted."""
+    """Return the names of the examples, sorted."""
     return sorted(path.stem for path in _directory().glob("*.yaml"))
 
 
 def example_path(name: str) -> Path:
-    """The file of an example, with or without its `.yaml`. ConfigError for an unknown name."""
+    """Return the file of an example, named with or without `.yaml`. Raises ConfigError for an unknown name."""
     names = example_names()
     if (stem := name.removesuffix(".yaml")) not in names:
         raise ConfigError(f"example config: got '{name}', allowed: {', '.join(names)}")
@@ -21,7 +21,7 @@ def example_path(name: str) -> Path:
 
 
 def title(path: Path) -> str:
-    """The first sentence of its first comment: what the example is for."""
+    """Return the first sentence of the first comment, which is the purpose of the example."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip().partition(". ")[0].rstrip(".")
 

@@ -1,4 +1,4 @@
-"""A config file and `--set` overrides -> Config, or one ConfigError that names every problem at once."""
+"""Load a config file with `--set` overrides. One ConfigError names all problems at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dualtune.errors import ConfigError
 from dualtune.text.redaction import redact
 
 _MAX_BYTES = 2**18
-MAPPING = "<mapping>"  # what messages call a config that is no file
+MAPPING = "<mapping>"  # the name in messages of a config that is not a file
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """Read a YAML file or a mapping. Of several overrides `section.key=value` of one key, the last one wins."""
+    """Load a YAML file or a mapping. If overrides `section.key=value` repeat a key, the last one wins."""
     if isinstance(source, Mapping):
         return _checked(Document(_plain(source), {(): Place(MAPPING)}), MAPPING, overrides)
     if not isinstance(source, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]  callers may be unchecked
@@ -30,7 +30,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
 
 
 def parse_config(text: str, *, source: str = "<string>", overrides: Iterable[str] = ()) -> Config:
-    """Like load_config, for a text. Messages call it `source`."""
+    """Load a config from a string. Messages call it `source`."""
     try:
         document = read_yaml(text, source)
     except BadYaml as error:
@@ -50,13 +50,13 @@ def _checked(document: Document, source: str, overrides: Iterable[str]) -> Confi
     elif document.data is not UNREADABLE:
         names = ", ".join(sections())
         document.problems.append(Problem(Place(source), (), f"must be a mapping with the sections {names}"))
-    # In the order of the file; then what has no line: overrides and missing sections.
+    # In file order; then problems without a line: overrides and missing sections.
     problems = sorted(document.problems, key=lambda problem: problem.place.line or float("inf"))
     raise ConfigError(redact("\n".join(map(str, problems))))
 
 
 def get_value(config: Config, key: str) -> Any:
-    """The value of `section.key`, or a whole section."""
+    """Return the value of `section.key`, or a whole section."""
     value: Any = config
     path = tuple(key.split("."))
     for depth, part in enumerate(path):
@@ -72,7 +72,7 @@ def get_value(config: Config, key: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value as YAML would give it; a copy, because overrides are written into it."""
+    """Convert a value to plain YAML types; always a copy, because overrides are written into it."""
     match value:
         case Mapping():
             return {key: _plain(each) for key, each in cast(Mapping[Any, Any], value).items()}
@@ -108,7 +108,7 @@ def read_text(path: Path) -> str:
 
 
 def _apply(override: str, document: Document) -> None:
-    """Set one key in the document, with the override as its place. Faults become problems of the document."""
+    """Set one key in the document, with the override as its place. Errors become problems of the document."""
     key, equals, text = override.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     place = Place(f"--set {dotted(parts)}")
@@ -130,7 +130,7 @@ def _apply(override: str, document: Document) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         if node.get(part) is None:
             node[part] = {}
-            if depth > 1:  # a created section remains one that the file lacks
+            if depth > 1:  # a created top-level section still counts as missing in the file
                 document.places[parts[:depth]] = place
         if not isinstance(node[part], dict):
             document.problems.append(Problem(place, parts, f"'{dotted(parts[:depth])}' is a value, not a section"))
@@ -146,9 +146,9 @@ def _apply(override: str, document: Document) -> None:
 
 
 def _validate(document: Document) -> Config | None:
-    """The config, or None and at least one more problem in the document."""
+    """Return the config, or None and add at least one problem to the document."""
     given = cast(dict[str, Any], document.data)
-    # A section that is absent, or empty because all its keys are commented out, consists of defaults.
+    # A section that is absent, or empty because all its keys are commented out, gets the defaults.
     empty: dict[str, Any] = {name: {} for name in sections() if given.get(name) is None}
     data = given | empty
     try:
@@ -162,7 +162,7 @@ def _validate(document: Document) -> Config | None:
 
 
 def _faults(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """Path and message of every fault of a single key, in our words: pydantic's speak of types, not of configs."""
+    """Yield path and message of each invalid key, in our words, because pydantic's messages are about types."""
     messages: dict[KeyPath, str] = {}
     for fault in error.errors(include_url=False, include_input=False):
         path, value = _follow(fault["loc"], data)
@@ -178,15 +178,15 @@ def _faults(error: ValidationError, data: dict[str, Any]) -> Iterator[tuple[KeyP
                 messages[path] = fault["msg"]
             case _:
                 messages.setdefault(path, "" if value is UNREADABLE else wrong_value(path, value))
-    # The other alternatives of a union complain about the whole where one of them knows which part is wrong.
+    # If one alternative of a union reports which part is wrong, drop what the others report about the whole value.
     outer = {path[:depth] for path in messages for depth in range(len(path))}
     yield from ((path, message) for path, message in messages.items() if message and path not in outer)
 
 
 def _follow(location: KeyPath, data: Any) -> tuple[KeyPath, Any]:
-    """The part of a location that exists in the data, and the value there.
+    """Return the part of a location that exists in the data, and the value there.
 
-    After the path of a union, a location holds the name of one of its alternatives, which could pass for a key.
+    After the path of a union, a location contains the name of one of its alternatives, which could look like a key.
     """
     path: KeyPath = ()
     parts = iter(location)
@@ -200,7 +200,7 @@ def _follow(location: KeyPath, data: Any) -> tuple[KeyPath, Any]:
 
 
 def _impossible_pairs(data: dict[str, Any], faulty: Iterable[KeyPath]) -> dict[KeyPath, str]:
-    """Pydantic looks at pairs only if every key is right by itself, so look again without the keys that are not."""
+    """Find invalid pairs of keys. Pydantic checks pairs only if all keys are valid, so leave out the invalid ones."""
     ignored = {path[:2] for path in faulty}
     repaired = {
         section: example | {key: value for key, value in _keys(data[section]).items() if (section, key) not in ignored}

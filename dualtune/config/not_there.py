@@ -1,4 +1,4 @@
-"""Keys and values of other trainers that have no counterpart here: what is said instead of `Did you mean …?`"""
+"""Keys and values of other trainers without a counterpart here, with the advice to show instead of a suggestion."""
 
 from __future__ import annotations
 

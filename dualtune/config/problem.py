@@ -1,4 +1,4 @@
-"""What is wrong with a config, and where: the lines of a ConfigError."""
+"""Problems of a config and their places: the lines of a ConfigError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KeyPath = tuple[str | int, ...]  # ("data", "train", 0, "weight")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something was written: a line of a file (0: somewhere in it), or an override."""
+    """The origin of a value: a line of a file (0: unknown), or an override."""
 
     source: str
     line: int = 0
@@ -21,7 +21,7 @@ class Place:
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong. The path is empty where it concerns no key."""
+    """One problem. The path is empty if it is not about a key."""
 
     place: Place
     path: KeyPath
@@ -29,13 +29,13 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         key = dotted(self.path)
-        if not key or self.place.source == f"--set {key}":  # such a place says the key already
+        if not key or self.place.source == f"--set {key}":  # such a place already names the key
             return f"{self.place}: {self.message}"
         return f"{self.place}: {key}: {self.message}"
 
 
 def dotted(path: KeyPath) -> str:
-    """`data.train[0].weight`; a name that could garble a terminal is escaped."""
+    """Format a path, such as `data.train[0].weight`; unprintable names are escaped."""
     names = (
         f"[{part}]" if isinstance(part, int) else "." + (part if part.isprintable() else repr(part)) for part in path
     )

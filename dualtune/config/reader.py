@@ -1,8 +1,8 @@
-"""YAML text -> plain data, with the place of every key, so that an error can point at a line.
+"""Read YAML into plain data with the place of every key, so that an error can name the line.
 
-PyYAML's own loader keeps the last of two equal keys, reads `1e-4` as a string, `on` as true, `016` as 14 and `1:30`
-as 90, and expands aliases without bound. Here it only parses text into events; turning events into data is ours.
-Scalars follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
+PyYAML's loader keeps the last of two equal keys, reads `1e-4` as a string, `on` as true, `016` as 14 and `1:30` as 90,
+and expands aliases without limit. Here PyYAML only parses text into events; our code converts events to data. Scalars
+follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from yaml.events import (
 
 from dualtune.config.problem import KeyPath, Place, Problem
 
-UNREADABLE = object()  # stands for a value that has been reported already
+UNREADABLE = object()  # replaces a value that has already been reported
 _MAX_EVENTS = 50_000  # a config has a few hundred
-_MAX_DEPTH = 20  # a config goes three deep; the limit is for us, who descend recursively
+_MAX_DEPTH = 20  # a config is three levels deep; the limit protects our recursion
 
 
 class BadYaml(Exception):
-    """The text is not one YAML document; nothing more can be said about it."""
+    """The text is not one YAML document; it is not checked further."""
 
     def __init__(self, place: Place, message: str) -> None:
         super().__init__(message)
@@ -42,23 +42,23 @@ class BadYaml(Exception):
 
 @dataclass(slots=True)
 class Document:
-    """The data of a text, the place of every key and item in it, and what was wrong with them."""
+    """The data of a text, the place of each key and item, and their problems."""
 
     data: Any = None
     places: dict[KeyPath, Place] = field(default_factory=dict[KeyPath, Place])
     problems: list[Problem] = field(default_factory=list[Problem])
 
     def place(self, path: KeyPath) -> Place:
-        """Where the path was written, or else the nearest thing around it."""
+        """Return the place of the path, or of the nearest part around it that has a place."""
         while path not in self.places and path:
             path = path[:-1]
         return self.places[path]
 
 
 def read_yaml(text: str, source: str, *, with_lines: bool = True) -> Document:
-    """Read one document. Raises BadYaml for a syntax error; all other faults are collected in `problems`.
+    """Read one document. Raises BadYaml for a syntax error; all other problems are collected in `problems`.
 
-    An empty text gives None. `with_lines=False` is for an override, where a line number means nothing.
+    An empty text gives None. `with_lines=False` is for an override, which has no meaningful line number.
     """
     return _Builder(_parse(text, source, with_lines), source, with_lines).build()
 
@@ -67,7 +67,7 @@ def read_yaml(text: str, source: str, *, with_lines: bool = True) -> Document:
 
 
 def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
-    """The events of the nodes of the one document in the text."""
+    """Return the node events of the only document in the text."""
 
     def bad_yaml(line: int, column: int, message: str) -> BadYaml:
         return BadYaml(Place(source, line + 1, column + 1) if with_lines else Place(source), message)
@@ -75,7 +75,7 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
     events: list[Event] = []
     depth, documents = 0, 0
     try:
-        # One by one, because PyYAML takes time by the square of the depth, and a kilobyte of memory for an event.
+        # One by one, because PyYAML's time is quadratic in the depth, and each event needs a kilobyte.
         for event in cast(Iterator[Event], yaml.parse(text, Loader=yaml.SafeLoader)):  # pyright: ignore[reportUnknownMemberType]
             depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             documents += isinstance(event, DocumentStartEvent)
@@ -94,13 +94,13 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
         before = text[: error.position]
         line, column = before.count("\n"), error.position - before.rfind("\n") - 1
         raise bad_yaml(line, column, f"character U+{ord(text[error.position]):04X} is not allowed") from None
-    except (ValueError, OverflowError):  # PyYAML on "\UFFFFFFFF" and on endless digits
+    except (ValueError, OverflowError):  # PyYAML raises these for "\UFFFFFFFF" and for very long numbers
         raise BadYaml(Place(source), "not valid YAML: an escape or a number is out of range") from None
     return [event for event in events if isinstance(event, NodeEvent | CollectionEndEvent)]
 
 
 def _start(event: Event) -> tuple[int, int]:
-    """Line and column, from 0."""
+    """Return line and column, from 0."""
     mark = cast(yaml.Mark, event.start_mark)
     return mark.line, mark.column
 
@@ -118,7 +118,7 @@ def _in_plain_words(error: yaml.MarkedYAMLError) -> str:
 
 
 def _integer(text: str) -> int:
-    number = int(text)  # refuses thousands of digits by itself
+    number = int(text)  # raises for thousands of digits
     if abs(number) >= 2**63:
         raise ValueError("beyond 64 bits")
     return number
@@ -132,7 +132,7 @@ def _float(text: str) -> float:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
-# What a scalar without quotes stands for, the first match winning. `render.py` quotes strings that match.
+# The types of unquoted scalars; the first match wins. `render.py` quotes strings that match.
 PLAIN_SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     "null": (re.compile(r"(~|null|Null|NULL|)\Z"), lambda _: None),
     "bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), _boolean),
@@ -145,7 +145,7 @@ PLAIN_SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
 
 
 class _Builder:
-    """Goes through the events once, filling a document."""
+    """Builds a document in one pass over the events."""
 
     def __init__(self, events: list[Event], source: str, with_lines: bool) -> None:
         self._events = iter(events)
@@ -159,7 +159,7 @@ class _Builder:
         return self._document
 
     def _node(self, event: Event, path: KeyPath) -> Any:
-        """The data of the node that begins with this event."""
+        """Return the data of the node that begins with this event."""
         tag = cast(str | None, getattr(event, "tag", None))
         if isinstance(event, AliasEvent):
             self._report(event, path, "aliases (*name) are not allowed; write the value out")

@@ -1,4 +1,4 @@
-"""Config -> text: the commented default, a resolved config, the JSON schema. All of it follows from the schema."""
+"""Render configs as text: the commented default, a resolved config and the JSON schema, all from the schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualtune.config.words import config_schema, describe, examples, fragment
 
 
 def default_yaml() -> str:
-    """Every key with its default, what it means and what it allows. Required keys have an example value."""
+    """Return the default config: each key with its description and allowed values; required keys have examples."""
     lines = ["# Every key of a dualtune config, with its default. Paths are relative to the current directory."]
     for section in config_schema()["properties"]:
         node = fragment((section,))
@@ -33,7 +33,7 @@ def default_yaml() -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """The config with every key written out; parse_config gives it back unchanged."""
+    """Return the config with every key written out; parse_config reads it back unchanged."""
     lines: list[str] = []
     for section, values in config.model_dump().items():
         lines += [f"{section}:", *(entry(key, value) for key, value in values.items())]
@@ -41,12 +41,12 @@ def to_yaml(config: Config) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a config, for editors and other programs."""
+    """Return the JSON schema of a config, for editors and other programs."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **copy.deepcopy(config_schema())}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a string that would be read as something else, by us (`1e-4`) or by a YAML 1.1 reader (`on`, `1:30`)."""
+    """Quotes strings that our reader (`1e-4`) or a YAML 1.1 reader (`on`, `1:30`) would read as another type."""
 
 
 for _kind, (_pattern, _) in PLAIN_SCALARS.items():
@@ -62,9 +62,9 @@ _Dumper.add_representer(float, _number)
 
 
 def entry(key: str, value: object) -> str:
-    """One line of a section."""
+    """Return one line of a section."""
     text = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=sys.maxsize, sort_keys=False
     )
-    text = text.removesuffix("...\n").rstrip("\n")  # PyYAML closes a document that is a bare scalar
+    text = text.removesuffix("...\n").rstrip("\n")  # PyYAML adds it after a bare scalar
     return f"  {key}: {text}"

@@ -1,7 +1,7 @@
-"""The config: every key, its type, its default and one sentence about it.
+"""The config: every key with its type, default and a one-sentence description.
 
-This is the only place where defaults and descriptions live. The commented default (`render.py`), the JSON schema, the
-documentation and the words of an error message are all generated from here. The names are a public interface.
+Defaults and descriptions are only defined here. The commented default (`render.py`), the JSON schema, the documentation
+and the error messages are generated from them. The names are a public interface.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from dualtune.text.redaction import secret_in
 _RULES = ConfigDict(
     extra="forbid",
     frozen=True,
-    strict=True,  # "16" is not 16, true is not 1, 3.7 is not 3; an integer is welcome where a number is asked for
+    strict=True,  # "16" is not 16, true is not 1, 3.7 is not 3; an integer is valid where a number is expected
     allow_inf_nan=False,
-    hide_input_in_errors=True,  # an input can be a secret
+    hide_input_in_errors=True,  # a value can be a secret
     use_attribute_docstrings=True,
 )
 
@@ -43,7 +43,7 @@ _SIZE_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**3
 
 
 def refuse(message: str) -> PydanticCustomError:
-    """A validation error whose words are ours, to be shown as they are."""
+    """Return a validation error with this message, which is shown unchanged."""
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
@@ -53,7 +53,7 @@ def _all_different(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-# `format` is a free annotation in JSON schema: it names what a string, list or mapping means, and `words.py` says it.
+# `format` is a free annotation in JSON schema: it names the meaning of a string, list or mapping for `words.py`.
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -71,11 +71,11 @@ ModuleNames = Annotated[
 if TYPE_CHECKING:
     MethodName = str
 else:
-    MethodName = Literal[tuple(METHODS)]  # the table is there, in one place
+    MethodName = Literal[tuple(METHODS)]  # the only list of methods
 
 
 class Section(BaseModel):
-    """What all sections share."""
+    """The base class of all sections."""
 
     model_config = _RULES
 
@@ -95,7 +95,7 @@ class Section(BaseModel):
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every string in a value, however deep, keys included."""
+    """Yield all strings in a nested value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -165,18 +165,18 @@ class SourceConfig(Section):
 
     @property
     def identity(self) -> tuple[str, str | None, str | None]:
-        """Equal for sources of the same rows."""
+        """A key that is equal for sources with the same rows."""
         return os.path.normpath(self.path), self.subset, self.split
 
     @model_serializer(mode="wrap")
     def _as_brief_as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without defaults, of which a long list of sources would be full."""
+        """Serialize without defaults, to keep a long list of sources short."""
         fields = type(self).model_fields
         return {key: value for key, value in handler(self).items() if value != fields[key].default}
 
 
 def _listed(given: str | SourceConfig | tuple[str | SourceConfig, ...]) -> list[SourceConfig]:
-    """What data.train or data.eval names, in one shape."""
+    """Normalize the value of data.train or data.eval to a list of sources."""
     items = given if isinstance(given, tuple) else (given,)
     return [SourceConfig(path=item) if isinstance(item, str) else item for item in items]
 
@@ -226,11 +226,11 @@ class DataConfig(Section):
     """How many rows may be left out: below 1 a share of them, from 1 on a number."""
 
     def sources(self) -> tuple[SourceConfig, ...]:
-        """What to train on. No format or columns is None: these are data.format and data.columns then."""
+        """Return the training sources. A missing format or columns is replaced by data.format or data.columns."""
         return self._complete(_listed(self.train))
 
     def eval_sources(self) -> tuple[SourceConfig, ...]:
-        """What to evaluate on, like `sources`. Empty where data.eval is a share, or nothing."""
+        """Return the evaluation sources, like `sources`. Empty if data.eval is a share, 0 or null."""
         return () if self.eval is None or isinstance(self.eval, int | float) else self._complete(_listed(self.eval))
 
     def _complete(self, sources: list[SourceConfig]) -> tuple[SourceConfig, ...]:
@@ -287,7 +287,7 @@ class MemoryConfig(Section):
 
     @property
     def limit_bytes(self) -> int | None:
-        """The limit in bytes, or None for auto."""
+        """Return the limit in bytes, or None for auto."""
         if self.limit == "auto":
             return None
         match = re.fullmatch(r"([0-9.]+) ?(\w+)", self.limit)
@@ -357,7 +357,7 @@ class Config(BaseModel):
 
 
 def _impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
-    """(key, the key that it cannot go with, message) of values that are fine alone and impossible together."""
+    """Yield (key, conflicting key, message) for values that are valid separately but not together."""
     data, train = config.data, config.train
     trained = {source.identity for source in data.sources()}
     for index, source in enumerate(data.eval_sources()):
@@ -387,5 +387,5 @@ def _impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
 
 
 def sections() -> dict[str, type[Section]]:
-    """The sections by name, in order."""
+    """Return the sections by name, in order."""
     return {name: cast(type[Section], cast(Any, field.annotation)) for name, field in Config.model_fields.items()}

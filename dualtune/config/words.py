@@ -1,4 +1,4 @@
-"""The schema in plain words: what a key allows, for error messages and for the comments of the default config."""
+"""The schema in words: the allowed values of a key, for error messages and the comments of the default config."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 
 @cache
 def config_schema() -> Fragment:
-    """The JSON schema of the config. It is shared: copy it before changing it."""
+    """Return the JSON schema of the config. It is shared: copy it before changing it."""
     return Config.model_json_schema()
 
 
 def fragment(path: KeyPath) -> Fragment:
-    """The JSON schema of a section, a key, or an item of a list or mapping; empty for an unknown key."""
+    """Return the JSON schema of a section, a key, or an item of a list or mapping; empty for an unknown key."""
     node = config_schema()
     for part in path:
         node = _resolve(_inner(node, part))
@@ -58,12 +58,12 @@ def _resolve(node: Fragment) -> Fragment:
 
 
 def is_union(path: KeyPath) -> bool:
-    """Whether a key allows several kinds of values, besides null."""
+    """Return whether a key allows several kinds of values, not counting null."""
     return sum(option.get("type") != "null" for option in fragment(path).get("anyOf", [])) > 1
 
 
 def describe(node: Fragment) -> str:
-    """What is allowed: `auto, float32 or float16`, `an integer >= 1`, `a number > 0 or null`."""
+    """Describe the allowed values: `auto, float32 or float16`, `an integer >= 1`, `a number > 0 or null`."""
     *head, last = _alternatives(node)
     comma = "," if any(" and " in words for words in head) else ""
     return f"{', '.join(head)}{comma} or {last}" if head else last
@@ -83,7 +83,7 @@ def _alternatives(node: Fragment) -> list[str]:
 
 
 def choices(node: Fragment) -> list[str]:
-    """The fixed names that a key allows, perhaps besides other values."""
+    """Return the fixed names that a key allows; it may allow other values too."""
     own = [node["const"]] if "const" in node else cast(list[str], node.get("enum", []))
     return own + [name for option in node.get("anyOf", []) for name in choices(option)]
 
@@ -93,7 +93,7 @@ def _bounds(node: Fragment) -> str:
 
 
 def wrong_value(path: KeyPath, value: object) -> str:
-    """What was got and what is allowed, for a value that the schema refuses."""
+    """Return the message for an invalid value: the value, and what is allowed."""
     node, names, got = fragment(path), choices(fragment(path)), f"got {show(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{got}, must be finite"
@@ -113,14 +113,14 @@ def _has_type(value: object, kind: str) -> bool:
 
 
 def missing(path: KeyPath) -> str:
-    """For a required key that is not there."""
+    """Return the message for a missing required key."""
     node = fragment(path)
     example = f"{path[-1]}: {node['examples'][0]}"
     return f"missing; '{dotted(path[:-1])}' needs it: {describe(node)}, such as `{example}`"
 
 
 def show(value: object) -> str:
-    """A value as it is written in YAML, shortened."""
+    """Format a value as in YAML, shortened."""
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list):
@@ -129,13 +129,13 @@ def show(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value).replace("inf", ".inf").replace("nan", ".nan")
-    text = redact(repr(value))  # before shortening, which could leave a recognizable half
+    text = redact(repr(value))  # before shortening, which could leave part of a secret
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 @cache
 def examples() -> dict[str, dict[str, Any]]:
-    """The example value of every required key, by section."""
+    """Return the example value of each required key, by section."""
     return {
         section: {key: fragment((section, key))["examples"][0] for key in fragment((section,)).get("required", [])}
         for section in config_schema()["properties"]

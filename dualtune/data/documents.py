@@ -1,4 +1,4 @@
-"""The documents of a run: what the config's sources hold, tokenized, divided into training and held-out data."""
+"""The documents of a run: the tokenized rows of its sources, split into training and held-out data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dualtune.data.tokens.tokenize import State, TokenizedRow, Tokens, tokenize_
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
 
-Show = Callable[[str, float], None]  # (what is being read, the share of it that is done)
+Show = Callable[[str, float], None]  # (what is being read, fraction done)
 REASONS = {
     State.UNTRAINED: "no token to learn",
     State.TOO_LONG: "no trainable token within max_length",
@@ -31,25 +31,25 @@ REASONS = {
 
 
 class Documents(Sequence[Document]):
-    """Documents of one or several stores, and what happened to the rows that they come from.
+    """Documents of one or several stores, with statistics about the rows they come from.
 
-    `lengths` int64 [N] are their tokens, `sources` int64 [N] the numbers of the stores, `weights` how often the
-    documents of each store come in an epoch.
+    `lengths` int64 [N] is the number of tokens of each document, `sources` int64 [N] the index of its store, and
+    `weights` how often the documents of each store occur in an epoch.
     """
 
     def __init__(self, stores: Sequence[Store], rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> None:
-        """`rows[s]` is bool [num_rows of store s]: the ones that belong to these documents."""
+        """Select the rows `rows[s]`, bool [num_rows of store s], from each store."""
         self.stores = tuple(stores)
         self.weights = tuple(weights) or (1.0,) * len(stores)
         self.num_rows = sum(int(chosen.sum()) for chosen in rows)
         self.num_bad = sum(store.num_bad for store in stores)
-        self.remark = ""  # on the share of the rows that was held out, where it is not what was asked for
-        # The entries of these rows, of dropped ones too.
+        self.remark = ""  # a note if the held-out share differs from the requested one
+        # The index entries of these rows, including dropped rows.
         self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]
         self._states: Counter[int] = Counter()
         sources, places, lengths, targets = ([np.zeros(0, np.int64)] for _ in range(4))
         for s, (store, found) in enumerate(zip(stores, self._entries, strict=True)):
-            # The pieces of a split row count once.
+            # Count a split row once.
             first = found[np.diff(store.index["row"][found], prepend=-1) != 0]
             self._states.update(store.index["state"][first].tolist())
             kept = found[store.index["length"][found] > 0]
@@ -99,7 +99,7 @@ class Documents(Sequence[Document]):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Reason -> number of rows."""
+        """The number of dropped rows for each reason."""
         return {reason: self._states[state] for state, reason in REASONS.items() if self._states[state]}
 
     @property
@@ -107,38 +107,38 @@ class Documents(Sequence[Document]):
         return int(self.lengths.max(initial=0))
 
     def digests(self) -> np.ndarray:
-        """V16 [N]: equal documents have equal ones."""
+        """Return V16 [N]: a digest of each document. Equal documents have equal digests."""
         return self._column("digest")
 
     def row_lengths(self) -> np.ndarray:
-        """int32 [N]: tokens of the row of each document, before anything was cut."""
+        """Return int32 [N]: the number of tokens of each document's row before truncation."""
         return self._column("row_length")
 
     def is_cut(self) -> np.ndarray:
-        """bool [N]: the end of the row is lost."""
+        """Return bool [N]: whether the row was truncated."""
         return self._column("state") == State.CUT
 
     def has_control_text(self) -> np.ndarray:
-        """bool [N]: what somebody wrote in the row holds a control token."""
+        """Return bool [N]: whether the row's content contains a control token."""
         return self._column("control") > 0
 
     def _column(self, name: str) -> np.ndarray:
-        """A field of the index, for each document."""
+        """Return a field of the index for each document."""
         parts = [store.index[name][self._places[self.sources == s]] for s, store in enumerate(self.stores)]
         return np.concatenate(parts) if parts else np.zeros(0, INDEX[name])
 
     def fingerprint(self) -> str:
-        """What tells these documents from others: their number, and a hash over tokens and targets in order."""
+        """Return the number of documents and a hash of all tokens and targets in order."""
         digest = hashlib.sha256(self.digests().tobytes()).hexdigest()[:16]
         return f"{len(self)} documents, sha256 {digest}"
 
     @property
     def names(self) -> list[str]:
-        """The files that they come from."""
+        """The files that the documents come from."""
         return [name for store in self.stores for name in store.files]
 
     def lines(self) -> set[tuple[str, int]]:
-        """(path, line) of the rows that the documents come from, dropped ones too."""
+        """Return (path, line) of the rows that the documents come from, including dropped rows."""
         found: set[tuple[str, int]] = set()
         for store, mine in zip(self.stores, self._entries, strict=True):
             entries = store.index[mine]
@@ -147,7 +147,7 @@ class Documents(Sequence[Document]):
         return found
 
     def with_control_text(self) -> list[str]:
-        """path:line of the rows whose own text holds a control token."""
+        """Return path:line of the rows with a control token in their content."""
         found: dict[str, None] = {}
         for store, mine in zip(self.stores, self._entries, strict=True):
             for entry in store.index[mine[store.index["control"][mine] > 0]]:
@@ -170,16 +170,16 @@ class Documents(Sequence[Document]):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A source that was found; nothing of it is read yet."""
+    """A source that exists; nothing has been read from it yet."""
 
-    source: SourceConfig  # with format and columns
+    source: SourceConfig  # `format` and `columns` are set
     files: SourceFiles
 
     def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
         return to_examples(self.files.rows(tell), *self._layout)
 
     def format(self) -> str:
-        """The format that the source names, or else the one that its first good row shows; "auto" if it has none."""
+        """Return the configured format, or the one detected from the first good row; "auto" if there is no good row."""
         named, columns = self._layout
         if named != "auto":
             return named
@@ -192,7 +192,7 @@ class Opened:
         return self.source.format, self.source.columns
 
     def trainable(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
-        """ConfigError for preference pairs."""
+        """Yield the examples to train on. Raises ConfigError for preference pairs."""
         for example in self.examples(tell):
             if isinstance(example, Example) and example.rejected is not None:
                 raise ConfigError(f"{example.where}: preference pairs are read and checked, but not trained on yet")
@@ -200,7 +200,7 @@ class Opened:
 
 
 def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[Opened], list[Opened]]:
-    """The sources to train on and those to evaluate on; `eval_path` is evaluated on instead."""
+    """Open the training and evaluation sources. `eval_path` replaces the configured evaluation data."""
     data = config.data
     train = [open_one(source, "train") for source in data.sources()]
     if eval_path is not None:
@@ -209,11 +209,11 @@ def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[Ope
 
 
 def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
-    """The sources to evaluate on, none where a share of the training rows is held out.
+    """Return the evaluation sources; none if a share of the training rows is held out.
 
-    A directory's or a dataset's own validation data win over the default share.
+    The validation split of a directory or dataset takes precedence over the default share.
     """
-    if data.eval == DataConfig.model_fields["eval"].default:  # also where the run's own config.yaml spells it out
+    if data.eval == DataConfig.model_fields["eval"].default:  # also if the run's config.yaml writes it out
         return tuple(s for s in data.sources() if s.split is None and has_role(s.path, "valid", s.subset))
     return data.eval_sources()
 
@@ -223,26 +223,29 @@ def open_one(source: SourceConfig, role: Role) -> Opened:
 
 
 class Data:
-    """The sources of a config on their way to documents.
+    """The data sources of a config, to be tokenized into documents.
 
-    DataError or ConfigError for what can be known early: files that are missing, keys that no format has.
+    Raises DataError or ConfigError for early failures: missing files, keys that match no format.
     """
 
     def __init__(self, config: Config, eval_path: str | None = None) -> None:
         self._config = config
         self.train, self._eval = open_sources(config, eval_path)
         for opened in (*self.train, *self._eval):
-            next(opened.trainable(), None)  # the format shows in the first row
+            next(opened.trainable(), None)  # detects the format from the first row
 
     @property
     def sources(self) -> list[Opened]:
-        """All of them, those to evaluate on last."""
+        """All sources, evaluation sources last."""
         return [*self.train, *self._eval]
 
     def train_and_eval(
         self, tokenizer: Tokenizer, show: Show = lambda what, share: None
     ) -> tuple[Documents, Documents]:
-        """`data.eval` is data of its own, a share of the training rows (by the seed), or nothing."""
+        """Return the training and evaluation documents.
+
+        `data.eval` names separate data, a share of the training rows to hold out (chosen by the seed), or nothing.
+        """
         stores = [self._store(opened, tokenizer, show) for opened in self.train]
         weights = [opened.source.weight for opened in self.train]
         everything = [np.ones(store.num_rows, bool) for store in stores]
@@ -259,19 +262,19 @@ class Data:
         eval_rows = np.split(chosen, np.cumsum([len(rows) for rows in tokens])[:-1])
         train_rows = [~rows for rows in eval_rows]
         eval_ = Documents(stores, eval_rows)
-        eval_.num_bad = 0  # they are neither, and are told of once
+        eval_.num_bad = 0  # bad rows belong to neither part and are reported once
         eval_.remark = remark
         return Documents(stores, train_rows, weights), eval_
 
     def held_out_only(self, tokenizer: Tokenizer) -> Documents:
-        """The held-out documents, without reading training data that does not matter for them."""
+        """Return the held-out documents, and read training data only if they are part of it."""
         if not self._eval:
             return self.train_and_eval(tokenizer)[1]
         evals = [self._store(opened, tokenizer) for opened in self._eval]
         return Documents(evals, [np.ones(store.num_rows, bool) for store in evals])
 
     def held_out_examples(self, documents: Documents) -> list[Example]:
-        """The examples that these held-out documents come from, in order."""
+        """Return the examples that these held-out documents come from, in order."""
         wanted = documents.lines()
         found = (e for opened in self._eval or self.train for e in opened.trainable() if isinstance(e, Example))
         return [example for example in found if (example.path, example.line) in wanted]
@@ -306,13 +309,13 @@ class Data:
 
 
 def in_memory(documents: Iterable[Tokens]) -> Documents:
-    """Documents of (token ids int32 [T], loss mask bool [T] or float32 [T]) each."""
+    """Build documents from pairs of (token ids int32 [T], loss mask bool [T] or float32 [T])."""
     rows = [TokenizedRow("", n, n, len(d[0]), State.WHOLE, [d]) for n, d in enumerate(documents)]
     return Documents([stored_in_memory(rows)], [np.ones(len(rows), bool)])
 
 
 def tokenize(examples: Iterable[Example], tokenizer: Tokenizer, loss_on: str, max_length: int) -> Documents:
-    """Documents of examples in memory. DataError with the rows that the template refuses."""
+    """Tokenize examples in memory. Raises DataError that lists the rows the template rejects."""
     bad = BadRows()
     store = stored_in_memory(list(bad.sift(tokenize_rows(examples, tokenizer, loss_on, max_length))))
     judge(bad.count, bad.first, store.num_rows, skip=False, limit=0)

@@ -1,4 +1,4 @@
-"""Which rows are held out for evaluation: a function of the seed, the share, and the tokens of the rows."""
+"""Choose the rows to hold out for evaluation, as a function of the seed, the share and the rows' token counts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import numpy as np
 
 from dualtune.errors import DataError
 
-FAR = 2.0  # by this factor the held-out share of the tokens may differ from the share that was asked for
+FAR = 2.0  # factor by which the held-out share of the tokens may differ from the requested share
 
 
 def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
-    """bool [num_rows]: a share of the rows, at least one if any: a function of the seed and the number alone."""
+    """Return bool [num_rows], the held-out rows: for `share` > 0 at least one, but never all.
+
+    Depends only on the arguments.
+    """
     number = min(max(1, round(share * num_rows)), num_rows - 1) if share else 0
     chosen = np.zeros(num_rows, bool)
     chosen[np.random.default_rng([seed, 0]).permutation(num_rows)[:number]] = True
@@ -18,9 +21,9 @@ def held_out(num_rows: int, share: float, seed: int) -> np.ndarray:
 
 
 def probe_documents(num_documents: int, number: int, seed: int) -> list[int]:
-    """The indices of the documents that are held out of the training data to probe a step with; DataError if too few.
+    """Return the indices of the training documents held out to probe a step. Raises DataError if there are too few.
 
-    A function of the seed and the two numbers alone.
+    Depends only on the arguments.
     """
     if number and number >= num_documents:
         raise DataError(
@@ -30,10 +33,10 @@ def probe_documents(num_documents: int, number: int, seed: int) -> list[int]:
 
 
 def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, str]:
-    """bool [rows], given the tokens of each row, and a remark where the share cannot be kept.
+    """Return bool [rows], the held-out rows, and a remark if the share cannot be met.
 
-    It is a share of the rows, as `held_out` chooses them. Only where these hold less than half of that share of the
-    tokens, or more than twice as much, rows are chosen by their tokens.
+    `tokens` is the number of tokens of each row. The rows are those of `held_out`, unless their share of the tokens
+    is less than half or more than twice `share`: then rows are chosen by their token counts.
     """
     chosen = held_out(len(tokens), share, seed)
     if not share or _is_near(tokens, chosen, share):
@@ -53,7 +56,7 @@ def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.nda
 
 
 def _by_tokens(tokens: np.ndarray, order: np.ndarray, share: float) -> np.ndarray:
-    """Of the rows in this order, each that brings the sum of their tokens nearer to the share; not all, not none."""
+    """Take rows in this order, each one that brings their token sum closer to the share; at least one, never all."""
     left = share * float(tokens.sum())
     taken: list[int] = []
     for row in order.tolist():

@@ -1,4 +1,4 @@
-"""Files and directories that are written whole or not at all, even if the machine stops in between."""
+"""Write files and directories atomically, even if the machine crashes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 from dualtune import faults
 from dualtune.errors import DiskError
 
-_MARK = ".tmp-"  # in the name of everything that is not finished, or no longer wanted
+_MARK = ".tmp-"  # in the name of everything that is unfinished or being removed
 
 
 def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
-    """Create the directory with these files. DiskError if that fails; then nothing is left there."""
+    """Create the directory with these files. Raises DiskError if that fails; then nothing is left there."""
     with new_directory(target) as temporary:
         for name, data in files.items():
             with (temporary / name).open("xb") as file:
@@ -30,9 +30,9 @@ def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Generator[Path]:
-    """A directory to write files into, which becomes `target` at the end of the block; after an error nothing remains.
+    """Yield a directory to write to, which becomes `target` at the end of the block; after an error nothing remains.
 
-    It is a sibling (same file system), and is renamed into place. Who writes a file there makes it durable.
+    It is a sibling (same file system) that is renamed to `target`. The caller must fsync the files written there.
     """
     temporary = hidden_sibling(target)
     made: list[Path] = []
@@ -55,14 +55,14 @@ def new_directory(target: Path) -> Generator[Path]:
         raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another program may use them by now
+        with contextlib.suppress(OSError):  # another program may already use them
             for path in made if not is_done else []:
                 path.rmdir()
 
 
 @contextlib.contextmanager
 def new_file(target: Path) -> Generator[BinaryIO]:
-    """A file to write, which becomes `target` at the end of the block; after an error nothing remains."""
+    """Yield a file to write, which becomes `target` at the end of the block; after an error nothing remains."""
     temporary = hidden_sibling(target)
     try:
         with temporary.open("xb") as file:
@@ -79,9 +79,9 @@ def new_file(target: Path) -> Generator[BinaryIO]:
 
 
 def follow_umask(directory: Path) -> None:
-    """Give the files below a directory the mode that `open` gives: libraries write some for their owner alone.
+    """Give the files below a directory the default mode of `open`: libraries make some readable only by the owner.
 
-    A file that is made for it tells the umask, which could only be read by changing it, for all threads.
+    A probe file shows the umask, because reading it directly requires changing it, for all threads.
     """
     probe = hidden_sibling(directory)
     probe.touch(exist_ok=False)
@@ -93,17 +93,17 @@ def follow_umask(directory: Path) -> None:
 
 
 def json_bytes(table: Mapping[str, Any]) -> bytes:
-    """The content of a JSON file. ValueError for NaN and Infinity, which JSON does not have."""
+    """Return the content of a JSON file. Raises ValueError for NaN and Infinity, which JSON does not have."""
     return (json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def listing(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
-    """What a manifest says of files: the size and sha256 of each."""
+    """Return the manifest entry of each file: its size and sha256."""
     return {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
 def write_file(target: Path, text: str) -> None:
-    """Create or replace a file. DiskError if that fails; then the old one is still there."""
+    """Create or replace a file. Raises DiskError if that fails; then the old one is still there."""
     temporary = hidden_sibling(target)
     try:
         with temporary.open("xb") as file:
@@ -117,12 +117,12 @@ def write_file(target: Path, text: str) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory in a way that never shows half of it under its name. DiskError if that fails."""
+    """Remove a directory atomically: it is renamed first. Raises DiskError if that fails."""
     doomed = hidden_sibling(path)
     try:
         path.rename(doomed)
         faults.reach("doomed")
-        if doomed.is_symlink():  # what it leads to is not ours
+        if doomed.is_symlink():  # do not touch its target
             doomed.unlink()
         else:
             shutil.rmtree(doomed)
@@ -131,7 +131,7 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Remove what a killed process left half-written or half-removed in a directory. What could be removed is named."""
+    """Remove what killed processes left half-written or half-removed in a directory; return what was removed."""
     found = sorted(directory.glob(f".*{_MARK}*"))
     for path in found:
         if path.is_dir() and not path.is_symlink():
@@ -143,7 +143,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
 
 
 def cache_dir() -> Path:
-    """Where this user's caches lie: $DUALTUNE_CACHE, $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune."""
+    """Return the user's cache directory: $DUALTUNE_CACHE, $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune."""
     given, xdg = os.environ.get("DUALTUNE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if given:
         return Path(given).expanduser()
@@ -151,18 +151,18 @@ def cache_dir() -> Path:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that is there: whose disk it will be on."""
+    """Return the path or its nearest existing parent, to find the disk that the path will be on."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
 def free_name(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, … that is free."""
+    """Return the path, or the first of path-2, path-3, … that does not exist."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
     return next(candidate for candidate in chain([path], numbered) if not os.path.lexists(candidate))
 
 
 def hidden_sibling(path: Path) -> Path:
-    """A name beside the path that nobody else uses and that `remove_leftovers` knows."""
+    """Return a unique temporary name beside the path, which `remove_leftovers` recognizes."""
     return path.with_name(f".{path.name}{_MARK}{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -176,7 +176,7 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Make a file, or the names in a directory, durable."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

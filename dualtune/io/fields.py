@@ -1,4 +1,4 @@
-"""Typed access to the values of somebody else's JSON, with errors in the form `file: key: got X, must be Y`."""
+"""Typed access to the values of untrusted JSON, with errors of the form `file: key: got X, must be Y`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def wrong(where: object, key: str, value: object, allowed: str) -> FormatError:
 def text_of(value: object) -> str:
     try:
         return str(value)
-    except ValueError:  # Python prints no integer of thousands of digits
+    except ValueError:  # Python does not print integers with thousands of digits
         return "an integer of thousands of digits"
 
 
 def shown(text: str, limit: int = 100) -> str:
-    """A text of a stranger, safe for a terminal and of bounded length."""
+    """Return untrusted text in bounded length, safe for a terminal."""
     cut = text[:limit]
     return (cut if cut.isprintable() else ascii(cut)[1:-1]) + ("…" if len(text) > limit else "")
 
@@ -41,7 +41,7 @@ def rank(table: Table, key: str, where: object) -> int:
 
 
 def positive(table: Table, key: str, where: object) -> float:
-    """A number from 1e-9 to 1e9, far from overflow. Not 0, which nobody trains with and llama.cpp reads as 1."""
+    """Return a number from 1e-9 to 1e9, far from overflow. Not 0, which is useless and which llama.cpp reads as 1."""
     value = required(table, key, where)
     if type(value) not in (int, float) or not 1e-9 <= value <= 1e9:
         raise wrong(where, key, value, "a number from 1e-9 to 1e9")
@@ -56,7 +56,7 @@ def probability(table: Table, key: str, where: object) -> float:
 
 
 def name(table: Table, key: str, where: object) -> str | None:
-    """A printable text, or None where it is absent or null."""
+    """Return a printable string, or None if it is absent or null."""
     value = table.get(key)
     if value is not None and not (isinstance(value, str) and value.isprintable()):
         raise wrong(where, key, value, "a printable text or null")
@@ -64,7 +64,7 @@ def name(table: Table, key: str, where: object) -> str | None:
 
 
 def texts(table: Table, key: str, where: object) -> list[str] | None:
-    """A list of texts, or None where it is absent or null."""
+    """Return a list of strings, or None if it is absent or null."""
     value = table.get(key)
     if value is None:
         return None
@@ -75,7 +75,7 @@ def texts(table: Table, key: str, where: object) -> list[str] | None:
 
 
 def subtable(table: Table, key: str, where: object) -> dict[str, Any]:
-    """An object, empty where it is absent or null."""
+    """Return an object, empty if it is absent or null."""
     value = table.get(key)
     if value is None:
         return {}

@@ -1,4 +1,4 @@
-"""A directory to which others may write too, opened once: no link that they plant in it leads a write elsewhere."""
+"""A directory that other users may write to, opened once, so that links they create cannot redirect our writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO, Self, cast
 from dualtune.errors import DiskError
 from dualtune.text.show import in_bytes
 
-# Not blocking: a FIFO in place of a file would keep an open waiting for a writer.
+# Non-blocking, because opening a FIFO in place of a file would wait for a writer.
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -20,7 +20,7 @@ class NotRegular(OSError):
 
 
 class Folder:
-    """The directory at a path; all that is done here is done in that one, whatever gets its path meanwhile."""
+    """An open directory; all methods act on that directory, even if its path is replaced meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,41 +34,41 @@ class Folder:
         os.close(self._fd)
 
     def part(self, name: str) -> BinaryIO:
-        """The partial file of that name, to read and write: the one that an earlier attempt left, or a new one."""
+        """Open the partial file of that name to read and write: that of an earlier attempt, or a new one."""
         if (found := self.find_part(name)) is not None:
             return found
         self.remove(name)
         return cast(BinaryIO, os.fdopen(os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd), "r+b"))
 
     def find_part(self, name: str) -> BinaryIO | None:
-        """What an earlier attempt left, if it is a regular file of this user with no other name."""
+        """Open the partial file of an earlier attempt, if it is a regular file of this user without further links."""
         try:
             fd = os.open(name, _FLAGS, dir_fd=self._fd)
-        except OSError:  # not there, a link, of another kind or another user: not ours to go on with
+        except OSError:  # missing, a link, of another kind or user: cannot be resumed
             return None
         found = os.fstat(fd)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
-            os.fchmod(fd, 0o600)  # until it is whole nobody else has business with it
+            os.fchmod(fd, 0o600)  # private until it is complete
             return cast(BinaryIO, os.fdopen(fd, "r+b"))
         os.close(fd)
         return None
 
     def check_space(self, num_bytes: int, part: BinaryIO) -> None:
-        """DiskError if the rest of a part that is to have so many bytes does not fit on the disk."""
+        """Raise DiskError if the disk has no room for the rest of a partial file of `num_bytes`."""
         there = os.fstat(part.fileno()).st_blocks * 512
         disk = os.statvfs(self._fd)
         if (needed := num_bytes - there) > (free := disk.f_bavail * disk.f_frsize):
             raise DiskError(f"{self.path}: needs {in_bytes(needed)}, and the disk has {in_bytes(free)} free. Free some")
 
     def publish(self, part: BinaryIO, name: str, final: str) -> None:
-        """Give a part that is whole its final name, durably and with the rights of any new file."""
+        """Rename a complete part to its final name, durably and with the default file mode."""
         os.fchmod(part.fileno(), 0o666 & ~umask())
         os.fsync(part.fileno())
         os.rename(name, final, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         os.fsync(self._fd)
 
     def holds(self, name: str) -> bool:
-        """Whether anything has that name, be it a link that leads nowhere."""
+        """Return whether anything has that name, including a broken link."""
         try:
             os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -80,23 +80,23 @@ class Folder:
             os.unlink(name, dir_fd=self._fd)
 
     def remove_parts(self, name: str, kept: str | None = None) -> None:
-        """Remove the partial files of other contents than that of the part `name`."""
+        """Remove all partial files for the same target as the part `name`, except `kept`."""
         stem = f"{name.rpartition('-')[0]}-"
         for entry in os.listdir(self._fd):  # noqa: PTH208  pathlib knows no descriptors
             if entry.startswith(stem) and entry != kept:
-                with contextlib.suppress(OSError):  # of another user, or a directory: no business of ours
+                with contextlib.suppress(OSError):  # of another user, or a directory
                     os.unlink(entry, dir_fd=self._fd)
 
 
 def umask() -> int:
-    """The rights that new files lack. The system tells it only to who sets another one."""
+    """Return the umask. It can only be read by setting another one."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, to be read. NotRegular for anything else, a FIFO that never ends among them."""
+    """Open a regular file for reading. Raises NotRegular for anything else, such as an endless FIFO."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

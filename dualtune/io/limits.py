@@ -1,8 +1,8 @@
-"""A function of this package, run in a process of its own with limits, for input that nobody vouches for.
+"""Run a function of this package on untrusted input in a separate process with limits.
 
-Native code can neither be interrupted nor told how much memory it may take, and a failed allocation in it ends the
-process. The child limits itself as soon as its imports are done; the parent watches it, and kills it at the deadline,
-when it has grown too large (where the system keeps no limit itself), and when this process is asked to stop.
+Native code cannot be interrupted or given a memory limit, and a failed allocation in it ends the process. The child
+limits itself after its imports; the parent watches it, and kills it at the deadline, when it is too large (on systems
+that enforce no memory limit), and when this process is asked to stop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import psutil
 from dualtune import interrupt
 from dualtune.errors import EnvironmentFault
 
-PATIENCE = 6  # times the seconds of the processor: other programs may keep the machine busy
+PATIENCE = 6  # times the CPU limit, because the machine may be busy
 PAUSE_S = 0.02
 MAX_ANSWER = 10_000  # bytes
-# One thread and one heap, so that the address space follows what is used.
+# One thread and one heap, so that the address space is close to the memory in use.
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1",
 }  # fmt: skip
@@ -34,7 +34,7 @@ QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the child may take beyond its imports."""
+    """Limits of the child, beyond its imports."""
 
     memory_bytes: int
     cpu_s: int
@@ -45,7 +45,7 @@ class Exceeded(Exception):
 
 
 def run(module: str, data: bytes, limits: Limits) -> str:
-    """What `answer(data)` of a module says, asked in a new interpreter. Exceeded where it may not."""
+    """Return `answer(data)` of a module, called in a new interpreter. Raises Exceeded if it exceeds its limits."""
     environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "dualtune.io.limits", module, str(limits.memory_bytes), str(limits.cpu_s)]
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as answer:
@@ -66,9 +66,9 @@ def run(module: str, data: bytes, limits: Limits) -> str:
 
 
 def _watch(child: subprocess.Popen[bytes], limits: Limits) -> None:
-    """Return when it has ended, or must end."""
+    """Wait until the child has ended or must be killed."""
     deadline = time.monotonic() + PATIENCE * limits.cpu_s
-    most = limits.memory_bytes + (512 << 20)  # the imports, and what is shared with other processes
+    most = limits.memory_bytes + (512 << 20)  # for the imports, and memory shared with other processes
     while time.monotonic() < deadline and _size(child.pid) <= most:
         try:
             child.wait(PAUSE_S)
@@ -85,7 +85,7 @@ def _size(pid: int) -> int:
 
 
 def _restrict(memory_bytes: int, cpu_s: int) -> None:
-    """Limit this process, from here on. macOS keeps no limit of the address space; the parent watches it."""
+    """Limit this process from now on. macOS enforces no address-space limit; there the parent watches the size."""
     used_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2])) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (used_s + cpu_s, used_s + cpu_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

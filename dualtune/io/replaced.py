@@ -1,4 +1,4 @@
-"""Files that are replaced under a run: noticed by comparing what a path leads to now with what was opened."""
+"""Detect files that are replaced during a run, by comparing what is at a path now with what was opened."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dualtune.io.disk import free_name
 
 
 class Opened:
-    """A directory that stays open, so that its number is not given to another one."""
+    """A directory that stays open, so that its inode number is not reused."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def fault(self) -> str | None:
-        """What has become of the path since; None while it leads here."""
+        """Return what happened to the path since; None if it still leads here."""
         return fault_of(self._path, self._file)
 
     def close(self) -> None:
@@ -24,7 +24,7 @@ class Opened:
 
 
 def fault_of(path: Path, file: int) -> str | None:
-    """What has become of the path of an open file or directory; None while it leads to it."""
+    """Return what happened to the path of an open file or directory; None if it still leads to it."""
     try:
         is_same = os.path.samestat(path.stat(), os.fstat(file))
     except OSError as error:
@@ -33,7 +33,7 @@ def fault_of(path: Path, file: int) -> str | None:
 
 
 def set_aside(path: Path) -> str:
-    """Rename what somebody has put in place of something of ours, if there is anything. Returns what was done."""
+    """Rename a foreign file that has replaced ours, if there is one. Returns a description of what was done."""
     if not os.path.lexists(path):
         return ""
     kept = free_name(path.with_name(f"{path.name}.replaced"))

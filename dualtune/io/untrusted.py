@@ -1,4 +1,4 @@
-"""Reading files that somebody else wrote: JSON and safetensors, checked before anything large is allocated.
+"""Read untrusted JSON and safetensors files, with checks before any large allocation.
 
 A safetensors file is 8 bytes (little-endian N), N bytes of JSON {name: {dtype, shape, data_offsets}}, then the bytes of
 the tensors without holes (https://github.com/huggingface/safetensors#format). It is decoded here because its NumPy
@@ -22,18 +22,18 @@ import numpy as np
 
 from dualtune.errors import FormatError
 
-MAX_HEADER_BYTES = 8 << 20  # an adapter of 100 layers has 0.2 MB, one of every expert of 48 layers of 128 has 6 MB
+MAX_HEADER_BYTES = 8 << 20  # an adapter of 100 layers has 0.2 MB, one of all experts of 48 layers of 128 has 6 MB
 MAX_DIMENSIONS = 8
 MAX_BYTES = 1 << 62  # of a tensor, and of each of its dimensions
-# JSON takes up to sixty times its size in memory, and most where it is many small things. With this many the two
-# limits together keep a header under 64 MB; it has 22 of them to a tensor.
+# JSON needs up to sixty times its size in memory, most of all with many small values. Together, the two limits keep a
+# header under 64 MB; it has 22 such characters per tensor.
 MAX_STRUCTURE = 820_000  # quotes, commas, colons and opening brackets
-MAX_WIDE_BYTES = 4 << 20  # of a text with other characters than ASCII, which takes four times its size
+MAX_WIDE_BYTES = 4 << 20  # of a text that is not ASCII, which needs four times its size
 MAX_DEPTH = 64
 LFS_MAGIC = b"version https://git-lfs"
 LFS_ADVICE = "is a git-lfs pointer, not the file itself. Run: git lfs pull"
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it; half a character, unless its other half follows
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a surrogate in JSON; half a character, unless the other half follows
 _NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfloat16 as raw bits
 FLOAT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 
@@ -49,11 +49,10 @@ class Entry(NamedTuple):
 
 
 def parse_object(data: bytes, where: object, *, strict: bool = True, allowance: int = 1) -> dict[str, Any]:
-    """The object in a JSON text. FormatError for anything else, and for what would take too much memory to read.
+    """Return the object in a JSON text. Raises FormatError for anything else, and if reading needs too much memory.
 
-    `strict` refuses what Python's reader lets pass and other readers take otherwise, or cannot write again: a key that
-    comes twice, NaN and Infinity, half a surrogate pair. The config.json of some models has them. `allowance` is how
-    many times as much as usual it may hold.
+    `strict` refuses what Python accepts but other readers treat differently or cannot write again: duplicate keys, NaN
+    and Infinity, lone surrogates. The config.json of some models has them. `allowance` multiplies the size limits.
     """
     if data.startswith(LFS_MAGIC):
         raise FormatError(f"{where}: {LFS_ADVICE}")
@@ -77,7 +76,7 @@ def parse_object(data: bytes, where: object, *, strict: bool = True, allowance: 
     if not isinstance(value, dict):
         raise FormatError(f"{where}: got a JSON {type(value).__name__}, must be an object")
     table = cast("dict[str, Any]", value)
-    if _is_deep(table):  # and would end the recursion of whoever prints or copies it
+    if _is_deep(table):  # printing or copying it would exceed the recursion limit
         raise _too_deep(where)
     return table
 
@@ -107,7 +106,7 @@ def _is_deep(table: dict[str, Any]) -> bool:
 
 
 def _values(value: Any) -> list[Any]:
-    """What is inside of an object or a list; nothing inside of anything else."""
+    """Return the values of an object or a list; [] for anything else."""
     if isinstance(value, dict):
         return list(cast("dict[str, Any]", value).values())
     return cast("list[Any]", value) if isinstance(value, list) else []
@@ -118,7 +117,7 @@ def _too_deep(where: object) -> FormatError:
 
 
 def read_json(path: Path, *, max_bytes: int, strict: bool = True, allowance: int = 1) -> dict[str, Any]:
-    """The object in a JSON file of at most `max_bytes`."""
+    """Read the object in a JSON file of at most `max_bytes`."""
     with open_file(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -127,14 +126,14 @@ def read_json(path: Path, *, max_bytes: int, strict: bool = True, allowance: int
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of the file by name, as float32 (bfloat16 and float16 exactly, float64 rounded once).
+    """Read all tensors of the file by name, as float32 (bfloat16 and float16 exactly, float64 rounded once).
 
     Raises FormatError for anything but a whole, well-formed file of floating-point tensors. NaN and Inf pass: the
     caller decides.
     """
     with open_file(path) as file:
         entries = read_header(file, path)[0]
-        # The entries are in file order and without holes, so that each read starts where the last one ended.
+        # The entries are in file order without holes, so that each read starts where the last one ended.
         return {entry.name: _read_tensor(file, entry) for entry in entries}
 
 
@@ -150,7 +149,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 def open_file(path: Path) -> BufferedReader:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep us waiting
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise FormatError(f"{path}: is not a file")
         return path.open("rb")
     except OSError as error:
@@ -160,7 +159,7 @@ def open_file(path: Path) -> BufferedReader:
 def read_header(
     file: BufferedReader, path: Path, dtype_bits: Mapping[str, int] = FLOAT_BITS
 ) -> tuple[list[Entry], int]:
-    """The entries in file order, once they are known to cover the rest of the file exactly; where that rest begins."""
+    """Return the entries in file order, checked to cover the rest of the file exactly, and where that rest begins."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     if not size:

@@ -1,8 +1,8 @@
-"""What secrets look like: one row for each kind of key, token or password that can be told by its form.
+"""The forms of secrets: one row for each kind of key, token or password that has a recognizable form.
 
-Written from what the services say of their own formats. A prefix that belongs to one service alone is enough; where a
-prefix also begins ordinary words, the form asks for the exact length or a known middle, because a false alarm stops a
-bundle from being packed. What a group holds remains when the rest is blotted out. Every pattern takes linear time.
+Based on the services' documentation of their formats. A prefix that only one service uses is enough; if a prefix also
+begins ordinary words, the form requires the exact length or a known middle, because a false positive stops a bundle
+from being packed. Text in a group is kept when the rest is redacted. Every pattern runs in linear time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 
 class Form(NamedTuple):
-    kind: str  # with words in front it makes a message
-    cues: tuple[str, ...]  # in lower case; a text without any of them is not searched with the pattern
+    kind: str  # a phrase that fits into a message
+    cues: tuple[str, ...]  # in lower case; the pattern is only used on a text with one of them
     pattern: re.Pattern[str]
 
 
-_ALONE = r"(?<![A-Za-z0-9])"  # the prefix does not end a longer word
+_ALONE = r"(?<![A-Za-z0-9])"  # the prefix is not the end of a longer word
 _END = r"(?![A-Za-z0-9])"
 _USERINFO = r'[^\s/?#"<>:@]'
 _WORDS = (
@@ -29,20 +29,20 @@ _ENDS = ("key", "token", "secret")
 
 
 def _named(first: str, rest: str, before: str, least: int) -> str:
-    """A value of letters and digits both behind a name and a colon or an equals sign, in YAML, JSON or a shell."""
+    """Return a pattern for a value with letters and digits after a name and `:` or `=`, in YAML, JSON or a shell."""
     value = rf"(?=[^\s\d]{{0,80}}\d)(?=[^\sA-Za-z]{{0,80}}[A-Za-z])[A-Za-z0-9+/=_.~!@%^-]{{{least},}}"
     assigned = r"(?:_id)?[\"']?\s{0,3}(?::|=>?)\s{0,3}[\"']?"
     return rf"({first}(?i:{rest})(?=[\"'_\s:=]){before}(?i:{assigned}))(?![./~]{{0,3}}/){value}(?![\w(\[{{/])"
 
 
-# A key or a token needs a word before it: `token: …` is any tokenizer's.
+# A key or a token needs a word before it, because `token: …` is common in tokenizer files.
 _NAMES_BEFORE = (f"(?<={word}{between}{end})" for end in _ENDS for word in _WORDS for between in ("", "[_-]"))
 _WORD_BEFORE = f"(?i:{'|'.join(_NAMES_BEFORE)})"
 _KEY = _named("[kKtTsS]", "ey|oken|ecret", _WORD_BEFORE, 16)
 _PASSWORD = _named("[pPsS]", "assword|asswd|assphrase|ecret", "", 8)
 
 _ROWS: tuple[tuple[str, str, str], ...] = (
-    # kind, cues, pattern. A JSON web token is also what follows hf_oauth_, so it comes first.
+    # kind, cues, pattern. A JSON web token comes first, because one also follows hf_oauth_.
     ("a JSON web token", "eyj", r"(?<![\w-])(\w{0,30}_)?eyJ[\w-]{8,}+\.eyJ[\w-]{8,}+\.[\w-]+"),
     (
         "a private key",
@@ -144,7 +144,7 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
     # --- whatever the service
     ("a bearer token", "bearer", r"(?i:\b(bearer[ :=]+))(?=\S{0,80}\d)[\w.~+/=-]{8,}"),
     ("a password", "basic", r"(?i:(authorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?basic ))[A-Za-z0-9+/]{8,}={0,2}"),
-    # With one slash too: that is what pathlib makes of a URL that was taken for a path.
+    # With one slash too, because pathlib shortens a URL that is treated as a path.
     (
         "a URL with credentials",
         ":/",

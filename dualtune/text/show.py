@@ -1,4 +1,4 @@
-"""Numbers and tables as text, also where there is little room."""
+"""Format numbers and tables as text, also for narrow terminals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dualtune.text.escape import one_line
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    """A line for each row, each column as wide as its widest cell."""
+    """Format a table with one line per row; each column is as wide as its widest cell."""
     rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
@@ -17,14 +17,14 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def in_bytes(num_bytes: float) -> str:
-    """A number of bytes in the largest binary unit that leaves at least one: 1.5 MiB."""
+    """Format a number of bytes in the largest binary unit with a value of at least one: 1.5 MiB."""
     units = ("B", "KiB", "MiB", "GiB")
     power = next((p for p in range(len(units)) if num_bytes < 1024 ** (p + 1)), len(units) - 1)
     return f"{num_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
 def in_time(seconds: float) -> str:
-    """12 s, 3 min 05 s, 2 h 05 min."""
+    """Format a duration: 12 s, 3 min 05 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -34,9 +34,9 @@ def in_time(seconds: float) -> str:
 
 
 def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
-    """One line of fields, the most important first, each given in its forms from long to short.
+    """Fit fields into one line. The most important field is first; each field has forms from long to short.
 
-    Where there is no room for all, the last ones are shortened, and if that is not enough, left out. The first stays.
+    If they do not fit, the last fields are shortened, and then omitted. The first field always stays.
     """
     long, short = [forms[0] for forms in fields], [forms[-1] for forms in fields]
     some_short = (long[:i] + short[i:] for i in range(len(fields), -1, -1))
@@ -46,10 +46,10 @@ def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text in lines of at most `width` columns, broken between words, or behind the commas of too long a word.
+    """Wrap text to lines of at most `width` columns, between words, or after the commas of a word that is too long.
 
-    What continues a line begins in its last column, as the value of `label       value` does. A path that is longer
-    than a line stays in one piece, to be copied.
+    Continuation lines are indented to the last column, like the value in `label       value`. A path that is longer
+    than a line is not broken, so that it can be copied.
     """
     return "\n".join(_wrapped_line(line, width) for line in text.split("\n"))
 

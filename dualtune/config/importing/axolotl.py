@@ -1,6 +1,6 @@
-"""Configs of axolotl: its keys and defaults, and what they mean here.
+"""Translate axolotl configs: its keys and defaults, and their meaning here.
 
-From axolotl/utils/schemas/ and core/builders/base.py, of July 2026.
+Based on axolotl/utils/schemas/ and core/builders/base.py of July 2026.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _init_from(given: Given) -> Settings:
 
 
 def _template(given: Given) -> Settings:
-    """The chat template. What the datasets say of it is in axolotl_data.py."""
+    """Translate the chat template. axolotl_data.py translates the template settings of the datasets."""
     name, jinja = given.text("chat_template"), given.text("chat_template_jinja")
     if jinja is not None:
         if "\n" not in jinja and "{" not in jinja:
@@ -115,7 +115,7 @@ def _max_length(given: Given) -> Settings:
 
 
 def _steps(given: Given) -> Settings:
-    """How much a step takes: whole rows of tokens where documents are packed, documents where they are not."""
+    """Translate the batch size: to tokens per step with packing, else to documents per step."""
     micro, accumulated = given.count("micro_batch_size"), given.count("gradient_accumulation_steps")
     rows = given.count("batch_size") if "batch_size" in given else micro * accumulated
     factors = f"batch_size: {rows}" if "batch_size" in given else (
@@ -133,7 +133,7 @@ def _steps(given: Given) -> Settings:
 
 def _length(given: Given) -> Settings:
     steps = given.get("max_steps")
-    if steps is not None and given.number("max_steps") > 0:  # -1 is none
+    if steps is not None and given.number("max_steps") > 0:  # -1 means no limit
         return {"train.steps": given.note(given.count("max_steps"), "max_steps")}
     return {"train.epochs": given.note(given.number("num_epochs"), "num_epochs")}
 
@@ -150,7 +150,7 @@ def _schedule(given: Given) -> Settings:
 
 
 def _warmup(given: Given, schedule: str) -> Note:
-    """A share of the steps, or their number."""
+    """Translate the warm-up, which is a share or a number of steps."""
     if schedule == "constant":
         return Note(0, "lr_scheduler: constant has no warm-up")
     if "warmup_steps" not in given:
@@ -218,7 +218,7 @@ def _guards(given: Given) -> Settings:
 
 
 def _special_tokens(given: Given) -> Settings:
-    """A padding token changes nothing here; other tokens would."""
+    """Report special tokens: a padding token has no effect here, other tokens would."""
     tokens = given.get("special_tokens")
     if isinstance(tokens, dict):
         for name, token in cast(dict[str, Any], tokens).items():

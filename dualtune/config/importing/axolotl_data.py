@@ -1,4 +1,4 @@
-"""What axolotl's `datasets`, `test_datasets` and `val_set_size` mean here."""
+"""Translate axolotl's `datasets`, `test_datasets` and `val_set_size`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OWN_TYPE = {"field_instruction": "instruction", "field_input": "input", "field_
              "field_system": "system"}  # fmt: skip
 _READ = {"path", "name", "split", "type", "data_files", "ds_type", "field", "field_messages", "field_tools",
          "message_field_role", "message_field_content", "message_property_mappings"}  # fmt: skip
-# Values that say what is done here anyway.
+# Values that match our behavior, so nothing is lost.
 _AS_HERE: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]), "train_on_eos": ("turn",),
     "chat_template": ("tokenizer_default",), "train_on_eot": ("turn",),
@@ -33,7 +33,7 @@ _WHY = {
 
 
 def data(given: Given) -> Settings:
-    """The sources, what is evaluated, and the template where only Alpaca's prompts are asked for."""
+    """Translate the sources and the evaluation data, and set the template if all sources use Alpaca's prompts."""
     train = _sources(given, "datasets")
     if not train:
         raise given.wrong("datasets", "must be a list with a path in each entry")
@@ -79,7 +79,7 @@ def _source(given: Given, where: str, entry: dict[str, Any]) -> list[dict[str, A
 
 
 def _layout(given: Given, where: str, entry: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Our format, and what its columns are called in the file."""
+    """Return our format, and the names of its columns in the file."""
     kind = entry.get("type")
     if isinstance(kind, dict):
         return _own_layout(given, where, cast(dict[str, Any], kind))

@@ -1,6 +1,6 @@
-"""Configs of mlx-lm (`mlx_lm.lora --config`): its keys and defaults, and what they mean here.
+"""Translate mlx-lm configs (`mlx_lm.lora --config`): its keys and defaults, and their meaning here.
 
-From mlx_lm/lora.py, mlx_lm/tuner/utils.py, trainer.py and datasets.py of mlx-lm 0.32.
+Based on mlx_lm/lora.py, mlx_lm/tuner/utils.py, trainer.py and datasets.py of mlx-lm 0.32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULTS: dict[str, Any] = {
     "model": "Qwen/Qwen3-0.6b",
 }  # fmt: skip
 
-# What `keys` means where the file has none, in the families that are built like Llama.
+# The default of `keys` for model families with Llama's architecture.
 _LINEAR = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -109,7 +109,7 @@ def _hub_source(given: Given, each: dict[str, Any], key: str, split: str) -> dic
     if isinstance(options, dict) and cast(dict[str, Any], options).get("name"):
         source["subset"] = options["name"]
     known = {"path", "train_split", "valid_split", "config", *_COLUMNS}
-    if key == "train_split":  # say it once
+    if key == "train_split":  # report it once
         for name in each.keys() - known:
             given.lose(f"hf_dataset.{name}", "a source of data has path, subset, split, format, columns and weight",
                        value=each[name])  # fmt: skip
@@ -174,7 +174,7 @@ def _learning_rate(given: Given) -> Settings:
 
 
 def _check_end(given: Given, name: str, numbers: list[float]) -> None:
-    """Our schedules fall to zero over the whole run."""
+    """Report a schedule with a different end: ours fall to zero over the whole run."""
     steps = given.count("iters") // given.count("grad_accumulation_steps")
     end, over = (numbers[2:3], numbers[1:2]) if name == "cosine_decay" else (numbers[1:2], numbers[2:3])
     if any(end) or any(each != steps for each in over):

@@ -1,4 +1,4 @@
-"""Trainers whose settings are Python or another program's YAML: their names beside ours, to be read, not translated."""
+"""Trainers configured in Python or another program's YAML: tables of their names and ours, for reading only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of docs/coming_from.md, made from the rules by which configs are translated."""
+"""Generate the tables of docs/coming_from.md from the translation rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def with_tables(page: str) -> str:
-    """The page with every table between its marks made anew."""
+    """Return the page with each table between its marks regenerated."""
     return _TABLE.sub(lambda found: f"{found[1]}{_table(found[2])}\n{found[3]}", page)
 
 
@@ -28,7 +28,7 @@ def _table(name: str) -> str:
 
 
 def _kind(rule: Rule) -> int:
-    """What is translated, then what is lost, then what is not needed."""
+    """Sort key: translated keys, then lost keys, then keys that are not needed."""
     return 0 if rule.convert else 2 if rule.is_needless else 1
 
 
@@ -42,7 +42,7 @@ def _lines(rows: Iterable[tuple[str, str, str]]) -> Iterable[str]:
 
 
 def _in_code(names: str) -> str:
-    """Each of the names in code marks."""
+    """Format each of the names as code."""
     return ", ".join(f"`{name}`" for name in names.split(", ")) if names else ""
 
 

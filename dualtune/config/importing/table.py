@@ -1,4 +1,4 @@
-"""The form of a translation table: rules that say what becomes of the keys of another trainer."""
+"""Translation tables: rules for the keys of another trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Settings = dict[str, Any]  # our key, such as "adapter.rank" -> its value, or a 
 
 
 class Note(NamedTuple):
-    """A value with a comment of its own."""
+    """A value with a comment."""
 
     value: Any
     comment: str
@@ -25,17 +25,17 @@ class Note(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What becomes of the keys that are named: they are translated together, not needed, or without a counterpart.
+    """A rule for the named keys: they are translated together, not needed, or have no counterpart.
 
-    A name that ends in `*` stands for all keys that begin so. `convert` gives our settings. It is also called where
-    the file has none of the keys, because the other trainer's default is then what the file means.
+    A name that ends in `*` matches all keys with that prefix. `convert` returns our settings. It is also called if the
+    file has none of the keys, because the other trainer's defaults then apply.
     """
 
     names: tuple[str, ...]
-    ours: str = ""  # our keys as a reader writes them; "" where there is none
-    note: str = ""  # what differs; or why there is no such key, and what to do
+    ours: str = ""  # our keys as shown to the reader; "" if there are none
+    note: str = ""  # what differs; or why there is no such key, and what to do instead
     convert: Callable[[Given], Settings] | None = None
-    is_needless: bool = False  # nothing is lost without it
+    is_needless: bool = False  # whether nothing is lost without it
 
     def knows(self, name: str) -> bool:
         return any(name.startswith(each[:-1]) if each.endswith("*") else name == each for each in self.names)
@@ -50,13 +50,13 @@ def needless(names: str, note: str) -> Rule:
 
 
 def absent(names: str, note: str, ours: str = "") -> Rule:
-    """For keys without a counterpart; `ours` names what comes near."""
+    """Make a rule for keys without a counterpart; `ours` names similar keys."""
     return Rule(tuple(names.split()), ours, note)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A line of the translated config, and what it comes from."""
+    """A line of the translated config, with its origin as a comment."""
 
     key: str
     value: Any
@@ -65,26 +65,26 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A key that has no line in the translated config."""
+    """A key without a line in the translated config."""
 
     key: str
-    value: str  # as it is shown
+    value: str  # formatted to be shown
     reason: str
 
 
 @dataclass(slots=True)
 class Imported:
-    """What a file of another trainer became."""
+    """The result of translating another trainer's file."""
 
     trainer: str
     source: str
     settings: list[Setting] = field(default_factory=list[Setting])
-    lost: list[Left] = field(default_factory=list[Left])  # the result differs without them, or may
+    lost: list[Left] = field(default_factory=list[Left])  # the training result differs, or may differ, without them
     needless: list[Left] = field(default_factory=list[Left])
 
 
 class Given:
-    """The keys of a file, read with the other trainer's defaults, and a list of what could not be translated."""
+    """The keys of a file, read with the other trainer's defaults, and lists of what was not translated."""
 
     def __init__(
         self, document: Document, trainer: str, defaults: Mapping[str, Any], num_layers: int | None = None
@@ -93,12 +93,12 @@ class Given:
         self._trainer = trainer
         self._data = cast(dict[str, Any], document.data)
         self._defaults = defaults
-        self.num_layers = num_layers  # of the base model, if it is here
+        self.num_layers = num_layers  # of the base model, if it is available locally
         self.lost: list[Left] = []
         self.needless: list[Left] = []
 
     def __contains__(self, name: str) -> bool:
-        """Whether the file gives it a value; null is none."""
+        """Return whether the file sets a value other than null."""
         return self._find(name) is not None
 
     def _find(self, name: str) -> Any:
@@ -108,12 +108,12 @@ class Given:
         return value
 
     def get(self, name: str) -> Any:
-        """The value in the file, or the other trainer's default."""
+        """Return the value in the file, or the other trainer's default."""
         value = self._find(name)
         return self._defaults.get(name) if value is None else value
 
     def number(self, name: str) -> float:
-        """A finite number; a string that reads as one is one, as there."""
+        """Return a finite number; a string with a number is accepted, as in the other trainer."""
         value = self.get(name)
         try:
             number = math.nan if value is None or isinstance(value, bool) else float(value)
@@ -130,7 +130,7 @@ class Given:
         return int(number)
 
     def flag(self, name: str) -> bool:
-        """True or false; yes, on and their opposites are what YAML 1.1 calls them."""
+        """Return a boolean; yes, no, on and off count as in YAML 1.1."""
         value = self.get(name)
         word = str(value).lower()
         if value is None or word in ("false", "no", "off", ""):
@@ -146,7 +146,7 @@ class Given:
         raise self.wrong(name, "must be a text")
 
     def note(self, value: Any, *names: str) -> Note:
-        """A value with the keys that it comes from as its comment."""
+        """Return a value with its origin, the keys `names`, as its comment."""
         origin = ", ".join(f"{name}: {shown(self.get(name))}" for name in names if name in self)
         return Note(value, origin or f"the default of {self._trainer}")
 
@@ -155,16 +155,16 @@ class Given:
         return ConfigError(redact(f"{self._document.place(path)}: {dotted(path)}: got {show(self.get(name))}, {rule}"))
 
     def lose(self, name: str, reason: str, value: Any = None) -> None:
-        """Name a key whose meaning is lost, in whole or in part."""
+        """Record a key that is lost, in whole or in part."""
         self.lost.append(Left(name, shown(self.get(name) if value is None else value), reason))
 
     def skip(self, name: str, reason: str, value: Any = None) -> None:
-        """Name a key that is not needed here."""
+        """Record a key that is not needed here."""
         self.needless.append(Left(name, shown(self.get(name) if value is None else value), reason))
 
 
 def shown(value: Any) -> str:
-    """A foreign value on one line of a comment, shortened, without secrets and control characters."""
+    """Format a foreign value for a one-line comment: shortened, without secrets and control characters."""
     if isinstance(value, dict):
         items = cast(dict[str, Any], value).items()
         text = "{" + ", ".join(f"{key}: {shown(each)}" for key, each in items) + "}"
@@ -179,5 +179,5 @@ def shown(value: Any) -> str:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing: null, false, zero, an empty text, list or mapping."""
+    """Return whether a value turns something off: null, false, zero, or an empty string, list or mapping."""
     return not value or value in ("false", "no", "off", "none", "no_", "False")

@@ -1,7 +1,7 @@
-"""A file of another trainer -> a config of ours, with the name of every key that has no place in it.
+"""Translate another trainer's file to our config, and name every key that is not translated.
 
-The file may come from a stranger: it is read by the guarded reader of configs, and what it says ends in a config that
-our own loader has accepted, and in comments of one line without control characters.
+The file is untrusted: our config reader with its limits reads it, our loader validates the resulting config, and
+comments are one line without control characters.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MLX_LM_KEYS = {"data", "hf_dataset", "iters", "lora_parameters", "num_layers", 
 def import_config(
     path: Path, trainer: str | None = None, count_layers: Callable[[str], int | None] = lambda _: None
 ) -> Imported:
-    """Translate a YAML file of a trainer (`None`: tell which). ConfigError if that gives no config.
+    """Translate a YAML file of a trainer (`None`: detect it). Raises ConfigError if there is no valid result.
 
-    `count_layers` tells how many layers a model has, by its name, if that is known here.
+    `count_layers` returns the number of layers of a model by name, or None if it is unknown.
     """
     document = _read(path)
     name = trainer or _detect(document, path)
@@ -40,7 +40,7 @@ def import_config(
     given.num_layers = count_layers(model) if isinstance(model, str) else None
     result = Imported(name, str(path))
     found = (setting for rule in rules if rule.convert is not None for setting in _settings(rule, given))
-    result.settings = list({setting.key: setting for setting in found}.values())  # of two of a key, the last one
+    result.settings = list({setting.key: setting for setting in found}.values())  # of duplicate keys, the last one
     result.lost, result.needless = given.lost, given.needless
     for key, value in _keys(cast(dict[str, Any], document.data), rules):
         _place(key, value, rules, result)
@@ -81,7 +81,7 @@ def _settings(rule: Rule, given: Given) -> Iterator[Setting]:
 
 
 def _keys(data: dict[str, Any], rules: tuple[Rule, ...]) -> Iterator[tuple[str, Any]]:
-    """The keys of the file, those of a mapping that has rules for its parts one by one."""
+    """Yield the keys and values of the file. A mapping with rules for its parts is split into them."""
     split = {name.partition(".")[0] for rule in rules for name in rule.names if "." in name}
     for key, value in data.items():
         if key in split and isinstance(value, dict):
@@ -94,7 +94,7 @@ _SECRET = re.compile(r"(api_?key|secret|password|auth_token)\Z")
 
 
 def _place(key: str, value: Any, rules: tuple[Rule, ...], result: Imported) -> None:
-    """Name a key that neither a setting nor a conversion has named."""
+    """Record a key that no setting or conversion has mentioned."""
     rule = next((rule for rule in rules if rule.knows(key)), None)
     comments = (setting.comment for setting in result.settings)
     left = (each.key for each in result.lost + result.needless)

@@ -1,4 +1,4 @@
-"""The text of a translated config: our keys with their origin, and above them what has no place among them."""
+"""Write a translated config as text: first what was not translated, then our keys with their origin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualtune.text.escape import one_line
 
 
 def to_text(imported: Imported) -> str:
-    """The config as YAML with comments. ConfigError, naming the foreign keys, if our loader refuses what they give."""
+    """Return the config as YAML with comments. Raises ConfigError, with the foreign keys, if our loader rejects it."""
     _check(imported)
     source = one_line(imported.source)
     lines = [f"# Translated from {source}, a config of {imported.trainer}, by `dualtune config import`."]
@@ -29,7 +29,7 @@ def to_text(imported: Imported) -> str:
             comment = f"  # {one_line(setting.comment)}" if setting.comment else ""
             lines.append(entry(setting.key.partition(".")[2], setting.value) + comment)
     text = "\n".join(lines) + "\n"
-    parse_config(text)  # what is written is what was checked
+    parse_config(text)  # validates the final text
     return text
 
 

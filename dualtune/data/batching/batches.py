@@ -1,7 +1,7 @@
-"""From the documents of a step to micro-batches: rows, in groups that fit, as arrays.
+"""Convert the documents of a step to micro-batches: lay them out in rows, group the rows, and build arrays.
 
-How documents are laid out in rows changes speed and memory, never the result: each sees only itself, and its dropout
-keys are its own.
+The sequence layout changes speed and memory, never the result: each document sees only itself and has its own dropout
+keys.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from dualtune.backend import IGNORE_INDEX, Batch
 from dualtune.data.tokens.store import Document
 
-GRANULE = 16  # rows are padded to a multiple of it…
-WIDTHS_PER_DOUBLING = 8  # …and long ones to a coarser one, so that few shapes occur
-# Tokens that are worth a micro-batch, whose dispatch costs time however little it holds: a row that is shorter than the
-# longest of its micro-batch by more opens a new one.
+GRANULE = 16  # rows are padded to a multiple of it,
+WIDTHS_PER_DOUBLING = 8  # and long rows to a coarser multiple, to limit the number of shapes
+# The fixed cost of a micro-batch, in tokens. A row that is shorter than the longest of its micro-batch by more starts a
+# new micro-batch.
 MOST_PADDING = 256
 
-Row = list[int]  # the documents of a row
+Row = list[int]  # indices of the documents in a row
 
 
 class HasDocuments(Protocol):
-    """A sequence of documents whose lengths are known without reading them."""
+    """A sequence of documents with known lengths, available without reading them."""
 
     @property
     def lengths(self) -> np.ndarray: ...
@@ -36,12 +36,12 @@ class HasDocuments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    max_tokens: int  # of a micro-batch, padding included; a row that is longer has one for itself
-    row_length: int | None = None  # several documents share a row of this many tokens; None: one document a row
+    max_tokens: int  # of a micro-batch, padding included; a longer row is a micro-batch by itself
+    row_length: int | None = None  # documents share rows of this many tokens (packing); None: one document per row
 
 
 def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[Row]]:
-    """The rows of each micro-batch. Longest first, so that an out-of-memory shows at once."""
+    """Return the rows of each micro-batch, longest first, so that an out-of-memory error occurs at once."""
     by_length = sorted(ids, key=lambda i: (-lengths[i], i))
     if layout.row_length is None:
         return grouped(lengths, [[i] for i in by_length], layout.max_tokens)
@@ -53,10 +53,10 @@ def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[R
 
 
 def share(lengths: np.ndarray, ids: Iterable[int], layout: Layout, rank: int, size: int) -> list[list[Row]]:
-    """The micro-batches that process `rank` of `size` computes; all have equally many.
+    """Return the micro-batches of process `rank` of `size`; all processes have the same number.
 
-    Longest rows first, each to the process that has the fewest tokens. One that has a micro-batch less than others has
-    empty ones at the end.
+    Each row, longest first, goes to the process with the fewest tokens. A process with fewer micro-batches than others
+    gets empty ones at the end.
     """
     if size == 1:
         return plan(lengths, ids, layout)
@@ -69,7 +69,7 @@ def share(lengths: np.ndarray, ids: Iterable[int], layout: Layout, rank: int, si
 
 
 def _rows_for(lengths: np.ndarray, by_length: list[int], row_length: int | None, size: int) -> list[Row]:
-    """Rows for several processes: even ones, as many for each, where packing leaves the choice."""
+    """Return rows for several processes; with packing, of similar length and equally many for each if possible."""
     if row_length is None:
         return [[i] for i in by_length]
     full = pack(lengths, by_length, row_length)
@@ -78,7 +78,7 @@ def _rows_for(lengths: np.ndarray, by_length: list[int], row_length: int | None,
 
 
 def grouped(lengths: np.ndarray, rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """The rows, longest first, in micro-batches that fit."""
+    """Group the rows, longest first, into micro-batches of at most `max_tokens`."""
     used = [_used(lengths, row) for row in rows]
     groups: list[list[Row]] = []
     width = longest = 0
@@ -92,7 +92,7 @@ def grouped(lengths: np.ndarray, rows: Sequence[Row], max_tokens: int) -> list[l
 
 
 def pack(lengths: np.ndarray, by_length: Sequence[int], row_length: int) -> list[Row]:
-    """Best-fit decreasing: each document, longest first, into the fullest row that still has room for it.
+    """Pack by best-fit decreasing: each document, longest first, goes into the fullest row with room for it.
 
     Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
     """
@@ -112,9 +112,9 @@ def pack(lengths: np.ndarray, by_length: Sequence[int], row_length: int) -> list
 
 
 def level(lengths: np.ndarray, by_length: Sequence[int], num_rows: int) -> list[Row]:
-    """Rows of about the same length: each document, longest first, into the shortest row.
+    """Build rows of similar length: each document, longest first, goes into the shortest row.
 
-    Graham, Bounds on multiprocessing timing anomalies, 1969. Rows may come out longer than those of `pack`.
+    Graham, Bounds on multiprocessing timing anomalies, 1969. Rows may be longer than those of `pack`.
     """
     rows = [(0, r, Row()) for r in range(num_rows)]
     for i in by_length:
@@ -125,7 +125,7 @@ def level(lengths: np.ndarray, by_length: Sequence[int], num_rows: int) -> list[
 
 
 def padded(length: int) -> int:
-    """The width of a row that holds so many tokens: one of at most eight widths for every doubling."""
+    """Return the padded width of a row of `length` tokens: one of at most eight widths per doubling."""
     granule = GRANULE
     while granule * WIDTHS_PER_DOUBLING * 2 < length:
         granule *= 2
@@ -133,22 +133,22 @@ def padded(length: int) -> int:
 
 
 def _used(lengths: np.ndarray, row: Row) -> int:
-    """The tokens of a row."""
+    """Return the number of tokens of a row."""
     return int(sum(lengths[i] for i in row))
 
 
 def _width(lengths: np.ndarray, rows: Sequence[Row]) -> int:
-    """The tokens of the longest row."""
+    """Return the number of tokens of the longest row."""
     return max((_used(lengths, row) for row in rows), default=0)
 
 
 def _cells(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> int:
-    """The tokens of all micro-batches, padding included."""
+    """Return the number of cells of all micro-batches, padding included."""
     return sum(len(rows) * padded(_width(lengths, rows)) for rows in groups)
 
 
 def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
-    """The share of a plan's cells that hold a token."""
+    """Return the share of a plan's cells that contain a token."""
     used = sum(_used(lengths, row) for rows in groups for row in rows)
     return used / max(1, _cells(lengths, groups))
 
@@ -156,13 +156,13 @@ def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
 def micro_batches(
     documents: HasDocuments, ids: Iterable[int], layout: Layout, *, seed: int, step: int, rank: int = 0, size: int = 1
 ) -> list[Batch]:
-    """The micro-batches of a step over the documents with these indices; of a process of several, its share."""
+    """Build the micro-batches of a step for the documents with these indices; of several processes, `rank`'s share."""
     groups = share(documents.lengths, ids, layout, rank, size)
     return [make_batch(documents, rows, seed=seed, step=step) for rows in groups]
 
 
 def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step: int) -> Batch:
-    """The micro-batch of these rows. Of none, one without targets: real tokens, so that nothing in it is NaN."""
+    """Build a micro-batch. Without rows it has no targets, but real tokens, so that nothing becomes NaN."""
     if not rows:
         shortest = make_batch(documents, [[int(np.argmin(documents.lengths))]], seed=seed, step=step)
         return replace(shortest, labels_BT=np.full_like(shortest.labels_BT, IGNORE_INDEX))
@@ -170,7 +170,7 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     labels = np.full(shape, IGNORE_INDEX, np.int32)
     noise = np.zeros(shape, np.uint32)
-    weights: np.ndarray | None = None  # as long as no document has some
+    weights: np.ndarray | None = None  # until a document has weights
     for b, row in enumerate(rows):
         end = 0
         for segment, id in enumerate(row, start=1):
@@ -181,7 +181,7 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
             labels[b, start : end - 1] = np.where(document.trained[1:], document.tokens[1:], IGNORE_INDEX)
             segments[b, start:end] = segment
             positions[b, start:end] = np.arange(length)
-            # Prefix-stable: the key of a position does not depend on the document's length or place in the batch.
+            # Prefix-stable: a position's key does not depend on the document's length or its place in the batch.
             noise[b, start:end] = np.random.default_rng([seed, 2, step, id]).integers(0, 1 << 32, length, np.uint32)
             if document.weights is not None:
                 weights = np.ones(shape, np.float32) if weights is None else weights

@@ -1,7 +1,7 @@
-"""Which documents make up a step: a pure function of (seed, step).
+"""Choose the documents of each step, as a pure function of (seed, step).
 
-Nothing here has a state to save. A resumed run asks for step n and gets what the uninterrupted run would have had, on
-any backend, whatever the micro-batch size and the layout of the rows.
+There is no state to save. A resumed run gets the same documents for step n as an uninterrupted run, on any backend and
+for any micro-batch size and sequence layout.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dualtune import interrupt
 from dualtune.config import Config
 from dualtune.errors import ConfigError
 
-# Where an epoch begins is only known when those before it are planned, so what may be asked for has bounds.
+# The start of an epoch is known only after planning all epochs before it, so the size of a run is limited.
 MAX_STEPS = 10**9
 MAX_EPOCHS = 100_000
-MAX_DOCUMENTS = 5 * 10**8  # of all epochs together
+MAX_DOCUMENTS = 5 * 10**8  # in all epochs together
 
-MOST_TOKENS = 16384  # that an optimizer step takes, where the config leaves it open…
-LEAST_STEPS = 100  # …and fewer where there would be fewer steps than this: a handful of updates teaches nothing
+MOST_TOKENS = 16384  # per optimizer step with the config's auto…
+LEAST_STEPS = 100  # …and fewer if the run would have fewer steps than this, which is too few to learn
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    epoch: float  # epochs done when this step is done
+    epoch: float  # epochs completed after this step
     documents: np.ndarray  # indices
 
 
@@ -41,12 +41,14 @@ class _Epoch:
 
 
 class Order:
-    """Steps of a run over documents of given lengths. Every epoch is a new permutation; its last step may be smaller.
+    """The steps of a run over documents of given lengths.
+
+    Each epoch is a new permutation of the documents; its last step may be smaller.
 
     A step takes `documents_per_step` documents, or as many as fit into `tokens_per_step` (at least one); auto is
-    resolved here, and `tokens_per_step` is the number that it stands for. With several
-    sources, an epoch takes weight × n documents of a source of n: a weight of 0.5 takes one half in the first epoch
-    and the other in the second, 2 takes each twice. A document of source -1 comes in no epoch.
+    resolved here, and the attribute `tokens_per_step` is the resulting number. With several sources, an epoch takes
+    weight × n documents of a source of n: a weight of 0.5 takes one half in the first epoch and the other in the
+    second, 2 takes each document twice. Documents of source -1 occur in no epoch.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class Order:
         self._documents_per_step = config.train.documents_per_step
         asked = config.train.tokens_per_step
         self.tokens_per_step = self._enough_steps(config) if asked == "auto" else asked
-        self._lock = threading.Lock()  # the loop asks, and the thread that makes the next batches
-        self._starts = [0]  # first step of each epoch, as far as it is known
+        self._lock = threading.Lock()  # the loop and the prefetch thread both use it
+        self._starts = [0]  # first step of each epoch planned so far
         self._epoch = lru_cache(2)(self._plan)
         self.num_steps = config.train.steps or self._count(config.train.epochs)
 
     def step(self, index: int) -> Step:
-        """The documents of step `index`, counted from 0."""
+        """Return the documents of step `index`, counted from 0."""
         with self._lock:
             self._plan_until(index)
             number = bisect.bisect_right(self._starts, index) - 1
@@ -78,13 +80,13 @@ class Order:
     def _plan_until(self, index: int) -> None:
         is_far = False
         while self._starts[-1] <= index:
-            if is_far:  # a resumed run's first look; in training, one epoch follows the other, and the loop polls
+            if is_far:  # only a resumed run's first step plans many; later the loop polls
                 interrupt.poll()
             self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1).bounds) - 1)
             is_far = True
 
     def _enough_steps(self, config: Config) -> int:
-        """MOST_TOKENS, or as many as divide the tokens of all epochs into LEAST_STEPS."""
+        """Return the tokens per step: MOST_TOKENS, or fewer so that the run has LEAST_STEPS steps."""
         if config.train.steps is not None or config.train.documents_per_step is not None:
             return MOST_TOKENS  # the number of steps is the user's choice
         tokens = sum(weight * int(self._lengths[documents].sum()) for documents, weight in self._sources)
@@ -96,7 +98,7 @@ class Order:
         return _Epoch(documents, np.asarray(self._bounds(self._lengths[documents]), np.int64))
 
     def _taken(self, source: int, epoch: int) -> np.ndarray:
-        """The documents of a source in an epoch: the next weight × n of an endless row of permutations of them."""
+        """Return a source's documents for an epoch: the next weight × n of an endless sequence of permutations."""
         documents, weight = self._sources[source]
         n = len(documents)
         if weight == 1.0 or not n:
@@ -128,12 +130,12 @@ class Order:
 
 
 def without(sources: np.ndarray, documents: Sequence[int]) -> np.ndarray:
-    """The sources of all documents, for an `Order` that takes these documents in no epoch."""
+    """Return the sources with -1 for these documents, so that an `Order` excludes them from all epochs."""
     return np.where(np.isin(np.arange(len(sources)), documents), -1, sources) if len(documents) else sources
 
 
 def _check_size(config: Config, documents_per_epoch: float) -> None:
-    """ConfigError for more steps or epochs than anybody trains and than can be planned in a reasonable time."""
+    """Raise ConfigError for more steps or epochs than are useful and can be planned in reasonable time."""
     steps, epochs = config.train.steps, config.train.epochs
     if steps is not None and steps > MAX_STEPS:
         raise ConfigError(f"train.steps: got {steps}, at most {MAX_STEPS} are allowed")

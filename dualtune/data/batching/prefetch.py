@@ -1,4 +1,4 @@
-"""The next step's micro-batches are made in a thread while the current step runs."""
+"""Prepare the next step's micro-batches in a thread while the current step runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Made = TypeVar("Made")
 
 
 class Ahead(Generic[Made]):
-    """Calls `make(step)`, which must be a pure function, one step ahead: `self(step)` gives what make(step) gives.
+    """Prefetch one step ahead: `self(step)` returns `make(step)`, which must be a pure function.
 
-    Whoever jumps to another step than the next one waits for it, and is right all the same.
+    A call for any other step than the next one is also correct, but not prefetched.
     """
 
     def __init__(self, make: Callable[[int], Made], end: int) -> None:

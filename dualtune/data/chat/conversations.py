@@ -1,11 +1,11 @@
-"""Messages: what a row says about them, made uniform and checked.
+"""Messages: normalize and validate the messages of a row.
 
 A message is {role, content} or ShareGPT's {from, value}, with the role names of either and of LLaMA-Factory.
 Content is a string or a list of text parts, which are joined. `train: true|false` on an assistant message decides
-whether the turn is learned, `weight` how much: 0 is not at all, 1 as usual. Tool calls become {"type": "function",
-"id"?, "function": {"name", "arguments"}} with the arguments as an object, as chat templates want them. Every other key
-of a message is handed to the template as it is. User, system and tool messages may be blank; an assistant message only
-where it is not learned.
+whether its tokens are targets, and `weight` is their loss weight: 0 excludes them, 1 is the default. Tool calls become
+{"type": "function", "id"?, "function": {"name", "arguments"}} with an object as arguments, as chat templates expect.
+All other keys of a message are passed to the template unchanged. User, system and tool messages may be blank; an
+assistant message may be blank only if it is not trained on.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import numpy as np
 
 from dualtune.data.sources.rows import RowError
 
-MAX_WEIGHT = 1000.0  # of a message: weights compare messages, and a factor above that is a mistake
+MAX_WEIGHT = 1000.0  # of a message: weights are relative, and a larger factor is a mistake
 SHOWN_CHARACTERS = 60
 SHOWN_KEYS = 10
 CALL_ROLES = ("function_call", "tool_call")  # roles whose content is a call as JSON, or a list of calls
-CALL_AS_TEXT = "<tool_call>"  # how Hermes' data and many since write a call into the content itself
+CALL_AS_TEXT = "<tool_call>"  # marks a call inside the content, as in Hermes' data and many later sets
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
     "tool": "tool", "function": "tool", "ipython": "tool", "observation": "tool", "tool_response": "tool",
 } | dict.fromkeys(CALL_ROLES, "assistant")  # fmt: skip
-# What is read here; everything else in a message goes to the template.
+# The keys read here; all other keys of a message go to the template.
 MESSAGE_KEYS = {"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"}
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     role: str  # system, user, assistant, tool
-    content: str  # "" where tool calls say it all
-    train: bool = True  # whether an assistant turn is learned (other roles never are)
+    content: str  # "" if the message consists of tool calls
+    train: bool = True  # whether an assistant turn is trained on (other roles never are)
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])  # tool_calls, tool_call_id, name, …
-    weight: float = 1.0  # of the loss of a turn that is learned; a number of float32, above 0
+    weight: float = 1.0  # loss weight of the turn; a float32 number above 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The message as a chat template sees it."""
+        """Return the message as a chat template sees it."""
         return {"role": self.role, "content": self.content, **self.extra}
 
 
 def read_messages(value: Any, key: str, name: str = "message") -> tuple[Message, ...]:
-    """A list of messages, each checked by itself; `name` is what a reason calls one of them."""
+    """Read a list of messages and check each one separately. Error messages call a message `name`."""
     turns = as_list(value, key)
     if not turns:
         raise RowError(f"{key}: is empty, at least one message is needed")
@@ -55,16 +55,16 @@ def read_messages(value: Any, key: str, name: str = "message") -> tuple[Message,
 
 
 def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """JSON schemas of functions, as they are."""
+    """Read the JSON schemas of the functions, unchanged."""
     tools = tuple(as_object(tool, f"tool {number}") for number, tool in enumerate(as_list(value, "tools"), start=1))
     _check_texts(tools, "tools")
     return tools
 
 
 def check_conversation(messages: Sequence[Message], name: str = "message", first: int = 1) -> None:
-    """RowError where a message cannot stand where it stands. `first` is the number of the first message."""
+    """Raise RowError if a message is in an invalid position. `first` is the number of the first message."""
     previous = ""
-    calls: list[dict[str, Any]] = []  # what a tool message may answer
+    calls: list[dict[str, Any]] = []  # the calls that a tool message may answer
     for number, message in enumerate(messages, start=first):
         at = f"{name} {number}"
         if message.role == previous and message.role in ("user", "assistant"):
@@ -133,7 +133,7 @@ def _content(value: Any, at: str) -> str:
 
 
 def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
-    """How much the turn is learned; 1 for messages of others, which never are."""
+    """Return the loss weight of the turn; 1 for other roles, which are never trained on."""
     train, weight = fields.get("train"), fields.get("weight")
     if train is not None and not isinstance(train, bool):
         raise RowError(f"{at}: train: got {shown(train)}, allowed: true or false")
@@ -159,7 +159,7 @@ def _tool_call(value: Any, at: str) -> dict[str, Any]:
         raise RowError(f"{at}: got the type {shown(call['type'])}, allowed: 'function'")
     function = call if call.get("function") is None else as_object(call["function"], f"{at}: function")
     name = text(needed(function, "name", at), f"{at}: name")
-    # A parquet file says null, and some servers "", where there are none.
+    # No arguments: Parquet files have null, some servers write "".
     arguments: Any = {} if function.get("arguments", {}) in (None, "") else needed(function, "arguments", at)
     result: dict[str, Any] = {"type": "function"} | ({} if call.get("id") is None else {"id": call["id"]})
     result["function"] = {"name": name, "arguments": as_object(arguments, f"{at}: arguments")}
@@ -175,21 +175,21 @@ def text(value: Any, at: str) -> str:
         raise RowError(f"{at}: got {type(value).__name__}, a string is needed")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can say it, no tokenizer takes it
+    except UnicodeEncodeError as error:  # valid in JSON, but no tokenizer accepts it
         half = value[error.start].encode("unicode-escape").decode()
         raise RowError(f"{at}: holds half a surrogate pair ({half}), which is no text") from error
     return value
 
 
 def from_json(value: Any, at: str) -> Any:
-    """What a string says as JSON; any other value as it is. CSV and parquet files carry lists and objects so."""
+    """Parse a string as JSON and return any other value unchanged. CSV and Parquet hold lists and objects as JSON."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise RowError(f"{at}: got a string that is not JSON: {error.msg} at character {error.pos + 1}") from error
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise RowError(f"{at}: got a string that is not usable JSON: {error}") from error
 
 
@@ -208,7 +208,7 @@ def as_object(value: Any, at: str) -> dict[str, Any]:
 
 
 def present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys that are null: tables have a value for every column."""
+    """Drop the keys with null: tables have a value for every column."""
     return {key: value for key, value in fields.items() if value is not None}
 
 
@@ -219,20 +219,20 @@ def needed(fields: Mapping[str, Any], key: str, at: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as a reason shows it: short, on one line, printable."""
+    """Format a value for an error message: short, on one line, printable."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
 def listed(names: Iterable[Any]) -> str:
-    """The first names as a reason lists them."""
+    """Format the first names for an error message."""
     printable = [repr(str(name))[1:-1] for name in names]
     more = ["…"] if len(printable) > SHOWN_KEYS else []
     return ", ".join(printable[:SHOWN_KEYS] + more) or "(none)"
 
 
 def _check_texts(value: Any, at: str) -> None:
-    """Refuse half surrogates in every string of a JSON value."""
+    """Raise RowError for a lone surrogate in any string of a JSON value."""
     if isinstance(value, str):
         text(value, at)
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Rows to examples: the formats that people have, turned into one shape.
+"""Convert rows in any supported format to examples.
 
 | format            | keys (optional ones in brackets)                                                     |
 |-------------------|--------------------------------------------------------------------------------------|
@@ -9,12 +9,12 @@
 | alpaca            | instruction, output [input, system]                                                   |
 | text              | text                                                                                  |
 
-Null is absent, everywhere; a blank string is absent where the key is optional. A string where a list or an object is
-needed is read as JSON. An answer or a text must not be blank; a prompt may be.
+Null counts as absent everywhere, a blank string only for an optional key. A string in place of a list or an object is
+parsed as JSON. An answer or a text must not be blank; a prompt may be.
 
 A format of strings gives a conversation, for models with a chat template, and a plain form: `prompt` and `completion`,
-`system` and a blank line before the prompt; the plain form has no place for tools. Where messages come in two parts,
-only the second part is learned.
+with `system` and a blank line before the prompt; the plain form cannot include tools. If the messages come in two
+parts, only the second part is trained on.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ ALPACA_INPUT_PROMPT = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A conversation, or a plain text in two parts, or both: which is used depends on the model's chat template."""
+    """A conversation, a prompt and completion, or both: whether the model has a chat template decides which is used."""
 
     path: str
     line: int
     messages: tuple[Message, ...] = ()
-    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions, handed to the template
-    prompt: str | None = None  # what the plain form shows to the model…
-    completion: str | None = None  # …and what it continues with
-    rejected: tuple[Message, ...] | str | None = None  # the worse answer, in place of the last message or completion
-    is_text: bool = False  # a plain text: no turns, everything is learned, split where too long
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of functions, for the template
+    prompt: str | None = None  # plain form: what the model sees…
+    completion: str | None = None  # …and what it generates
+    rejected: tuple[Message, ...] | str | None = None  # the worse answer, instead of the last message or completion
+    is_text: bool = False  # plain text: no turns, every token is a target, split if too long
 
     @property
     def where(self) -> str:
@@ -69,10 +69,10 @@ class Format:
 
 
 def to_examples(rows: Iterable[RawRow | BadRow], format: str, columns: Mapping[str, str]) -> Iterator[Example | BadRow]:
-    """Convert rows of a named format, or of the one that the first good row shows ("auto").
+    """Convert rows of a named format, or of the format detected from the first good row ("auto").
 
     `columns` maps our key to the file's, for instance {"prompt": "question", "completion": "answer"}.
-    DataError for what concerns all rows: `columns` that do not fit the format, a first row of no known format.
+    Raises DataError for faults of all rows: `columns` that do not fit the format, a first row in no known format.
     """
     name = "" if format == "auto" else format
     if name:
@@ -86,7 +86,7 @@ def to_examples(rows: Iterable[RawRow | BadRow], format: str, columns: Mapping[s
 
 
 def detect_format(row: RawRow, columns: Mapping[str, str]) -> str:
-    """The first format all of whose keys the row has, after the column mapping. DataError if it is none of them."""
+    """Return the first format with all keys in the row, after the column mapping. Raises DataError if none fits."""
     names = _formats_of(row, columns)
     for name in names:
         if columns.keys() <= set(FORMATS[name].all_keys):
@@ -189,7 +189,7 @@ def _preference(row: RawRow, fields: Mapping[str, Any]) -> Example:
 
 
 def _whole(fields: Mapping[str, Any], key: str) -> tuple[Message, ...]:
-    """The conversation that ends with an answer. The answer is given alone, after `prompt`, or with all before it."""
+    """Return the whole conversation. The value holds only the answer to `prompt`, or the messages before it too."""
     messages = read_messages(fields[key], key, f"{key}: message")
     if messages[-1].role != "assistant":
         raise RowError(f"{key}: must end with an assistant message, got a {messages[-1].role} message")
@@ -211,7 +211,7 @@ def _asked(fields: Mapping[str, Any]) -> tuple[Message, ...]:
     return read_messages(fields["prompt"], "prompt", "prompt: message")
 
 
-# In the order of detection: the more telling keys first.
+# In order of detection: the most specific keys first.
 FORMATS = {
     "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "system", "tools")),
     "messages": Format(_messages, ("messages",), ("tools",)),
@@ -232,7 +232,7 @@ def _chat(row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...],
 
 
 def _pair(row: RawRow, fields: Mapping[str, Any], asked: str, plain: str, answer_key: str) -> Example:
-    """A question and an answer, as a conversation and as the plain form."""
+    """Build an example of a question and an answer, as a conversation and in plain form."""
     answer = _answer(fields, answer_key)
     messages = _with_system(fields, (Message("user", asked), Message("assistant", answer)))
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
@@ -259,7 +259,7 @@ def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...]) -> tu
 
 
 def _first(fields: Mapping[str, Any]) -> int:
-    """The number of the first message: numbers are those of the file, where `system` stands elsewhere."""
+    """Return the number of the first message: 0 for one from `system`, so that the rest have the file's numbers."""
     return 0 if "system" in fields else 1
 
 
@@ -272,7 +272,7 @@ def _is_blank(value: Any) -> bool:
 
 
 def _are_strings(fields: Mapping[str, Any], first: str, second: str) -> bool:
-    """Whether two keys hold strings. RowError where one does and the other does not."""
+    """Return whether both keys hold strings. Raises RowError if only one does."""
     are = [isinstance(fields[key], str) for key in (first, second)]
     if are[0] != are[1]:
         got = " and ".join(type(fields[key]).__name__ for key in (first, second))

@@ -1,7 +1,7 @@
-"""Chat templates: what turns a conversation into the text that the model sees.
+"""Chat templates: render a conversation to the text that the model sees.
 
-A template renders to what transformers' `apply_chat_template` gives (transformers >= 5; same filters, blocks and
-whitespace), in our own sandbox (`template_sandbox.py`), because it comes with a model that nobody vouches for.
+The output equals that of transformers' `apply_chat_template` (transformers >= 5; same filters, blocks and whitespace).
+Templates run in our own sandbox (`template_sandbox.py`), because they come with untrusted models.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from dualtune.io.fields import shown
 
 MAX_SOURCE = 1 << 18  # characters; the longest in use have 25,000
 SHOWN_CHARACTERS = 300
-TODAY = datetime(2024, 7, 26)  # what Llama's templates write where they are told no date
-# Names for the reasoning behind an answer. Whichever a row uses, a template finds it under the first two.
+TODAY = datetime(2024, 7, 26)  # the default date of Llama's templates
+# Keys for the reasoning of an answer. Whichever a row uses, the template gets it under the first two.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# What a broken template can raise. RuntimeError holds RecursionError.
+# What a broken template can raise. RuntimeError includes RecursionError.
 _REFUSALS = (
     TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, NameError, RuntimeError,
     TypeError, ValueError,
@@ -36,9 +36,9 @@ Spans = list[tuple[int, int]]
 
 
 class ChatTemplate:
-    """A compiled template. ConfigError where the source is no template.
+    """A compiled template. Raises ConfigError for an invalid source.
 
-    `hash` tells templates apart; `marks_turns` says whether it has `{% generation %}` around what the assistant says.
+    `hash` identifies the source; `marks_turns` is true if it has `{% generation %}` blocks around assistant turns.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -49,16 +49,16 @@ class ChatTemplate:
         cast(dict[str, Any], self._sandbox.globals)["strftime_now"] = _strftime_now
         self._template = _compile(self._sandbox, source)
         self.marks_turns = self._sandbox.marks_turns
-        self._lock = threading.Lock()  # the sandbox meters one render at a time
+        self._lock = threading.Lock()  # the sandbox can meter only one render at a time
 
     def render(self, messages: Messages, *, tools: Messages = (), add_generation_prompt: bool = False) -> str:
-        """The conversation as text. RowError where the template refuses it, TemplateLimit where it runs away."""
+        """Render the conversation. Raises RowError if the template rejects it, TemplateLimit if it exceeds a limit."""
         return self.render_marked(messages, tools=tools, add_generation_prompt=add_generation_prompt)[0]
 
     def render_marked(
         self, messages: Messages, *, tools: Messages = (), add_generation_prompt: bool = False
     ) -> tuple[str, Spans]:
-        """The text, and the character spans of its generation blocks."""
+        """Return the text and the character spans of its generation blocks."""
         try:
             with self._lock:
                 text, turns = self._render(
@@ -69,7 +69,7 @@ class ChatTemplate:
         spans = [(start, start + len(turn)) for start, turn in turns]
         edges = [edge for span in spans for edge in span]
         if edges != sorted(edges) or any(text[start : start + len(turn)] != turn for start, turn in turns):
-            # Inside a macro or a {% set %} block a marker cannot know where its text will end up.
+            # Inside a macro or a {% set %} block the final position of a marker's text is unknown.
             raise RowError("the chat template's generation markers are nested, or not where the text is written")
         return text, spans
 
@@ -103,20 +103,20 @@ def _compile(sandbox: Sandbox, source: str) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """On one line; a template writes into it what it likes."""
+    """Format an error on one line. A template controls the message, so it is not trusted."""
     said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
     return shown(" ".join(((said or "")[:SHOWN_CHARACTERS] or type(error).__name__).split()), SHOWN_CHARACTERS)
 
 
 def _strftime_now(format: str) -> str:
-    """The date that a template asks for. It is fixed, or a run that goes on tomorrow would have other data."""
+    """Format the date for a template. It is fixed, so that a run resumed tomorrow has the same data."""
     if len(format) > 100:
         raise TemplateLimit("a date format of more than 100 characters")
     return TODAY.strftime(format)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as transformers hands it to a template: without nulls, its reasoning under every name in use."""
+    """Convert a message as transformers does: without nulls, and with the reasoning under every key in use."""
     fields = {key: _plain(value) for key, value in message.items() if value is not None}
     for name in REASONING:
         if name in fields:
@@ -125,7 +125,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy out of JSON's types: a template must not reach the methods of anything else."""
+    """Copy a value to plain JSON types, because a template must not reach the methods of other types."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

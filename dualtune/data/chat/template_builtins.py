@@ -1,4 +1,4 @@
-"""Jinja's filters and tests as chat templates have them: each refuses what would take too much."""
+"""Jinja's filters and tests for chat templates; each one refuses calls that would use too much."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _FILTERS = (
     "length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string title "
     "trim truncate unique upper"
 )
-# They make a text of whatever they are given.
+# They convert any value to text.
 _OF_TEXT = (
     "capitalize", "e", "escape", "format", "indent", "lower", "replace", "string", "title", "trim", "truncate", "upper",
 )  # fmt: skip
-_OF_EACH = ("map", "select", "reject", "selectattr", "rejectattr")  # they take their items one by one
-# They make a key of every item; where the attribute path stands that says which.
+_OF_EACH = ("map", "select", "reject", "selectattr", "rejectattr")  # they process their items one by one
+# They compute a key of every item; the number is the position of the attribute path in the arguments.
 _BY_KEY = {"sort": 2, "unique": 1, "min": 1, "max": 1, "groupby": 0}
 _PATH_AT = {**_BY_KEY, "join": 1, "selectattr": 0, "rejectattr": 0}
 _COMPARING = "eq == equalto ne != lt < lessthan le <= gt > greaterthan ge >= in"
-_MODULO = ("divisibleby", "even", "odd")  # value % number, which formats a text
+_MODULO = ("divisibleby", "even", "odd")  # value % number, which formats if the value is a string
 
 
 class Builtins:
-    """The tables of filters and tests of one environment."""
+    """The filters and tests of one environment."""
 
     def __init__(self, environment: Environment, meter: Meter, costs: Costs) -> None:
         self._environment, self._meter, self._costs = environment, meter, costs
@@ -43,12 +43,12 @@ class Builtins:
         return found | {"tojson": self._filter("tojson", self._to_json)}
 
     def tests(self) -> dict[str, Callable[..., Any]]:
-        """Those that are not metered here cost the same whatever they are given."""
+        """Return all tests. Those not metered here have constant cost."""
         metered = (*_COMPARING.split(), *_MODULO, "lower", "upper")
         return tests.TESTS | {name: self._test(name, tests.TESTS[name]) for name in metered}
 
     def _filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        hidden = hasattr(function, "jinja_pass_arg")  # Jinja hands its own thing in as the first argument
+        hidden = hasattr(function, "jinja_pass_arg")  # Jinja passes its context as the first argument
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class Builtins:
         return run
 
     def _before_filter(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Refuse a filter that would take too much; the value to call it with."""
+        """Refuse a filter call that would use too much; return the value to call it with."""
         self._costs.any(args)
         self._costs.any(kwargs.values())
         path = _argument(args, kwargs, _PATH_AT.get(name), "attribute")
@@ -94,7 +94,7 @@ class Builtins:
             items = map(filters.make_attrgetter(self._environment, path), value)
             self._costs.join(_argument(args, kwargs, 0, "d") or "", [*items])
         elif name == "round":
-            if isinstance(value, (str, list, tuple)):  # to be multiplied with 10 ** precision
+            if isinstance(value, (str, list, tuple)):  # it would be multiplied by 10 ** precision
                 raise TypeError("round: a number is needed")
             if abs(_argument(args, kwargs, 0, "precision") or 0) > 100:
                 raise TemplateLimit("round to more than 100 digits")
@@ -118,7 +118,7 @@ class Builtins:
             meter.room(4 * lines * (len(width) if isinstance(width, str) else width))
 
     def _one_by_one(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Also what is left out of a result is looked at."""
+        """Yield the items and check the limits for each one, including those that the filter drops."""
         for item in items:
             self._meter.spend(0)
             yield item
@@ -126,7 +126,7 @@ class Builtins:
     def _to_json(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        """JSON as transformers writes it: Jinja's own filter escapes for HTML."""
+        """Write JSON as transformers does; Jinja's own filter escapes for HTML."""
         for option in (indent, *(separators or ())):
             if option is not None and (len(option) if isinstance(option, str) else option) > 100:
                 raise TemplateLimit("tojson with an indent or separators of more than 100 characters")
@@ -136,7 +136,7 @@ class Builtins:
         }  # fmt: skip
         if indent is None:
             return json.dumps(x, **options)
-        pieces: list[str] = []  # one by one, for a deep value is indented far
+        pieces: list[str] = []  # one by one, because a deep value has much indentation
         for piece in json.JSONEncoder(**options).iterencode(x):
             self._meter.spend(getsizeof(piece))
             pieces.append(piece)

@@ -1,4 +1,4 @@
-"""What an operation of a chat template would take, computed on paper before it is done."""
+"""Upper bounds on the memory that an operation of a chat template needs, computed before it runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from markupsafe import Markup
 
 from dualtune.data.chat.template_meter import BYTES_PER_PIECE, MAX_INT_BITS, Meter, TemplateLimit
 
-MAX_FORMAT = 1 << 14  # characters of a format; the pattern below is quadratic
+MAX_FORMAT = 1 << 14  # characters of a format string; the pattern below is quadratic
 ESCAPED = 5  # &#34; for one character
 _WIDE = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
 
 
 class Costs:
-    """Each method raises TemplateLimit where the meter has no room for what is about to be made."""
+    """Cost checks. Each method raises TemplateLimit if the meter has no room for the result."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def text_bytes(self, value: Any) -> int:
-        """At most so many bytes has `str(value)`. What is no text is written with escapes."""
+        """Return an upper bound on the bytes of `str(value)`. Values other than strings are written with escapes."""
         return getsizeof(value) if isinstance(value, str) else 4 * self._meter.size(value)
 
     def collected(self, items: Any) -> list[Any]:
@@ -32,7 +32,7 @@ class Costs:
         return [*items]
 
     def any(self, arguments: Iterable[Any]) -> None:
-        """Whatever is called may write an argument as text, if only into an error message."""
+        """Check arguments: the callee may format any of them as text, for instance in an error message."""
         for value in arguments:
             if not (value is None or isinstance(value, (str, int))):
                 self._meter.room(self.text_bytes(value))
@@ -73,7 +73,7 @@ class Costs:
             raise TemplateLimit(f"a number of more than {MAX_INT_BITS} bits")
 
     def method(self, text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Of a string; the arguments to call it with."""
+        """Check a call of a string method; return the arguments to call it with."""
         room = self._meter.room
         if name == "join" and args:
             args = (self.collected(args[0]),)

@@ -1,4 +1,4 @@
-"""What one render of a chat template may use: processor time, and bytes of what it makes."""
+"""Limits on one render of a chat template: CPU time and bytes allocated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jinja2.utils import Namespace
 from dualtune import interrupt
 from dualtune.errors import DataError
 
-# For one render, on top of what its input earns it.
+# For one render: a base allowance, and an additional one per byte of input.
 PROCESSOR_S, PROCESSOR_S_PER_BYTE = 1.0, 1 / 2**20
 MEMORY_BYTES, MEMORY_PER_BYTE = 16 * 2**20, 32
-TICKS_PER_LOOK = 16  # the clock costs more than a tick
-LONG_BYTES = 1 << 16  # what takes so much looks at the clock at once
+TICKS_PER_LOOK = 16  # reading the clock costs more than a tick
+LONG_BYTES = 1 << 16  # an allocation of this size checks the clock at once
 MAX_INT_BITS = 4096
-MAX_PRODUCT = 2**30  # character comparisons of one search from the right, one strip
-BYTES_PER_PIECE = 64  # a small string and its place in a list
+MAX_PRODUCT = 2**30  # character comparisons in one search from the right or one strip
+BYTES_PER_PIECE = 64  # a small string and its slot in a list
 
 
 class TemplateLimit(DataError):
-    """A chat template took too long or grew too large. Not a matter of one row: the template is broken or hostile."""
+    """A chat template took too long or used too much memory: the template is broken or hostile, not the row."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class TemplateLimit(DataError):
 
 
 class Meter:
-    """What one render may still use. Bytes are charged when they are made and never paid back."""
+    """The remaining budget of one render. Bytes are charged on allocation and never refunded."""
 
     __slots__ = ("_allowed_s", "_deadline_s", "_left", "_limit", "_processor_deadline_s", "_ticks")
 
@@ -42,7 +42,7 @@ class Meter:
         self.start(())
 
     def start(self, given: Any) -> None:
-        """Begin a render of `given`."""
+        """Start a render of `given`."""
         self._deadline_s, self._left, self._limit, self._ticks = float("inf"), 2**62, 2**62, 0
         self._processor_deadline_s: float | None = None
         given_bytes = self.size(given)
@@ -65,8 +65,8 @@ class Meter:
         interrupt.poll()
         if time.perf_counter() < self._deadline_s:
             return
-        # A busy machine is no fault of the template, so from here on the processor time of this thread counts. It is
-        # not asked for before, because that takes as long as a short render.
+        # From here on the CPU time of this thread counts, so that a busy machine does not stop the template. It is not
+        # read earlier, because reading it takes as long as a short render.
         now_s = time.thread_time()
         if self._processor_deadline_s is None:
             self._processor_deadline_s = now_s + self._allowed_s
@@ -74,7 +74,7 @@ class Meter:
             raise TemplateLimit(f"more than {PROCESSOR_S:g} s of processor time for one conversation")
 
     def room(self, amount: int) -> None:
-        """Stop before something so large is made; who makes it charges it."""
+        """Raise TemplateLimit if `amount` bytes do not fit. The caller charges them afterwards."""
         if amount > self._left:
             self._too_large()
 
@@ -83,7 +83,7 @@ class Meter:
             raise TemplateLimit(f"a search of {a} times {b} characters")
 
     def size(self, value: Any) -> int:
-        """Bytes of a value as a tree: what is in two places counts twice, as it would when printed."""
+        """Return the bytes of a value as a tree: a shared part counts each time, as it would when printed."""
         self.look()
         total, waiting = 0, [value]
         while waiting:
@@ -101,7 +101,7 @@ class Meter:
         return total
 
     def made(self, value: Any, *, deeply: bool = False) -> Any:
-        """Charge what was just made, and hand it on. `deeply` charges the items too: they are new as well."""
+        """Charge a new value and return it. `deeply` also charges its items, if they are new too."""
         if isinstance(value, str):
             self.spend(getsizeof(value))
         elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
@@ -116,7 +116,7 @@ class Meter:
         return cast(Any, value)
 
     def _stream(self, items: Iterator[Any]) -> Iterator[Any]:
-        """What `map` and its like yield can be collected, so all of it together is as bounded as a list."""
+        """Limit the total size of what `map` and similar filters yield, because a template can collect it in a list."""
         total = 0
         for item in items:
             total += self.size(item)

@@ -1,4 +1,4 @@
-"""A parsed chat template, rewritten so that each step that can take long reports to the meter."""
+"""Rewrite a parsed chat template so that each step that can be expensive reports to the meter."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
-# Names that no template can spell.
+# Names that are not valid in a template.
 TICK, LOOK, MADE, CONCAT, COLLECT = "<tick>", "<look>", "<made>", "<concat>", "<collect>"
 _REFUSED = (nodes.EvalContextModifier, nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
 class Instrument(NodeTransformer):
-    """Rewrites a parsed template so that it reports to the meter. Nothing else about it changes."""
+    """Rewrites a parsed template so that it reports to the meter. Its output does not change."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         if isinstance(node, _REFUSED):
@@ -36,7 +36,7 @@ class Instrument(NodeTransformer):
         return _filter(nodes.Tuple(node.nodes, "load"), CONCAT, node.lineno)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        """Each comparison of a chain looks at the clock, except one with a constant, whose cost the source bounds."""
+        """Check the clock at each comparison of a chain, except one with a constant: the source bounds its cost."""
         self.generic_visit(node)
         left = node.expr
         for operand in node.ops:

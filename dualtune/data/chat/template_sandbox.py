@@ -1,13 +1,12 @@
-"""Jinja for templates that nobody has read: a chat template comes with a model, and a model comes from anywhere.
+"""A Jinja environment for untrusted templates: a chat template comes with a model, and models come from anywhere.
 
-Jinja's sandbox keeps a template away from Python's internals, but lets it loop for years and fill the memory. Here
-every step that can take long or grow is metered: the parsed template is rewritten so that loops, literals, `~`, `[:]`
-and comparisons report to the meter (`template_nodes.py`), filters and tests are wrapped (`template_builtins.py`), and
-calls, operators and outputs report by Jinja's own hooks. What can grow at once (`'a' * n`, `replace`, `join`, padding,
-…) is computed on paper first (`template_costs.py`). Text and lists that a template makes
-are charged and never paid back, so what it holds is bounded too. Two rules carry the rest: no container is larger than
-the limit, counting a thing once for each place that it is in, and no step without a report can take more than a walk
-through one such container.
+Jinja's sandbox protects Python's internals, but does not limit time or memory. Here every step that can be slow or
+allocate memory is metered: the parsed template is rewritten so that loops, literals, `~`, `[:]` and comparisons report
+to the meter (`template_nodes.py`), filters and tests are wrapped (`template_builtins.py`), and calls, operators and
+outputs report through Jinja's hooks. The result size of operations that can grow at once (`'a' * n`, `replace`, `join`,
+padding, …) is computed first (`template_costs.py`). Text and lists that a template creates are charged and never
+refunded, which also bounds the memory it holds. Two more rules: no container exceeds the limit, where an item counts
+once for each place that it is in, and no unmetered step costs more than one walk through such a container.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dualtune.data.chat.template_costs import MAX_FORMAT, Costs
 from dualtune.data.chat.template_meter import Meter, TemplateLimit
 from dualtune.data.chat.template_nodes import COLLECT, CONCAT, LOOK, MADE, TICK, Instrument
 
-# A template of 25,000 characters, the longest in use, has 6,000. Compiling takes some 25 µs for each.
+# The longest template in use, 25,000 characters, has 6,000. Compiling takes about 25 µs per token.
 MAX_TOKENS = 30_000
 _DIGITS = re.compile(r"\d{4,}")
 
@@ -49,17 +48,17 @@ _METHODS: dict[type, frozenset[str]] = {
     list: frozenset({"index", "count", "copy"}),
     tuple: frozenset({"index", "count"}),
 }
-# Jinja's own things, whose attributes its sandbox knows.
+# Jinja's own types; its sandbox handles their attributes.
 _RUNTIME = (LoopContext, Macro, Namespace, Cycler, Joiner, TemplateReference, BlockReference, Undefined)
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}` around what the assistant says."""
+    """`{% generation %}` … `{% endgeneration %}` around assistant turns."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
-        """Before anything is parsed: what a template has few of, no later step can take long for."""
+        """Limit the number of tokens before parsing, which bounds the time of all later steps."""
         for number, token in enumerate(stream):
             if number == MAX_TOKENS:
                 raise TemplateSyntaxError(f"more than {MAX_TOKENS} words and signs", token.lineno)
@@ -74,16 +73,16 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for one template, which it renders once at a time."""
+    """An environment for one template, with one render at a time."""
 
     intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
     def __init__(self) -> None:
         self.meter = Meter()
         self.marks_turns = False  # the template has generation markers
-        self.written = 0  # characters of the output so far, for
-        self.turns: list[tuple[int, str]] = []  # where the generation blocks start, and what they hold
-        # Not optimized: nothing may be computed while the template is compiled.
+        self.written = 0  # characters of output so far, for `turns`
+        self.turns: list[tuple[int, str]] = []  # start and text of each generation block
+        # Not optimized: no expression may be evaluated at compile time.
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self._output,
             extensions=[_Generation, loopcontrols],
@@ -114,7 +113,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         if isinstance(
             argument, (list, tuple, dict, Namespace)
-        ):  # a miss would remember it, and show it when it has grown
+        ):  # a failed lookup would keep the argument, and print it after it has grown
             raise SecurityError("only text and numbers can be keys")
         return super().getitem(obj, argument)
 
@@ -151,7 +150,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._costs.operator(operator, left, right)
         return self.meter.made(super().call_binop(context, operator, left, right))
 
-    @pass_eval_context  # says to the compiler that it cannot be called early
+    @pass_eval_context  # tells the compiler not to evaluate it at compile time
     def _output(self, context: Any, value: Any) -> Any:
         self.meter.spend(self._costs.text_bytes(value))
         return value
@@ -169,7 +168,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Formatter(SandboxedFormatter):
-    """`str.format` with each field charged before it is made."""
+    """`str.format` that charges each field before formatting it."""
 
     def __init__(self, env: Sandbox, meter: Meter) -> None:
         super().__init__(env)

@@ -1,4 +1,4 @@
-"""The rows that a reader of a run's data should look at: the first ones, and those of which something is to be said."""
+"""Sample rows of a run's data for a person to look at: the first ones, and notable ones of several kinds."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A reason to look at a row. A page offers each as a filter."""
+    """A reason to look at a row. The page has a filter for each kind."""
 
     name: str
     title: str
-    total: int  # rows of this kind that there are; some of them are samples
+    total: int  # the number of rows of this kind in the data; some of them are samples
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A document with the kinds that it belongs to."""
+    """A document and its kinds."""
 
     where: str
     kinds: frozenset[str]
     turns: list[Turn]
     num_tokens: int
     num_trained: int
-    lost: int  # tokens of the row behind the cut
-    twin: str | None  # where the document is that it repeats
+    lost: int  # tokens of the row lost by truncation
+    twin: str | None  # path:line of the document that it repeats
 
 
 def kinds_of(found: Survey) -> list[Kind]:
-    """In the order in which they are offered."""
+    """Return the kinds in display order."""
     return [
         Kind("first", "Trained first", found.documents),
         Kind("bad", "Bad", found.bad_rows),
@@ -54,7 +54,7 @@ def kinds_of(found: Survey) -> list[Kind]:
 def samples(
     data: Data, train: Documents, eval_: Documents, order: Order, tokenizer: Tokenizer, number: int
 ) -> list[Sample]:
-    """Up to `number` documents of each kind, each document once, in the order of the kinds."""
+    """Return up to `number` documents of each kind, each document once, in the order of the kinds."""
     repeated = dict(twins(train.digests()))
     chosen = {
         "first": islice((int(i) for step in range(order.num_steps) for i in order.step(step).documents), number),
@@ -87,7 +87,7 @@ def _sample(
 
 
 def _examples(sources: Sequence[Opened], wanted: Iterable[str]) -> dict[str, Example]:
-    """The examples at these places (path:line), read once more."""
+    """Read the examples at these locations (path:line) again."""
     missing, found = set(wanted), dict[str, Example]()
     for opened in sources:
         for example in opened.examples():

@@ -1,4 +1,4 @@
-"""What a run's data look like before it trains on them: numbers, what is wrong with them, and documents as text."""
+"""A summary of a run's data before training: statistics, warnings, and documents as text."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenize import State
 from dualtune.data.tokens.tokenizer import Tokenizer
 
-BARS = 10  # of the histogram, at the most
-OUTLIERS = 0.02  # share of the documents that may be outliers in length
-MEASURED_STEPS = 200  # whose padding is measured; more would take long and say the same
-PROBED_DOCUMENTS = 1000  # of a source, that are searched for an end token
-MOST_CUT, MOST_DUPLICATES = 0.10, 0.05  # shares from which on a warning is due
-LEAST_TRAINED = 0.005  # below it, the share is shown as 0 %
+BARS = 10  # the most bars of the histogram
+OUTLIERS = 0.02  # the share of the documents that may be length outliers
+MEASURED_STEPS = 200  # steps to measure padding over; more take long and give the same result
+PROBED_DOCUMENTS = 1000  # documents per source to check for an end token
+MOST_CUT, MOST_DUPLICATES = 0.10, 0.05  # shares that give a warning
+LEAST_TRAINED = 0.005  # a smaller share is shown as 0 %
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of a document."""
+    """Statistics of the tokens per document."""
 
     min: int
     median: float
     mean: float
-    p90: int  # the least that nine in ten documents do not exceed
+    p90: int  # the 90th percentile: nine in ten documents do not exceed it
     max: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """How many documents have from `first` to `last` tokens, both included."""
+    """A histogram bar: the number of documents with `first` to `last` tokens, both included."""
 
     first: int
     last: int
@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class SourceNumbers:
-    """The documents of one source."""
+    """Statistics of the documents of one source."""
 
     path: str
     documents: int
@@ -59,13 +59,13 @@ class SourceNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The numbers of a run's training data; `dualtune preview --json` prints them under these names."""
+    """Statistics of a run's training data; `dualtune preview --json` prints them under these names."""
 
-    rows: int  # that training has, dropped ones too
-    bad_rows: int  # left out, of the evaluation data too
+    rows: int  # training rows, including dropped ones
+    bad_rows: int  # skipped rows, including those of the evaluation data
     first_bad_rows: list[str]  # path:line: reason
     dropped: dict[str, int]  # reason -> rows
-    control_text_rows: int  # whose own text holds a control token, of the evaluation data too
+    control_text_rows: int  # rows with a control token in their content, including evaluation data
     first_control_text_row: str | None
     documents: int
     tokens: int
@@ -75,26 +75,26 @@ class Survey:
     lengths: Lengths
     histogram: list[Bar]
     max_length: int
-    over_long: int  # rows of more than max_length tokens that had something to learn: cut, split, or else dropped
+    over_long: int  # rows of more than max_length tokens that have targets: cut, split, or else dropped
     cut: int
     split: int
-    longest_row: int  # tokens before anything was cut, of all rows that were read
-    duplicates: int  # documents that are equal to one before them, token for token
-    first_duplicate: list[str] | None  # where it is, and where its twin before it
+    longest_row: int  # tokens of the longest row that was read, before truncation
+    duplicates: int  # documents with the same tokens as an earlier one
+    first_duplicate: list[str] | None  # path:line of the first one, and of the earlier document
     eval_rows: int
     eval_documents: int
     eval_in_training: int  # evaluation documents that are training documents too
-    first_eval_in_training: list[str] | None  # where it is in the evaluation data, and where in the training data
+    first_eval_in_training: list[str] | None  # path:line in the evaluation data, and in the training data
     steps: int
     steps_per_epoch: int
-    packing: bool  # whether the config has it on
-    fill_packed: float  # the share of the micro-batches' cells that hold a token, with packing…
+    packing: bool  # whether the config enables packing
+    fill_packed: float  # the share of the micro-batches' cells that contain a token, with packing…
     fill_alone: float  # …and without
-    fill_steps: int  # over so many steps, from the first one on
+    fill_steps: int  # the number of steps measured, from the first one on
 
 
 def survey(config: Config, train: Documents, eval_: Documents, order: Order, layout: Layout) -> Survey:
-    """Measure the documents of a run. There must be one to train on."""
+    """Measure the documents of a run. There must be at least one training document."""
     per_epoch = steps_per_epoch(order)
     measured = range(min(per_epoch, MEASURED_STEPS))
     steps = [order.step(step).documents.tolist() for step in measured]
@@ -106,7 +106,7 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
     repeated = twins(train.digests())
     leaks = _places_in(train.digests(), eval_.digests())
     leaked = np.flatnonzero(leaks >= 0)
-    stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # one may hold both
+    stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # a store may contain both
     return Survey(
         rows=train.num_rows,
         bad_rows=sum(store.num_bad for store in stores),
@@ -146,9 +146,9 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
 def warnings(
     found: Survey, config: Config, sources: Sequence[Opened], train: Documents, tokenizer: Tokenizer
 ) -> list[str]:
-    """What would ruin a training in silence. The documents come from these sources."""
+    """Return warnings about what would silently ruin a training. The documents come from these sources."""
     texts: list[str] = []
-    masked = train.lengths - 1 - train.targets  # the first token has nothing before it, so it cannot be learned
+    masked = train.lengths - 1 - train.targets  # the first token has no context, so it is never a target
     for s, opened in enumerate(sources):
         source = opened.source
         mine = np.flatnonzero(train.sources == s)
@@ -182,7 +182,7 @@ def warnings(
 
 
 def by_source(sources: Sequence[Opened], documents: Documents) -> list[SourceNumbers]:
-    """The numbers of each source; the documents come from these."""
+    """Return the statistics of each source; the documents come from these sources."""
     found: list[SourceNumbers] = []
     for s, opened in enumerate(sources):
         mine = documents.sources == s
@@ -193,7 +193,7 @@ def by_source(sources: Sequence[Opened], documents: Documents) -> list[SourceNum
 
 
 def describe(found: Survey) -> list[tuple[str, str]]:
-    """The numbers in words: (what, the numbers)."""
+    """Return the statistics as text: rows of (label, value)."""
     lengths = found.lengths
     dropped = ", ".join(f"{number} dropped: {reason}" for reason, number in found.dropped.items())
     rows = [
@@ -234,10 +234,10 @@ def steps_per_epoch(order: Order) -> int:
 
 
 def histogram(lengths: np.ndarray) -> list[Bar]:
-    """Bars of equal width, from the shortest document to the longest.
+    """Return bars of equal width, from the shortest document to the longest.
 
-    A few documents that are far longer than all others share the last bar, however wide: they would press the others
-    into the first.
+    A few documents that are far longer than all others share a wider last bar; otherwise all others would fall into the
+    first bar.
     """
     shortest, longest = int(lengths.min()), int(lengths.max())
     usual = int(np.percentile(lengths, 100 * (1 - OUTLIERS), method="inverted_cdf"))
@@ -260,15 +260,15 @@ class ShownToken:
     id: int
     text: str
     trained: bool
-    special: bool = False  # a control token of the tokenizer, no piece of the text
-    weight: float = 1.0  # of its loss, where it is trained
+    special: bool = False  # a special token, not a piece of text
+    weight: float = 1.0  # loss weight, if it is a target
 
 
 @dataclass(frozen=True, slots=True)
 class ShownDocument:
     where: str
     tokens: list[ShownToken]
-    has_control_text: bool = False  # its row's own text holds a control token
+    has_control_text: bool = False  # the row's content contains a control token
 
     @property
     def text(self) -> str:
@@ -279,13 +279,13 @@ class ShownDocument:
         return sum(token.trained for token in self.tokens)
 
     def runs(self) -> list[tuple[float, str]]:
-        """(weight, text) of every run of tokens with the same weight: 0 where nothing is trained, 1 as usual."""
+        """Return (loss weight, text) of each run of tokens with the same weight: 0 for no target, 1 by default."""
         grouped = groupby(self.tokens, key=lambda token: token.weight if token.trained else 0.0)
         return [(weight, "".join(token.text for token in tokens)) for weight, tokens in grouped]
 
 
 def first_documents(train: Documents, order: Order, tokenizer: Tokenizer, number: int) -> list[ShownDocument]:
-    """The documents that the run trains on first."""
+    """Return the documents that the run trains on first."""
     ids = (int(i) for step in range(order.num_steps) for i in order.step(step).documents)
     return [show_document(train[i], tokenizer.decode_all, tokenizer.special_ids) for i in islice(ids, number)]
 
@@ -294,16 +294,16 @@ def show_document(
     document: Document, decode: Callable[[Sequence[int]], str], special_ids: Container[int] = ()
 ) -> ShownDocument:
     ids: list[int] = document.tokens.tolist()
-    trained = [False, *document.trained[1:].tolist()]  # the first token has nothing before it to learn it from
+    trained = [False, *document.trained[1:].tolist()]  # the first token has no context, so it is never a target
     weights = [1.0] * len(ids) if document.weights is None else document.weights.tolist()
     tokens = map(ShownToken, ids, pieces(ids, decode), trained, (id in special_ids for id in ids), weights)
     return ShownDocument(document.where, list(tokens), document.has_control_text)
 
 
 def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
-    """The text of each token; joined, that of all. A character of several tokens belongs to the last of them."""
+    """Return the text of each token; joined, they give the whole text. A character of several tokens is in the last."""
     found: list[str] = []
-    start = done = 0  # ids[start:done] are known, and what the next ones are decoded after
+    start = done = 0  # ids[start:done] are decoded, and are the context for the next ones
     for end in range(1, len(ids) + 1):
         text = decode(ids[start:end])
         if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids):
@@ -323,7 +323,7 @@ def _lengths(lengths: np.ndarray) -> Lengths:
 
 
 def twins(digests: np.ndarray) -> list[tuple[int, int]]:
-    """(document, the first one that is equal to it) of each that is not the first of its kind."""
+    """Return (document, the first one equal to it) for each repeated document."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     first = first[inverse]
     again = np.flatnonzero(first != np.arange(len(digests)))
@@ -331,14 +331,14 @@ def twins(digests: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _places_in(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """int64 [N of wanted]: where each is among the digests, or -1."""
+    """Return int64 [N of wanted]: the index of each in `digests`, or -1."""
     known, first = np.unique(digests, return_index=True)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(known[at] == wanted, first[at], -1)
 
 
 def _ends(document: Document, stop_ids: frozenset[int]) -> bool:
-    """Whether the last token that is learned ends an answer."""
+    """Return whether the last target ends an answer."""
     return int(document.tokens[np.flatnonzero(document.trained)[-1]]) in stop_ids
 
 

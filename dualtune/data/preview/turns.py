@@ -1,7 +1,7 @@
-"""Which part of a document's text is which message: what a reader of the data looks at, where training sees tokens.
+"""Split a document's text into its messages, to show it to a person.
 
-Each message's content is found by rendering the conversation once more with marks around the contents. Around them
-lies what the template adds.
+The content of each message is found by rendering the conversation again with marks around the contents. The rest is
+what the template adds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 
 # frame: what the template adds; call: an assistant's tool calls; tools: the functions that are offered
 Kind = Literal["content", "frame", "call", "tools"]
-MARK = "\ue000\ue001\ue000"  # private-use characters; no template does anything with them
-HEAD = 64  # characters by which the text is found behind what the tokenizer puts before it
+MARK = "\ue000\ue001\ue000"  # private-use characters; no template handles them specially
+HEAD = 64  # characters used to find the text after what the tokenizer puts before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message with its frame. `role` is "template" for what belongs to none, and "text" for a text as a whole."""
+    """A message with its frame. `role` is "template" for text outside any message, "text" for a whole plain text."""
 
     role: str
     parts: list[Part]
@@ -39,16 +39,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the content of a message lies in the text."""
+    """The position of a message's content in the text."""
 
     role: str
     start: int
     end: int
-    behind: Kind = "frame"  # what follows the content up to the end of the turn
+    behind: Kind = "frame"  # kind of the text after the content, up to the end of the turn
 
 
 def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokenizer) -> list[Turn]:
-    """The turns of a document; the text as a single one where its messages cannot be found in it."""
+    """Return the turns of a document; a single turn with the whole text if its messages cannot be found in it."""
     places = _places(document.text, example, tokenizer) if example else []
     if not places:
         return [Turn("text", [Part("content", document.tokens)])]
@@ -58,7 +58,7 @@ def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokeni
         starts.append(at)
         at += len(token.text)
     turns: list[Turn] = []
-    head: list[ShownToken] = []  # of the message that comes next
+    head: list[ShownToken] = []  # head of the next message
     done = 0  # tokens
     for place, following in zip(places, [*places[1:], None], strict=True):
         begin, end = (bisect_left(starts, at) for at in (place.start, place.end))
@@ -93,7 +93,7 @@ Tokens = list[ShownToken]
 def _divided(
     tokens: Tokens, tokenizer: Tokenizer, *, is_last: bool, is_first: bool = False
 ) -> tuple[Tokens, Tokens, Tokens]:
-    """What lies between two contents: the end of the first turn, whole turns of the template, the head of the next."""
+    """Split the tokens between two contents: end of the first turn, whole template turns, head of the next turn."""
     if is_last:
         return tokens, [], []
     ends = [i + 1 for i, token in enumerate(tokens) if token.id in tokenizer.stop_ids]
@@ -104,7 +104,7 @@ def _divided(
 
 
 def _without_end(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """(the text behind a content, the tokens from the first special one on that end the turn)"""
+    """Return (the text after a content, the tokens that end the turn, from the first special one on)."""
     at = next((i for i, token in enumerate(tokens) if token.special), len(tokens))
     if not "".join(token.text for token in tokens[:at]).strip():
         return [], tokens
@@ -144,7 +144,7 @@ def _in_chat(example: Example, tokenizer: Tokenizer) -> tuple[str, list[_Place]]
     if len(pieces) != 2 * len(filled) + 1 or "".join(pieces) != text:
         return text, []
     places: list[_Place] = []
-    at = read = 0  # where the last content ends, one that is empty too; where the last piece does
+    at = read = 0  # the end of the last content, empty ones included; the end of the last piece
     contents = iter(zip(pieces[::2], pieces[1::2], strict=False))
     for i, message in enumerate(example.messages):
         if message.content.strip():
@@ -159,7 +159,7 @@ def _in_chat(example: Example, tokenizer: Tokenizer) -> tuple[str, list[_Place]]
 
 
 def _start_of_turn(i: int, text: str, example: Example, tokenizer: Tokenizer) -> int:
-    """Where message `i`, an assistant's that consists of tool calls, begins behind its head; 0 if that is unknown."""
+    """Return where assistant message `i`, which consists of tool calls, starts after its head; 0 if unknown."""
     try:
         before = tokenizer.render(example.messages[:i], tools=example.tools, add_generation_prompt=True)
     except RowError:

@@ -1,8 +1,8 @@
-"""Arrow batches in pieces that take little memory as Python objects.
+"""Split Arrow batches into pieces that need little memory as Python objects.
 
-Also a program: the Parquet file on standard input becomes an Arrow stream of such pieces on standard output. A thousand
-bytes of Parquet can unpack to gigabytes, and the library has no limit of its own, so a process whose memory is limited
-reads it. It imports nothing of dualtune, and starts quickly.
+Also a program: it reads a Parquet file from standard input and writes an Arrow stream of such pieces to standard
+output. A thousand bytes of Parquet can unpack to gigabytes, and the library has no limit, so a process with limited
+memory reads the file. It imports nothing from dualtune, to start quickly.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, cast
 
 BATCH_ROWS = 1000
-PIECE = 16 << 20  # bytes, of a piece as Python objects
-ROW = 36 << 20  # of one row
-OBJECT = 64  # bytes that Python takes for a small value
-WIDE = 4  # bytes of a character, at the most
-FAILED = 3  # the exit status, with the reason on standard error
+PIECE = 16 << 20  # bytes of a piece as Python objects
+ROW = 36 << 20  # bytes of one row
+OBJECT = 64  # bytes of a small Python value
+WIDE = 4  # the most bytes of a character
+FAILED = 3  # exit status of a failure; the reason is on standard error
 NUM_ROWS = b"dualtune.rows"  # key of the schema's metadata
 
 
 def pieces(batch: Any) -> Iterator[Any]:
-    """The batch in order, cut into pieces of at most PIECE; a piece without rows stands for a row of more than ROW."""
+    """Yield the batch in pieces of at most PIECE bytes. A piece without rows replaces a row of more than ROW bytes."""
     size = sum(map(_size, batch.columns))
     if size <= PIECE or (batch.num_rows == 1 and size <= ROW):
         yield batch
@@ -39,7 +39,7 @@ def pieces(batch: Any) -> Iterator[Any]:
 
 
 def _size(array: Any) -> int:
-    """What an array can take as Python objects."""
+    """Return an upper bound on the bytes of an array as Python objects."""
     import pyarrow
 
     types = cast(Any, pyarrow).types
@@ -65,7 +65,7 @@ def main() -> int:
     arrow.set_cpu_count(1)
     _limit_memory(int(sys.argv[1]))
     try:
-        # The defaults hold a whole row group in memory, which can be the whole file.
+        # The default settings hold a whole row group in memory, which can be the whole file.
         file = ParquetFile(os.fdopen(0, "rb"), buffer_size=1 << 20, pre_buffer=False)
         num_rows = {NUM_ROWS: str(file.metadata.num_rows).encode()}
         schema = file.schema_arrow.with_metadata((file.schema_arrow.metadata or {}) | num_rows)
@@ -74,7 +74,7 @@ def main() -> int:
                 for piece in pieces(batch):
                     stream.write_batch(piece)
     except BrokenPipeError:
-        return 0  # nobody wants more
+        return 0  # the reader needs no more
     except (arrow.ArrowException, OSError, MemoryError, ValueError) as error:
         memory = isinstance(error, MemoryError)
         sys.stderr.write("" if memory else " ".join(str(error).split())[:500])
@@ -83,14 +83,14 @@ def main() -> int:
 
 
 def _batch_rows(metadata: Any) -> int:
-    """How many rows to unpack at once, by the sizes that the file itself states."""
+    """Return how many rows to unpack at once, from the sizes recorded in the file."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     largest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
     return max(1, min(BATCH_ROWS, int(PIECE / max(1, largest))))
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process become so much larger; what needs more fails, or ends it."""
+    """Limit this process to `num_bytes` more memory; beyond that, allocations fail or the process ends."""
     if sys.platform == "linux":
         status = Path("/proc/self/status").read_text()
         used = 1024 * int(status[status.index("VmData:") :].split()[1])
@@ -99,7 +99,7 @@ def _limit_memory(num_bytes: int) -> None:
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def watch() -> None:
-        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < start + num_bytes:  # in bytes, on a Mac
+        while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < start + num_bytes:  # in bytes on macOS
             time.sleep(0.01)
         os._exit(FAILED)
 

@@ -1,4 +1,4 @@
-"""What becomes of rows that cannot be used: an error that lists them, or leaving them out, up to a limit."""
+"""Handle rows that cannot be used: report them in an error, or skip them up to a limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Good = TypeVar("Good")
 
 
 def remedy(reasons: Iterable[str]) -> str:
-    """What to do about rows that cannot be used for such reasons, where there is one thing to do; else nothing."""
+    """Return advice for bad rows with these reasons, or "" if there is no general advice."""
     if any("not UTF-" in reason for reason in reasons):
         return "If the file is Latin-1: iconv -f LATIN1 -t UTF-8 FILE > new.file"
     return ""
@@ -22,13 +22,13 @@ def remedy(reasons: Iterable[str]) -> str:
 
 @dataclass(slots=True)
 class BadRows:
-    """Counts them, and remembers the first."""
+    """Counts bad rows and keeps the first ones."""
 
     count: int = 0
     first: list[str] = field(default_factory=lambda: [])
 
     def sift(self, rows: Iterable[Good | BadRow]) -> Iterator[Good]:
-        """The good rows of a stream."""
+        """Yield the good rows of a stream, and record the bad ones."""
         for row in rows:
             if isinstance(row, BadRow):
                 self.count += 1
@@ -39,7 +39,7 @@ class BadRows:
 
 
 def judge(count: int, first: Iterable[str], num_good: int, *, skip: bool, limit: float) -> None:
-    """DataError unless bad rows may be left out and are not more than `limit`, a share below 1 or else a number."""
+    """Raise DataError unless bad rows may be skipped and do not exceed `limit` (below 1: a share, else a number)."""
     num_rows = num_good + count
     if not count or (skip and num_good and count <= (limit * num_rows if limit < 1 else limit)):
         return

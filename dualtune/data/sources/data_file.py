@@ -1,4 +1,4 @@
-"""A data file, opened: its bytes without compression, lines of a bounded length, and how much of it has been read."""
+"""An open data file: decompressed bytes, lines of bounded length, and progress."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import BinaryIO, cast
 from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.errors import DataError
 
-MAX_LINE = 3 << 20  # bytes: most of a million tokens; reading one can take sixteen times as much
+MAX_LINE = 3 << 20  # bytes: almost a million tokens; reading one can need sixteen times as much memory
 LINE_TOO_LONG = f"line of more than {MAX_LINE >> 20} MiB; divide it, or put long texts into a .txt file"
-MAX_RATIO = 250  # a compressed file may expand so many times; text in earnest does 3 to 10 times…
-FREE_BYTES = 64 << 20  # …from this size on
+MAX_RATIO = 250  # the largest allowed compression ratio; that of real text is 3 to 10…
+FREE_BYTES = 64 << 20  # …checked from this size on
 HOLDS_NUL = "holds NUL bytes: the file was probably cut by a crash"
 OTHER_ENCODINGS = (
-    (codecs.BOM_UTF32_LE, "UTF-32"),  # before UTF-16: its mark starts with the same bytes
+    (codecs.BOM_UTF32_LE, "UTF-32"),  # before UTF-16: the marks start with the same bytes
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
@@ -34,11 +34,11 @@ Rows = Iterator[RawRow | BadRow]
 
 @dataclass(slots=True)
 class DataFile:
-    """What a reader reads from. It may set `done`, where the position in the file does not say how far it is."""
+    """The input of a reader. The reader sets `done` if the file position does not show its progress."""
 
     path: Path
-    stream: BinaryIO  # decompressed, behind a byte order mark
-    raw: BinaryIO  # as it is on the disk
+    stream: BinaryIO  # decompressed, after a byte order mark
+    raw: BinaryIO  # the bytes on disk
     size: int
     done: float | None = None
 
@@ -47,16 +47,16 @@ class DataFile:
         return str(self.path)
 
     def share(self) -> float:
-        """How much of the file has been read, in [0, 1]."""
+        """Return the fraction of the file that has been read, in [0, 1]."""
         return self.raw.tell() / max(1, self.size) if self.done is None else self.done
 
     def rewind(self) -> None:
-        """Go back to the first byte behind the byte order mark."""
+        """Seek to the first byte after the byte order mark."""
         self.stream.seek(0)
         _skip_byte_order_mark(self.path, self.stream)
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """Number and bytes of each line, which ends at a newline only; None for one that is too long to be held."""
+        """Yield the number and bytes of each line; None for a line that is too long. Only a newline ends a line."""
         for number in itertools.count(1):
             line = self.stream.readline(MAX_LINE + 1)
             if not line:
@@ -70,7 +70,7 @@ class DataFile:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Generator[None]:
-    """Turn what goes wrong with a file into a DataError."""
+    """Convert errors of reading a file to DataError."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -80,7 +80,7 @@ def reading(path: Path) -> Generator[None]:
 
 
 class _Expanded(gzip.GzipFile):
-    """Decompressed bytes. DataError when they are far more than the compressed ones, which only a bomb's are."""
+    """Decompressed bytes. Raises DataError for a compression ratio that only a decompression bomb has."""
 
     unchecked = 0  # bytes
 
@@ -103,7 +103,7 @@ class _Expanded(gzip.GzipFile):
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read. DataError if it is a pipe or a device, which is never waited for and never ends."""
+    """Open a file for reading, without blocking. Raises DataError for a pipe or a device, which may never end."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -113,7 +113,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Generator[DataFile]:
-    """Open a file of text or tables. DataError if it cannot be read, now or while it is being read."""
+    """Open a text or table file. Raises DataError if opening or reading it fails."""
     with reading(path), contextlib.ExitStack() as stack:
         raw = stack.enter_context(open_regular(path))
         compressed = path.suffix.lower() == ".gz"
@@ -125,7 +125,7 @@ def opened(path: Path) -> Generator[DataFile]:
 def _skip_byte_order_mark(path: Path, stream: gzip.GzipFile | BinaryIO) -> None:
     head = cast(gzip.GzipFile, stream).peek(4)[:4]
     found = next((name for mark, name in OTHER_ENCODINGS if head.startswith(mark)), None)
-    if len(head) == 4 and found is None:  # without a mark: every second byte of ASCII is zero
+    if len(head) == 4 and found is None:  # UTF-16 without a mark: every second byte of ASCII is zero
         found = {"1010": "UTF-16LE", "0101": "UTF-16BE"}.get("".join("1" if byte else "0" for byte in head))
     if found:
         raise DataError(

@@ -1,6 +1,6 @@
-"""Datasets of the Hugging Face hub, read by the `datasets` library. It is imported here, late.
+"""Read datasets of the Hugging Face hub with the `datasets` library, which is imported late, here only.
 
-Data only: the library runs no code that a dataset brings along since its version 4, and older ones are refused.
+Data only: since version 4 the library runs no code from a dataset, and older versions are refused.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from dualtune.data.sources.kinds import TELL_ROWS, Tell
 from dualtune.data.sources.tables import INSTALL_DATASETS, arrow_rows
 from dualtune.errors import DataError, EnvironmentFault
 
-SPLITS = {"train": ("train",), "valid": ("validation", "valid", "dev"), "test": ("test",)}  # the first there is
+SPLITS = {"train": ("train",), "valid": ("validation", "valid", "dev"), "test": ("test",)}  # the first one that exists
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """One split of a dataset of the hub."""
+    """One split of a hub dataset."""
 
     name: str
-    dataset: Any  # datasets.Dataset, which maps its file into memory
+    dataset: Any  # datasets.Dataset, memory-mapped
     files: tuple[Path, ...] = ()
 
     def identity(self) -> str:
-        """The library's fingerprint of what was loaded.
+        """Return the library's fingerprint of the loaded data.
 
-        It is a hash over the names of the dataset, its subset and split, its version and the commit in the hub: it
-        stands for the content, without being made from it.
+        It is a hash of the names of the dataset, subset and split, the version and the hub commit: it identifies the
+        content, but is not computed from it.
         """
         return f"hub:{self.dataset._fingerprint}"
 
@@ -41,7 +41,7 @@ class HubSource:
         total = len(self.dataset)
         if not total:
             raise DataError(f"{self.name}: has no rows")
-        # In the Arrow format images and sounds stay bytes: nothing needs libraries for them.
+        # In the Arrow format images and audio stay bytes, so no library is needed to decode them.
         tables = self.dataset.with_format("arrow").iter(TELL_ROWS)
         batches = (batch for table in tables for batch in table.to_batches())
         for row in arrow_rows(self.name, (piece for batch in batches for piece in pieces(batch))):
@@ -51,12 +51,12 @@ class HubSource:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a name looks like owner/name."""
+    """Return whether a name has the form owner/name."""
     return _NAME.fullmatch(name) is not None
 
 
 def open_hub(name: str, role: str, subset: str | None, split: str | None) -> HubSource:
-    """Load a dataset, from the hub or the library's cache, and take the split that was named or that fits the role."""
+    """Load a dataset from the hub or the library's cache, and select the named split or the one for the role."""
     if split is not None:
         return HubSource(name, _load(name, subset, split))
     splits = _load(name, subset, None)

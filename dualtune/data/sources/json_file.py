@@ -1,4 +1,4 @@
-"""A whole .json file to rows, element by element: no more of it is held in memory than one element."""
+"""Read the rows of a .json file one element at a time; only one element is held in memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dualtune.data.sources.json_rows import DECODER, SKIMMER, SMALL, checked, ex
 from dualtune.data.sources.rows import BadRow, RawRow, RowError, printable
 from dualtune.errors import DataError
 
-CHUNK = 1 << 16  # bytes that are read at once
-SHOWN = 40  # characters before a fault that its message may show
+CHUNK = 1 << 16  # bytes per read
+SHOWN = 40  # characters before a fault that the message may show
 _BLANKS = re.compile(r"[ \t\n\r]*")
-# What an element's end is found by; the group is empty in a string whose end is not read yet.
+# Finds the end of an element; the group is empty in a string that is not read to its end yet.
 _PART = re.compile(r'"(?:[^"\\]++|\\.)*+("?)|[\[\]{}]', re.DOTALL)
 
 
 def read_json(file: DataFile) -> Rows:
-    """An array of objects, an object that holds one such array, or JSON lines under another name.
+    """Read an array of objects, an object that contains one such array, or JSON lines with the suffix .json.
 
-    DataError where the syntax is broken: nobody can say where the next element would start.
+    Raises DataError for a syntax error, because the start of the next element is then unknown.
     """
     text = _Window(file)
     with text.told():
@@ -55,18 +55,18 @@ def read_json(file: DataFile) -> Rows:
 
 
 class _Window:
-    """A place in the text of a file: a part of it from there on, of which more is read when it is needed."""
+    """A position in the text of a file, with a buffer of the text after it that is filled on demand."""
 
     def __init__(self, file: DataFile) -> None:
         self._file, self.name = file, file.name
         self._text, self._at = "", 0
         self._undecoded, self._at_end = b"", False
-        self._line, self._line_start = 1, 0  # of the place: the number of its line, and where in the text that starts
-        self._read_lines, self._read_bytes = 0, 0  # whole lines that were decoded, and bytes behind them
+        self._line, self._line_start = 1, 0  # the line number of the position, and where in the text the line starts
+        self._read_lines, self._read_bytes = 0, 0  # whole lines that were decoded, and bytes after them
 
     @contextlib.contextmanager
     def told(self) -> Generator[None]:
-        """Turn a fault of the syntax into a DataError with its place."""
+        """Convert a syntax error to a DataError with its position."""
         try:
             yield
         except json.JSONDecodeError as error:
@@ -83,7 +83,7 @@ class _Window:
         return self._line
 
     def next(self) -> str:
-        """The next character that is no blank; "" at the end."""
+        """Return the next non-blank character without consuming it; "" at the end."""
         while True:
             blanks = _BLANKS.match(self._text, self._at)
             assert blanks
@@ -92,7 +92,7 @@ class _Window:
                 return self._text[self._at : self._at + 1]
 
     def take(self, allowed: str, complaint: str) -> str:
-        """Go past the next character that is no blank, which must be one of these."""
+        """Consume and return the next non-blank character, which must be in `allowed`."""
         char = self.next()
         if not char or char not in allowed:
             raise self.fault(complaint)
@@ -103,7 +103,7 @@ class _Window:
         return json.JSONDecodeError(complaint, self._text, self._at)
 
     def value(self, decoder: json.JSONDecoder) -> Any:
-        """Go past the value that is here. JSONDecodeError, or what the decoder's own checks raise."""
+        """Consume and return the value here. Raises JSONDecodeError, or what the decoder's hooks raise."""
         while len(self._text) - self._at <= SMALL:
             try:
                 value, end = decoder.raw_decode(self._text, self._at)
@@ -111,7 +111,7 @@ class _Window:
                 if not self._more():
                     raise
                 continue
-            if end < len(self._text) or not self._more():  # else a number might go on
+            if end < len(self._text) or not self._more():  # otherwise a number may be incomplete
                 self._go_to(end)
                 return value
         end = self._end_of_value()
@@ -122,7 +122,7 @@ class _Window:
         return value
 
     def _end_of_value(self) -> int:
-        """Where a long value ends, found without the memory that it would take."""
+        """Find the end of a long value without building it in memory."""
         depth, at = 0, self._at
         while True:
             for part in _PART.finditer(self._text, at):
@@ -154,7 +154,7 @@ class _Window:
         self._at = at
 
     def _more(self, num_bytes: int = 0) -> bool:
-        """Read on, and forget what is behind. False at the end of the file."""
+        """Read more text and drop the text before the position. Returns False at the end of the file."""
         if self._at_end:
             return False
         data = self._file.stream.read(max(CHUNK, num_bytes))
@@ -177,14 +177,14 @@ class _Window:
         return True
 
     def _place_of_byte(self, data: bytes, at: int) -> tuple[int, int]:
-        """Line and byte of the line, from 1."""
+        """Return the line and the byte in the line, both from 1."""
         newline = data.rfind(b"\n", 0, at)
         line = 1 + self._read_lines + data.count(b"\n", 0, at)
         return line, at - newline if newline >= 0 else self._read_bytes + at + 1
 
 
 def _elements(text: _Window) -> Rows:
-    """The elements of the array that is the whole file."""
+    """Yield the elements of the array that is the whole file."""
     if text.next() != "[":
         raise text.fault("an array of objects is needed")
     yield from _list(text)
@@ -193,7 +193,7 @@ def _elements(text: _Window) -> Rows:
 
 
 def _list(text: _Window) -> Rows:
-    """The elements of the array that is here, each with the line that it starts on."""
+    """Yield the elements of the array here, each with the number of its first line."""
     text.take("[", "an array is needed")
     more = text.next() != "]" or text.take("]", "") == ","
     while more:
@@ -208,7 +208,7 @@ def _element(text: _Window) -> RawRow | BadRow:
         value = text.value(DECODER)
     except json.JSONDecodeError:
         raise
-    except (RowError, ValueError) as reason:  # also what Python cannot take, such as a number of thousands of digits
+    except (RowError, ValueError) as reason:  # also what Python refuses, such as a number with thousands of digits
         text.value(SKIMMER)
         return BadRow(text.name, line, str(reason))
     try:
@@ -218,7 +218,7 @@ def _element(text: _Window) -> RawRow | BadRow:
 
 
 def _keys_and_lists(text: _Window) -> tuple[list[str], dict[str, int]]:
-    """The keys of the object that is here, and those that hold a list of objects, with their numbers."""
+    """Return the keys of the object here, and the positions of those that hold a list of objects."""
     keys: list[str] = []
     lists: dict[str, int] = {}
     for number, key in enumerate(_keys(text)):
@@ -229,7 +229,7 @@ def _keys_and_lists(text: _Window) -> tuple[list[str], dict[str, int]]:
 
 
 def _keys(text: _Window) -> Generator[str]:
-    """The keys of the object that is here. Whoever asks for the next one goes past the value before."""
+    """Yield the keys of the object here. The caller must consume each value before the next key."""
     text.take("{", "an object is needed")
     more = text.next() != "}" or text.take("}", "") == ","
     while more:
@@ -242,7 +242,7 @@ def _keys(text: _Window) -> Generator[str]:
 
 
 def _skip(text: _Window) -> bool:
-    """Go past the value that is here; whether it is a list of objects."""
+    """Consume the value here; return whether it is a list of objects."""
     if text.next() != "[":
         text.value(SKIMMER)
         return False

@@ -1,6 +1,6 @@
-"""JSON lines to rows, and what both readers of JSON share.
+"""Read JSON lines, and code that both JSON readers share.
 
-Python's json takes more than a row should be: of a repeated key it keeps the last, and it reads NaN. Here each makes a
+Python's json is too lenient for rows: of a repeated key it keeps the last value, and it reads NaN. Here either makes a
 bad row.
 """
 
@@ -15,13 +15,13 @@ from typing import Any, NoReturn, cast
 from dualtune.data.sources.data_file import HOLDS_NUL, LINE_TOO_LONG, DataFile, Rows
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 
-SMALL = 1 << 18  # characters: no more than so many can take much memory
-# Python takes at most 88 bytes for a list, object or item, and 200 for a pair of an object.
+SMALL = 1 << 18  # characters: a shorter text cannot need much memory
+# Python needs at most 88 bytes for a list, object or item, and 200 for a key-value pair.
 MAX_STRUCTURE = 20 << 20  # bytes
 
 
 def read_jsonl(file: DataFile) -> Rows:
-    """One JSON object a line. Blank lines are skipped."""
+    """Read one JSON object per line. Blank lines are skipped."""
     name = file.name
     for number, line in file.lines():
         if line is None:
@@ -47,7 +47,7 @@ def _object(line: bytes) -> dict[str, Any]:
             raise RowError(HOLDS_NUL) from error
         shown = excerpt(error.doc, error.pos)
         raise RowError(f"not JSON: {error.msg} at column {error.colno}: {shown}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, a thousand nested brackets
         raise RowError(f"not usable JSON: {error}") from error
     return checked(value)
 
@@ -59,10 +59,10 @@ def checked(value: Any) -> dict[str, Any]:
 
 
 def takes_too_much(text: str) -> bool:
-    """Whether the value in a text could take much more memory than the text: where it is many small things."""
+    """Return whether a value could need much more memory than its text, because it has very many small parts."""
     if len(text) <= SMALL or _structure(text) <= MAX_STRUCTURE:
         return False
-    # What only looks like structure, because it is within strings, takes nothing.
+    # Brackets and commas within strings do not count.
     return _structure(_STRING.sub("", text.replace(r"\\", "").replace(r"\"", ""))) > MAX_STRUCTURE
 
 
@@ -95,4 +95,4 @@ def _finite(number: str) -> float:
 
 _STRING = re.compile(r'"[^"]*"')
 DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
-SKIMMER = json.JSONDecoder(parse_int=str, parse_float=str)  # takes what is only bad for a row, to find where it ends
+SKIMMER = json.JSONDecoder(parse_int=str, parse_float=str)  # lenient: finds the end of a value even in a bad row

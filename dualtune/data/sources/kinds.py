@@ -1,6 +1,6 @@
-"""The kinds of files, by suffix: which reader takes one, and the reader of plain text.
+"""File kinds by suffix, with a reader for each, and the reader of plain text.
 
-A reader takes an opened file and yields its rows, the bad ones among them.
+A reader takes an open file and yields its rows, bad rows included.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.sources.tables import read_csv, read_tsv
 from dualtune.errors import DataError
 
-TEXT_BLOCK = 1 << 14  # bytes: of a document of plain text, which is some thousand tokens
+TEXT_BLOCK = 1 << 14  # bytes of a plain-text document, several thousand tokens
 TELL_ROWS = 1000
 
-Tell = Callable[[float], None]  # hears how much has been read, in [0, 1]
+Tell = Callable[[float], None]  # called with the fraction read so far, in [0, 1]
 
 
 def read_file(path: Path, tell: Tell) -> Rows:
-    """The rows of a file of a known kind. DataError if it has none, or cannot be read on."""
+    """Yield the rows of a file of a known kind. Raises DataError if it has no rows or cannot be read."""
     number = 0
     with opened(path) as file:
         for number, row in enumerate(READERS[kind_of(path)](file), start=1):
@@ -37,16 +37,16 @@ def read_file(path: Path, tell: Tell) -> Rows:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says how to read a file, without .gz; "" for an unknown one."""
+    """Return the suffix that selects the reader, without .gz; "" if it is unknown."""
     name = path.name.lower()
     kind = Path(name.removesuffix(".gz")).suffix
     return kind if kind in READERS and not (kind == ".parquet" and name.endswith(".gz")) else ""
 
 
 def read_text(file: DataFile) -> Rows:
-    """Plain text in documents of at most TEXT_BLOCK bytes, which end where a paragraph ends, or a line.
+    """Split plain text into documents of at most TEXT_BLOCK bytes, at the end of a paragraph, or else of a line.
 
-    A line that is longer is cut between two characters.
+    A longer line is cut between two characters.
     """
     line, rest = 1, b""
     while block := rest + file.stream.read(TEXT_BLOCK - len(rest)):
@@ -54,7 +54,7 @@ def read_text(file: DataFile) -> Rows:
         cut = len(block) if at_end else _end_of_paragraph(block)
         piece = block[:cut] if cut else block
         try:
-            text, used = codecs.utf_8_decode(piece, "strict", cut > 0)  # without a cut: up to the last whole character
+            text, used = codecs.utf_8_decode(piece, "strict", cut > 0)  # no line end: up to the last whole character
             bad = HOLDS_NUL if "\0" in text else ""
         except UnicodeDecodeError as error:
             bad_line = line + piece.count(b"\n", 0, error.start)
@@ -69,7 +69,7 @@ def read_text(file: DataFile) -> Rows:
 
 
 def _end_of_paragraph(block: bytes) -> int:
-    """Behind the last blank line of the second half, else behind the last line; 0 if there is no whole line."""
+    """Return the end of the last blank line in the second half, else of the last line; 0 if there is no whole line."""
     for blank in (b"\n\n", b"\n\r\n"):
         if (at := block.rfind(blank, len(block) // 2)) >= 0:
             return at + len(blank)

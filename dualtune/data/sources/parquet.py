@@ -1,4 +1,4 @@
-"""Parquet to rows, read by a process of its own: see `arrow_pieces`."""
+"""Read Parquet rows in a separate process: see `arrow_pieces`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dualtune.data.sources.data_file import DataFile, Rows
 from dualtune.data.sources.tables import INSTALL_DATASETS, arrow_rows, check_names
 from dualtune.errors import DataError, EnvironmentFault
 
-MAX_MEMORY = 192 << 20  # bytes that a file may take to be read, beyond what the library itself takes
+MAX_MEMORY = 192 << 20  # bytes to read a file, beyond what the library itself needs
 
 
 def read_parquet(file: DataFile) -> Rows:
-    """Rows are numbered from 1. See `arrow_rows` for what becomes of nulls."""
+    """Yield the rows, numbered from 1. See `arrow_rows` for the handling of nulls."""
     try:
         import pyarrow
     except ImportError as error:
@@ -39,11 +39,11 @@ def read_parquet(file: DataFile) -> Rows:
 
 @contextlib.contextmanager
 def _stream(file: DataFile) -> Generator[Any]:
-    """The file as a stream of Arrow batches. OSError with the reason where it cannot be read on."""
+    """Open the file as a stream of Arrow batches. Raises OSError with the reason if reading fails."""
     import pyarrow
     from pyarrow import ipc
 
-    # -P: the modules beside the program are not to be taken for those of the standard library.
+    # -P: modules in the program's folder must not shadow the standard library.
     command = [sys.executable, "-P", str(Path(arrow_pieces.__file__)), str(MAX_MEMORY)]
     with subprocess.Popen(command, stdin=file.raw, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         try:
@@ -60,7 +60,7 @@ def _stream(file: DataFile) -> Generator[Any]:
 
 
 def _reason(child: subprocess.Popen[bytes]) -> str:
-    """Why the process that reads failed; "" if it did not."""
+    """Return why the reading process failed; "" if it succeeded."""
     assert child.stderr is not None
     told = child.stderr.read(2000).decode(errors="replace")
     if child.wait() == 0:

@@ -1,6 +1,6 @@
-"""From what a user names as data to rows: a file, a directory of files by role, or a dataset of the hub.
+"""Open the data that a user names: a file, a directory with files for each role, or a hub dataset.
 
-A row remembers the file and line it came from, so that every later complaint can name it.
+Each row keeps its file and line, so that later error messages can name them.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ ROLE_NAMES: dict[Role, tuple[str, ...]] = {
     "valid": ("valid", "validation", "val", "dev"),
     "test": ("test",),
 }
-_PART = re.compile(r"(?:[-_.](?:part[-_.]?)?(?P<part>\d+)(?:[-_.]of[-_.](?P<parts>\d+))?)?")  # behind the role's name
+_PART = re.compile(r"(?:[-_.](?:part[-_.]?)?(?P<part>\d+)(?:[-_.]of[-_.](?P<parts>\d+))?)?")  # after the role's name
 SHOWN_NAMES = 20
 
 
 class SourceFiles(Protocol):
-    """Rows, and what tells them from others."""
+    """A source of rows with an identity."""
 
     @property
     def name(self) -> str:
-        """What the user wrote."""
+        """The name as the user wrote it."""
         ...
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that are read, in order; none for a dataset of the hub."""
+        """The files to read, in order; none for a hub dataset."""
         ...
 
     def identity(self) -> str:
-        """Equal for equal data that is read in the same way."""
+        """Return a string that is equal for equal data read in the same way."""
         ...
 
     def rows(self, tell: Tell = ...) -> Rows:
-        """All rows in order. `tell` hears now and then how much has been read, in [0, 1]."""
+        """Yield all rows in order. `tell` is called regularly with the fraction read, in [0, 1]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """One file, or several that are read one after the other."""
+    """One file, or several that are read in sequence."""
 
     name: str
     files: tuple[Path, ...]
 
     def identity(self) -> str:
-        """A hash over kind and content of the files, in order: not over their names."""
-        whole = hashlib.sha256()  # with the instructions that today's processors have for it, faster than BLAKE2
+        """Return a hash of the kind and content of the files, in order, without their names."""
+        whole = hashlib.sha256()  # faster than BLAKE2 with the CPU's SHA instructions
         for path in self.files:
             with reading(path), open_regular(path) as file:
                 digest = hashlib.file_digest(cast(Any, file), "sha256")
@@ -76,10 +76,10 @@ class FileSource:
 
 
 def open_source(path: str, *, role: Role = "train", subset: str | None = None, split: str | None = None) -> SourceFiles:
-    """Find the data that a user names. `subset` and `split` choose within a dataset of the hub.
+    """Find the data that a user names. `subset` and `split` select within a hub dataset.
 
-    Of a directory, the files of the role are taken, or of the role that `split` names. DataError if there is nothing
-    that can be read; the files are opened when their rows are asked for.
+    In a directory, the files of the role are taken, or of the role that `split` names. Raises DataError if there is
+    nothing to read; the files are opened when their rows are read.
     """
     place, found = _locate(path)
     if found == "nothing" and _may_be_in_the_hub(path):
@@ -98,9 +98,9 @@ def open_source(path: str, *, role: Role = "train", subset: str | None = None, s
 
 
 def has_role(path: str, role: Role, subset: str | None = None) -> bool:
-    """Whether `open_source` would find data for this role: a single file is for training.
+    """Return whether `open_source` finds data for this role. A single file has only the role "train".
 
-    A dataset of the hub is downloaded to find out.
+    A hub dataset is downloaded to find out.
     """
     place, found = _locate(path)
     if found == "nothing" and _may_be_in_the_hub(path):
@@ -120,7 +120,7 @@ def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
         if place.exists() and not place.is_file():
             raise DataError(f"{place}: is no regular file; write the data to one first")
         return place, "file" if place.exists() else "nothing"
-    except (OSError, ValueError, RuntimeError) as error:  # what may not be searched, can be no name, has no home
+    except (OSError, ValueError, RuntimeError) as error:  # no permission, an invalid name, no home directory
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
@@ -135,7 +135,7 @@ def _role_named(place: Path, split: str) -> Role:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     path: Path
-    group: tuple[str, str, str]  # (name of the role, how many parts there are, suffixes): the parts of one set share it
+    group: tuple[str, str, str]  # (name of the role, number of parts, suffixes): equal for the parts of one set
     part: int | None
 
 
@@ -158,7 +158,7 @@ def _candidates(directory: Path, role: Role) -> list[_Candidate]:
 
 
 def _files_for(directory: Path, role: Role) -> tuple[Path, ...]:
-    """The one file of a role, or all its parts in the order of their numbers."""
+    """Return the one file of a role, or all its numbered parts in order."""
     found = _candidates(directory, role)
     if not found:
         names = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))

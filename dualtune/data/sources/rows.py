@@ -1,4 +1,4 @@
-"""Rows on their way from files to documents. Rows stream: nothing here needs all of them at once."""
+"""Rows between files and documents. They are streamed, never all in memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """What a file says, as a mapping."""
+    """A row of a file, as a mapping."""
 
     path: str
-    line: int  # from 1; the number of the row where the format has no lines
+    line: int  # from 1; the row number if the format has no lines
     fields: dict[str, Any]
 
     @property
@@ -21,7 +21,7 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used. It flows with the good ones; who consumes them decides what it means."""
+    """A row that cannot be used. It is streamed with the good ones; the consumer decides how to handle it."""
 
     path: str
     line: int
@@ -32,9 +32,9 @@ class BadRow:
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal could take for a command written out: \\x1b."""
+    """Escape characters that a terminal could interpret as a command, for instance \\x1b."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 class RowError(Exception):
-    """Why one row cannot be used; becomes a BadRow."""
+    """The reason why a row cannot be used; becomes a BadRow."""

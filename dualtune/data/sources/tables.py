@@ -1,4 +1,4 @@
-"""Tables to rows: CSV and TSV by Python's csv module, and Arrow batches."""
+"""Read rows from tables: CSV and TSV with Python's csv module, and Arrow batches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dualtune.data.sources.rows import BadRow, RawRow, printable
 from dualtune.errors import DataError
 
 MAX_COLUMNS = 10_000
-MAX_CELLS = 200_000  # of a record: no more than so many delimiters, also within quotes
+MAX_CELLS = 200_000  # the most delimiters in a record, including those within quotes
 ROW_TOO_LARGE = f"row of more than {MAX_LINE >> 20} MiB, or of too many small parts; divide it"
 INSTALL_DATASETS = "Install it with: pip install 'dualtune[datasets]'"
 
 
 def read_csv(file: DataFile, delimiter: str = ",") -> Rows:
-    """A header, then a row a record; a quoted cell may hold newlines. A row has the number of its first line."""
+    """Read a header and one row per record. A quoted cell may contain newlines; a row has its first line's number."""
     csv.field_size_limit(MAX_LINE)
-    complaints: list[str] = []  # about the lines of the record that is being read
+    complaints: list[str] = []  # about the lines of the current record
     lines = _Record(_csv_lines(file, complaints), delimiter)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -43,22 +43,22 @@ def read_csv(file: DataFile, delimiter: str = ",") -> Rows:
             yield BadRow(file.name, line, complaints[0])
         elif cells and len(cells) != len(header):
             yield BadRow(file.name, line, f"got {len(cells)} cells, the header has {len(header)}")
-        elif cells:  # a blank line has none
+        elif cells:  # a blank line has no cells
             yield RawRow(file.name, line, dict(zip(header, cells, strict=True)))
 
 
 def read_tsv(file: DataFile) -> Rows:
-    """As .csv, quotes included, with tabs between the cells."""
+    """Read a file like CSV, quotes included, with tabs between the cells."""
     return read_csv(file, "\t")
 
 
 def arrow_rows(name: str, batches: Iterable[Any]) -> Rows:
-    """The rows of Arrow batches or tables, numbered from 1: JSON columns decoded, null fields of objects left out.
+    """Yield the rows of Arrow batches or tables, numbered from 1, with JSON columns decoded and null fields omitted.
 
-    A batch without rows stands for a row that is too large to be read (`arrow_pieces`).
+    A batch without rows replaces a row that is too large to read (`arrow_pieces`).
 
-    A column of objects has one set of fields for all rows. A null there mostly says that this object never had the
-    field, and a chat template could not tell it from one that is meant.
+    A column of objects has one set of fields for all rows. A null usually means that the object never had the field,
+    and a chat template cannot distinguish it from an intended null.
     """
     number = 0
     for batch in batches:
@@ -79,7 +79,7 @@ def arrow_rows(name: str, batches: Iterable[Any]) -> Rows:
 
 
 def _converter(arrow_type: Any) -> Callable[[Any], Any] | None:
-    """What is still to be done to a value of a type that Arrow has made a Python value; None for nothing."""
+    """Return a function that completes the conversion of this type's Python values; None if none is needed."""
     import pyarrow
 
     types = cast(Any, pyarrow).types
@@ -98,17 +98,17 @@ def _as_it_is(value: Any) -> Any:
 
 
 class _Record:
-    """Lines for the csv module, which would read a record of any size."""
+    """Lines for the csv module, with a limit on the size of a record."""
 
     def __init__(self, lines: Iterator[str], delimiter: str) -> None:
         self._lines, self._delimiter = lines, delimiter
-        self.size = self.cells = 0  # of the record so far
+        self.size = self.cells = 0  # of the current record so far
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        """csv.Error if the record becomes too large: what follows is read as the next one."""
+        """Return the next line. Raises csv.Error if the record gets too large; the rest is read as the next record."""
         line = next(self._lines)
         self.size += len(line)
         self.cells += line.count(self._delimiter)
@@ -147,7 +147,7 @@ def _checked_header(file: DataFile, line: int, names: list[str], complaints: lis
 
 
 def check_names(what: str, names: list[str]) -> None:
-    """DataError for columns without a name, for two of one name, and for more than a table of texts has."""
+    """Raise DataError for columns without a name, for duplicate names, and for too many columns."""
     if len(names) > MAX_COLUMNS:
         raise DataError(f"{what}: {len(names)} names, at most {MAX_COLUMNS} are allowed; leave out what is not needed")
     if "" in names:

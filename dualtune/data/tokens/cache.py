@@ -1,7 +1,7 @@
-"""The cache of tokenized data: a store for each (content of the files, tokenizer, template, settings), made once.
+"""The cache of tokenized data: one store for each (content of the files, tokenizer, template, settings).
 
-It lies in $DUALTUNE_CACHE, or $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune. A store appears there whole or not at
-all; what nobody has used for thirty days is removed when another is made.
+It is in $DUALTUNE_CACHE, or $XDG_CACHE_HOME/dualtune, or ~/.cache/dualtune. Stores are written atomically. Creating a
+store removes those that have not been used for thirty days.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Build = Callable[[Writer, BadRows], None]
 
 
 def open_store(key: Mapping[str, Any], build: Build) -> Store:
-    """The store of this key, from the cache, or else made by `build(writer, bad_rows)` and put there.
+    """Return the store of this key from the cache, or create it with `build(writer, bad_rows)` and cache it.
 
-    Where the cache cannot be written, the store lives as long as the process. DiskError if there is no room at all.
+    If the cache cannot be written, the store lasts until the process ends. Raises DiskError without any disk space.
     """
     parts = {**key, "versions": versions_of(("tokenizers", "jinja2", "numpy")), "code": _code()}
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     place = cache_dir() / "data" / name
     if found := _read(place):
         with contextlib.suppress(OSError):
-            os.utime(place)  # used now
+            os.utime(place)  # marks it as used now
         return found
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def open_store(key: Mapping[str, Any], build: Build) -> Store:
 
 @functools.cache
 def _code() -> str:
-    """What turns rows into tokens: this package's source."""
+    """Return a hash of the source of `dualtune.data`, which converts rows to tokens."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
@@ -102,13 +102,13 @@ def _write(directory: Path, build: Build) -> None:
 
 
 def _read(place: Path) -> Store | None:
-    """The store at this place, if there is a whole one."""
+    """Read the store at this path; None if there is no complete one."""
     try:
         table = json.loads((place / TABLE).read_text(encoding="utf-8"))
         if any((place / name).stat().st_size != size for name, size in table["bytes"].items()):
             return None
         file = place / INDEX_FILE
-        index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # nothing: no map
+        index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # cannot map 0 bytes
         counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
         weights = TokenFile(place / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
         return Store(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place, weights)
@@ -130,7 +130,7 @@ def _in_process(build: Build) -> Store:
 
 
 def _forget(directory: Path) -> None:
-    """Remove what was not used for long, and what killed processes left."""
+    """Remove stores that have not been used for long, and leftovers of killed processes."""
     oldest = time.time() - KEPT_DAYS * 86_400
     for path in directory.iterdir():
         with contextlib.suppress(OSError):

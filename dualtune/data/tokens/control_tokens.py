@@ -1,12 +1,13 @@
-"""Control tokens in what people wrote: `<|im_end|>` in a user's message is text, not the end of a turn.
+"""Control tokens in content: `<|im_end|>` in a user's message is text, not the end of a turn.
 
-A rendered chat holds control tokens of two origins: those that the template writes are meant, those in the content are
-not. Which is which shows when the conversation is rendered once more with the content's hidden behind placeholders of
-the same length. Where the two renderings differ in anything else, the template treats such content in a way of its
-own, and the row is refused. The text is then encoded by a copy of the tokenizer that takes control tokens for text and
-placeholders for the control tokens that they stand for; all else is tokenized as always.
+A rendered chat contains control tokens from the template, which are intended, and from the content, which are not. To
+tell them apart, the conversation is rendered again with those of the content replaced by placeholders of the same
+length. If the two renderings differ in anything else, the template handles such content specially, and the row is
+refused. Then the template's control tokens are replaced by their placeholders, and a copy of the tokenizer encodes the
+text: it treats control tokens as text and placeholders as the control tokens they stand for. All else is tokenized as
+usual.
 
-A control token that a template puts together itself, as in `<|{{ role }}|>`, counts as the template's.
+A control token that a template composes itself, as in `<|{{ role }}|>`, counts as the template's.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import numpy as np
 from dualtune.data.sources.rows import RowError
 
 Policy = Literal["error", "text", "allow"]
-FIRST_PLACEHOLDER = 0xF0000  # private use, and room for more tokens than any tokenizer has
+FIRST_PLACEHOLDER = 0xF0000  # private use area, larger than the number of control tokens of any tokenizer
 ADVICE = "Remove it, or set data.special_tokens_in_text"
 
 
 class ControlTokens:
-    """The special tokens of a Rust tokenizer as texts, and what is to be done with them in content."""
+    """The special tokens of a Rust tokenizer as strings, and the policy for them in content."""
 
     def __init__(self, rust: Any, special_ids: Iterable[int], policy: Policy) -> None:
         self._rust, self._policy = rust, policy
@@ -34,13 +35,13 @@ class ControlTokens:
         self._ids = {self._added[id].content: id for id in sorted(special_ids) if id in self._added}
         self._hidden = {token: chr(FIRST_PLACEHOLDER + n) * len(token) for n, token in enumerate(self._ids)}
         self._shown = {hidden: token for token, hidden in self._hidden.items()}
-        folds = any(self._added[id].normalized for id in self._ids.values())  # then other texts become it too
+        folds = any(self._added[id].normalized for id in self._ids.values())  # then other strings match a token too
         self._normalize: Callable[[str], str] | None = (
             getattr(rust.normalizer, "normalize_str", None) if folds else None
         )
 
     def first_in(self, value: Any) -> str | None:
-        """The first control token in the strings of a JSON value."""
+        """Return the first control token in the strings of a JSON value."""
         for text in _texts(value):
             for form in (text, self._normalize(text)) if self._normalize else (text,):
                 for _, token in self._tokens.matches(form):
@@ -48,9 +49,10 @@ class ControlTokens:
         return None
 
     def masked(self, content: Any, text: str, render: Callable[[Any], str]) -> tuple[str | None, str | None]:
-        """The first control token in `content`, and `text`, which is `render(content)`, for `encode_batch`.
+        """Return the first control token in `content`, and the masked `text` (= `render(content)`) for `encode_batch`.
 
-        Each is None where there is none; without the second the text is encoded as it is. RowError by the policy.
+        Each is None if there is none; without a masked text, encode `text` itself. Raises RowError if the policy
+        forbids control tokens in content, or if they cannot be masked.
         """
         try:
             token = self.first_in(content)
@@ -70,15 +72,15 @@ class ControlTokens:
         return token, source
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(token ids int32 [T], character offsets int32 [T, 2]) of each text.
+        """Return (token ids int32 [T], character offsets int32 [T, 2]) of each text.
 
-        A placeholder becomes its control token, all else is text. RowError where the tokenizer has no other way to
-        write a control token.
+        A placeholder becomes its control token, all else is text. Raises RowError if the tokenizer cannot encode a
+        control token as text.
         """
         return list(map(self._checked, self._literal.encode_batch([*texts], add_special_tokens=special)))
 
     def _hide(self, value: Any) -> Any:
-        """A JSON value with a placeholder for each control token in its strings."""
+        """Replace each control token in the strings of a JSON value by its placeholder."""
         if isinstance(value, str):
             if next(self._placeholders.matches(value), None):
                 raise RowError("has characters of the private-use plane 15 too, which stand for control tokens here")
@@ -90,7 +92,7 @@ class ControlTokens:
         return value
 
     def _swapped(self, hidden: str, text: str) -> str:
-        """The text with a placeholder for each control token of the template, and for none of the content."""
+        """Replace each control token of the template by its placeholder, and restore those of the content."""
         if self._placeholders.replaced(hidden, self._shown) != text:
             raise RowError("the chat template changes it, so that its origin cannot be told")
         return self._either.replaced(hidden, self._hidden | self._shown)
@@ -98,14 +100,14 @@ class ControlTokens:
     def _checked(self, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(encoding.ids, np.int32)
         offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
-        written = ids[offsets[:, 0] < offsets[:, 1]]  # what the tokenizer adds around a text has no characters
+        written = ids[offsets[:, 0] < offsets[:, 1]]  # tokens that the tokenizer adds (BOS) cover no characters
         if np.isin(written, [*self._ids.values()]).any():
             raise RowError("the tokenizer has no other way to write it")
         return np.array([self._meant.get(id, id) for id in ids.tolist()], np.int32), offsets
 
     @cached_property
     def _literal(self) -> Any:
-        """The tokenizer with placeholders that match as their tokens do, and tokens that match nothing."""
+        """A copy of the tokenizer in which placeholders match instead of their control tokens."""
         from tokenizers import AddedToken, Tokenizer
 
         copy = cast(Any, Tokenizer).from_str(self._rust.to_str())
@@ -118,7 +120,7 @@ class ControlTokens:
 
     @cached_property
     def _meant(self) -> dict[int, int]:
-        """The id of a placeholder -> that of its control token."""
+        """The id of each placeholder -> the id of its control token."""
         return {self._literal.token_to_id(hidden): self._ids[token] for token, hidden in self._hidden.items()}
 
     @cached_property
@@ -135,7 +137,7 @@ class ControlTokens:
 
 
 def about_rows(number: int, first: str, policy: Policy) -> str:
-    """A warning: a row that was formatted by hand means what it says, and any other does not."""
+    """Return a warning about control tokens in content: they are intended only in rows formatted by hand."""
     became = {
         "text": "it is plain text; if the rows were formatted by hand, set data.special_tokens_in_text: allow",
         "allow": "it is taken for the control token (data.special_tokens_in_text: allow)",
@@ -145,17 +147,17 @@ def about_rows(number: int, first: str, policy: Policy) -> str:
 
 
 class _Finder:
-    """Finds the longest of many texts at each place, from the left on, as a tokenizer finds its added tokens."""
+    """Finds the longest of many strings at each position, from left to right, like a tokenizer its added tokens."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         self._wanted = {text for text in wanted if text}
         self._firsts = {text[0] for text in self._wanted}
         self._lengths = sorted({len(text) for text in self._wanted}, reverse=True)
         starts = sorted({re.escape(text[:2]) for text in self._wanted})
-        self._start = re.compile("|".join(starts) or r"(?!)")  # of nothing: what never matches
+        self._start = re.compile("|".join(starts) or r"(?!)")  # if there are none: a pattern that never matches
 
     def matches(self, text: str) -> Iterator[tuple[int, str]]:
-        if not any(map(text.__contains__, self._firsts)):  # most texts, and far faster than to search them
+        if not any(map(text.__contains__, self._firsts)):  # true for most texts, and far faster than the search
             return
         at = 0
         while found := self._start.search(text, at):

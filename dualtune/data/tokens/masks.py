@@ -1,12 +1,12 @@
-"""Which characters are learned: the conversation is rendered once, and the assistant's turns are found in the text.
+"""Find the target characters: render the conversation once, and locate the assistant turns in the text.
 
-A turn is what the assistant generates: from where the generation prompt ends through its end-of-turn text. Templates
-differ, so there are three ways to find one, from the most certain on, and each is verified on the rendered text:
+A turn is what the assistant generates: from the end of the generation prompt through the end-of-turn text. Templates
+differ, so there are three methods to find it, the most reliable first, and each is verified on the rendered text:
 
-1. generation markers in the template say it;
-2. prefixes: the turn is what the template adds to the conversation before it. Where it renders the last turn otherwise
-   (Qwen3 writes a think block there), what it adds must end with what stands in the text;
-3. a sentinel around the message's content, where earlier turns are rewritten when later ones follow (Mistral).
+1. generation markers in the template;
+2. prefixes: the turn is what the template adds to the conversation before it. If it renders the last turn differently
+   (Qwen3 writes a think block there), the added text must end with the turn's text in the conversation;
+3. a sentinel around the message's content, for templates that rewrite earlier turns when later ones follow (Mistral).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 Span = tuple[int, int]
-HEAD = 64  # characters by which the start of a turn is searched
+HEAD = 64  # characters used to search for the start of a turn
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of an example, and which of its characters are learned: sorted, disjoint ranges, maybe none."""
+    """The text of an example and its target characters: sorted, disjoint spans, possibly none."""
 
     text: str
     spans: list[Span]
-    weights: list[float] | None  # of the spans; None: all are 1
-    is_chat: bool  # the text has its special tokens already
+    weights: list[float] | None  # loss weights of the spans; None: all are 1
+    is_chat: bool  # the text already contains its special tokens
     path: str
     line: int
-    control_token: str | None = None  # the first one in what somebody wrote…
-    masked: str | None = None  # …and the text as `ControlTokens.encode_batch` reads it; None: encoded as it is
+    control_token: str | None = None  # the first one in the content…
+    masked: str | None = None  # …and the text for `ControlTokens.encode_batch`; None: `text` is encoded
 
 
 def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rendered:
     """Render an example for `loss_on`: "assistant" (every assistant turn), "last" (the last one), or "all".
 
-    An assistant message with `train` false is not learned, whatever `loss_on` says, and one with a weight by that.
-    RowError where the template refuses the conversation, does not show its tools, or hides where a turn is, and where a
-    control token in the content is not allowed.
+    An assistant message with `train` false is never trained on; a message weight is its loss weight. Raises RowError if
+    the template rejects the conversation or does not show its tools, if a turn cannot be located, or if a control token
+    in the content is not allowed.
     """
     is_chat = tokenizer.template is not None and bool(example.messages)
     if is_chat:
@@ -66,7 +66,7 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
 
 
 class _Chat:
-    """One conversation, rendered, and the search for its turns."""
+    """A rendered conversation, and the search for its turns."""
 
     def __init__(self, example: Example, tokenizer: Tokenizer) -> None:
         self._messages, self._tools, self._tokenizer = example.messages, example.tools, tokenizer
@@ -83,7 +83,7 @@ class _Chat:
             self._marked = dict(zip(self._turns, marked, strict=True))
 
     def learned(self, loss_on: str) -> tuple[list[Span], list[float]]:
-        """What is learned, and how much."""
+        """Return the target spans and their loss weights."""
         if loss_on == "all":
             return self._everything()
         wanted = self._turns[-1:] if loss_on == "last" else self._turns
@@ -91,7 +91,7 @@ class _Chat:
         return [self._turn(i) for i in wanted], [self._messages[i].weight for i in wanted]
 
     def _everything(self) -> tuple[list[Span], list[float]]:
-        """All of the text but the turns that are not learned. A turn with a weight of its own is a span of its own."""
+        """Return all text except excluded turns. A turn with a weight other than 1 is a separate span."""
         spans: list[Span] = []
         weights: list[float] = []
         start = 0
@@ -110,7 +110,7 @@ class _Chat:
         return [*spans, (start, _end(self.text, self._messages[-1].content))], [*weights, 1.0]
 
     def _turn(self, i: int) -> Span:
-        """The characters of message `i`, an assistant's."""
+        """Return the span of assistant message `i`."""
         span = self._marked[i] if self._marked is not None else self._by_prefix(i) or self._by_sentinel(i)
         if span is None:
             raise RowError(
@@ -127,7 +127,7 @@ class _Chat:
             before = self._render(self._messages[:i], add_generation_prompt=True)
             is_last = i + 1 == len(self._messages)
             through = self.text if is_last else self._render(self._messages[: i + 1])
-        except RowError:  # some templates refuse a part of a conversation that they take as a whole
+        except RowError:  # some templates reject a part of a conversation that they accept as a whole
             return None
         if not (self.text.startswith(before) and through.startswith(before)):
             return None
@@ -137,10 +137,10 @@ class _Chat:
         return (start, start + _end(turn, content)) if turn else None
 
     def _by_sentinel(self, i: int) -> Span | None:
-        """Around the whole content, or around what a template that trims it leaves of it."""
+        """Find a turn by a sentinel around its content, or around the stripped content if the template trims it."""
         message = self._messages[i]
         if _call_names(message):
-            return None  # they are learned too, and stand outside the content
+            return None  # tool calls are targets too, and are outside the content
         sentinel = _sentinel(self.text)
         for content in dict.fromkeys((message.content, message.content.strip())):
             marked = message.content.replace(content, sentinel + content + sentinel, 1)
@@ -158,23 +158,23 @@ class _Chat:
 
 
 def _check_names(names: Sequence[str], text: str, what: str) -> None:
-    """A template that knows nothing of tools renders a conversation without them, and says nothing."""
+    """Raise RowError if a name is missing in the text: a template without tool support silently drops tools."""
     for name in names:
         if name not in text:
             raise RowError(f"the chat template does not show the {what} ('{name}' is nowhere). Use one that does")
 
 
 def _end(text: str, content: str) -> int:
-    """Where a text ends, without the whitespace that its template puts behind it: nobody generates that.
+    """Return the end of a text without the template's trailing whitespace, which is not generated.
 
-    The whitespace at the end of the message's own content stays.
+    Whitespace at the end of the message's content stays.
     """
     at = text.rfind(content) if content.strip() else text.find(content)
     return max(len(text.rstrip()), at + len(content) if at >= 0 else 0)
 
 
 def _as_in(text: str, start: int, turn: str, content: str) -> str:
-    """The longest end of `turn` that stands in the text at `start` and has the whole content, or ""."""
+    """Return the longest suffix of `turn` that is in the text at `start` and contains the whole content, or ""."""
     head = text[start : start + min(HEAD, max(1, len(content)))]
     at = turn.find(head) if head else -1
     while at >= 0 and content in (rest := turn[at:]):
@@ -185,7 +185,7 @@ def _as_in(text: str, start: int, turn: str, content: str) -> str:
 
 
 def _sentinel(text: str) -> str:
-    """Private-use characters that the text does not hold; no template does anything with them."""
+    """Return private-use characters that are not in the text; no template handles them specially."""
     number = 0
     while (sentinel := f"\ue000{number}\ue001") in text:
         number += 1
@@ -197,7 +197,7 @@ def _with_content(message: Message, content: str) -> Message:
 
 
 def _tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of functions, as {"function": {"name"}} or {"name"}."""
+    """Return the names of functions, given as {"function": {"name"}} or {"name"}."""
     names = [cast(Mapping[str, Any], tool.get("function", tool)).get("name") for tool in tools]
     return [name for name in names if isinstance(name, str)]
 

@@ -1,9 +1,9 @@
-"""Tokenized rows in flat files that are read piece by piece: a million documents take little memory.
+"""Tokenized rows in flat files that are read on demand, so that a million documents need little memory.
 
-`tokens.bin` holds the documents' tokens one after the other as int32: the id of a token that is learned, and ~id of one
-that is not. `index.bin` holds an entry of INDEX for each document, and one for each dropped row. `weights.bin` is there
-only where a document has weights: the float32 of each token of `tokens.bin`, 0 for all of a document without (a hole in
-the file, which takes no room) and for what is not learned.
+`tokens.bin` contains the documents' tokens in sequence as int32: the id of a target, and ~id of any other token.
+`index.bin` contains an entry of INDEX for each document and for each dropped row. `weights.bin` exists only if a
+document has loss weights: the float32 weight of each token in `tokens.bin`, 0 for tokens that are not targets and for
+all tokens of a document without weights (a hole in the file, which needs no disk space).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dualtune.errors import DataError, DiskError
 TOKENS, INDEX_FILE, WEIGHTS = "tokens.bin", "index.bin", "weights.bin"
 INDEX = np.dtype(
     [
-        ("start", "<i8"),  # of its tokens
+        ("start", "<i8"),  # of its tokens in tokens.bin
         ("length", "<i4"),  # 0: a dropped row
         ("num_targets", "<i4"),
         ("row", "<i8"),  # number of the example in its source
-        ("row_length", "<i4"),  # tokens of the row before anything was cut
+        ("row_length", "<i4"),  # tokens of the row before truncation
         ("file", "<i4"),  # number of the file in the source
         ("line", "<i8"),
         ("state", "<i4"),
-        ("control", "<i4"),  # 1: the row's own text holds a control token
-        ("digest", "V16"),  # BLAKE2b of the tokens as they are stored, and of the weights where there are some
+        ("control", "<i4"),  # 1: the row's content contains a control token
+        ("digest", "V16"),  # BLAKE2b of the stored tokens, and of the weights if there are any
     ]
 )
 
@@ -44,8 +44,8 @@ class Document:
     tokens: np.ndarray  # int32 [T]
     trained: np.ndarray  # bool [T]: this token is a target
     where: str = ""  # path:line of the row
-    has_control_text: bool = False  # the row's own text holds a control token
-    weights: np.ndarray | None = None  # float32 [T], 0 where nothing is learned; None: 1 wherever something is
+    has_control_text: bool = False  # the row's content contains a control token
+    weights: np.ndarray | None = None  # float32 [T], 0 where the token is no target; None: 1 for all targets
 
     @property
     def num_targets(self) -> int:
@@ -53,8 +53,7 @@ class Document:
 
 
 class TokenFile:
-    """Four bytes for each token, int32 by default, read when they are asked for. (Mapped, they would count as memory
-    once used.)"""
+    """Four bytes per token, int32 by default, read on demand. (Mapped pages would count as memory once used.)"""
 
     def __init__(self, path: Path, dtype: str = "<i4") -> None:
         self._dtype = dtype
@@ -73,17 +72,17 @@ class Store:
     index: np.ndarray  # INDEX [documents and dropped rows]
     files: tuple[str, ...]
     num_rows: int  # examples
-    num_bad: int  # rows that are no example, left out
-    bad: tuple[str, ...]  # the first of them, with their reasons
+    num_bad: int  # bad rows, which were skipped
+    bad: tuple[str, ...]  # the first bad rows, with their reasons
     path: Path | None = None  # None: in memory
-    weights: np.ndarray | TokenFile | None = None  # float32, as many as tokens; None: no document has some
+    weights: np.ndarray | TokenFile | None = None  # float32, one per token; None: no document has weights
 
     def tokens_of_rows(self) -> np.ndarray:
-        """int64 [num_rows]: how many tokens of each row are in its documents; a dropped row has none."""
+        """Return int64 [num_rows]: the number of tokens in the documents of each row; 0 for a dropped row."""
         return np.bincount(self.index["row"], self.index["length"], self.num_rows).astype(np.int64)
 
     def document(self, i: int) -> Document:
-        """DataError if it is not what was written."""
+        """Read a document. Raises DataError if it differs from what was written."""
         entry = self.index[i]
         cut = slice(int(entry["start"]), int(entry["start"]) + int(entry["length"]))
         raw, weights = self.tokens[cut], None if self.weights is None else self.weights[cut]
@@ -95,9 +94,9 @@ class Store:
 
 
 class Writer:
-    """Writes a store row by row; `table()` is what belongs beside the files.
+    """Writes a store row by row; `table()` returns the metadata to save beside the files.
 
-    `open_weights` is called when the first document with weights comes.
+    `open_weights` is called for the first document with weights.
     """
 
     def __init__(self, tokens: BinaryIO, index: BinaryIO, open_weights: Callable[[], BinaryIO]) -> None:
@@ -109,7 +108,7 @@ class Writer:
         self.num_rows = 0
 
     def add(self, row: TokenizedRow) -> None:
-        """DiskError if it cannot be written."""
+        """Append a row. Raises DiskError if it cannot be written."""
         self.num_rows = row.number + 1
         entries = np.zeros(max(1, len(row.documents)), INDEX)
         entries["row"], entries["line"], entries["state"] = row.number, row.line, row.state
@@ -131,7 +130,7 @@ class Writer:
             raise DiskError(f"the cache of tokenized data cannot be written: {error.strerror or error}") from error
 
     def finish(self) -> None:
-        """Make the weights as long as the tokens. The files are the caller's to close."""
+        """Extend the weights to the number of tokens. The caller closes the files."""
         if self.weights is not None:
             self.weights.truncate(4 * self._start)
 

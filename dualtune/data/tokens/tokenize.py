@@ -1,8 +1,8 @@
-"""Examples to token ids, and for each token whether it is learned.
+"""Convert examples to token ids and loss masks.
 
-The rule: render the whole conversation once, find the characters to be learned (`masks.py`), tokenize once with
-offsets. A token is learned when it holds a character of a span. Where a token would hold characters of both sides of a
-span's border, the text is tokenized in pieces cut there: generation also sees the prompt end there.
+The rule: render the whole conversation once, find the target characters (`masks.py`), and tokenize once with offsets. A
+token is a target if it contains a character of a target span. If a token would cross the border of a span, the text is
+split at the border and the pieces are tokenized separately, because the prompt also ends there in generation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 
 ENCODE_ROWS = 1000
 
-# Token ids int32 [T], with character offsets int32 [T, 2], or the loss mask: bool [T], or float32 [T] where the row has
-# weights, which is 0 where nothing is learned.
+# Token ids int32 [T], with character offsets int32 [T, 2], or with the loss mask: bool [T], or float32 [T] loss weights
+# if the row has weights, 0 for tokens that are not targets.
 Tokens = tuple[np.ndarray, np.ndarray]
 
 
 class State(IntEnum):
-    """What became of a row."""
+    """The outcome of tokenizing a row."""
 
     WHOLE = 0
     CUT = 1  # to max_length
     SPLIT = 2  # a plain text in pieces of max_length
-    UNTRAINED = 3  # dropped: no token of it is learned
-    TOO_LONG = 4  # dropped: no learned token within max_length
+    UNTRAINED = 3  # dropped: it has no target
+    TOO_LONG = 4  # dropped: no target within max_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class TokenizedRow:
     path: str
     line: int
     number: int  # of the row in its source, from 0; bad rows do not count
-    num_tokens: int  # before anything was cut
+    num_tokens: int  # before truncation
     state: State
-    documents: list[Tokens]  # (token ids, loss mask); none where the row was dropped
-    control_token: str | None = None  # the first one in what somebody wrote
+    documents: list[Tokens]  # (token ids, loss mask); none if the row was dropped
+    control_token: str | None = None  # the first one in the content
 
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A row that waits to be tokenized."""
+    """A rendered row that is ready to be tokenized."""
 
     rendered: Rendered
     number: int
@@ -61,7 +61,7 @@ class _Ready:
 def tokenize_rows(
     examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str, max_length: int
 ) -> Iterator[TokenizedRow | BadRow]:
-    """Tokenize a stream, in order. A chunk is tokenized (by Rust, on all cores) while the next one is rendered."""
+    """Tokenize a stream in order. A chunk is tokenized (in Rust, on all cores) while the next one is rendered."""
     ready = _render(examples, tokenizer, loss_on)
     with ThreadPoolExecutor(1, "dualtune-tokenize") as pool:
         waiting: tuple[list[_Ready | BadRow], Future[list[Tokens]]] | None = None
@@ -91,7 +91,7 @@ def _render(examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on:
 
 
 def _encode(rows: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
-    # A rendered chat has its special tokens already.
+    # A rendered chat already contains its special tokens.
     found: dict[int, Tokens] = {}
     for is_chat, is_masked in product((True, False), repeat=2):
         some = [i for i, row in enumerate(rows) if (row.is_chat, row.masked is not None) == (is_chat, is_masked)]
@@ -118,7 +118,7 @@ def _finish(
 
 
 def _learned(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
-    """(token ids, loss mask), with an end token behind what the model shall stop after."""
+    """Return (token ids, loss mask), with an end token added where the model should learn to stop."""
     tokens, offsets = _cut_at_borders(row, tokens, offsets, tokenizer)
     starts, ends = offsets[:, 0], offsets[:, 1]
     weights = row.weights or [True] * len(row.spans)
@@ -127,7 +127,7 @@ def _learned(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: 
         inside = (starts < end) & (ends > start)
         trained[inside] = weight
         behind = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
-        # A turn's end token is learned with it, also where the marked part of the template stops before it.
+        # A turn's end token is a target too, even if the template's generation block ends before it.
         if behind < len(tokens) and int(tokens[behind]) in tokenizer.stop_ids and starts[behind] == end:
             trained[behind] = weight
     # Without an end token the model would never learn to stop.
@@ -140,9 +140,9 @@ def _learned(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: 
 
 
 def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
-    """The same tokens, unless one holds characters of both sides of a border: then those of the text cut there.
+    """Retokenize the text split at the span borders if a token crosses one; otherwise return the tokens unchanged.
 
-    Left as it is where the tokenizer changes a text by cutting it (one that puts a space before every piece).
+    They also stay unchanged if splitting changes the decoded text (a tokenizer that adds a space before every piece).
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
     borders = np.array(sorted({at for span in row.spans for at in span}))[:, None]
@@ -154,7 +154,7 @@ def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, toke
     if row.masked is not None:
         text, encode = row.masked, tokenizer.control_tokens.encode_batch
     pieces = encode([text[a:b] for a, b in pairwise(edges)], special=False)
-    written = np.flatnonzero(starts < ends)  # what the tokenizer adds around a text (BOS) has no characters
+    written = np.flatnonzero(starts < ends)  # tokens that the tokenizer adds (BOS) cover no characters
     first, behind = int(written[0]), int(written[-1]) + 1
     cut = np.concatenate([tokens[:first], *(ids for ids, _ in pieces), tokens[behind:]])
     if tokenizer.decode(cut.tolist()) != tokenizer.decode(tokens.tolist()):
@@ -176,6 +176,6 @@ def _fitted(tokens: np.ndarray, trained: np.ndarray, max_length: int, *, split: 
 
 
 def _windows(tokens: np.ndarray, trained: np.ndarray, size: int) -> list[Tokens]:
-    """Windows that share one token: the last of one is the context of the next, so that each is a target once."""
+    """Split into windows that overlap by one token, so that each token but the first is a target exactly once."""
     starts = range(0, len(tokens) - 1, size - 1)
     return [(tokens[at : at + size], trained[at : at + size]) for at in starts]

@@ -1,7 +1,7 @@
-"""The tokenizer and chat template of a base model, behind the few verbs that dualtune needs.
+"""The tokenizer and chat template of a base model, with the few methods that dualtune needs.
 
-`tokenizer_files.py` loads the tokenizer. Texts go straight to the Rust library, on all cores; chats go through our own
-template code.
+`tokenizer_files.py` loads the tokenizer. The Rust library encodes texts directly, on all cores; chats are rendered by
+our own template code first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dualtune.data.tokens.tokenizer_files import Loaded, load
 from dualtune.errors import ConfigError, DataError, FormatError
 from dualtune.io.untrusted import read_json
 
-_MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # what looks like a special token
-# What decides the ids of a text, as far as a model has it.
+_MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
+# The files that determine the ids of a text, if the model has them.
 MAX_GENERATION_CONFIG_BYTES = 1 << 20
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
@@ -36,55 +36,55 @@ TOKENIZER_FILES = (
 
 
 class Tokenizer:
-    """Encodes text with character offsets, decodes, renders chats.
+    """Encodes text with character offsets, decodes tokens, and renders chats.
 
-    `template` is "auto" (the model's own, if it has one), "none", or the path of a Jinja file. A chat has the special
-    tokens that its template writes and no others: where a tokenizer puts BOS before a plain text and the template
-    writes none, the chat has none, as in the model's own training. `special_tokens_in_text` says what a control token
-    in what somebody wrote becomes: an error, text, or (allow) the control token.
+    `template` is "auto" (the model's template, if it has one), "none", or a path to a Jinja file. A chat contains only
+    the special tokens that its template writes: if the tokenizer adds BOS to plain text but the template writes none,
+    the chat has none, as in the model's original training. `special_tokens_in_text` sets what a control token in
+    content becomes: an error, text, or (allow) the control token.
     """
 
     def __init__(self, model_dir: Path, template: str = "auto", special_tokens_in_text: Policy = "text") -> None:
         self._policy: Policy = special_tokens_in_text
         self._loaded = load(model_dir)
         self._rust = self._loaded.rust
-        # Some tokenizer.json were saved in the middle of someone's training.
+        # Some tokenizer.json files contain the truncation and padding settings of a training.
         self._rust.no_truncation()
         self._rust.no_padding()
         self._rust.encode_special_tokens = False
         self._files = _hashes(model_dir)
         self._model_dir = model_dir
-        self.vocabulary_size = vocabulary_size(model_dir)  # of the model, not of this tokenizer
+        self.vocabulary_size = vocabulary_size(model_dir)  # of the model, not the tokenizer
         self.template = _template(self._loaded, template)
         self.template_hash = self.template.hash if self.template else "none"
         self.bos_id = self._loaded.id_of("bos_token")
         self.eos_id = self._loaded.id_of("eos_token")
-        # A turn may end with another special token than EOS (Llama 3: <|eot_id|>).
+        # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
         closing = self._closing()
-        behind = self.encode(closing, special=False)[:1].tolist()  # the token that ends a turn, where it is one
+        behind = self.encode(closing, special=False)[:1].tolist()  # the token that ends a turn, if it is a single one
         ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*behind})}
         self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
         self.warning = self._doubt(closing)
 
     def fingerprint(self) -> str:
-        """Tells tokenizers apart that could give a text or a chat other ids."""
+        """Return a hash of everything that determines the ids of a text or a chat."""
         template = self.template.source if self.template else None
         decisive = json.dumps([self._files, template, self.vocabulary_size])
         return f"sha256 {hashlib.sha256(decisive.encode()).hexdigest()[:16]}"
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(token ids int32 [T], character offsets int32 [T, 2]) of each text. Other threads run meanwhile.
+        """Return (token ids int32 [T], character offsets int32 [T, 2]) of each text. Other threads run meanwhile.
 
-        `special` adds what the tokenizer puts around a plain text (BOS, but no second one where the text begins with
-        it); a rendered chat has its own already. FormatError for a token that the model has no embedding for.
+        `special` adds the tokenizer's special tokens for plain text (BOS, unless the text already begins with it); a
+        rendered chat contains its own. Raises FormatError for a token without an embedding in the model.
         """
         found: list[tuple[np.ndarray, np.ndarray]] = []
         for encoding in self._loaded.encode_batch(texts, special=special):
             ids = np.array(encoding.ids, np.int32)
             flat = itertools.chain.from_iterable(encoding.offsets)
             offsets = np.fromiter(flat, np.int32, 2 * len(ids)).reshape(-1, 2)
-            if len(ids) > 1 and ids[0] == ids[1] == self.bos_id and offsets[0, 1] == 0:  # the first is of no character
+            if len(ids) > 1 and ids[0] == ids[1] == self.bos_id and offsets[0, 1] == 0:  # the first covers no character
                 ids, offsets = ids[1:], offsets[1:]
             self._check(ids)
             found.append((ids, offsets))
@@ -110,7 +110,7 @@ class Tokenizer:
         return self._loaded.decode(ids)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """The text with its special tokens."""
+        """Decode ids to text, including special tokens."""
         return self._rust.decode(list(ids), skip_special_tokens=False)
 
     def render(
@@ -120,7 +120,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = False,
     ) -> str:
-        """The chat as text. RowError where the template refuses the conversation."""
+        """Render the chat as text. Raises RowError if the template rejects the conversation."""
         return self.render_marked(messages, tools=tools, add_generation_prompt=add_generation_prompt)[0]
 
     def render_marked(
@@ -130,7 +130,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = False,
     ) -> tuple[str, Spans]:
-        """The chat as text, and the character spans of the template's generation blocks."""
+        """Return the chat as text and the character spans of the template's generation blocks."""
         assert self.template is not None
         turns = [message.as_dict() for message in messages]
         return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -147,7 +147,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = False,
     ) -> tuple[str | None, str | None]:
-        """`ControlTokens.masked` for the text that a chat was rendered to."""
+        """Call `ControlTokens.masked` for the text of a rendered chat."""
 
         def render(content: Mapping[str, Any]) -> str:
             assert self.template is not None
@@ -159,22 +159,22 @@ class Tokenizer:
         return self.control_tokens.masked({"messages": turns, "tools": tools}, text, render)
 
     def masked_text(self, text: str) -> tuple[str | None, str | None]:
-        """`ControlTokens.masked` for a text that somebody wrote as a whole."""
+        """Call `ControlTokens.masked` for a plain text, all of which is content."""
         return self.control_tokens.masked(text, text, lambda hidden: hidden)
 
     def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """The ids of a chat to be answered. RowError where template or policy refuse it."""
+        """Encode a chat for the model to answer. Raises RowError if the template or the policy rejects it."""
         text = self.render(messages, tools=tools, add_generation_prompt=True)
         _, masked = self.masked_chat(messages, text, tools=tools, add_generation_prompt=True)
         return self._encode_masked(masked, special=False) if masked else self.encode(text, special=False)
 
     def encode_text(self, text: str) -> np.ndarray:
-        """The ids of a plain text to be continued. RowError where the policy refuses it."""
+        """Encode a plain text for the model to continue. Raises RowError if the policy rejects it."""
         _, masked = self.masked_text(text)
         return self._encode_masked(masked, special=True) if masked else self.encode(text, special=True)
 
     def encode_prompt(self, prompt: str) -> np.ndarray:
-        """A user's prompt as the model was trained to see it: through the chat template, if there is one."""
+        """Encode a user's prompt as in training: with the chat template, if there is one."""
         try:
             return self.encode_chat([Message("user", prompt)]) if self.template else self.encode_text(prompt)
         except RowError as error:
@@ -184,7 +184,7 @@ class Tokenizer:
         return self.control_tokens.encode_batch([masked], special=special)[0][0]
 
     def _doubt(self, closing: str) -> str | None:
-        """Why this template may not belong to this tokenizer."""
+        """Return why this template may not match this tokenizer, or None."""
         mark = _MARK.match(closing)
         if mark is None or len(self.encode(mark[0], special=False)) == 1:
             return None
@@ -194,7 +194,7 @@ class Tokenizer:
         )
 
     def _closing(self) -> str:
-        """What the template puts behind an assistant's message."""
+        """Return what the template writes after an assistant message."""
         if self.template is None:
             return ""
         question, answer = Message("user", "?"), Message("assistant", "!")
@@ -208,7 +208,7 @@ class Tokenizer:
 
 
 def _generation_ends(model_dir: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json: one id or several."""
+    """Return the ids in `eos_token_id` of generation_config.json, which may be one id or a list."""
     path = model_dir / "generation_config.json"
     if not path.is_file():
         return []

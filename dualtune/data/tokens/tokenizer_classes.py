@@ -1,8 +1,8 @@
-"""Which class of transformers 5 loads a tokenizer.json, and what that class changes in it.
+"""The class of transformers 5 that loads a tokenizer.json, and the changes it makes.
 
-Most leave it as it is. Some rebuild it: vocabulary and merges come from the file, normalizer, pre-tokenizer and
-decoder from the class. The common ones are repeated here; `Unknown` stands for all others, which only transformers
-can load. `tests/data/test_tokenizer_files.py` holds every entry of the tables against transformers.
+Most classes leave the file unchanged. Some rebuild the tokenizer: vocabulary and merges come from the file, normalizer,
+pre-tokenizer and decoder from the class. The common ones are reimplemented here; `Unknown` is raised for all others,
+which only transformers can load. `tests/data/test_tokenizer_files.py` compares every table entry with transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QWEN3_5 = (
 )
 
 PLAIN = "TokenizersBackend"
-# The class that transformers has for each type of model. It has none for many, nor for the example in dualtune.testing.
+# The tokenizer class of transformers for each model type. Many have none, nor does the example in dualtune.testing.
 _TYPES_OF_CLASS: dict[str | None, tuple[str, ...]] = {
     None: (
         "apertus", "arcee", "bamba", "bitnet", "bloom", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1",
@@ -46,7 +46,7 @@ _TYPES_OF_CLASS: dict[str | None, tuple[str, ...]] = {
     "GemmaTokenizer": ("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n"),
 }  # fmt: skip
 CLASS_OF_TYPE = {model_type: name for name, types in _TYPES_OF_CLASS.items() for model_type in types}
-# Where it takes its own class whatever the model says.
+# Model types for which transformers ignores the class that the model names.
 OVERRULED = {
     "ernie4_5", "internlm3", "jamba", "minicpm3", "minimax_m2", "nemotron", "phi3", "phimoe", "qwen2", "qwen3_5",
     "qwen3_5_moe", "qwen3_5_moe_text",
@@ -55,16 +55,16 @@ PLAIN_NAMES = {PLAIN, "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer"}
 
 
 class Unknown(Exception):
-    """What transformers makes of this tokenizer is not known here."""
+    """Only transformers can load this tokenizer: the way it does so is not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A class of transformers. `rebuild(table, names, config)` makes its tokenizer; None leaves the file as it is."""
+    """A transformers class. `rebuild(table, names, config)` builds its tokenizer; None keeps the file unchanged."""
 
     rebuild: Callable[[Table, Table, Table], Any] | None = None
-    defaults: Table = field(default_factory=dict[str, Any])  # special tokens where the config names none
-    marks_all: bool = False  # whether special tokens are added once more, without their white-space rules
+    defaults: Table = field(default_factory=dict[str, Any])  # special tokens if the config names none
+    marks_all: bool = False  # whether special tokens are added again, without their whitespace rules
     adds_nothing: bool = False  # whether the file's post-processor (BOS) is dropped
 
     def build(self, table: Table, data: bytes, names: Table, config: Table) -> Any:
@@ -74,7 +74,7 @@ class Family:
         if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict) or "merges" not in model:
             raise Unknown
         rust = self.rebuild(model, {**self.defaults, **names}, config)
-        # The post-processor alone, out of the file without its vocabulary.
+        # Only the post-processor, from the file without its vocabulary.
         small: Table = {**table, "added_tokens": [], "model": {**model, "vocab": {}, "merges": []}}
         post_processor = Tokenizer.from_str(json.dumps(small)).post_processor
         if self.adds_nothing:
@@ -85,7 +85,7 @@ class Family:
 
 
 def family_of(model_config: Table, config: Table, data: bytes) -> Family:
-    """The class that AutoTokenizer chooses by the model's type and what its files say."""
+    """Return the class that AutoTokenizer selects by the model type and the config files."""
     model_type = model_config.get("model_type")
     is_known = model_type is None or (isinstance(model_type, str) and model_type in CLASS_OF_TYPE)
     if not is_known or "model_name" in model_config:

@@ -1,8 +1,8 @@
-"""A model directory's tokenizer as transformers 5 loads it, without transformers: its import takes seconds.
+"""Load a model directory's tokenizer like transformers 5, but without its import, which takes seconds.
 
-`tokenizer.json` holds the tokenizer. `tokenizer_config.json` and older files beside it name its special tokens, its
-chat templates, and a class of transformers, which may rebuild parts of it (`tokenizer_classes.py`). What is not
-known here to be the same is left to transformers itself, imported late.
+`tokenizer.json` contains the tokenizer. `tokenizer_config.json` and older files beside it name its special tokens, its
+chat templates, and a transformers class, which may rebuild parts of it (`tokenizer_classes.py`). A tokenizer for which
+the same result is not certain is loaded by transformers itself, imported late.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dualtune.errors import DualtuneError, EnvironmentFault, FormatError
 from dualtune.io.untrusted import open_file, parse_object, read_json
 
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
-# What transformers can convert where there is no tokenizer.json.
+# Files that transformers can convert if there is no tokenizer.json.
 CONVERTIBLE = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")
 FILES = (TOKENIZER, CONFIG, "added_tokens.json", "special_tokens_map.json", *CONVERTIBLE)
 MISSING = "Copy the whole model directory, or download the model again"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MAX_TEMPLATE_BYTES = 1 << 20
-# Keys of a tokenizer_config.json that reach into how transformers builds a tokenizer, and that nobody writes today.
+# Keys of a tokenizer_config.json that change how transformers builds a tokenizer, and are not in use today.
 UNUSUAL = {
     "auto_map", "fast_tokenizer_files", "fix_mistral_regex", "gguf_file", "init_inputs", "merges",
     "model_specific_special_tokens", "post_processor", "tokenizer_object", "tokenizer_padding", "tokenizer_truncation",
@@ -50,7 +50,7 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A tokenizer, and what the files beside it say."""
+    """A tokenizer, with the settings from the files beside it."""
 
     directory: Path
     rust: Any  # tokenizers.Tokenizer
@@ -60,16 +60,16 @@ class Loaded:
     cleans_up: bool = False  # whether spaces before punctuation are removed from decoded text
 
     def id_of(self, name: str) -> int | None:
-        """The id of a named token. An unknown one has that of unk_token."""
+        """Return the id of a named token. An unknown token has the id of unk_token."""
         return _id_of(self.rust, self.named, self.named.get(name))
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
-        """The Rust library's encoding of each text. FormatError where the tokenizer cannot encode one."""
+        """Return the Rust library's encoding of each text. Raises FormatError if the tokenizer cannot encode one."""
         with rust_errors(self.directory):
             return self.rust.encode_batch(list(texts), add_special_tokens=special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids without special tokens."""
+        """Decode ids to text, without special tokens."""
         with rust_errors(self.directory):
             text = self.rust.decode(list(ids), skip_special_tokens=True)
         for long, short in _CLEANED if self.cleans_up else ():
@@ -78,9 +78,9 @@ class Loaded:
 
 
 def load(model_dir: Path) -> Loaded:
-    """The tokenizer of a model directory, with the ids that transformers' AutoTokenizer gives.
+    """Load the tokenizer of a model directory; it gives the same ids as transformers' AutoTokenizer.
 
-    EnvironmentFault where there is none, or transformers does not load it; FormatError for a damaged or unsafe file.
+    Raises EnvironmentFault if there is none or transformers cannot load it, FormatError for a damaged or unsafe file.
     """
     for name in FILES:
         if (model_dir / name).is_file() and (size := (model_dir / name).stat().st_size) > MAX_FILE_BYTES:
@@ -99,7 +99,7 @@ def load(model_dir: Path) -> Loaded:
 
 
 def _load(model_dir: Path, data: bytes) -> Loaded:
-    """Unknown where transformers may do something else."""
+    """Load a tokenizer.json. Raises Unknown if transformers may load it differently."""
     config = _read(model_dir / CONFIG)
     family = tokenizer_classes.family_of(_read(model_dir / "config.json"), config, data)
     if UNUSUAL & config.keys() or (model_dir / "tekken.json").exists():
@@ -130,7 +130,7 @@ def _loaded(directory: Path, rust: Any, named: Mapping[str, str], extra: Sequenc
 
 
 def _missing(rust: Any, added: Mapping[int, AddedToken], special: Sequence[Token], named: set[str]) -> list[AddedToken]:
-    """What is to be added to the tokenizer, in order: the listed tokens by id, then the special ones it lacks."""
+    """Return the tokens to add to the tokenizer, in order: the listed ones by id, then missing special tokens."""
     tokens: list[Token] = [token for _, token in sorted(added.items())]
     known = {token.content for token in rust.get_added_tokens_decoder().values()} | {str(token) for token in tokens}
     for token in special:
@@ -143,7 +143,7 @@ def _missing(rust: Any, added: Mapping[int, AddedToken], special: Sequence[Token
 
 
 def _special_tokens(model_dir: Path, config: Table, table: Table) -> tuple[Table, list[Token], dict[int, AddedToken]]:
-    """(tokens by name, further special ones, added tokens by id)."""
+    """Return (tokens by name, further special tokens, added tokens by id)."""
     config = dict(config)
     if LISTS[0] in config and not config.get(LISTS[1]):
         config[LISTS[1]] = config.pop(LISTS[0])
@@ -164,12 +164,12 @@ def _special_tokens(model_dir: Path, config: Table, table: Table) -> tuple[Table
 
 
 def _is_own(name: str) -> bool:
-    """Whether a key names a special token that only some models have, such as image_token."""
+    """Return whether a key names a model-specific special token, such as image_token."""
     return name.endswith("_token") and name not in (*NAMED, "add_bos_token", "add_eos_token")
 
 
 def _older_special_tokens(model_dir: Path) -> Table:
-    """special_tokens_map.json, which counts where tokenizer_config.json lists no added tokens."""
+    """Read special_tokens_map.json, used if tokenizer_config.json lists no added tokens."""
     found = _read(model_dir / "special_tokens_map.json")
     for name, value in found.items():
         if name == LISTS[1] or not (name == LISTS[0] or name in NAMED or _is_own(name)):
@@ -180,7 +180,7 @@ def _older_special_tokens(model_dir: Path) -> Table:
 
 
 def _older_added_tokens(model_dir: Path, config: Table) -> dict[int, AddedToken]:
-    """added_tokens.json: text -> id."""
+    """Read added_tokens.json, which maps text to id."""
     special = {str(config[name]) for name in NAMED if config.get(name)} | {*map(str, _list(config.get(LISTS[1])))}
     return {
         id: AddedToken(text, normalized=text not in special, special=text in special)
@@ -189,7 +189,7 @@ def _older_added_tokens(model_dir: Path, config: Table) -> dict[int, AddedToken]
 
 
 def _special(value: Any) -> Any:
-    """A special token as a config writes it: null, a text, or an object that says it is an AddedToken."""
+    """Read a special token of a config: null, a string, or an object marked as AddedToken."""
     if value is None or isinstance(value, (str, AddedToken)):
         return value
     table = _object(value)
@@ -234,7 +234,7 @@ def _templates(directory: Path, config: Table) -> str | Mapping[str, str] | None
     found = config.get("chat_template")
     if found is None or isinstance(found, str):
         return found
-    if isinstance(found, dict):  # as transformers keeps what the file lists
+    if isinstance(found, dict):  # converted to the list form, as in the file
         listed: Sequence[Any] = [{"name": n, "template": text} for n, text in cast("dict[Any, Any]", found).items()]
     else:
         listed = cast("list[Any]", found) if isinstance(found, list) else [found]
@@ -260,7 +260,7 @@ def _text(path: Path) -> str:
 
 
 def _read(path: Path) -> Table:
-    """The object in a JSON file, or an empty one where there is no file."""
+    """Read the object in a JSON file; an empty one if there is no file."""
     if not path.is_file():
         return {}
     return read_json(path, max_bytes=MAX_FILE_BYTES, strict=False, allowance=4)
@@ -268,7 +268,7 @@ def _read(path: Path) -> Table:
 
 @contextlib.contextmanager
 def _mute() -> Generator[None]:
-    """Nothing reaches standard output: the Rust library prints keys of the files there, whatever they hold."""
+    """Silence standard output, because the Rust library prints untrusted keys of the files there."""
     sys.stdout.flush()
     kept = os.dup(1)
     with Path(os.devnull).open("w") as nowhere:
@@ -281,19 +281,19 @@ def _mute() -> Generator[None]:
 
 
 def _by_transformers(model_dir: Path) -> Loaded:
-    """What transformers makes of the files."""
-    # It says "PyTorch was not found" at import on an MLX-only machine; models come from the engines.
+    """Load the tokenizer with transformers."""
+    # On an MLX-only machine its import warns "PyTorch was not found", but the engines load the models.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         from transformers import AutoTokenizer
 
         with _mute():
             found = cast(Any, AutoTokenizer).from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-    except BaseException as error:  # whatever it meets in the files, also a panic of the Rust library
+    except BaseException as error:  # any fault in the files, also a panic of the Rust library
         if isinstance(error, (KeyboardInterrupt, SystemExit, DualtuneError)):
             raise
         reason = reason_of(error)
-        if "Couldn't instantiate the backend tokenizer" in reason:  # and a list of what its classes can convert
+        if "Couldn't instantiate the backend tokenizer" in reason:  # followed by a list of the supported formats
             found = ", ".join(name for name in FILES if (model_dir / name).exists())
             reason = f"there is no tokenizer.json, and its files ({found}) cannot be converted to one"
         raise EnvironmentFault(f"{model_dir}: its tokenizer cannot be loaded: {reason}. {MISSING}") from error

@@ -1,7 +1,7 @@
-"""A tokenizer.json tried out, in the process with limits that `dualtune.io.limits` starts.
+"""Try a tokenizer.json in the process with limits that `dualtune.io.limits` starts.
 
-The texts are long runs of one kind of character with a surprise at the end, on which a careless regular expression
-takes the square of their length, or never ends.
+The texts are long runs of one kind of character that end differently. On these a badly written regular expression
+takes quadratic time or never ends.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dualtune.io.untrusted import parse_object
 
 CHARACTERS = ("a", "A", "1", " ", "\n", "\t", ".", "'", "_", "<", "é", "語", "\u0301", "\ufdfa", "👪", "▁")
 ENDS = ("", "!", "\0", "a")
-LENGTH = 3000  # characters; the real cost of a square shows, and a good tokenizer takes a second for all of them
-MAX_TOKENS = 200  # for a character
+LENGTH = 3000  # characters: quadratic time shows, and a good tokenizer takes a second for all texts
+MAX_TOKENS = 200  # per character
 
 
 def answer(data: bytes) -> str:
-    """The reason why this content is not to be used, or nothing."""
+    """Return the reason why this content must not be used, or ""."""
     try:
         check(parse_object(data, "tokenizer.json", strict=False, allowance=MAX_STRUCTURES))
         with rust_errors("tokenizer.json"):

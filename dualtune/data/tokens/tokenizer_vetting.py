@@ -1,9 +1,9 @@
-"""Whether a stranger's tokenizer.json is safe to hand to the Rust library, which trusts what it is given.
+"""Check that an untrusted tokenizer.json is safe for the Rust library, which does not validate its input.
 
-A few hundred bytes can ask it for gigabytes: normalizers and decoders in a row each make a text longer, a template
-repeats it, and a failed allocation ends the process. So the file is read here first: known parts only, and what they
-can make of a character is counted. What cannot be seen in it, above all how long a regular expression takes, is tried
-in a process with limits (`tokenizer_trial.py`); the verdict is kept by content, so that it is asked for once.
+A few hundred bytes can make it allocate gigabytes: chained normalizers and decoders each lengthen a text, a template
+repeats it, and a failed allocation ends the process. So the file is checked here first: only known parts are allowed,
+and their growth per character is computed. What cannot be computed, above all the time of a regular expression, is
+tried in a process with limits (`tokenizer_trial.py`); the verdict is cached by content.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from dualtune.io.untrusted import parse_object
 from dualtune.versions import versions_of
 
 MAX_FILE_BYTES = 64 << 20  # the largest in use, of 262,144 tokens, has 33 MiB
-MAX_STRUCTURES = 10  # times what other JSON may hold: that one has some five million quotes, commas and brackets
+MAX_STRUCTURES = 10  # times the limit of other JSON: the largest file has some 5 million quotes, commas and brackets
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_ID = 1 << 24
 MAX_ADDED_BYTES = 4 << 20  # the text of all added tokens
 MAX_PARTS = 32  # normalizers, pre-tokenizers or decoders in a row
-MAX_GROWTH = 64  # characters that a part chain may make of one
+MAX_GROWTH = 64  # characters that a chain of parts may make of one
 MAX_PIECES = 64  # of a template of special tokens
 MAX_PATTERN = 4096  # characters of a regular expression
-MAX_WORD = 1000  # characters of a word; WordPiece takes the square of it
+MAX_WORD = 1000  # characters of a word; WordPiece is quadratic in it
 MAX_CHARSMAP = 4 << 20
-MAX_HERE = 4 << 20  # bytes that are read in this process before they are tried
-# What a trial may take, and more of it for a large vocabulary.
+MAX_HERE = 4 << 20  # bytes of a file to check in this process; a larger one goes to the trial directly
+# Limits of a trial, with an additional allowance for a large vocabulary.
 MEMORY_BYTES, MEMORY_FOR_A_BYTE = 256 << 20, 12
 CPU_S, BYTES_A_SECOND = 5, 4 << 20
 REMEDY = "Use the file that the model was published with"
 TRIAL = "texts of 3,000 characters"
 GOOD_PATTERNS = {QWEN2, QWEN3_5, QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")}  # the last is Llama 3's
-RULES = 1  # to be raised when what is accepted changes: verdicts in the cache are then asked for again
+RULES = 1  # increase it when the accepted content changes, to invalidate cached verdicts
 
 NORMALIZERS = {
     "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
@@ -58,7 +58,7 @@ DECODERS = {
 }  # fmt: skip
 POST_PROCESSORS = {"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"}
 MODELS = {"BPE", "Unigram", "WordLevel", "WordPiece"}
-# (the parts that are known, the key of the list in a Sequence of them)
+# (the known parts, the key of the list in a Sequence)
 SEQUENCES = {
     "normalizer": (NORMALIZERS, "normalizers"), "pre_tokenizer": (PRE_TOKENIZERS, "pretokenizers"),
     "decoder": (DECODERS, "decoders"), "post_processor": (POST_PROCESSORS, "processors"),
@@ -73,7 +73,7 @@ Table = Mapping[str, Any]
 
 
 def vet(data: bytes, path: Path) -> None:
-    """FormatError where this content of a tokenizer.json is not to be loaded."""
+    """Raise FormatError if this content of a tokenizer.json must not be loaded."""
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(f"{path}: more than {MAX_FILE_BYTES} bytes, which no tokenizer has. {REMEDY}")
     note = _note(data)
@@ -102,7 +102,7 @@ def _try_out(data: bytes) -> None:
 
 @contextlib.contextmanager
 def rust_errors(path: object) -> Generator[None]:
-    """Name what the Rust library raises: bare Exceptions, and panics, which are no Exception at all."""
+    """Convert errors of the Rust library to FormatError: bare Exceptions, and panics, which are BaseExceptions."""
     try:
         yield
     except BaseException as error:
@@ -113,7 +113,7 @@ def rust_errors(path: object) -> Generator[None]:
 
 
 def _note(data: bytes) -> Path:
-    """Where the verdict about a content lies."""
+    """Return the path of the cached verdict for a content."""
     version = versions_of(("tokenizers",))
     digest = hashlib.sha256(json.dumps([RULES, version]).encode())
     digest.update(data)
@@ -121,7 +121,7 @@ def _note(data: bytes) -> Path:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, fit for a terminal: it may repeat what the file holds."""
+    """Return an error's message, safe for a terminal, because it may quote the file."""
     text = " ".join(str(error).split())[:300] or type(error).__name__
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
@@ -131,7 +131,7 @@ class Refused(Exception):
 
 
 def check(table: Table) -> bool:
-    """Whether it has to be tried too. Refused for an unknown part, and for parts that can make a text much longer."""
+    """Return whether a trial is needed. Raises Refused for unknown parts or ones that lengthen a text too much."""
     _check_model(_object(table.get("model"), "model"))
     tokens = [_object(token, "added_tokens") for token in _items(table.get("added_tokens"), "added_tokens")]
     _check_ids([token.get("id") for token in tokens], "added_tokens")
@@ -155,12 +155,12 @@ def _has_own_regex(part: Table) -> bool:
 
 
 def _is_one_of(value: Any, names: Container[str]) -> bool:
-    """Also for what cannot be looked up: a list, an object."""
+    """Return whether a value is one of the names; it may also be unhashable (a list, an object)."""
     return isinstance(value, str) and value in names
 
 
 def _parts(value: Any, known: set[str], key: str, name: str, depth: int = 0) -> list[Table]:
-    """All parts in a row; a Sequence may hold Sequences."""
+    """Return the flattened chain of parts; a Sequence may contain Sequences."""
     if value is None:
         return []
     part = _object(value, name)
@@ -177,7 +177,7 @@ def _parts(value: Any, known: set[str], key: str, name: str, depth: int = 0) -> 
 
 
 def _growth(part: Table, name: str) -> float:
-    """How many characters a part can make of one."""
+    """Return an upper bound on the characters that a part makes of one."""
     match part["type"]:
         case "Replace":
             pattern, content = part.get("pattern"), part.get("content")
@@ -185,7 +185,7 @@ def _growth(part: Table, name: str) -> float:
             _check_pattern(pattern, name)
             if not isinstance(content, str):
                 raise Refused(f"{name}: a Replace without content")
-            # A regular expression may match nothing, and then the characters stay beside what is put in.
+            # A regular expression may match the empty string; then the content is added to the characters.
             return max(1.0, len(content) / len(text)) if isinstance(text, str) and text else 1.0 + len(content)
         case "Split":
             _check_pattern(part.get("pattern"), name)
@@ -216,7 +216,7 @@ def _check_pattern(pattern: Any, name: str) -> None:
 
 
 def _charsmap_growth(charsmap: Any) -> float:
-    """Of SentencePiece's table of replacements: a trie, and behind it the texts, each ended by a zero byte."""
+    """Return the growth bound of SentencePiece's replacement table: a trie, then zero-terminated strings."""
     if not isinstance(charsmap, str) or len(charsmap) > MAX_CHARSMAP:
         raise Refused(f"normalizer: a precompiled_charsmap that is no text of at most {MAX_CHARSMAP} characters")
     try:
@@ -230,7 +230,7 @@ def _charsmap_growth(charsmap: Any) -> float:
 
 
 def _check_template(part: Table) -> float:
-    """1, or Refused where a template of special tokens repeats its text or is long."""
+    """Return 1. Raises Refused if a template of special tokens repeats its text or is too long."""
     special = _object(part.get("special_tokens"), "post_processor.special_tokens")
     for token in special.values():
         ids = _items(_object(token, "post_processor.special_tokens").get("ids"), "post_processor.special_tokens")
