@@ -54,7 +54,7 @@ class Package:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the framework can be found; nothing is imported."""
+        """Return whether the framework can be found, without importing it."""
         return self.framework is None or importlib.util.find_spec(self.framework) is not None
 
 

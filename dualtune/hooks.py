@@ -51,7 +51,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something out of the ordinary: a row of metrics.jsonl with the key `event` and the details as further keys."""
+    """An unusual event: a row of metrics.jsonl with the key `event` and the details as further keys."""
 
     step: int  # steps done
     event: (

@@ -33,7 +33,7 @@ MOST_PROMPT = 2**22  # characters
 @dtype_option
 @quantization_option
 @platform_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which here only ends the text
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
     model: str, adapter: Path | None, prompt: str, raw: bool, template: str, temperature: float, top_p: float,
     max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,

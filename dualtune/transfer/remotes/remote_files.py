@@ -135,7 +135,7 @@ class RemoteFiles:
 
 @contextlib.contextmanager
 def _removed_if_cut(folder: Folder, name: str) -> Generator[None]:
-    """Remove a partial file: an object store has no hashes to compare it with, so the next pull starts again."""
+    """Remove a partial file on any error: an object store has no hashes to compare it with, so a pull starts again."""
     try:
         yield
     except BaseException:
