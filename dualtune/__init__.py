@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 __all__ = ["load_config", "train"]
 
-# The imports stand inside the functions because `dualtune --help` imports this file and must answer at once.
+# The functions import late because `dualtune --help` imports this file and must answer at once.
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -39,10 +39,10 @@ def train(
     config: Config | str | Path | Mapping[str, Any], platform: str = "auto", hooks: Sequence[Hook] = (), *,
     resume: str = "auto",
 ) -> TrainResult:  # fmt: skip
-    """Train an adapter and return where it is. `config` may also be what `load_config` reads: a path, or a mapping.
+    """Train an adapter and return where it is. `config` may also be a path or a mapping, as in `load_config`.
 
-    `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks. A run directory that holds a checkpoint is
-    continued, unless `resume` is "never"; it can also be a path.
+    `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks. If the run directory holds a checkpoint, the
+    run resumes from it, unless `resume` is "never"; `resume` can also be a path.
     """
     from dualtune.train import train_on
 

@@ -29,16 +29,16 @@ from dualtune.optimizer import OptimizerSpec
 
 IGNORE_INDEX = -100  # a label that carries no loss
 
-# The numbers on which the backends must agree, here once; those of the optimizers are in `optimizer.py`.
+# Constants that all backends share; those of the optimizers are in `optimizer.py`.
 CLIP_EPS = 1e-6  # gradients are scaled by min(1, max_norm / (norm + CLIP_EPS))
-FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; the scale is taken out again in float32
+FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; gradients are unscaled in float32
 
 
 WAIT_VARIABLE, WAIT_S = "DUALTUNE_WAIT_S", 600.0
 
 
 def wait_limit_s() -> float:
-    """How long a process waits for the others of its world before they count as hung."""
+    """Return how long a process waits for the others of its world before they count as hung."""
     return float(os.environ.get(WAIT_VARIABLE, WAIT_S))
 
 
@@ -46,17 +46,17 @@ def wait_limit_s() -> float:
 class Batch:
     """One micro-batch: rows of documents, padded on the right. All arrays are [B, T].
 
-    A row holds its documents one behind another, each with positions from 0; padding has segment 0 and position 0.
-    A token sees those before it in its own document and itself, nothing else. More than one document in a row is for
-    engines that honour `data.packing`.
+    A row holds its documents one after another, each with positions from 0; padding has segment 0 and position 0.
+    A token attends to itself and to the earlier tokens of its own document, nothing else. Only engines that honour
+    `data.packing` get more than one document in a row.
     """
 
     tokens_BT: np.ndarray  # int32
     labels_BT: np.ndarray  # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]
     segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
     positions_BT: np.ndarray  # int32, position of the token inside its document
-    noise_BT: np.ndarray  # uint32, the token's random key for dropout: a function of (seed, step, document, position)
-    weights_BT: np.ndarray | None = None  # float32, the weight of each target's loss, also below 0; None: all are 1
+    noise_BT: np.ndarray  # uint32, the token's dropout seed: a function of (seed, step, document, position)
+    weights_BT: np.ndarray | None = None  # float32, loss weight of each target, may be negative; None: all are 1
 
     @property
     def num_targets(self) -> int:
@@ -64,27 +64,27 @@ class Batch:
 
     @property
     def total_weight(self) -> float:
-        """The sum of the targets' weights: their number where nothing is weighted."""
+        """The sum of the loss weights of the targets; without loss weights, the number of targets."""
         weights_BT = self.target_weights_BT
         return float(self.num_targets) if weights_BT is None else float(weights_BT.sum(dtype=np.float64))
 
     @property
     def target_weights_BT(self) -> np.ndarray | None:
-        """float32, the weights with 0 where there is no target, whatever stood there; None: all are 1."""
+        """The loss weights in float32, with 0 where there is no target; None: all are 1."""
         if self.weights_BT is None:
             return None
         return np.where(self.labels_BT == IGNORE_INDEX, np.float32(0), self.weights_BT)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without the padding."""
+        """The number of tokens, without padding."""
         return int(np.count_nonzero(self.segments_BT))
 
 
 def needs_positions(batch: Batch, num_positions: int | None) -> bool:
-    """Whether a model has to be told positions: else it counts them from the start of a row to its end.
+    """Return whether the model needs explicit positions; without them it counts from the start of each row.
 
-    Padding may run past the table of a model that has one, which is wrong on torch and unseen on MLX.
+    Padding may exceed the position table of a model that has one, which fails on torch and goes unnoticed on MLX.
     """
     is_wide = num_positions is not None and batch.tokens_BT.shape[1] > num_positions
     return is_wide or int(batch.segments_BT.max()) > 1
@@ -92,29 +92,31 @@ def needs_positions(batch: Batch, num_positions: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """The sum of −w·log p over the targets (natural logarithm; w is the target's weight), still on the device, and the
-    number of targets."""
+    """The sum of −w·log p over the targets, still on the device, and the number of targets.
+
+    The logarithm is natural; w is the loss weight of the target.
+    """
 
     on_device: SupportsFloat
     num_targets: int
 
     @property
     def loss_sum(self) -> float:
-        """The number. Reading it synchronizes the device."""
+        """The sum as a number. Reading it synchronizes the device."""
         return float(self.on_device)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Results of an optimizer step, still on the device: `float(...)` waits for them, so call it late."""
+    """Results of an optimizer step, still on the device: `float(...)` synchronizes it, so call it late."""
 
-    loss: SupportsFloat  # the step's Σ −w·log p, divided by the `num_targets` that `forward_backward` was given
+    loss: SupportsFloat  # Σ −w·log p of the step, divided by the `num_targets` passed to `forward_backward`
     grad_norm: SupportsFloat  # global L2 norm before clipping
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Bytes of device memory (of the process's memory on a CPU)."""
+    """Bytes of device memory (on a CPU: of the process)."""
 
     used_bytes: int
     peak_bytes: int
@@ -130,43 +132,43 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """What was built, for logs and run files. None: the engine has nothing to say of it."""
+    """What the engine built, for logs and run files. None: the engine does not report it."""
 
     model_class: str | None = None
     device: str
     dtype: str  # the compute dtype
     dtype_reason: str
-    quantization: str  # of the base, as it lies in memory
+    quantization: str  # of the base in memory
     quantization_reason: str
-    sharding: str | None = None  # "none", or "full" where each process holds a part of the base
+    sharding: str | None = None  # "none", or "full": each process holds a part of the base
     sharding_reason: str | None = None
     num_parameters: int  # of the base
     adapted_modules: int | None = None
-    adapted_weights: Mapping[str, int] | None = None  # how many lie in 4 bits, their parameters and bytes
+    adapted_weights: Mapping[str, int] | None = None  # how many are stored in 4 bits, their parameters and bytes
     trainable_parameters: int
-    kernels: str | None = None  # which fast code is used, and where not, why
+    kernels: str | None = None  # which fast kernels are used, and why others are not
 
     def as_json(self) -> dict[str, Any]:
-        """What is known, as JSON values."""
+        """Return the fields that are known, as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The number of updates made, and the optimizer's slots: tensors in the adapter's names and shapes, float32."""
+    """The number of updates done, and the slots: float32 tensors with the names and shapes of the adapter."""
 
     step: int
-    slots: Mapping[str, Tensors]  # by the names that `dualtune.optimizer` has, such as m and v; empty for plain SGD
+    slots: Mapping[str, Tensors]  # by their names in `dualtune.optimizer`, such as m and v; empty for plain SGD
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the profiler of a framework saw of some work."""
+    """The result of a framework's profiler."""
 
-    trace: Path | None  # the file that it wrote; None: there is no profiler here
-    note: str  # what opens the file, or why there is none and what to do about it
-    seconds: Mapping[str, float]  # of the device (of the processor, on a CPU) by kind of operation; may be empty
+    trace: Path | None  # the trace file; None: no profiler is available
+    note: str  # which program opens the file, or why there is none and what to do about it
+    seconds: Mapping[str, float]  # of the device (or the CPU), by kind of operation; may be empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +182,21 @@ class LoadRequest:
     adapter: LoraSpec
     optimizer: OptimizerSpec
     seed: int
-    longest: int = 0  # tokens of the longest document that will be shown, where that is known
+    longest: int = 0  # tokens of the longest document the engine will get; 0: not known
     kernels: str = "auto"  # "auto", "fused" or "reference"
-    sharding: str = "auto"  # "auto", "none" or "full": whether each process of the world holds a part of the base only
-    weights: BaseWeights | None = None  # of model_dir, where they were found already
+    sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
+    weights: BaseWeights | None = None  # of model_dir, if they were found already
 
     def base_weights(self) -> BaseWeights | None:
-        """Exactly the files to load. None where the weights are drawn."""
+        """Return exactly the files to load. None if the weights are initialized at random."""
         return None if self.init == "random" else self.weights or find_weights(self.model_dir)
 
 
 class World(Protocol):
     """The processes that train one run together. All of them call the same methods in the same order.
 
-    An engine of such a world sums loss and gradient over its processes in `optim_step`, so adapter, optimizer and
-    `StepOutput` are the same in each; everything else here is for the loop. Where a process is gone, EnvironmentFault.
+    In `optim_step` an engine of such a world sums loss and gradient over its processes, so adapter, optimizer and
+    `StepOutput` are the same in each; the methods here are for the loop. EnvironmentFault if a process is gone.
     """
 
     @property
@@ -206,11 +208,11 @@ class World(Protocol):
     def size(self) -> int: ...
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What each process has given, by rank; equally many bytes each. Does not wait for the device."""
+        """Return the data of every process, by rank. All give the same number of bytes. Does not synchronize."""
         ...
 
     def broadcast(self, data: bytes) -> bytes:
-        """What the process of rank 0 has given; the others give as many bytes of anything."""
+        """Return the data of rank 0; the other processes give any data of the same length."""
         ...
 
 
@@ -229,9 +231,9 @@ class Alone:
 
 
 class Engine(Protocol):
-    """A base model with one LoRA adapter on a device. A fresh engine's adapter is `init_adapter` of its seed.
+    """A base model with one LoRA adapter on a device. A new engine has the adapter `init_adapter` gives for its seed.
 
-    Dropout acts in `forward_backward`, and in `target_logprobs` where it is asked for; its masks are a function of the
+    Dropout is active in `forward_backward`, and in `target_logprobs` with `dropout`; its masks are a function of the
     batch's `noise_BT`.
     """
 
@@ -243,33 +245,33 @@ class Engine(Protocol):
     def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
         """Add the gradient of Σ −w·log p over the targets of this micro-batch, divided by `num_targets`.
 
-        `num_targets` is the caller's number for the whole step: how many targets it has, or the sum of their weights.
+        `num_targets` is for the whole step: its number of targets, or the sum of their loss weights.
         """
         ...
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
-        """log p of the label of every target, float32 [B, T]; 0 where there is no target. Weights do not matter.
+        """Return log p of the label of every target, float32 [B, T]; 0 elsewhere. Loss weights are not applied.
 
-        Computed as the loss is: not from logits [B, T, V] where the loss does without them. With `dropout`, by the
-        masks that `forward_backward` has for this batch: these are the numbers whose gradient it adds. Where the base
-        is split among processes, all of them call it equally often.
+        Computed the same way as the loss: without logits [B, T, V] if the loss needs none. `dropout` applies the same
+        masks as `forward_backward` does for this batch, so the gradient added there is that of these numbers. If the
+        base is sharded, all processes must call it equally often.
         """
         ...
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
-        """Clip by the global norm, update the weights as the request's optimizer does, zero the gradients.
+        """Clip by the global norm, update the weights with the request's optimizer, zero the gradients.
 
-        In a world of several processes the gradient is the sum of theirs.
+        With several processes, the gradient is the sum over all of them.
 
-        Where the step's loss or norm is not finite, nothing is updated: weights, slots and count stay bitwise as
-        they were, and the output reports the loss and norm as they are. The device decides this; nobody waits for it.
+        If the loss or norm of the step is not finite, nothing is updated: weights, slots and count stay bitwise equal,
+        and the output reports the loss and norm as they are. The device decides this, without synchronizing.
         """
         ...
 
     def adapter_state(self) -> Tensors: ...
 
     def neutral_state(self) -> Tensors:
-        """The adapter of a fresh engine, with which the model computes what its base computes alone."""
+        """Return the adapter of a new engine: with it the model computes the same as its base."""
         ...
 
     def load_adapter_state(self, state: Tensors) -> None:
@@ -279,18 +281,17 @@ class Engine(Protocol):
     def optimizer_state(self) -> OptimizerState: ...
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
-        """Replace it. ValueError unless slots, names and shapes are those of `optimizer_state()`."""
+        """Replace the optimizer state. ValueError unless slots, names and shapes match `optimizer_state()`."""
         ...
 
     def logprobs(self, batch: Batch) -> np.ndarray:
-        """log p of every vocabulary entry after every token, float32 [B, T, V]. For verification of small batches."""
+        """Return log p of the whole vocabulary after every token, float32 [B, T, V]. To verify small batches."""
         ...
 
     def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
-        """Continue a prompt (int32 [T]): yield `choose(logits_V float32)` until it answers None.
+        """Continue a prompt (int32 [T]): yield `choose(logits_V float32)` until it returns None.
 
-        The caller's `choose` holds temperature, random stream, stop tokens and length, so that both backends sample
-        alike.
+        Temperature, random numbers, stop tokens and length are up to `choose`, so all backends sample alike.
         """
         ...
 
@@ -303,7 +304,7 @@ class Backend(Protocol):
     name: str
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
-        """The values honoured for each key of BACKEND_KEYS. A key that is absent is honoured at its default alone."""
+        """Return the values honoured for each key of BACKEND_KEYS. Of an absent key only the default is honoured."""
         ...
 
     def devices(self) -> list[DeviceInfo]: ...
@@ -315,21 +316,21 @@ class Backend(Protocol):
     def load(self, request: LoadRequest) -> Engine: ...
 
     def world(self) -> World:
-        """The processes that a launcher has started this one with; `Alone` without a launcher. Joined at first call."""
+        """Return the processes started together by a launcher, joined at the first call; `Alone` without a launcher."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything that it was given. For measurements; training never waits so."""
+        """Wait until the device has finished all its work. For measurements; training never calls it."""
         ...
 
     def matmul(self, size: int, dtype: str) -> Callable[[], object]:
-        """A function that multiplies two [size, size] matrices of an engine's dtype and waits for the product."""
+        """Return a function that multiplies two [size, size] matrices of an engine's dtype and synchronizes."""
         ...
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
         """Call `work` once under the framework's profiler, which writes its trace into the directory.
 
-        Where there is no profiler, `work` is not called and the profile says why.
+        Without a profiler, `work` is not called and the profile says why.
         """
         ...
 
@@ -338,7 +339,7 @@ def get_backend(name: str, device: str = "auto") -> Backend:
     """Import a backend by its entry-point name and build it for a device ("auto", "cpu", "cuda").
 
     The entry point is a callable `(device: str) -> Backend`. ConfigError for an unknown name; EnvironmentFault, with
-    the line that installs it, if it cannot be imported.
+    the command that installs it, if it cannot be imported.
     """
     for point in entry_points(group=BACKENDS_GROUP, name=name):
         try:
@@ -352,7 +353,7 @@ def get_backend(name: str, device: str = "auto") -> Backend:
 
 
 def check_state(current: Tensors, given: Tensors, what: str) -> None:
-    """ValueError unless both dictionaries have the same names and shapes: the contract of the `load_*_state` verbs."""
+    """Raise ValueError unless both have the same names and shapes: the contract of the `load_*_state` methods."""
     missing, foreign = sorted(current.keys() - given.keys()), sorted(given.keys() - current.keys())
     reshaped = [n for n in current.keys() & given.keys() if current[n].shape != given[n].shape]
     for problem, names in (("missing", missing), ("not in this model", foreign), ("of another shape", reshaped)):
@@ -362,7 +363,7 @@ def check_state(current: Tensors, given: Tensors, what: str) -> None:
 
 
 def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState) -> None:
-    """ValueError unless the state has the slots of this optimizer, each with the adapter's names and shapes."""
+    """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
     if {*state.slots} != {*optimizer.entry.slots}:
         got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.entry.slots))
         raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
@@ -371,7 +372,7 @@ def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerStat
 
 
 def check_mergeable(description: EngineDescription) -> None:
-    """ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
+    """Raise ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
     if description.quantization != "none":
         raise ConfigError(
             f"merge: the base is quantized ({description.quantization}), and merging into packed weights loses the "

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from dualtune.config import Config, get_value
 from dualtune.errors import ConfigError
 
-# Config keys whose meaning lies in the engine's hands. Keys that the core honours itself are not listed.
+# Config keys that the engine has to honour. Keys that the core honours itself are not listed.
 BACKEND_KEYS = (
     "model.dtype",
     "model.quantization",
@@ -21,7 +21,7 @@ BACKEND_KEYS = (
     "memory.checkpointing",
     "memory.sharding",
 )
-# Keys that nothing honours yet, with the values that are true all the same.
+# Keys that nothing implements yet, with the values that hold anyway.
 NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "memory.offload": ("auto", "none"),  # nothing moves to host memory
@@ -32,7 +32,7 @@ NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 
 
 class Honours(Protocol):
-    """What is asked before a run: which values are honoured. A `Backend` that is open, or the `Card` of one."""
+    """Anything that knows which values are honoured: a loaded `Backend`, or the `Card` of one."""
 
     @property
     def name(self) -> str: ...
@@ -41,7 +41,7 @@ class Honours(Protocol):
 
 
 def check_capabilities(backend: Honours, config: Config) -> None:
-    """Raise a ConfigError that names every key whose value this backend does not honour: nothing is ignored."""
+    """Raise a ConfigError that names every key with a value that this backend does not honour: none is ignored."""
     problems = [_refusal(backend, key, get_value(config, key)) for key in BACKEND_KEYS]
     problems += [_too_early(key, get_value(config, key)) for key in NOT_YET]
     if problems := [problem for problem in problems if problem]:
@@ -49,7 +49,7 @@ def check_capabilities(backend: Honours, config: Config) -> None:
 
 
 def check_value(backend: Honours, key: str, value: Any) -> None:
-    """The same for one key."""
+    """Raise a ConfigError if this backend does not honour the value of one key."""
     if problem := _refusal(backend, key, value):
         raise ConfigError(problem)
 

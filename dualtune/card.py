@@ -1,8 +1,8 @@
 """A backend's card: everything that the core wants to know of a backend before its framework is imported.
 
-A package registers its card under the entry-point group `dualtune.cards`, by the name that its backend has under
-`dualtune.backends`. Importing the module that holds the card must stay cheap: `check-gpu` reads every card. A backend
-without a card is chosen by its name alone, has no estimate of memory, and cannot be launched in several processes.
+A package registers its card under the entry-point group `dualtune.cards`, by the same name as its backend under
+`dualtune.backends`. Importing the module of a card must stay cheap: `check-gpu` reads every card. A backend without a
+card can only be chosen by name, has no memory estimate, and cannot be launched in several processes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dualtune.errors import ConfigError, EnvironmentFault
 
 BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"
 
-# What a card's functions take lies above this file: a `Machine` of dualtune.platform.machine, the `Decoder` and the
-# `Ask` of dualtune.memory. A function gives its own types.
+# The functions of a card take types that this file must not import: a `Machine` of dualtune.platform.machine, the
+# `Decoder` and the `Ask` of dualtune.memory. Each function annotates its own types.
 Rows = Callable[[Any], list[Check]]
 Parts = Callable[[Any, Any], tuple[Any, ...]]
 
@@ -30,19 +30,19 @@ class Device:
     """A kind of device that a backend computes on."""
 
     kind: str  # as in `DeviceInfo`
-    auto_dtype: str  # what model.dtype: auto takes
-    dtypes: tuple[str, ...] = ()  # that model.dtype may name
-    quantizations: tuple[str, ...] = ("none",)  # that model.quantization may name
-    four_bit: str | None = None  # the quantization to suggest where memory is short
-    remark: str = ""  # what is said where `--platform auto` ends here, such as "which is slow"
+    auto_dtype: str  # for model.dtype: auto
+    dtypes: tuple[str, ...] = ()  # allowed for model.dtype
+    quantizations: tuple[str, ...] = ("none",)  # allowed for model.quantization
+    four_bit: str | None = None  # the quantization to suggest when memory is short
+    remark: str = ""  # shown when `--platform auto` chooses this device, such as "which is slow"
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
     """What has to be installed."""
 
-    framework: str | None = None  # the module that drives the devices; None: nothing beside dualtune
-    distribution: str = "dualtune"  # whose requirements `dualtune check-env` looks at
+    framework: str | None = None  # the module that drives the devices; None: nothing besides dualtune
+    distribution: str = "dualtune"  # `dualtune check-env` looks at its requirements
     extra: str = ""  # of that distribution
     recorded: tuple[str, ...] = ()  # packages whose versions a run records, the framework's first
     detected: tuple[str, ...] = ()  # packages whose versions `dualtune check-gpu` shows
@@ -54,59 +54,59 @@ class Package:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the framework can be found; nothing is imported."""
+        """Return whether the framework can be found, without importing it."""
         return self.framework is None or importlib.util.find_spec(self.framework) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a training step takes of memory, by formula."""
+    """How much memory a training step takes, by formula."""
 
     parts: Parts
-    borders: tuple[int, ...] = ()  # tokens of a document beyond which the step takes less than at them
+    borders: tuple[int, ...] = ()  # document lengths in tokens above which a step takes less memory than at them
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How several processes are started: the values of `dualtune launch --on` that this is for, and the program."""
+    """How several processes are started: by which program, for which values of `dualtune launch --on`."""
 
     on: tuple[str, ...]
-    program: str  # in sentences
-    platforms: tuple[str, ...]  # of --platform that can be launched, the accelerator's first
-    agent: str = ""  # the module that is run in place of the program, where the backend brings one
+    program: str  # its name in messages
+    platforms: tuple[str, ...]  # values of --platform that can be launched, the accelerator's first
+    agent: str = ""  # the module to run in place of the program, if the backend brings one
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """What `dualtune validate` changes about a tier's small twin on the CPU."""
+    """What `dualtune validate` changes in the small CPU version (the twin) of a tier."""
 
-    peak_bytes: int = 256 * 10**6  # that its run may take, on a model of 407 000 weights
-    # Tier -> the twin takes one step where the tier takes so many: all twins together should take a minute.
+    peak_bytes: int = 256 * 10**6  # memory limit of its run, with a model of 407 000 weights
+    # Tier -> the factor by which the twin takes fewer steps: all twins together should take a minute.
     divisors: Mapping[str, int] = field(default_factory=lambda: {})
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    name: str  # as under both entry points
-    title: str = ""  # in sentences; "": the name
+    name: str  # the same under both entry-point groups
+    title: str = ""  # its name in messages; "": the name
     devices: tuple[Device, ...] = ()  # best first
-    platforms: tuple[str, ...] = ()  # values of --platform; ":N" at the end where devices are numbered
-    preference: int | None = None  # for --platform auto, the lowest first; None: only when it is asked for
+    platforms: tuple[str, ...] = ()  # values of --platform; with ":N" at the end if devices are numbered
+    preference: int | None = None  # for --platform auto, the lowest first; None: only if chosen by name
     honoured: Mapping[str, tuple[Any, ...]] = field(
         default_factory=lambda: {}
-    )  # of BACKEND_KEYS, but what each device says of itself
+    )  # of BACKEND_KEYS, without those that each device states itself
     package: Package = field(default_factory=Package)
     memory: Memory | None = None
     launches: tuple[Launch, ...] = ()
-    problems: Rows | None = None  # what stands in the way of its framework on a machine; nothing where all is well
-    environment: Rows | None = None  # rows of `dualtune check-env`, where the machine has its accelerator
+    problems: Rows | None = None  # what keeps its framework from working on a machine; no rows if nothing does
+    environment: Rows | None = None  # rows of `dualtune check-env` on a machine with its accelerator
     twin: Twin = field(default_factory=Twin)
 
     def __str__(self) -> str:
         return self.title or self.name
 
     def capabilities(self, kind: str | None = None) -> Mapping[str, frozenset[Any]]:
-        """The values honoured for each key of BACKEND_KEYS, on one kind of device or on any of them."""
+        """Return the values honoured for each key of BACKEND_KEYS, on one kind of device or on any of them."""
         devices = [device for device in self.devices if kind in (None, device.kind)]
         dtypes = {dtype for device in devices for dtype in device.dtypes}
         quantizations = {name for device in devices for name in device.quantizations}
@@ -117,14 +117,14 @@ class Card:
         return next((device for device in self.devices if device.kind == kind), None)
 
     def kind_for(self, platform: str, present: Collection[str]) -> str | None:
-        """The kind of device behind a value of --platform, on a machine that has these kinds; None if none is known."""
+        """Return the kind of device for a value of --platform on a machine with these kinds; None if unknown."""
         asked = platform.partition(":")[0]
         if asked in {device.kind for device in self.devices}:
             return asked
         return next((device.kind for device in self.devices if device.kind in present), None)
 
     def platform_for(self, kind: str) -> str:
-        """The value of --platform that asks for a kind of device."""
+        """Return the value of --platform for a kind of device."""
         return kind if kind in self.platforms else self.name
 
     def has_platform(self, platform: str) -> bool:
@@ -133,13 +133,13 @@ class Card:
 
 
 def backend_names() -> list[str]:
-    """The registered backends, installed or not."""
+    """Return the names of the registered backends, installed or not."""
     return sorted({point.name for point in entry_points(group=BACKENDS_GROUP)})
 
 
 @cache
 def cards() -> tuple[Card, ...]:
-    """A card for every registered backend, sorted by name."""
+    """Return a card for every registered backend, sorted by name."""
     given = {point.name: _loaded(point) for point in entry_points(group=CARDS_GROUP)}
     return tuple(given.get(name) or Card(name) for name in backend_names())
 
@@ -155,17 +155,17 @@ def _loaded(point: EntryPoint) -> Card:
 
 
 def by_preference() -> list[Card]:
-    """All cards; those without a preference last."""
+    """Return all cards, those without a preference last."""
     return sorted(cards(), key=lambda card: (card.preference is None, card.preference or 0))
 
 
 def automatic_cards() -> list[Card]:
-    """Those that `--platform auto` may choose, the preferred ones first."""
+    """Return the cards that `--platform auto` may choose, the preferred ones first."""
     return [card for card in by_preference() if card.preference is not None]
 
 
 def card_of(name: str) -> Card:
-    """ConfigError for a name that no backend has."""
+    """Return the card of a backend. ConfigError for an unknown name."""
     found = next((card for card in cards() if card.name == name), None)
     if found is None:
         raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
@@ -173,7 +173,7 @@ def card_of(name: str) -> Card:
 
 
 def driver_of(kind: str) -> Card:
-    """The backend for a kind of device. ConfigError where none is registered."""
+    """Return the card of the backend for a kind of device. ConfigError if none is registered."""
     found = next((card for card in automatic_cards() if card.device(kind)), None)
     if found is None:
         raise ConfigError(f"device: got '{kind}', and no backend that is registered computes on it")
@@ -181,12 +181,12 @@ def driver_of(kind: str) -> Card:
 
 
 def platforms() -> list[str]:
-    """The values of --platform that are worth listing."""
+    """Return the values of --platform to list in help and messages."""
     return ["auto", *dict.fromkeys(platform for card in cards() for platform in card.platforms)]
 
 
 def launch_on(on: str, platform: str) -> tuple[Card, Launch]:
-    """What `dualtune launch --on` starts for a value of --platform. ConfigError where no backend can be started so."""
+    """Return what `dualtune launch --on` starts for a value of --platform. ConfigError if no backend supports it."""
     able = [(card, each) for card in by_preference() for each in card.launches if on in each.on]
     for card, each in able:
         if platform in ("auto", *each.platforms):

@@ -9,28 +9,28 @@ from typing import Literal
 from dualtune.errors import EnvironmentFault
 from dualtune.text.show import in_columns
 
-# fail: it will not work. advice: it will, and could be better. skipped: not looked at, and `found` says why.
+# fail: it will not work. advice: it works, but could be better. skipped: not checked, `found` says why.
 Level = Literal["ok", "advice", "skipped", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     name: str
     level: Level
     found: str
-    mend: str | None = None  # the command that mends it, or the next step where no command can
-    exit_code: int = EnvironmentFault.exit_code  # of the program, where this fails
+    mend: str | None = None  # the command that fixes it, or the next step if no command can
+    exit_code: int = EnvironmentFault.exit_code  # of the program if this check fails
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """0, or the lowest code among those that fail: a wrong config explains what is wrong further on."""
+    """Return 0, or the lowest exit code of the failed checks: a wrong config explains the later failures."""
     return min((check.exit_code for check in checks if check.level == "fail"), default=0)
 
 
 def table(checks: Sequence[Check]) -> str:
-    """A line for each, with what mends it below."""
+    """Return a line for each check, with its fix below."""
     lines = in_columns([(check.level, check.name, check.found) for check in checks]).splitlines()
     indent = " " * (2 + max((len(check.level) for check in checks), default=0))
     rows = zip(lines, checks, strict=True)

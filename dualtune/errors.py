@@ -1,6 +1,6 @@
 """Errors that a user can act on, each kind with its exit code, which is public.
 
-A message says what was got, what is allowed and what to do next. `assert` is for our own invariants, never for users.
+A message says what was given, what is allowed and what to do next. `assert` is for our own invariants, never for users.
 """
 
 
@@ -29,7 +29,7 @@ class EnvironmentFault(DualtuneError):
 
 
 class PeerLost(EnvironmentFault):
-    """Another process of the run does not answer: it has failed, or is gone."""
+    """Another process of the run does not answer: it failed or is gone."""
 
 
 class DiskError(DualtuneError):
@@ -57,6 +57,6 @@ class LockedError(DualtuneError):
 
 
 class Preempted(DualtuneError):
-    """A signal asked to stop, and what there was to save is saved: run the same command again."""
+    """A signal stopped the run, and its state is saved: run the same command again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h

@@ -1,8 +1,8 @@
 """Fault points: places where a test may kill this process, as a crash or a power cut would.
 
 DUALTUNE_FAULT=<point>:<n> kills the process (SIGKILL) when it reaches the point for the n-th time; `write:<n>` kills it
-when n bytes of files that are written whole (checkpoints, adapters, config.yaml …) have been written. Without the
-variable nothing happens.
+after n bytes of files that are written atomically (checkpoints, adapters, config.yaml …). Without the variable nothing
+happens.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import os
 import signal
 from collections import Counter
 
-# In the order of a save: bytes written; before the rename, and after it; before an old one is removed, in between, and
-# after it. Then: an optimizer step is made; a file of a tree is removed (in tests/chaos alone).
+# In the order of a save: bytes written; before and after the rename; before, during and after the removal of an old
+# checkpoint. Then: an optimizer step is done; a file of a tree is removed (only in tests/chaos).
 POINTS = ("write", "synced", "renamed", "prune", "doomed", "pruned", "step", "unlink")
 
 _passed: Counter[str] = Counter()
 
 
 def allowed(point: str, amount: int) -> int:
-    """How much of `amount` may be done at this point before the process is to be killed there."""
+    """Return how much of `amount` may be done at this point before the process must be killed."""
     limit = _limit(point)
     if limit is None:
         return amount
@@ -29,7 +29,7 @@ def allowed(point: str, amount: int) -> int:
 
 
 def reach(point: str) -> None:
-    """Die here, if this is the n-th time and the n-th time is fatal."""
+    """Kill the process if DUALTUNE_FAULT says so for this point and this time."""
     limit = _limit(point)
     if limit is not None:
         _passed[point] += 1
@@ -42,7 +42,7 @@ def die() -> None:
 
 
 def _limit(point: str) -> int | None:
-    """The n of DUALTUNE_FAULT, if it names this point. ValueError for a point that does not exist."""
+    """Return the n of DUALTUNE_FAULT if it names this point. ValueError for an unknown point."""
     wanted = os.environ.get("DUALTUNE_FAULT")
     if not wanted:
         return None

@@ -18,7 +18,7 @@ class RunInfo:
     run_dir: Path
     backend: str
     num_steps: int
-    first_step: int  # steps done before, by the run that this one resumes
+    first_step: int  # steps done before a resume; 0 for a new run
     num_train_documents: int
     num_eval_documents: int
     engine: Mapping[str, Any]
@@ -51,7 +51,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something out of the ordinary: a row of metrics.jsonl with the key `event` and the details as further keys."""
+    """An unusual event: a row of metrics.jsonl with the key `event` and the details as further keys."""
 
     step: int  # steps done
     event: (
@@ -62,10 +62,10 @@ class Event:
 
 
 class Hook:
-    """Override what you need; the rest does nothing.
+    """Base class of hooks: override what you need; the rest does nothing.
 
-    A hook that raises does not end the run: the failure is said once, and what it missed is told to it again, in
-    order, before the next event. (What is no `Exception`, such as KeyboardInterrupt, does end the run.)
+    A hook that raises does not end the run: the failure is reported once, and the events that the hook missed are
+    delivered again, in order, before the next event. (Only a non-`Exception`, such as KeyboardInterrupt, ends the run.)
     """
 
     def on_start(self, info: RunInfo) -> None: ...
@@ -80,4 +80,4 @@ class Hook:
     def on_event(self, event: Event) -> None: ...
 
     def on_end(self) -> None:
-        """Called once, last, whether the run came to its end or failed."""
+        """Called once, at the end, whether the run succeeded or failed."""

@@ -1,11 +1,11 @@
 """Signals that ask a run to stop: the handler sets a flag, and long work polls it where it is safe to stop.
 
-Native code (a tokenizer, a Parquet reader) polls nothing and lets no handler run. Where nothing can be lost, a thread
-ends the process if a signal has not been answered within a few seconds.
+Native code (a tokenizer, a Parquet reader) does not poll and lets no handler run. If nothing can be lost, a thread ends
+the process when a signal gets no answer within a few seconds.
 
-SIGTERM (schedulers), SIGUSR1 and SIGUSR2 (Slurm's warning before the time is up), SIGINT (Ctrl-C), and SIGHUP (a
-terminal that was closed) where nobody chose otherwise, as nohup does. A Ctrl-C after any of them stops at once. The
-flag is a global because signals belong to the process.
+Handled are SIGTERM (schedulers), SIGUSR1 and SIGUSR2 (Slurm's warning before the time limit), SIGINT (Ctrl-C), and
+SIGHUP (a closed terminal) unless it has another disposition, as under nohup. A Ctrl-C after any of them stops at once.
+The flag is a global because signals belong to the process.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _handling = False
 
 @contextlib.contextmanager
 def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None = None) -> Generator[None]:
-    """Let the signals set the flag. Inside another such block, or in another thread than the main one, do nothing.
+    """Let the signals set the flag. Do nothing inside another such block or outside the main thread.
 
-    Where a signal is not answered, `abandon` is called in another thread: it puts things in order and returns True if
-    the process may be ended, or False if there is something to save, which may take its time.
+    If a signal gets no answer, `abandon` is called in another thread: it cleans up and returns True if the process may
+    be ended, or False if there is still something to save.
     """
     global _received, _handling
     if _handling or threading.current_thread() is not threading.main_thread():
@@ -49,20 +49,23 @@ def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None =
             yield
     finally:
         for s, handler in before.items():
-            # The same wish may come twice: Slurm tells a job and each of its steps. Who has saved shall not die of it.
+            # The signal may come twice: Slurm sends it to a job and to each step. The second must not kill a saved run.
             is_late = _received is not None and s in TERMINATION and handler == signal.SIG_DFL
             signal.signal(s, signal.SIG_IGN if is_late else handler)
         _received, _handling = None, False
 
 
 def always() -> bool:
-    """For `abandon`: there is never anything to save."""
+    """A value for `abandon`: there is never anything to save."""
     return True
 
 
 @contextlib.contextmanager
 def _ended_if_unanswered(signals: frozenset[signal.Signals], abandon: Abandon) -> Generator[None]:
-    """The interpreter writes the number of each signal into a pipe at once, whatever the main thread is doing."""
+    """End the process if a signal gets no answer.
+
+    The interpreter writes the number of each signal into a pipe at once, whatever the main thread is doing.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     done = threading.Event()
@@ -87,7 +90,7 @@ def _ended_if_unanswered(signals: frozenset[signal.Signals], abandon: Abandon) -
 
 
 def _end(name: signal.Signals) -> None:
-    """End the process here and now; the main thread may hold the lock of any stream."""
+    """End the process at once, without Python's streams: the main thread may hold their locks."""
     show_cursor = "\x1b[?25h" if os.isatty(2) else ""
     text = f"{show_cursor}\nStopped by {name.name}. Run the same command again to continue.\n"
     with contextlib.suppress(OSError):
@@ -96,7 +99,7 @@ def _end(name: signal.Signals) -> None:
 
 
 def requested() -> bool:
-    """Whether a signal has asked to stop."""
+    """Return whether a signal has asked to stop."""
     return _received is not None
 
 

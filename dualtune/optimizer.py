@@ -1,7 +1,7 @@
 """Optimizers as data: for each, what the config, the checkpoint, the memory estimate and every backend know of it.
 
-The formulas stand here once, as plain functions of one tensor. A backend has its own fast version of each, under the
-same name, and the conformance suite holds it against the one here.
+Each formula is here once, as a plain function of one tensor. A backend has a fast version of each, under the same name,
+and the conformance suite compares it with the one here.
 
 Legend: w weights, g their gradient after clipping, slots the state in w's shape; all arrays have one shape.
 """
@@ -26,7 +26,7 @@ Slots = Mapping[str, "np.ndarray"]
 
 
 class Update(Protocol):
-    """(w, slots) after update number `step`, counted from 1, in the precision of what is given."""
+    """Return (w, slots) after update number `step`, counted from 1, in the precision of the arguments."""
 
     def __call__(
         self, w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
@@ -35,15 +35,15 @@ class Update(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An entry of the table."""
+    """An entry of the table of optimizers."""
 
     update: Update
-    slots: tuple[str, ...]  # its state: tensors in the names and shapes of the adapter, zero before the first update
-    defaults: Settings  # its hyperparameters, but for the learning rate, which the schedule gives
+    slots: tuple[str, ...]  # its state: tensors with the names and shapes of the adapter, zero before the first update
+    defaults: Settings  # its hyperparameters except the learning rate, which the schedule gives
 
     @property
     def bytes_per_parameter(self) -> int:
-        """What its state takes."""
+        """Bytes of optimizer state per parameter."""
         return SLOT_BYTES * len(self.slots)
 
 
@@ -70,13 +70,13 @@ def sgd(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Plain gradient descent, without momentum and so without state: w ← w·(1 − lr·decay) − lr·g.
 
-    Goodfellow et al., Deep Learning, algorithm 8.1. Decoupled decay is here the same as an L2 penalty, which
-    `torch.optim.SGD` has (arXiv 1711.05101, proposition 1).
+    Goodfellow et al., Deep Learning, algorithm 8.1. For SGD, decoupled decay equals the L2 penalty of
+    `torch.optim.SGD` (arXiv 1711.05101, proposition 1).
     """
     return w * (1 - lr * settings["weight_decay"]) - lr * g, {}
 
 
-# Constants are torch's defaults.
+# The defaults are those of torch.
 OPTIMIZERS: Mapping[OptimizerName, Optimizer] = MappingProxyType(
     {
         "adamw": Optimizer(adamw, ("m", "v"), {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}),
@@ -87,7 +87,7 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """Which optimizer, and where its hyperparameters differ from the table's. ConfigError for one that it has not."""
+    """An optimizer and its hyperparameters, where they differ from the defaults. ConfigError for an unknown one."""
 
     name: OptimizerName = "adamw"
     changes: Settings = field(default_factory=dict[str, float])
@@ -105,5 +105,5 @@ class OptimizerSpec:
 
     @property
     def settings(self) -> Settings:
-        """Every hyperparameter."""
+        """All hyperparameters: defaults and changes."""
         return {**self.entry.defaults, **self.changes}

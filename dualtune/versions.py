@@ -9,7 +9,7 @@ VERSION = "0.1.0"
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The version of each package that is installed, in the given order."""
+    """Return the version of each package that is installed, in the given order."""
     from importlib import metadata  # late: `dualtune --help` imports this file
 
     found: dict[str, str] = {}

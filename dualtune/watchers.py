@@ -9,7 +9,7 @@ from typing import Any
 
 from dualtune.hooks import Hook
 
-MAX_QUEUED = 10_000  # events that are kept for a hook that fails, such as a tracker without network
+MAX_QUEUED = 10_000  # events kept for a failing hook, such as a tracker without network
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class _Watcher:
 
 
 class Watchers:
-    """Calls hooks in the given order. `report(message)` is called when a hook begins to fail."""
+    """Calls hooks in the given order, and `report(message)` when one starts to fail."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._watchers = [_Watcher(hook) for hook in hooks]
@@ -42,7 +42,7 @@ class Watchers:
 
 
 def _deliver(watcher: _Watcher) -> str | None:
-    """Tell a hook what it has missed. Returns what went wrong, the first time."""
+    """Deliver the queued events to a hook. Return the error message if it has just started to fail."""
     while watcher.missed:
         event, args = watcher.missed.popleft()
         try:

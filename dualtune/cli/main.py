@@ -1,4 +1,4 @@
-"""`dualtune`: the group of commands, loaded when they are called, and the place where errors become exit codes."""
+"""`dualtune`: the group of commands, which are imported when called, and the mapping of errors to exit codes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     prepare_streams()
     sys.excepthook = _show_unexpected
     try:
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _show_unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For an exception that is a fault of ours: the traceback as ever, but for the secrets in it."""
+    """Show the traceback of an exception that is our bug, with secrets redacted."""
     say(redact("".join(traceback.format_exception(kind, error, trace)).rstrip("\n")), err=True)
 
 

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class PlatformOption(click.Option):
-    """An option that takes what the backends' cards list, or the name of a backend."""
+    """The option --platform: a value from the backends' cards, or the name of a backend."""
 
     def make_metavar(self, *args: Any, **keywords: Any) -> str:
-        """Read from the cards, which only `--help` shows."""
+        """Return the values from the cards; only `--help` calls this."""
         from dualtune.card import platforms
 
         return "|".join(platforms())
@@ -47,7 +47,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 def backend_for(platform: str, *, err: bool = False) -> Backend:
-    """Open the backend for --platform and print the choice with its reason."""
+    """Load the backend for --platform and print the choice with its reason."""
     from dualtune.cli.output.screen import phases
     from dualtune.platform.choose import choose, open_backend
 

@@ -1,4 +1,4 @@
-"""How this program is called again: commands in messages work in the shell that they are read in."""
+"""How to call this program again: commands in messages work in the shell of the user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def program() -> str:
-    """`dualtune` where the shell finds this very one, otherwise its path, or `python -m dualtune` by path."""
+    """Return `dualtune` if the shell finds this program, otherwise its path, or `python -m dualtune` by path."""
     script = Path(sys.executable).with_name("dualtune")
     if not script.is_file():
         return f"{quoted(sys.executable)} -m dualtune"
@@ -19,12 +19,12 @@ def program() -> str:
 
 
 def quoted(path: str | Path) -> str:
-    """A path for a shell, relative where that is shorter."""
+    """Return a path for a shell, relative if that is shorter."""
     return shlex.quote(min(str(path), os.path.relpath(path), key=len))
 
 
 def in_lines(words: list[str], width: int) -> str:
-    """A command of quoted words, over several lines where one does not hold it; it can be copied as it is."""
+    """Join quoted words to a command, on several lines if needed, that can be copied unchanged."""
     lines = [words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + 3 > width:

@@ -1,4 +1,4 @@
-"""Did you mean …? For commands that do not exist: words that other tools use, and slips of the finger."""
+"""Did you mean …? For unknown commands: names from other tools, and typos."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 import click
 
-# What other tools call it -> the command here, or a sentence where there is none.
+# The name in other tools -> the command here, or a sentence if there is none.
 WORDS = {
     word: answer
     for answer, words in {
@@ -44,7 +44,7 @@ WORDS = {
 
 
 def advice(name: str, commands: list[str], group: str) -> str:
-    """What to do about a command that does not exist. `commands` are those of `group`, as in "dualtune adapter"."""
+    """Return advice for an unknown command. `commands` are those of `group`, such as "dualtune adapter"."""
     word = name.lower().replace("_", "-")
     close = get_close_matches(word, commands, n=1, cutoff=0.7)
     known = word if word in WORDS else next(iter(get_close_matches(word, WORDS, n=1, cutoff=0.75)), None)
@@ -57,7 +57,7 @@ def advice(name: str, commands: list[str], group: str) -> str:
 
 
 class Group(click.Group):
-    """A group of commands that answers a wrong name with the right one."""
+    """A group of commands that suggests the right name for a wrong one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -1,8 +1,7 @@
-"""Processes on this machine or on several Macs, by mlx.launch, over MLX's ring.
+"""Start processes on this machine or on several Macs, with mlx.launch, over MLX's ring.
 
-mlx.launch ends with 0 whatever became of the ranks, passes on no signal, and waits for ever for a rank that hangs. So
-what it says of each rank on standard error is read, its workers are signalled directly, and those that remain after
-another one has died are killed.
+mlx.launch always ends with 0, forwards no signals, and waits forever for a rank that hangs. So this file reads what it
+reports on each rank on standard error, signals its workers directly, and kills the rest after one has died.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from dualtune.card import Card, launch_on
 from dualtune.errors import ConfigError, EnvironmentFault, Preempted
 
 LOCAL = "127.0.0.1"
-FIRST_PORT = 32323  # mlx.launch's own
-DIE_S, SAVE_S = 15.0, 120.0  # how long the others have to end, once one rank has died, or has saved
+FIRST_PORT = 32323  # the default of mlx.launch
+DIE_S, SAVE_S = 15.0, 120.0  # how long the others have to end after one rank has died, or has saved
 _ENDED = re.compile(rb"Node with rank (\d+) (?:exited with code (-?\d+)|(completed)|(was killed))")
 
 
@@ -39,15 +38,15 @@ _ENDED = re.compile(rb"Node with rank (\d+) (?:exited with code (-?\d+)|(complet
 class MlxLaunch:
     num_processes: int
     program: Path
-    where: tuple[str, ...]  # mlx.launch's options that say on which machines
+    where: tuple[str, ...]  # options of mlx.launch that set the machines
     environment: Mapping[str, str] = field(default_factory=lambda: {})
 
     def command(self, worker: Sequence[str]) -> list[str]:
-        # verbose: it says of ranks that have ended well too, so that silence is not taken for success
+        # verbose: it also reports ranks that succeeded, so that silence does not count as success
         return [sys.executable, str(self.program), "--verbose", "--backend", "ring", *self.where, "--", *worker]
 
     def start(self, worker: Sequence[str]) -> MlxAttempt:
-        pipe = subprocess.PIPE  # it passes its standard input on, and must not meet its end
+        pipe = subprocess.PIPE  # it forwards its standard input, which must not reach its end
         process = subprocess.Popen(self.command(worker), stdin=pipe, stderr=pipe, start_new_session=True)
         return MlxAttempt(process)
 
@@ -66,7 +65,7 @@ class MlxAttempt:
         self._reader.start()
 
     def ask_to_stop(self) -> None:
-        """Signal the ranks here. The end of an ssh tells a rank elsewhere to stop, as if its terminal was closed."""
+        """Signal the local ranks. A remote rank is stopped by ending its ssh, like with a closed terminal."""
         self._asked = True
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self.process.pid).children()
@@ -76,7 +75,7 @@ class MlxAttempt:
                 child.send_signal(signal.SIGTERM if child.name() == "ssh" else signal.SIGUSR1)
 
     def look(self) -> None:
-        """Do not wait for ever for those that wait for one that is gone."""
+        """Kill the remaining ranks some time after one has failed: they may wait for it forever."""
         failed = [code for code in self._codes.values() if code != 0]
         if failed and self._deadline is None:
             may_save = self._asked or all(code == Preempted.exit_code for code in failed)
@@ -111,7 +110,7 @@ class MlxAttempt:
 
 
 def launcher(platform: str, procs: int | None, hosts: str | None, hostfile: Path | None) -> tuple[MlxLaunch, str]:
-    """(the launcher, what it will start)."""
+    """Return the launcher, and a text on what it will start."""
     card, _ = launch_on("mlx", platform)
     program = _program(card)
     if hostfile is not None:
@@ -161,7 +160,7 @@ def _program(card: Card) -> Path:
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many free ports in a row: mlx.launch would take the same ones for every run."""
+    """Return the first of `count` consecutive free ports: mlx.launch would use the same ones for every run."""
     for first in range(FIRST_PORT, FIRST_PORT + 8192, max(count, 16)):
         with contextlib.ExitStack() as sockets:
             try:

@@ -1,4 +1,4 @@
-"""A Slurm job: a batch script that can be read, kept and submitted by hand, and its submission."""
+"""A Slurm job: write a batch script that a user can also read, keep and submit by hand, and submit it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dualtune.launch.worker import OWN_REASONS, Work
 from dualtune.versions import VERSION
 
 TASK = "%a"  # in --set, with --array: the number of the task
-# What the script says itself, and the option that changes it.
+# The sbatch options that the script sets itself, and the dualtune option that changes each.
 _OURS = {
     "nodes": "--nodes", "N": "--nodes", "ntasks-per-node": "--procs", "ntasks": "--procs", "n": "--procs",
     "gpus-per-node": "--gpus-per-node", "time": "--time", "t": "--time", "partition": "--partition", "p": "--partition",
@@ -33,7 +33,7 @@ _OURS = {
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """What is asked of the cluster."""
+    """The request to the cluster."""
 
     nodes: int
     procs_per_node: int
@@ -42,12 +42,12 @@ class Slurm:
     partition: str | None = None
     account: str | None = None
     array: str | None = None
-    grace_s: int = 120  # between the warning and the end of the time
+    grace_s: int = 120  # between the warning and the time limit
     max_restarts: int = 3
     options: tuple[str, ...] = ()  # KEY=VALUE, or KEY, of sbatch
 
     def check(self) -> None:
-        """ConfigError for what cannot stand in a script, or what the script says itself."""
+        """Raise ConfigError for options that cannot be in a script, or that the script sets itself."""
         for option in self.options:
             key, _, value = option.partition("=")
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", key):
@@ -61,7 +61,7 @@ class Slurm:
             _quoted(getattr(self, name) or "", f"--{name}")
 
     def adapt(self, work: Work) -> Work:
-        """The work as the job does it: on the platform of the nodes, and `--resume never` decided here and now."""
+        """Return the work for the job: on the platform of the nodes, with `--resume never` resolved now."""
         _, launch = launch_on("slurm", work.platform)
         platform = launch.platforms[0] if work.platform == "auto" and self.gpus_per_node else work.platform
         if platform == "cpu" and self.gpus_per_node:
@@ -77,18 +77,18 @@ class Slurm:
 
 
 def place_of_script(run_dir: Path) -> Path:
-    """Beside the run directory: one that holds something else than a run is not taken for a run's."""
+    """Return a path next to the run directory: a run refuses a directory with other files."""
     return run_dir.with_name(f"{_stem(run_dir)}.sbatch")
 
 
 def log_of(slurm: Slurm, work: Work) -> Path:
-    """Beside the run directory, with the numbers of job and task in sbatch's words."""
+    """Return a path next to the run directory, with sbatch's patterns for the job and task numbers."""
     pattern = "%A_%a" if slurm.array else "%j"
     return Path(str(work.run_dir.with_name(_stem(work.run_dir))).replace("%", "%%") + f"-{pattern}.log")
 
 
 def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
-    """The text of the script."""
+    """Return the text of the batch script."""
     slurm.check()
     headers = [
         ("job-name", _stem(work.run_dir)), ("nodes", str(slurm.nodes)), ("ntasks-per-node", "1"),
@@ -118,7 +118,7 @@ def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
 
 
 def write_script(path: Path, text: str, work: Work) -> None:
-    """Keep the script, and make the directory of the log: Slurm makes none, and the job would fail unheard."""
+    """Write the script and make the directory of the log: Slurm does not, and the job would fail without a message."""
     for directory in (path.parent, work.run_dir.parent):
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def write_script(path: Path, text: str, work: Work) -> None:
 
 
 def submit(path: Path) -> str:
-    """Hand a script to sbatch. Returns the number of the job."""
+    """Submit a script with sbatch. Return the job number."""
     program = shutil.which("sbatch")
     if program is None:
         raise EnvironmentFault(
@@ -142,20 +142,20 @@ def submit(path: Path) -> str:
 
 
 def _overrides(work: Work, array: str | None) -> list[str]:
-    """The --set options, as words of bash. A task of an array gets its own run directory last, which wins."""
+    """Return the --set options as bash words. The run directory of an array task comes last, so it wins."""
     words = [word for override in work.overrides for word in ("--set", _with_task(override, array))]
     return [*words, "--set", '"run.dir=$run_dir"'] if array else words
 
 
 def _array_dir(run_dir: Path) -> Path:
-    """Each task its own: two never share one. ConfigError where that would be a directory above it."""
+    """Return a separate run directory for each task. ConfigError if the task number is in a parent directory."""
     if TASK in str(run_dir.parent):
         raise ConfigError(f"run.dir: got {str(run_dir)!r}, allowed with --array: {TASK} in its last part alone")
     return run_dir if TASK in run_dir.name else run_dir.with_name(f"{run_dir.name}-{TASK}")
 
 
 def _with_task(text: str, array: str | None) -> str:
-    """The text as a word of bash, with the number of the task in it."""
+    """Return the text as a bash word, with the task number in it."""
     if not array or TASK not in text:
         return shlex.quote(text)
     parts = [shlex.quote(part) if part else "" for part in text.split(TASK)]
@@ -172,7 +172,7 @@ def _key_value(option: str) -> tuple[str, str]:
 
 
 def _quoted(value: str, what: str) -> str:
-    """As sbatch reads it: quotes hold a value with spaces together, and nothing stands for a quote."""
+    """Quote a value for sbatch: quotes enclose a value with spaces, and a quote itself cannot be escaped."""
     if any(char in value for char in "\"'\\\n\r"):
         raise ConfigError(f"{what}: got {value!r}, allowed in a batch script: no quote, backslash or line break")
     return f'"{value}"' if re.search(r"[\s#]", value) else value

@@ -1,4 +1,4 @@
-"""The batch script that `dualtune launch --on slurm` submits; @NAME@ is filled in."""
+"""The batch script that `dualtune launch --on slurm` submits; @NAME@ is a placeholder."""
 
 BODY = r"""#!/bin/bash
 # Written by dualtune @VERSION@: dualtune launch --on slurm. To submit it again: sbatch THIS_FILE

@@ -1,4 +1,4 @@
-"""Start the processes of a run, pass on the wish to stop, start all again where some died, end with their exit code."""
+"""Start the processes of a run, forward stop signals, restart all if some died, and return their exit code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Tell = Callable[[str], None]
 
 
 class Attempt(Protocol):
-    """The processes of one attempt, started by a program of somebody else's."""
+    """The processes of one attempt, started by an external program."""
 
-    process: subprocess.Popen[bytes]  # that program
+    process: subprocess.Popen[bytes]  # the external program
 
     def ask_to_stop(self) -> None:
-        """Have the workers save and end."""
+        """Tell the workers to save and stop."""
         ...
 
     def look(self) -> None:
@@ -33,7 +33,7 @@ class Attempt(Protocol):
         ...
 
     def codes(self) -> Mapping[int, int]:
-        """The exit codes of its workers by rank, once it has ended; none for those it does not know of."""
+        """Return the exit codes of its workers by rank, as far as known, after it has ended."""
         ...
 
 
@@ -45,7 +45,7 @@ class Launcher(Protocol):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the processes get besides ours."""
+        """Environment variables for the processes, besides ours."""
         ...
 
     def command(self, worker: Sequence[str]) -> list[str]: ...
@@ -54,7 +54,7 @@ class Launcher(Protocol):
 
 
 def supervise(launcher: Launcher, work: Work, *, max_restarts: int, tell: Tell) -> int:
-    """Run to the end, with at most so many restarts. Returns the exit code: 0, 75, or the reason of the workers."""
+    """Run to the end, with at most `max_restarts` restarts. Return the exit code: 0, 75, or that of the workers."""
     resume, restarts = work.first_resume(), 0
     with interrupt.handled():
         while True:
@@ -71,7 +71,7 @@ def supervise(launcher: Launcher, work: Work, *, max_restarts: int, tell: Tell) 
 
 
 def _attempt(attempt: Attempt, num_processes: int) -> tuple[int, bool]:
-    """(exit code, whether they were asked to stop)."""
+    """Return the exit code, and whether the processes were asked to stop."""
     asked, family, looked_s = False, list[psutil.Process](), 0.0
     try:
         while attempt.process.poll() is None:
@@ -79,18 +79,18 @@ def _attempt(attempt: Attempt, num_processes: int) -> tuple[int, bool]:
                 asked = True
                 attempt.ask_to_stop()
             attempt.look()
-            if time.monotonic() - looked_s > FAMILY_S:  # known by now, the workers are found when their parent is gone
+            if time.monotonic() - looked_s > FAMILY_S:  # listed now, to find the workers after their parent is gone
                 family, looked_s = _family(attempt.process.pid) or family, time.monotonic()
             time.sleep(POLL_S)
-    finally:  # a second Ctrl-C, a launcher that was killed, a fault of ours: nobody is left behind
+    finally:  # after a second Ctrl-C, a killed launcher or a bug of ours too, no process stays behind
         kill([*family, *_family(attempt.process.pid)])
         attempt.process.wait()
     codes = dict(attempt.codes())
     if not any(codes.values()):
         if attempt.process.returncode != 0:
-            codes[-1] = attempt.process.returncode  # of the program itself
+            codes[-1] = attempt.process.returncode  # of the external program
         elif len(codes) < num_processes:
-            codes[-1] = 1  # it says that all is well, and not how every worker ended
+            codes[-1] = 1  # it reports success, but not the end of every worker
     return verdict(codes, asked=asked), asked
 
 
@@ -101,7 +101,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """A process and all that came from it, as far as they still run."""
+    """Return a process and all its descendants that still run."""
     try:
         root = psutil.Process(pid)
         return [*root.children(recursive=True), root]

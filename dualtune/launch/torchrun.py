@@ -1,4 +1,4 @@
-"""Processes on this machine, or this machine's share of several machines', by torchrun."""
+"""Start processes with torchrun: on this machine only, or this machine's part of a run on several."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pathlib import Path
 from dualtune.card import launch_on
 from dualtune.errors import ConfigError, EnvironmentFault
 
-SAVE_S = 120  # how long the others have to save and end, once one process has ended
+SAVE_S = 120  # how long the others have to save and end after one process has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """This machine among several."""
+    """This machine as one of several nodes."""
 
     count: int
     rank: int
-    host: str  # of node 0, which all reach
+    host: str  # of node 0, reachable from all nodes
     port: int
 
     @classmethod
@@ -39,29 +39,29 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
-    agent: str  # the module that is run: torchrun, but with the exit codes of its workers
+    agent: str  # the module to run: torchrun that also reports the exit codes of its workers
     num_processes: int
     nodes: Nodes | None = None
-    environment: Mapping[str, str] = field(default_factory=lambda: {})  # what is added to ours
+    environment: Mapping[str, str] = field(default_factory=lambda: {})  # added to our environment
 
     def command(self, worker: Sequence[str]) -> list[str]:
         where = ["--standalone"]
-        if self.nodes is not None:  # a static rendezvous: rank 0, which writes the run, is on node 0
+        if self.nodes is not None:  # a static rendezvous, so that rank 0, which writes the run, is on node 0
             where = [f"--nnodes={self.nodes.count}", f"--node-rank={self.nodes.rank}"]
             where += [f"--master-addr={self.nodes.host}", f"--master-port={self.nodes.port}"]
-        # Restarts are ours: torchrun would also repeat a run that has saved, or whose config is wrong.
+        # We restart ourselves: torchrun would also restart a run that was preempted or has a wrong config.
         options = [f"--nproc-per-node={self.num_processes}", "--max-restarts=0", "--signals-to-handle=SIGQUIT"]
         return [sys.executable, "-m", self.agent, *where, *options, "--no-python", *worker]
 
     def start(self, worker: Sequence[str]) -> TorchrunAttempt:
         codes = tempfile.TemporaryDirectory(prefix="dualtune-launch-")
         environment = {
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S),  # torch's own is 30 s, and may be set by the user
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S),  # the default of torch is 30 s; the user may set another
             **os.environ,
             **self.environment,
             "DUALTUNE_EXIT_CODES": str(Path(codes.name) / "codes.json"),
         }
-        # A session of its own: a Ctrl-C in the terminal reaches the workers once, through us.
+        # A separate session: a Ctrl-C in the terminal reaches the workers once, through us.
         process = subprocess.Popen(self.command(worker), env=environment, start_new_session=True)
         return TorchrunAttempt(process, codes)
 
@@ -72,7 +72,7 @@ class TorchrunAttempt:
     _directory: tempfile.TemporaryDirectory[str]
 
     def ask_to_stop(self) -> None:
-        self.process.send_signal(signal.SIGUSR1)  # it passes that on
+        self.process.send_signal(signal.SIGUSR1)  # torchrun forwards it
 
     def look(self) -> None:
         pass
@@ -87,14 +87,14 @@ class TorchrunAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """What this machine has."""
+    """The devices of this machine."""
 
     cores: int
     num_gpus: int
-    gpu_problem: str | None = None  # why there is none
+    gpu_problem: str | None = None  # why there is no GPU
 
     def launcher(self, platform: str, procs: int | None, nodes: Nodes | None) -> tuple[Torchrun, str]:
-        """(the launcher for a platform that torchrun can start, what was chosen and why)."""
+        """Return the launcher for a platform that torchrun can start, and a text on what was chosen and why."""
         card, launch = launch_on("local", platform)
         if not card.package.is_installed:
             missing = f"{launch.program} is part of {card}, which is missing"

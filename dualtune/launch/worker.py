@@ -1,4 +1,4 @@
-"""What every process of a run executes, and what the codes with which they ended mean together."""
+"""The command of each process of a run, and the exit code of the run from those of its processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dualtune.errors import (
 )
 from dualtune.train.state.run_dir import CHECKPOINTS, check_usable
 
-# What a worker says of itself: begun again, it would say the same. Out of memory (8) has no class of its own yet.
+# Exit codes with a reason in the worker itself: a restart would end the same. Out of memory (8) has no class yet.
 OWN_REASONS = (*(e.exit_code for e in (ConfigError, DataError, DiskError, FormatError, NonFiniteError, LockedError)), 8)
-# Of these, the next attempt may be free: a bug that needs bad luck, and a process that others waited for in vain.
+# Exit codes that a restart may avoid: of a bug that is rarely hit, and of waiting for a process that was gone.
 WORTH_A_RESTART = (1, EnvironmentFault.exit_code)
-_ENDED_BY_US = (-signal.SIGTERM, -signal.SIGUSR1)  # before the worker could listen to signals
+_ENDED_BY_US = (-signal.SIGTERM, -signal.SIGUSR1)  # before the worker had its signal handlers
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One run, as the command line of each of its processes."""
+    """One run, and the command line of each of its processes."""
 
     config: Path
     run_dir: Path
@@ -44,23 +44,26 @@ class Work:
         return [*words, "--resume", resume or self.resume]
 
     def first_resume(self) -> str:
-        """`never` is decided here, once, so that a restart may go on. ConfigError if there is a run already."""
+        """Return the --resume of the first attempt. `never` is checked here, so that a restart may resume.
+
+        ConfigError for `never` if there is a run already.
+        """
         if self.resume != "never":
             return self.resume
         check_usable(self.run_dir, "never")
         return "auto"
 
     def next_resume(self) -> str:
-        """From where a restart goes on: from elsewhere only as long as there is no checkpoint of its own."""
+        """Return the --resume of a restart: a given path only while the run has no checkpoint yet."""
         has_own = any((self.run_dir / CHECKPOINTS).glob("step-*"))
         return self.resume if self.resume not in ("auto", "never") and not has_own else "auto"
 
 
 def verdict(codes: Mapping[int, int], *, asked: bool) -> int:
-    """The exit code of a run from those of its processes by rank (negative: killed by that signal).
+    """Return the exit code of a run from those of its processes by rank (negative: killed by that signal).
 
-    What a worker says of itself comes first, then how one died, then what followed from it in the others. `asked`: they
-    were told to save and stop, and one that died of that had nothing to save.
+    A reason in a worker itself comes first, then a signal that killed one, then what followed in the others. `asked`:
+    they were told to save and stop; one that this signal killed had nothing to save.
     """
     failed = [code for _, code in sorted(codes.items()) if code != 0]
     if not failed:
@@ -74,5 +77,5 @@ def verdict(codes: Mapping[int, int], *, asked: bool) -> int:
 
 
 def may_restart(code: int, num_processes: int) -> bool:
-    """Whether another attempt may end otherwise. One process alone waits for nobody: its code 4 is its own reason."""
+    """Return whether another attempt may succeed. A single process waits for no other: its code 4 would come again."""
     return code > 130 or (code in WORTH_A_RESTART and not (code == EnvironmentFault.exit_code and num_processes == 1))

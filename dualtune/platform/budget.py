@@ -6,23 +6,23 @@ from dataclasses import dataclass
 
 from dualtune.platform.machine import GIB, Machine
 
-# What a run does not get of a GPU that nobody else uses: the driver's own share, a screen, error correction. NVML
-# reports 0.3 to 0.6 GB less free than total on an idle card.
+# The memory of an idle GPU that a run does not get: for the driver, a screen, error correction. NVML reports 0.3 to
+# 0.6 GB less free than total on an idle card.
 GPU_RESERVE_BYTES = GIB // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes, and the sentence that says where they come from."""
+    """A number of bytes, and a sentence that says where it comes from."""
 
     bytes: int
     reason: str
 
 
 def budget(machine: Machine, device: str = "auto") -> Budget:
-    """The memory for a run on a device: "cuda", "cuda:1", "metal", "cpu", or "auto" for what the hardware is for.
+    """Return the memory for a run on "cuda", "cuda:1", "metal", "cpu", or with "auto" on the best kind of device.
 
-    0 bytes where the machine has no such device; the reason says so.
+    0 bytes if the machine has no such device; the reason says so.
     """
     if device == "auto":
         device = machine.kind

@@ -1,4 +1,4 @@
-"""From a machine to a backend, always with the reason."""
+"""The choice of a backend for a machine, always with the reason."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Choice", "choose", "is_installed", "open_backend"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    platform: str  # as --platform has it: "cuda", "cuda:1", "cpu", or the name of a backend
+    platform: str  # a value of --platform: "cuda", "cuda:1", "cpu", or the name of a backend
     backend: str
     device: str  # to open the backend with
     reason: str
 
 
 def choose(platform: str, machine: Machine | None = None) -> Choice:
-    """The backend and device for `--platform`. EnvironmentFault if nothing that could train is installed."""
+    """Return the backend and device for `--platform`. EnvironmentFault if no backend that can train is installed."""
     if platform == "auto":
         return _automatic(machine or detect())
     for card in cards():
@@ -46,7 +46,7 @@ def _choice(card: Card, platform: str, reason: str) -> Choice:
 
 
 def _automatic(machine: Machine) -> Choice:
-    """The preferred backend that is installed, for the machine's accelerator or else for its processor."""
+    """Choose the preferred installed backend, for the machine's accelerator or else for its CPU."""
     known = automatic_cards()
     installed = [card for card in known if card.package.framework in (None, *machine.packages)]
     for kind, what in _accelerators(machine):
@@ -68,7 +68,7 @@ def _first(among: list[Card], kind: str) -> Card | None:
 
 
 def _accelerators(machine: Machine) -> Iterator[tuple[str, str]]:
-    """(kind of device, what it is) of those that a Python like this one can use, best first."""
+    """Yield kind and name of the accelerators that this Python can use, best first."""
     if machine.is_apple_silicon:
         yield "metal", f"Apple silicon ({machine.cpu})"
     if machine.gpus:
@@ -79,5 +79,5 @@ def _why_no_accelerator(machine: Machine, known: list[Card], chosen: Card) -> st
     for kind, _ in _accelerators(machine):
         if driver := _first(known, kind):
             return f"{'an NVIDIA GPU, but ' if kind == 'cuda' else ''}{driver} is not installed"
-    preferred = [str(card) for card in known[: known.index(chosen)]]  # none of which is installed
+    preferred = [str(card) for card in known[: known.index(chosen)]]  # none of them is installed
     return " and no ".join(["no NVIDIA GPU", *preferred])

@@ -1,11 +1,11 @@
-"""The processor: its name, what makes it fast at matrix products, and the memory that a control group leaves."""
+"""The CPU: its name, its features for fast matrix products, and the memory limit of its control group."""
 
 from __future__ import annotations
 
 import platform
 from pathlib import Path
 
-# (flag of /proc/cpuinfo, what it is called): x86 under "flags", Arm under "Features"
+# (flag in /proc/cpuinfo, its name): x86 under "flags", Arm under "Features"
 FEATURES = (
     ("amx_bf16", "AMX"),
     ("avx512f", "AVX-512"),
@@ -19,7 +19,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def linux_cpu(cpuinfo: Path = CPUINFO) -> tuple[str, tuple[str, ...]]:
-    """(name, features) from /proc/cpuinfo."""
+    """Return name and features from /proc/cpuinfo."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -31,10 +31,10 @@ def linux_cpu(cpuinfo: Path = CPUINFO) -> tuple[str, tuple[str, ...]]:
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
-    """(bytes that this process's control group may use, bytes that it uses), or None where nothing is limited.
+    """Return the bytes that the control group of this process may use, and those it uses; None if not limited.
 
-    Version 2 of control groups and version 1; the strictest of the group and those above it. Cached file pages that
-    can be dropped do not count as used.
+    Works for versions 1 and 2 of control groups; the strictest limit of the group and its parents counts. Cached file
+    pages that can be dropped do not count as used.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -50,7 +50,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Inside a container the path may be the host's, which is not there: the top is the container's own then.
+        # Inside a container the path may be the host's and not exist: the top directory is then the container's.
         folders = [top / path.strip("/"), *(top / path.strip("/")).parents]
         limits += [limit for folder in folders if folder.is_relative_to(top) and (limit := _limit(folder, *names))]
     return min(limits, default=None, key=lambda limit: limit[0] - limit[1])
@@ -59,7 +59,7 @@ def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
 def _limit(folder: Path, maximum: str, current: str, inactive: str) -> tuple[int, int] | None:
     try:
         limit = (folder / maximum).read_text().strip()
-        if not limit.isdigit() or int(limit) >= 2**60:  # "max"; version 1 says nearly 2^63
+        if not limit.isdigit() or int(limit) >= 2**60:  # unlimited: "max", or nearly 2^63 in version 1
             return None
         used = int((folder / current).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

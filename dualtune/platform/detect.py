@@ -18,12 +18,12 @@ from dualtune.versions import versions_of
 
 __all__ = ["Gpu", "Machine", "detect", "is_installed"]
 
-OTHER_PACKAGES = ("transformers", "peft", "pynvml")  # `pynvml` is here to be warned of: see problems.py
+OTHER_PACKAGES = ("transformers", "peft", "pynvml")  # `pynvml` only to warn about it: see problems.py
 NVIDIA_VENDOR = "0x10de"
 
 
 def detect() -> Machine:
-    """Look at this machine. Never raises: what cannot be found out is reported as such."""
+    """Inspect this machine. Never raises: what cannot be detected is reported as unknown."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = nvidia.look(visible_devices)
     name, features = cpu.linux_cpu()
@@ -53,12 +53,12 @@ def detect() -> Machine:
 
 
 def is_installed(framework: str) -> bool:
-    """Whether a backend's framework can be found; nothing is imported."""
+    """Return whether a backend's framework can be found, without importing it."""
     return find_spec(framework) is not None
 
 
 def _packages() -> dict[str, str]:
-    """The packages that matter, also where a framework lies on the path without its metadata."""
+    """Return the versions of the relevant packages, also of a framework on the path without metadata."""
     packages = [card.package for card in by_preference()]
     found = versions_of(dict.fromkeys([*(name for each in packages for name in each.detected), *OTHER_PACKAGES]))
     frameworks = [each.framework for each in packages if each.framework]
@@ -66,7 +66,7 @@ def _packages() -> dict[str, str]:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch is built for, from its version.py: "13.0", "none", or None where there is no torch."""
+    """Return the CUDA version that torch is built for, from its version.py: "13.0", "none", or None without torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -79,7 +79,7 @@ def torch_cuda() -> str | None:
 
 
 def surroundings(root: Path = Path("/")) -> Surroundings:
-    """Containers, WSL, and what the kernel knows of NVIDIA hardware."""
+    """Detect containers, WSL, and the NVIDIA hardware that the kernel knows."""
     return Surroundings(
         wsl="microsoft" in _read(root / "proc/version").lower(),
         wsl_driver=(root / "usr/lib/wsl/lib/libnvidia-ml.so.1").exists(),
@@ -116,7 +116,7 @@ def _as_mac(machine: Machine) -> Machine:
 
 
 def _within_limit(machine: Machine) -> Machine:
-    """The memory that a control group leaves, where that is less."""
+    """Reduce the memory to the limit of the control group, if that is lower."""
     limit = cpu.memory_limit()
     if limit is None or limit[0] >= machine.memory_bytes:
         return machine

@@ -1,4 +1,4 @@
-"""What is known of a machine: its system, processor, memory, GPUs, and what stands in the way of using them."""
+"""What is known of a machine: its system, CPU, memory, GPUs, and the problems that keep them from being used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 GB, GIB = 10**9, 2**30  # GPUs are sold in GB; unified and host memory in GiB
 
 Kind = Literal["cuda", "metal", "cpu"]  # of devices: NVIDIA GPUs, Apple's GPUs, processors
-# Why the NVIDIA driver did not answer, as far as NVML tells.
+# Why the NVIDIA driver did not answer, according to NVML.
 Fault = Literal["no binding", "no library", "not loaded", "mismatch", "no permission", "other"]
 
 
@@ -17,7 +17,7 @@ class GpuProcess:
     """A program that holds memory of a GPU."""
 
     pid: int
-    name: str  # "?" where the system does not tell
+    name: str  # "?" if unknown
     used_bytes: int | None
 
 
@@ -35,14 +35,14 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """For comparisons: "10.0" is newer than "9.0"."""
+        """The compute capability as numbers to compare: "10.0" is newer than "9.0"."""
         major, minor = self.compute_capability.split(".")
         return int(major), int(minor)
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a driver that does not answer is to be explained by."""
+    """Facts that explain why a driver does not answer."""
 
     wsl: bool = False
     wsl_driver: bool = False  # Windows' driver is in /usr/lib/wsl/lib
@@ -54,25 +54,25 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found. `gpu_problem` says why no NVIDIA GPU was, in the driver's words."""
+    """What was found. `gpu_problem`: the driver's message why there is no NVIDIA GPU."""
 
     system: str
     arch: str
     python: str
     cpu: str
     cores: int
-    memory_bytes: int  # where a control group allows less than the hardware has, what it allows
+    memory_bytes: int  # of the hardware, or the lower limit of a control group
     available_bytes: int
     gpus: list[Gpu] = field(default_factory=lambda: [])  # those that CUDA_VISIBLE_DEVICES leaves, in its order
     driver: str | None = None
     cuda: str | None = None  # the newest CUDA that the driver supports
     gpu_problem: str | None = None
     packages: dict[str, str] = field(default_factory=lambda: {})
-    hidden_gpus: tuple[Gpu, ...] = ()  # those that CUDA_VISIBLE_DEVICES leaves out, and slices that CUDA does not take
+    hidden_gpus: tuple[Gpu, ...] = ()  # those hidden by CUDA_VISIBLE_DEVICES, and slices that CUDA does not use
     gpu_fault: Fault | None = None
-    mig_without_slice: tuple[str, ...] = ()  # names of GPUs in MIG mode that no slice of is visible
+    mig_without_slice: tuple[str, ...] = ()  # names of GPUs in MIG mode without a visible slice
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
-    cpu_features: tuple[str, ...] = ()  # "AMX", "AVX-512", ...: what decides how fast a matrix product is
+    cpu_features: tuple[str, ...] = ()  # "AMX", "AVX-512", ...: they decide the speed of matrix products
     memory_limit_bytes: int | None = None  # of the control group
     macos: str | None = None
     metal_limit_bytes: int | None = None  # how much of the unified memory Metal gives to programs
@@ -82,17 +82,17 @@ class Machine:
 
     @property
     def is_apple_silicon(self) -> bool:
-        """A native Python on Apple silicon."""
+        """Whether this is a native Python on Apple silicon."""
         return self.system == "Darwin" and self.arch == "arm64"
 
     @property
     def is_mac_with_apple_silicon(self) -> bool:
-        """The hardware, whatever Python runs on it."""
+        """Whether the hardware is Apple silicon, with any Python."""
         return self.is_apple_silicon or self.surroundings.rosetta
 
     @property
     def kind(self) -> Kind:
-        """The kind of device that its hardware is for, whether or not the packages are installed."""
+        """The best kind of device of its hardware, whether or not the packages are installed."""
         return "cuda" if self.gpus else "metal" if self.is_mac_with_apple_silicon else "cpu"
 
     @property

@@ -1,7 +1,7 @@
-"""Machines that can be bought or rented, by short name: `check-gpu --machine h100-80` judges one that is not here.
+"""Machines to buy or rent, by short name: `check-gpu --machine h100-80` judges a machine other than this one.
 
-Memory is what the driver reports for the card (MiB), and for Macs what is on the label (GiB). Packages are those of a
-proper installation, so that the verdict is about the hardware.
+Memory is what the driver reports for the card (MiB), and for Macs the nominal size (GiB). Packages are those of a
+complete installation, so that the verdict is about the hardware.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ MACHINES: dict[str, Machine] = (
 
 
 def named(name: str) -> Machine:
-    """The machine of a short name. ConfigError lists the names."""
+    """Return the machine with a short name. ConfigError lists the names."""
     if name in MACHINES:
         return MACHINES[name]
     near = get_close_matches(name, MACHINES, n=1)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by NVML, the library that comes with the driver: what is there, and what CUDA will see of it."""
+"""NVIDIA GPUs by NVML, the library of the driver: which ones exist, and which of them CUDA will see."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAULTS: dict[int, Fault] = {4: "no permission", 9: "not loaded", 12: "no library
 
 @dataclass(frozen=True, slots=True)
 class Nvidia:
-    """What the driver says, or the reason why it says nothing."""
+    """What the driver reports, or why it reports nothing."""
 
     visible: tuple[Gpu, ...] = ()
     hidden: tuple[Gpu, ...] = ()
@@ -33,7 +33,7 @@ class Nvidia:
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """A GPU as CUDA counts them: by itself, or in MIG mode by its slices."""
+    """A GPU as CUDA counts it: as a whole, or in MIG mode by its slices."""
 
     name: str
     uuid: str
@@ -42,7 +42,7 @@ class _Card:
 
 
 def look(visible_devices: str | None) -> Nvidia:
-    """Ask the driver. `visible_devices` is CUDA_VISIBLE_DEVICES, None where it is not set."""
+    """Query the driver. `visible_devices` is CUDA_VISIBLE_DEVICES, None if not set."""
     try:
         nvml: Any = import_module("pynvml")  # of the distribution nvidia-ml-py
     except ImportError as error:
@@ -81,12 +81,12 @@ def _ask(nvml: Any, visible_devices: str | None) -> Nvidia:
 
 
 def choose_visible(cards: Iterable[_Card], wanted: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order and by CUDA's rules.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order and by CUDA's rules.
 
-    CUDA stops at the first entry that is no GPU and shows nothing where one comes twice; a GPU- or MIG- UUID may be
-    abbreviated. Of a GPU in MIG mode it takes the first slice, unless a slice is named. The rules of numbers and
-    repetitions are those of torch.cuda's `_parse_visible_devices`. Numbers are in the order of the PCI bus, which is
-    CUDA's own where CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
+    CUDA stops at the first entry that is no GPU and shows nothing if one comes twice; a GPU- or MIG- UUID may be
+    abbreviated. Of a GPU in MIG mode it uses the first slice, unless a slice is named. The rules for numbers and
+    repetitions are those of torch.cuda's `_parse_visible_devices`. Numbers are in the order of the PCI bus, which
+    is also CUDA's order if CUDA_DEVICE_ORDER=PCI_BUS_ID is set.
     """
     cards = list(cards)
     if wanted is None:
@@ -129,7 +129,7 @@ def _card(nvml: Any, index: int) -> _Card:
 
 
 def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
-    """The handles of a GPU's MIG slices. There may be gaps in their numbers, and slices that we may not use."""
+    """Yield the handles of a GPU's MIG slices. Their numbers may have gaps, and access to some may be denied."""
     for index in range(_optional(nvml, lambda: int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)), 0)):
         with contextlib.suppress(nvml.NVMLError):
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
@@ -154,12 +154,12 @@ def _processes(nvml: Any, handle: Any) -> Iterator[GpuProcess]:
         try:
             name = psutil.Process(process.pid).name()
         except psutil.Error:
-            name = "?"  # of another container, or gone
+            name = "?"  # in another container, or ended
         yield GpuProcess(process.pid, name, process.usedGpuMemory)
 
 
 def _optional(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
-    """The answer, or a default where this driver, this GPU or this user does not get one."""
+    """Return the answer, or a default if this driver or GPU gives none, or not to this user."""
     try:
         return question()
     except nvml.NVMLError:
@@ -167,5 +167,5 @@ def _optional(nvml: Any, question: Callable[[], T], otherwise: T) -> T:
 
 
 def _text(value: object) -> str:
-    """A string of NVML; old bindings give bytes."""
+    """Return a string of NVML; old bindings give bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,4 +1,4 @@
-"""What can be told of a config before anything is downloaded, loaded or written: a row for each thing looked at."""
+"""Checks of a config before anything is downloaded, loaded or written: a row for each check."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dualtune.train.prepare import with_adapter_of
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
 
-# What is usual for LoRA. Outside of it a run may be right, and is worth a second look.
+# The usual range for LoRA. Ranks outside of it may be right, but get an advice.
 LEAST_RANK, MOST_RANK = 8, 64
 MOST_DROPOUT = 0.2
 LEAST_TARGETS = 4
@@ -48,7 +48,7 @@ LEAST_TARGETS = 4
 
 @dataclass(slots=True)
 class Report:
-    """The rows in the order of looking, and the memory where it could be estimated."""
+    """The rows in the order of the checks, and the memory if it could be estimated."""
 
     checks: list[Check] = field(default_factory=lambda: [])
     memory: Memory | None = None
@@ -57,9 +57,9 @@ class Report:
 def check_config(
     path: Path, overrides: Iterable[str] = (), *, platform: str = "auto", machine_name: str | None = None
 ) -> Report:
-    """Look at a config for this machine, or for one of `machines.MACHINES`.
+    """Check a config for this machine, or for one of `machines.MACHINES`.
 
-    ConfigError for an unknown machine or platform; what is wrong with the config itself is a row.
+    ConfigError for an unknown machine or platform; problems of the config itself are rows.
     """
     machine = named(machine_name) if machine_name else detect()
     try:
@@ -91,7 +91,7 @@ def check_config(
 
 
 def adapter_rows(adapter: AdapterConfig) -> list[Check]:
-    """Advice on the adapter."""
+    """Return rows with advice on the adapter."""
     rows = [Check("adapter", "advice", found, mend) for found, mend in _advice(adapter)]
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
     scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
@@ -100,7 +100,7 @@ def adapter_rows(adapter: AdapterConfig) -> list[Check]:
 
 
 def _with_start(config: Config) -> tuple[Config, list[Check]]:
-    """The config with the rank, alpha and targets of the adapter that training starts from, as the run has it."""
+    """Return the config with rank, alpha and targets of the adapter that training starts from, as in the run."""
     if config.adapter.init_from is None:
         return config, []
     try:
@@ -112,7 +112,7 @@ def _with_start(config: Config) -> tuple[Config, list[Check]]:
 
 
 def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
-    """(what is unusual, what is usual)."""
+    """Yield what is unusual, and what is usual."""
     if not LEAST_RANK <= adapter.rank <= MOST_RANK:
         yield f"rank {adapter.rank} is unusual", f"adapter.rank from {LEAST_RANK} to {MOST_RANK} is usual"
     if adapter.scaling == "standard" and adapter.alpha != 2 * adapter.rank:
@@ -129,7 +129,7 @@ def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
 
 
 def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
-    """The backend and device, with their row."""
+    """Choose the backend and device, and add their row."""
     try:
         choice = choose(platform, machine)
     except EnvironmentFault as error:
@@ -145,9 +145,9 @@ def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
 
 
 def _backend_rows(config: Config, choice: Choice, device: str, *, is_here: bool) -> list[Check]:
-    """Whether the backend can be opened, and honours every key."""
+    """Check that the backend can be loaded and honours every key."""
     try:
-        # A GPU is asked itself: its framework may be built without support for it. On the CPU there is nothing to ask.
+        # Load the backend for a GPU: its framework may be built without support for it. A CPU needs no such check.
         backend: Honours = card_of(choice.backend)
         if device != "cpu" or not backend.honoured or not backend.package.is_installed:
             backend = get_backend(choice.backend, device)
@@ -167,7 +167,7 @@ def _backend_rows(config: Config, choice: Choice, device: str, *, is_here: bool)
 def _memory(
     config: Config, decoder: Decoder | None, reason: str, choice: Choice, machine: Machine
 ) -> tuple[Check, Memory | None]:
-    """The row, and the estimate where there is one."""
+    """Return the row, and the estimate if there is one."""
     card = card_of(choice.backend)
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:
@@ -184,7 +184,7 @@ def _memory(
 
 
 def memory_of_run(config: Config, model_dir: Path, longest: int, platform: str) -> Check:
-    """Whether a run whose longest document has so many tokens fits into what this machine has free now."""
+    """Check that a run with a longest document of `longest` tokens fits into the free memory of this machine."""
     model = BaseModel(model_dir, json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
     shorter = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
     machine = detect()
@@ -193,12 +193,12 @@ def memory_of_run(config: Config, model_dir: Path, longest: int, platform: str) 
 
 
 def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
-    """Whether the run directory can be used, and whether the disk holds the checkpoints."""
+    """Check that the run directory can be used, and that the disk has room for the checkpoints."""
     path = path_of(config)
     place = existing(path)
     try:
         check_usable(path, "auto")
-        with tempfile.TemporaryFile(dir=place):  # not os.access, which knows nothing of read-only file systems
+        with tempfile.TemporaryFile(dir=place):  # not os.access, which ignores read-only file systems
             pass
     except ConfigError as error:
         return [failure("run.dir", error)]
@@ -214,6 +214,6 @@ def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
         check_space(RunDir(place, None), config, num_weights)
     except DiskError as error:
         return [*rows, failure("disk", error)]
-    except ConfigError:  # said with the memory
+    except ConfigError:  # reported in the row on memory
         return rows
     return [*rows, Check("disk", "ok", f"room for the checkpoints of {num_weights:,} trainable weights")]

@@ -1,4 +1,4 @@
-"""The data of a config, and the steps they make, as far as a look at the files tells."""
+"""Checks of the data of a config and of its steps, from a quick look at the files."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dualtune.errors import DataError, DualtuneError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.preflight.config_model import failure
 
-FIRST_ROWS = 100  # that are read, and tokenized where the tokenizer is here; all of them: dualtune check-data
+FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
-CHEAP_BYTES = 16 << 20  # files up to this size are read through to count their rows
-FEW_STEPS = 50  # so few updates teach little
+CHEAP_BYTES = 16 << 20  # files up to this size are read completely to count their rows
+FEW_STEPS = 50  # fewer steps train little
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of a source to train on."""
+    """What is known of a source of training data."""
 
     weight: float
     num_rows: int | None = None  # None: not counted
@@ -44,14 +44,14 @@ class Seen:
 
 
 def look_at_data(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
-    """A row for each source, and what was seen of those to train on."""
+    """Return a row for each source, and what is known of those to train on."""
     rows: list[Check] = []
     seen: list[Seen] = []
     for source in config.data.sources():
         row, found = _look(config, source, "train", tokenizer)
         rows.append(row)
         seen.append(found)
-    # A dataset of the hub may have validation data of its own, which only a download shows.
+    # A dataset of the hub may include validation data, which only a download shows.
     local = not any(is_of_hub(source) for source in config.data.sources())
     own = eval_sources(config.data) if local else config.data.eval_sources()
     for source in own:
@@ -63,7 +63,7 @@ def look_at_data(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Chec
 
 
 def is_of_hub(source: SourceConfig) -> bool:
-    """Whether the name is taken for a dataset of the hub: as `open_source` decides it."""
+    """Return whether the source names a dataset of the hub, by the rule of `open_source`."""
     return is_hub_name(source.path) and not kind_of(Path(source.path)) and not Path(source.path).expanduser().exists()
 
 
@@ -103,7 +103,7 @@ def _first(config: Config, opened: Opened, tokenizer: Tokenizer | None) -> Itera
 
 
 def _count(opened: Opened) -> int | None:
-    """The rows of files that are small enough to be read for it."""
+    """Count the rows of files that are small enough to read; None for others."""
     if sum(path.stat().st_size for path in opened.files.files) > CHEAP_BYTES:
         return None
     return sum(isinstance(row, RawRow) for row in opened.files.rows())
@@ -112,7 +112,7 @@ def _count(opened: Opened) -> int | None:
 def _judge_tokens(
     config: Config, row: Check, tokenized: list[TokenizedRow], lengths: tuple[int, ...], *, whole: bool
 ) -> Check:
-    """What tokenizing the first rows showed."""
+    """Add to the row what tokenizing the first rows showed."""
     states = Counter(found.state for found in tokenized)
     if not lengths:
         found = f"{row.found}, and none has a token to learn within data.max_length = {config.data.max_length}"
@@ -130,15 +130,15 @@ def _judge_tokens(
 
 
 def step_rows(config: Config, seen: list[Seen]) -> list[Check]:
-    """What an optimizer step takes, and how many there will be."""
+    """Return rows on the size of an optimizer step and on the number of steps."""
     order, lengths = _estimated(config, seen)
     return [Check("step", "ok", _step(config, order, lengths)), _steps(config, seen, order, lengths)]
 
 
 def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarray]:
-    """The order of the rows to train on, and their tokens as if all were like the first ones.
+    """Return the order of the rows to train on, and their lengths in tokens, as if all were like the first ones.
 
-    None where rows are not counted, or not tokenized and a step takes tokens.
+    The order is None if rows are not counted, or if they are not tokenized and the step size is in tokens.
     """
     counts = [found.num_rows for found in seen]
     lengths = [length for found in seen for length in found.lengths]
@@ -154,12 +154,12 @@ def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarr
 
 
 def held_out_share(config: Config) -> float:
-    """The share of the training rows to hold out, 0 where data.eval names data."""
+    """Return the share of the training rows to hold out, 0 if data.eval names data."""
     return config.data.eval if isinstance(config.data.eval, int | float) else 0.0
 
 
 def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
-    """One optimizer step in words: its documents as they are, or, where they are not known, as long as they may be."""
+    """Describe one optimizer step: with the known lengths of documents, or else with the longest that are allowed."""
     train, length, layout = config.train, config.data.max_length, layout_of(config)
     tokens = MOST_TOKENS if train.tokens_per_step == "auto" else train.tokens_per_step
     tokens = order.tokens_per_step if order else tokens

@@ -1,4 +1,4 @@
-"""Whether a config fits a machine, and what to change where it does not."""
+"""Whether a config fits into the memory of a machine, and what to change if not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRANULE = 64  # tokens; suggestions are multiples of it
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a run needs, by part, and what it may use."""
+    """The memory that a run needs, by part, and the memory that it may use."""
 
     estimate: Estimate
     budget: Budget
@@ -29,7 +29,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Smaller:
-    """Settings with which a config fits; none where there are no such."""
+    """Settings with which a config fits; empty if there are none."""
 
     settings: Mapping[str, str | int]
     remark: str
@@ -40,7 +40,7 @@ class Smaller:
 
 def memory_row(memory: Memory, decoder: Decoder, ask: Ask) -> Check:
     need, have = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
-    if not memory.budget.bytes:  # no such device, which is the business of another row
+    if not memory.budget.bytes:  # no such device: another row reports it
         return Check("memory", "skipped", f"needs {need}; {memory.budget.reason}")
     found = f"needs {need}, has {have} ({memory.budget.reason})"
     if memory.fits:
@@ -49,12 +49,12 @@ def memory_row(memory: Memory, decoder: Decoder, ask: Ask) -> Check:
 
 
 def smaller(decoder: Decoder, ask: Ask, have_bytes: int) -> Smaller:
-    """The least harmful settings that fit."""
+    """Return the settings that fit with the least change to the training."""
     return next(_ways(decoder, ask, have_bytes))
 
 
 def _ways(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[Smaller]:
-    """Settings that fit, the least harmful first; the last one says that there are none."""
+    """Yield settings that fit, those with the least change first; the last one says that there are none."""
     tokens_key, cut = "train.micro_batch_tokens", "fits; longer documents are cut"
     if tokens := most_tokens(decoder, ask, have_bytes):
         yield Smaller({tokens_key: tokens}, "fits, and the result stays the same")
@@ -79,7 +79,7 @@ def _longest(decoder: Decoder, ask: Ask, have_bytes: int) -> int:
 
 
 def most_tokens(decoder: Decoder, ask: Ask, have_bytes: int) -> int:
-    """The largest train.micro_batch_tokens below the given one that fits; 0 if one document is too much already."""
+    """Return the largest train.micro_batch_tokens below the given one that fits; 0 if one document is too much."""
 
     def fits(tokens: int) -> bool:
         return estimate(decoder, replace(ask, micro_batch_tokens=tokens)).total_bytes <= have_bytes

@@ -1,4 +1,4 @@
-"""The base model of a config, as far as it can be looked at before a download: its files, its shape, its tokenizer."""
+"""Checks of the base model of a config without a download: its files, its shape, its tokenizer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.memory.shapes import KNOWN, Decoder, UnknownShape, decoder_of
 from dualtune.preflight.storage import local_model, missing_files
 
-# What Hugging Face calls models that predict the next token; `architectures` in config.json says which class it is.
+# Class names of Hugging Face models that predict the next token; `architectures` in config.json names the class.
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-WITH_MORE = "ForConditionalGeneration"  # images and the like besides, or an encoder
+WITH_MORE = "ForConditionalGeneration"  # with images or other inputs, or an encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class BaseModel:
 
 
 def look_at_model(config: Config) -> tuple[BaseModel, list[Check]]:
-    """Find the model in a directory, in the hub's cache or among the published shapes. Nothing is downloaded."""
+    """Find the model in a directory, in the hub cache or among the published shapes. Nothing is downloaded."""
     name = config.model.name
     directory = local_model(name)
     if directory is not None and (Path(name).expanduser().is_dir() or (directory / "config.json").is_file()):
@@ -48,7 +48,7 @@ def look_at_model(config: Config) -> tuple[BaseModel, list[Check]]:
 
 
 def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[Check]]:
-    """For a directory that the config names, what it lacks is a fault; a run completes what is in the hub's cache."""
+    """Check the files of a local model. Missing ones fail, except in the hub cache, which a run completes."""
     name, weights = config.model.name, config.model.init == "pretrained"
     named = Path(name).expanduser().is_dir()
     try:
@@ -65,7 +65,7 @@ def _on_this_machine(config: Config, directory: Path) -> tuple[BaseModel, list[C
 
 
 def _architecture(described: Mapping[str, Any]) -> list[Check]:
-    """A row where the model may be none that continues a text."""
+    """Return a row if the model may not be a causal language model."""
     names: list[str] = described.get("architectures") or []
     if not names or any(name.endswith(CAUSAL) for name in names):
         return []
@@ -76,7 +76,7 @@ def _architecture(described: Mapping[str, Any]) -> list[Check]:
 
 
 def shape_of(model: BaseModel) -> tuple[Decoder | None, str]:
-    """The model's shape, or None and why there is none."""
+    """Return the model's shape, or None and why it is not known."""
     if model.config is None:
         return None, "the model's shape is not known before it is downloaded"
     try:
@@ -107,7 +107,7 @@ def look_at_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | Non
 
 
 def length_row(config: Config, model: BaseModel) -> Check:
-    """data.max_length against the positions that the model was trained on."""
+    """Compare data.max_length with the positions that the model was trained on."""
     length = config.data.max_length
     text = (model.config or {}).get("text_config", model.config or {})
     learned = learned_positions(text)
@@ -124,9 +124,9 @@ def length_row(config: Config, model: BaseModel) -> Check:
 
 
 def targets_rows(config: Config, model: BaseModel) -> list[Check]:
-    """adapter.targets against the layers in the files of a model; nothing where its weights are not here.
+    """Compare adapter.targets with the layers in the files of a model; no row if its weights are not here.
 
-    For a model of known shape, its estimate of memory looks at them.
+    For a model of known shape, the memory estimate checks them.
     """
     if model.directory is None or model.config is None or not has_weights(model.directory):
         return []
@@ -140,7 +140,7 @@ def targets_rows(config: Config, model: BaseModel) -> list[Check]:
 
 
 def failure(name: str, error: DualtuneError) -> Check:
-    """A row that fails as the run would."""
+    """Return a row that fails with the error and exit code of the run."""
     return Check(name, "fail", "; ".join(str(error).splitlines()), exit_code=error.exit_code)
 
 

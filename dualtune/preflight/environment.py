@@ -1,4 +1,4 @@
-"""What a kind of machine needs before it can train, held against what is here: the rows of `dualtune check-env`."""
+"""What a kind of machine needs before it can train, compared with this machine: the rows of `dualtune check-env`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dualtune.versions import versions_of
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A kind of machine, and what its configs ask of one."""
+    """A kind of machine, and what the configs for it require."""
 
     device: str  # a kind, as in `Machine.kinds`
     least_memory: int  # GB of GPU memory; GiB of unified memory; GiB of memory
-    good_memory: int  # with less, the config for the target has to be made smaller
+    good_memory: int  # with less, the config for the target must be reduced
     download_gb: int  # for the base model, as the hub stores it
     smaller: str  # what to do with too little memory
 
@@ -46,7 +46,7 @@ TARGETS = {
 
 
 def suited_target(machine: Machine) -> str:
-    """The target for `--for auto`: what the hardware is for, whatever Python runs on it."""
+    """Return the target for `--for auto`: that of the hardware, with any Python."""
     if machine.is_mac_with_apple_silicon:
         return "m4"
     if machine.gpus:
@@ -55,7 +55,7 @@ def suited_target(machine: Machine) -> str:
 
 
 def target_of(name: str, machine: Machine) -> tuple[Target, Card]:
-    """A target and the backend for it, by the name of either. A backend is looked at on the best device for it here."""
+    """Return a target and its backend, by the name of either. For a backend, the best of its devices here counts."""
     if name in TARGETS:
         return TARGETS[name], driver_of(TARGETS[name].device)
     if name not in backend_names():
@@ -65,9 +65,9 @@ def target_of(name: str, machine: Machine) -> tuple[Target, Card]:
 
 
 def check_environment(name: str, machine: Machine, config: Config | None) -> list[Check]:
-    """All rows for a target, looked up on this machine. Nothing is downloaded, and no framework imported.
+    """Return all rows for a target on this machine. Nothing is downloaded, and no framework imported.
 
-    `name`: of a target, or of a backend. ConfigError for any other.
+    `name`: of a target or a backend. ConfigError for any other.
     """
     target, card = target_of(name, machine)
     asked = requirements(card.package, machine.system)
@@ -96,7 +96,7 @@ def python_check(found: str) -> Check:
 
 
 def cuda_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
-    """Driver, the first GPU that is visible, and what the backend looks at."""
+    """Check the driver, the first visible GPU, and what the backend adds."""
     if not machine.gpus:
         reason = machine.gpu_problem or "no NVIDIA GPU is visible"
         return [Check("GPU", "fail", reason, "dualtune check-gpu says what to do about it")]
@@ -118,12 +118,12 @@ def _capability_check(gpu: Gpu) -> Check:
 
 
 def metal_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
-    """Chip, what the backend looks at, and unified memory."""
+    """Check the chip, what the backend adds, and the unified memory."""
     chip = Check("Apple silicon", "ok", machine.cpu)
     if not machine.is_apple_silicon:
         text = f"this is {machine.system} on {machine.arch}; {card} is fast on Apple silicon alone"
         chip = Check("Apple silicon", "fail", text, "dualtune check-env --for auto")
-    chip = row_or_problem(chip, "Python", problems(machine))  # which runs under Rosetta
+    chip = row_or_problem(chip, "Python", problems(machine))  # if it runs under Rosetta
     if chip.level == "fail":
         return [chip]
     memory = _memory("unified memory", machine.memory_bytes / GIB, "GiB", target)
@@ -143,7 +143,7 @@ def _memory(name: str, found: float, unit: str, target: Target) -> Check:
 
 
 def place_checks(target: Target, config: Config | None) -> list[Check]:
-    """Disk, directories, data, model and the token for the hub."""
+    """Check disk, directories, data, model and the hub token."""
     run_dir = Path((config.run if config else RunConfig()).dir).expanduser()
     download = config is None or local_model(config.model.name) is None
     rows = [*disk_checks(run_dir, target.download_gb if download else 0), *directory_checks(run_dir)]

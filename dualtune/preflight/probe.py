@@ -1,4 +1,4 @@
-"""The proof that a device computes: import its framework and multiply two matrices."""
+"""Prove that a device computes: import its framework and multiply two matrices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE, DTYPE = 1024, "float32"
 
 
 def probe(machine: Machine) -> Check:
-    """A row that says on which device the product was made, or why it was not."""
+    """Return a row that says which device computed the product, or why none did."""
     try:
         backend = open_backend(choose("auto", machine))
         device = backend.devices()[0].name
@@ -21,7 +21,7 @@ def probe(machine: Machine) -> Check:
         product()  # the first one also loads the device's libraries
         began = time.perf_counter()
         product()
-    # torch says RuntimeError for every fault of CUDA; a missing library is an OSError when it is loaded.
+    # torch raises RuntimeError for every CUDA error; loading a missing library raises OSError.
     except (DualtuneError, RuntimeError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         return Check("probe", "fail", f"no product of matrices: {lines[0]}", "dualtune check-env says what is missing")

@@ -1,6 +1,6 @@
-"""What can stand in the way of a GPU, how it is noticed, and the command that mends it.
+"""Problems that keep a GPU from being used, how they are detected, and the command that fixes them.
 
-What concerns the framework that drives it is said by the card of its backend.
+Problems of the framework are in the card of its backend.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dualtune.preflight.thresholds import (
     version,
 )
 
-NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drivers"  # what CUDA 13 needs
+NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drivers"  # required by CUDA 13
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`found` gives the sentence, or None on a machine that does not have the problem."""
+    """A possible problem. `found` returns a sentence, or None on a machine without the problem."""
 
     name: str
     level: Level
@@ -32,13 +32,13 @@ class Problem:
 
 
 def problems(machine: Machine) -> list[Check]:
-    """A row for each problem that this machine has: with its GPUs, then with what drives them."""
+    """Return a row for each problem of this machine: of its GPUs, then of the frameworks."""
     own = [card.problems(machine) for card in automatic_cards() if card.problems]
     return [*found_on(machine, PROBLEMS), *chain.from_iterable(own)]
 
 
 def found_on(machine: Machine, table: Sequence[Problem]) -> list[Check]:
-    """A row for each problem of a table that this machine has."""
+    """Return a row for each problem in a table that this machine has."""
     rows: list[Check] = []
     for problem in table:
         if found := problem.found(machine):
@@ -48,7 +48,7 @@ def found_on(machine: Machine, table: Sequence[Problem]) -> list[Check]:
 
 
 def row_or_problem(fine: Check, name: str, found: Sequence[Check]) -> Check:
-    """The row, or the problem of that name with what mends it, under the row's name."""
+    """Return the row, or the problem `name` and its fix, under the name of the row."""
     problem = next((row for row in found if row.name == name), None)
     return replace(problem, name=fine.name) if problem else fine
 

@@ -1,4 +1,4 @@
-"""Questions to a machine in place of the usual thresholds: is there so much memory, does this config fit?"""
+"""Questions that replace the usual thresholds of a machine: is there enough memory, does this config fit?"""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a run needs, and what the machine has for it."""
+    """The memory that a run needs, and what the machine has for it."""
 
     subject: str  # "a run of 12GB", "configs/rtx_16gb.yaml"
     need_bytes: int
     budget: Budget
-    smaller: Smaller | None = None  # where it does not fit
+    smaller: Smaller | None = None  # if it does not fit
     estimate: Estimate | None = None
 
     @property
@@ -44,9 +44,9 @@ class Question:
 
 
 def about_memory(machine: Machine, size: str) -> Question:
-    """Whether an accelerator has a size such as "12GB" for a run. The memory of a CPU does not count.
+    """Ask whether an accelerator has a size such as "12GB" for a run. The memory of a CPU does not count.
 
-    ConfigError for a size that cannot be read.
+    ConfigError for an invalid size.
     """
     from pydantic import ValidationError
 
@@ -64,10 +64,10 @@ def about_memory(machine: Machine, size: str) -> Question:
 
 
 def about_config(machine: Machine, path: Path) -> Question:
-    """Whether a config's estimate fits the device that the machine is for.
+    """Ask whether the estimate of a config fits the best device of the machine.
 
-    ConfigError for a config that is wrong, or asks that device's backend for what it does not have; EnvironmentFault
-    for a model whose shape is not known.
+    ConfigError for an invalid config, or one that the backend of that device does not honour; EnvironmentFault for a
+    model of unknown shape.
     """
     from dualtune.config import load_config
 
@@ -81,10 +81,10 @@ def about_config(machine: Machine, path: Path) -> Question:
 
 
 def _decoder(config: Config) -> Decoder:
-    """The shape of a published model, or of one that is on this machine."""
+    """Return the shape of a published model, or of one on this machine."""
     if config.model.name in KNOWN:
         return decoder_of(KNOWN[config.model.name])
-    from dualtune.preflight.config_model import look_at_model, shape_of  # which brings NumPy, and tokenizers
+    from dualtune.preflight.config_model import look_at_model, shape_of  # late: it imports NumPy and tokenizers
 
     decoder, reason = shape_of(look_at_model(config)[0])
     if decoder is None:

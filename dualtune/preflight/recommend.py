@@ -1,4 +1,4 @@
-"""What a machine can train: the largest model, and the longest document of one of 7B."""
+"""What a machine can train: the largest model, and the longest document with a 7B model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dualtune.preflight.thresholds import SEVEN_B, device_of
 
 RANK = 16
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LEAST_LENGTH = 1024  # tokens: a model that can only be shown shorter documents is not worth naming
+LEAST_LENGTH = 1024  # tokens: a model that can train only on shorter documents is not recommended
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """A model, the longest document that it can be trained on here, and the memory for that."""
+    """A model, the longest document that it can train on here, and the memory for that."""
 
     name: str
     max_length: int
@@ -27,16 +27,16 @@ class Largest:
 
 
 def longest_of_7b(machine: Machine) -> int:
-    """The tokens of the longest document of a 7B model that QLoRA can train here; 0 where not even a short one fits."""
+    """Return the longest document in tokens for QLoRA of a 7B model here; 0 if not even a short one fits."""
     kind = device_of(machine)
     longest = longest_that_fits(decoder_of(KNOWN[SEVEN_B]), qlora(kind), budget(machine, kind).bytes)
     return min(longest, KNOWN[SEVEN_B]["max_position_embeddings"])
 
 
 def largest_model(machine: Machine) -> Largest | None:
-    """The largest published model that QLoRA (rank 16, all seven targets) can train here, one document at a time.
+    """Return the largest published model that QLoRA (rank 16, all seven targets) can train here.
 
-    By memory alone: on a CPU it would take long. None where none of those that are known fits.
+    One document at a time. Only memory counts: on a CPU it would be slow. None if no known model fits.
     """
     kind = device_of(machine)
     have_bytes = budget(machine, kind).bytes
@@ -50,10 +50,10 @@ def largest_model(machine: Machine) -> Largest | None:
 
 
 def qlora(kind: str, length: int = LEAST_LENGTH) -> Ask:
-    """4-bit training of documents of up to `length` tokens, one at a time, on a kind of device."""
+    """Return the request for 4-bit training on documents of up to `length` tokens, one at a time, on a device."""
     card = driver_of(kind)
     device = card.device(kind)
-    assert device is not None  # or it would not drive this kind
+    assert device is not None  # since the card is for this kind
     return Ask(
         backend=card.name,
         device=kind,
@@ -68,6 +68,6 @@ def qlora(kind: str, length: int = LEAST_LENGTH) -> Ask:
 
 @cache
 def _by_size() -> tuple[tuple[str, Decoder], ...]:
-    """The published models, largest first."""
+    """Return the published models, largest first."""
     decoders = {name: decoder_of(config) for name, config in KNOWN.items()}
     return tuple(sorted(decoders.items(), key=lambda item: -item[1].num_parameters))

@@ -1,4 +1,4 @@
-"""What dualtune needs installed, read from its own metadata: least versions live in pyproject.toml and nowhere else."""
+"""The packages that dualtune requires, read from its metadata: minimum versions are only in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ US = "dualtune"
 
 
 def least_python() -> SpecifierSet:
-    """The Python versions that dualtune runs on."""
+    """Return the Python versions that dualtune runs on."""
     return SpecifierSet(metadata.metadata(US)["Requires-Python"])
 
 
 def requirements(package: Package, system: str) -> list[Requirement]:
-    """What dualtune and a backend's package ask for on a system ("Linux", "Darwin"), what the backend wants last."""
+    """Return the requirements of dualtune, then those of a backend's package, on a system ("Linux", "Darwin")."""
     base, own = _asked(US, "", system), _asked(package.distribution, package.extra, system)
     return base + [one for one in own if one not in base]
 
 
 def _asked(distribution: str, extra: str, system: str) -> list[Requirement]:
-    """What `pip install 'distribution[extra]'` asks for."""
+    """Return the requirements of `pip install 'distribution[extra]'`."""
     asked = [Requirement(line) for line in metadata.requires(distribution) or []]
     where = {"extra": extra, "platform_system": system}
     return [one for one in asked if one.marker is None or one.marker.evaluate(where)]
 
 
 def at_least(found: str, least: str) -> bool:
-    """Whether a version is another or newer: 0.10 is newer than 0.7, and 13.0 than 12.1."""
+    """Return whether a version is at least another: 0.10 is newer than 0.7, and 13.0 than 12.1."""
     return Version(found) >= Version(least)
 
 
 def package_checks(asked: list[Requirement], command: str, installed: Mapping[str, str]) -> list[Check]:
-    """A row for each package. `command` installs all of them."""
+    """Return a row for each package. `command` installs all of them."""
     return [_package_check(one, command, installed.get(one.name)) for one in asked]
 
 
@@ -48,7 +48,7 @@ def _package_check(asked: Requirement, command: str, found: str | None) -> Check
     if found is None:
         return Check(asked.name, "fail", f"not installed, {needed} is needed", command)
     try:
-        fits = asked.specifier.contains(Version(found), prereleases=True)  # a nightly build is as new as its number
+        fits = asked.specifier.contains(Version(found), prereleases=True)  # a nightly counts as its version number
     except InvalidVersion:
         fits = False
     if fits:

@@ -1,4 +1,4 @@
-"""Where to begin on a machine: the example config for its kind, and the settings with which it fits."""
+"""The example config to start with on a machine, and the settings with which it fits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dualtune.preflight.thresholds import CPU_CONFIG, CUDA_CONFIGS, MAC_CONFIGS,
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A file in configs/ that fits a machine, if need be with other settings."""
+    """A file in configs/ that fits a machine, possibly with other settings."""
 
     config: str
-    need_bytes: int | None = None  # as it is; None: it is for any machine
+    need_bytes: int | None = None  # without other settings; None: it fits any machine
     smaller: Smaller | None = None
 
 
 def start_of(machine: Machine, largest: Largest | None) -> Start | None:
-    """The config that was made for the largest machines up to this one, of those that fit; None where none does.
+    """Return the fitting config made for the largest machine up to this one; None if none fits.
 
-    A config fits with less at once too, and with shorter documents as long as they are worth it; the last one with the
-    largest model that fits.
+    A config may fit with smaller micro-batches, or with documents that are shorter, but not too short; the last config
+    may also fit with the largest model that fits.
     """
     configs = _configs(machine)
     if configs == (CPU_CONFIG,):
@@ -42,7 +42,7 @@ def start_of(machine: Machine, largest: Largest | None) -> Start | None:
 
 
 def _configs(machine: Machine) -> tuple[str, ...]:
-    """The example configs for machines like this one and smaller ones, largest first."""
+    """Return the example configs for machines up to this one, largest first."""
     match device_of(machine):
         case "cuda":
             memory = machine.gpus[0].total_bytes / GB

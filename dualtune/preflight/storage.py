@@ -1,4 +1,4 @@
-"""The directories, files and keys that a run will want, looked at before it starts. Nothing is downloaded."""
+"""Checks of the directories, files and tokens that a run needs, before it starts. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dualtune.data.sources.kinds import kind_of
 from dualtune.io.disk import cache_dir, existing
 from dualtune.platform.machine import GB
 
-RUN_GB = 5  # checkpoints: an adapter and its two moments in float32, a few times over
+RUN_GB = 5  # for several checkpoints, each with an adapter and its two moments in float32
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def hub_cache() -> Path:
-    """Where downloaded models lie: in HF_HUB_CACHE, or HF_HOME/hub, or ~/.cache/huggingface/hub."""
+    """Return the directory of downloaded models: HF_HUB_CACHE, HF_HOME/hub or ~/.cache/huggingface/hub."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def directory_checks(run_dir: Path) -> list[Check]:
-    """Whether a file can be written where runs, models, tokenized data and temporary files go."""
+    """Check that the directories for runs, models, tokenized data and temporary files are writable."""
     wanted = {
         "run directory": (run_dir, "set run.dir"),
         "hub cache": (hub_cache(), "set HF_HOME"),
@@ -38,11 +38,11 @@ def directory_checks(run_dir: Path) -> list[Check]:
 
 
 def _writable(name: str, path: Path, other: str) -> Check:
-    """Whether a file can be written there, or in the nearest directory above it."""
+    """Check that a file can be written there, or in the nearest existing parent directory."""
     place = existing(path)
     made = "" if place == path.absolute() else f" (will be made in {place})"
     try:
-        with tempfile.TemporaryFile(dir=place):  # not os.access, which knows nothing of read-only file systems
+        with tempfile.TemporaryFile(dir=place):  # not os.access, which ignores read-only file systems
             return Check(name, "ok", f"{path}{made}")
     except OSError as error:
         mend = f"Make it writable, or {other} to a directory that is"
@@ -50,7 +50,7 @@ def _writable(name: str, path: Path, other: str) -> Check:
 
 
 def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
-    """Whether there is room for what will be downloaded and for a run's checkpoints; together if on one disk."""
+    """Check that there is room for downloads and for the checkpoints of a run; together if on one disk."""
     models = hub_cache()
     asked = {"disk for models": (models, download_gb), "disk for runs": (run_dir, RUN_GB)}
     if _disk(models) == _disk(run_dir):
@@ -70,7 +70,7 @@ def _disk(path: Path) -> int:
 
 
 def data_checks(config: Config) -> list[Check]:
-    """Whether the files are there. Their rows are the business of check-data."""
+    """Check that the files exist. `dualtune check-data` checks their rows."""
     sources = [*config.data.sources(), *config.data.eval_sources()]
     return [_data_check(path) for path in dict.fromkeys(source.path for source in sources)]
 
@@ -90,7 +90,7 @@ def _data_check(name: str) -> Check:
 
 
 def model_checks(config: Config) -> list[Check]:
-    """Whether model and tokenizer are here: as a directory, or whole in the hub's cache."""
+    """Check that model and tokenizer are here: as a directory, or complete in the hub cache."""
     name = config.model.name
     path = local_model(name)
     if path is None:
@@ -107,7 +107,7 @@ def model_checks(config: Config) -> list[Check]:
 
 
 def local_model(name: str) -> Path | None:
-    """The directory of a model that is on this machine, whole or not. The hub is not asked."""
+    """Return the directory of a model on this machine, complete or not, without access to the hub."""
     if (path := Path(name).expanduser()).is_dir():
         return path
     if not is_hub_name(name):
@@ -122,7 +122,7 @@ def local_model(name: str) -> Path | None:
 
 
 def missing_files(model: Path, *, weights: bool) -> list[str]:
-    """The files that a model directory lacks: its config and, where weights are wanted, every shard of its index."""
+    """Return the files missing in a model directory: its config and, with `weights`, every shard of its index."""
     needed = ["config.json"]
     index = model / "model.safetensors.index.json"
     if weights and index.is_file():
@@ -154,7 +154,7 @@ def _get(name: str) -> str:
 
 
 def hub_token(*, download: bool) -> Check:
-    """Whether it is set; it is not shown. `download`: a model has to be fetched yet."""
+    """Check that the hub token is set, without showing it. `download`: a model must still be downloaded."""
     from huggingface_hub import get_token
 
     if get_token():

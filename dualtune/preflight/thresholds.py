@@ -1,4 +1,4 @@
-"""The figures that machines are judged by, as data."""
+"""The thresholds by which machines are judged, as data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dualtune.platform.machine import Kind, Machine
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """What a machine is called, by the longest document of a 7B model that QLoRA can train there."""
+    """A class of machines, by the longest document that QLoRA of a 7B model can train on there."""
 
     least: int  # tokens
     label: str
@@ -33,33 +33,33 @@ MAC_CLASSES = (
 )
 NO_ACCELERATOR = Class(0, "no accelerator", "fail", "too slow for models of 7B")
 
-# GB of GPU memory -> the example config that was made for such cards, largest first; the last one is for a small model.
+# GB of GPU memory -> the example config made for such cards, largest first; the last one is for a small model.
 CUDA_CONFIGS = ((40, "training_config_h100.yaml"), (20, "rtx_24gb.yaml"), (10, "rtx_16gb.yaml"), (0, "lora_chat.yaml"))
 MAC_CONFIGS, CPU_CONFIG = ("training_config_m4.yaml", "lora_chat.yaml"), "cpu_smoke.yaml"
 
 LEAST_CAPABILITY = (7, 0)  # Volta, the first with tensor cores
 LEAST_CUDA = (12, 1)  # of the driver
 BFLOAT16_CAPABILITY = (8, 0)  # Ampere
-# CUDA 13 has no code for GPUs older than Turing, and what came before 12.8 none for Blackwell: the support matrix in
-# pytorch's RELEASE.md.
+# CUDA 13 has no code for GPUs older than Turing, and versions before 12.8 have none for Blackwell: the support matrix
+# in pytorch's RELEASE.md.
 CUDA_13_CAPABILITY = (7, 5)
 BLACKWELL_CAPABILITY, BLACKWELL_CUDA = (10, 0), (12, 8)
 
 
 def version(text: str) -> tuple[int, ...]:
-    """Numbers to compare: "13.0" is newer than "12.1", and "14" than "9"."""
+    """Return a version as numbers to compare: "13.0" is newer than "12.1", and "14" than "9"."""
     return tuple(int(part) for part in text.split(".") if part.isdigit())
 
 
 def device_of(machine: Machine) -> Kind:
-    """What a run would take: the CPU where the GPU is too old to be used."""
+    """Return the kind of device that a run would use: the CPU if the GPU is too old."""
     if machine.kind == "cuda" and machine.gpus[0].capability < LEAST_CAPABILITY:
         return "cpu"
     return machine.kind
 
 
 def class_of(machine: Machine, longest: int) -> Class:
-    """By the longest document of SEVEN_B that fits."""
+    """Return the class of a machine, by the longest document of SEVEN_B that fits."""
     device = device_of(machine)
     if device == "cpu":
         return NO_ACCELERATOR

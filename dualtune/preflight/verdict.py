@@ -1,4 +1,4 @@
-"""What `dualtune check-gpu` says of a machine: a row for each thing that was found, and one sentence."""
+"""What `dualtune check-gpu` reports on a machine: a row for each finding, and one sentence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dualtune.text.show import in_bytes
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is said of a machine."""
+    """The full report on a machine."""
 
     label: str  # of its class
     sentence: str
     checks: tuple[Check, ...]
-    platform: str  # "none" where nothing that could train is installed
+    platform: str  # "none" if no backend that can train is installed
     reason: str
-    config: str | None  # None where no example fits
+    config: str | None  # None if no example fits
     largest: Largest | None
     budget: Budget
     question: Question | None
@@ -38,7 +38,7 @@ class Report:
 
 
 def judge(machine: Machine, question: Question | None = None, probed: Check | None = None) -> Report:
-    """The rows and the verdict. A question replaces the thresholds: it alone decides then, and a probe's failure."""
+    """Return the rows and the verdict. A question replaces the thresholds: only it and a failed probe decide then."""
     platform, reason = _platform(machine)
     largest, longest = largest_model(machine), longest_of_7b(machine)
     start, kind = start_of(machine, largest), class_of(machine, longest)
@@ -87,7 +87,7 @@ def _system_rows(machine: Machine) -> Iterator[Check]:
 
 
 def _accelerator_rows(machine: Machine, level: Level) -> Iterator[Check]:
-    """`level`: of what a run would take."""
+    """Yield the rows on GPUs and driver. `level` is for the device that a run would use."""
     if machine.kind == "metal":
         yield Check("Metal", level, budget(machine, "metal").reason)
     elif not machine.gpus:
@@ -103,7 +103,7 @@ def _accelerator_rows(machine: Machine, level: Level) -> Iterator[Check]:
 
 
 def _other_gpus(machine: Machine) -> Iterator[Check]:
-    """A larger GPU that a run would not take, and what is hidden. A UUID is sure: CUDA may number them otherwise."""
+    """Yield rows on a larger GPU that a run would not use, and on hidden ones, by UUID: CUDA may number differently."""
     first, *rest = machine.gpus
     others = [*rest, *machine.hidden_gpus]
     largest = max(others, key=lambda gpu: gpu.total_bytes, default=first)
@@ -140,7 +140,7 @@ def _largest_row(machine: Machine, largest: Largest | None) -> Check:
 
 
 def _config_row(start: Start | None) -> Check:
-    """The config to begin with, and what to set where this machine is smaller."""
+    """Return a row with the config to start with, and the settings if this machine is smaller."""
     if start is None:
         return Check("config", "advice", "none of the example configs fits, with any model that dualtune knows")
     found = f"configs/{start.config}"
@@ -156,7 +156,7 @@ def _config_row(start: Start | None) -> Check:
 
 
 def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | None, start: Start | None) -> str:
-    """What the machine is, and why; what fits; where to begin; what has to be mended first."""
+    """Say what the machine is, and why; what fits; which config to start with; what to fix first."""
     what = f"{_subject(machine)} is {kind.meaning}"
     if kind.level != "fail":
         what += f", which fit with documents up to {longest:,} tokens"

@@ -1,6 +1,6 @@
-"""The page of `dualtune preview --html`: the numbers of the data, and rows as conversations with what is trained.
+"""The page of `dualtune preview --html`: numbers on the data, and rows as conversations with their loss mask.
 
-One file without scripts that may load nothing from anywhere. Whatever the data hold is text here.
+One file without scripts that may not load anything. All data is escaped as text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dualtune.data.preview.turns import Part, Turn
 from dualtune.report.preview_style import STYLE, filter_style
 from dualtune.text.escape import visible
 
-FOLDED = 600  # tokens from which on a row is folded up
+FOLDED = 600  # tokens: longer rows are collapsed
 TAGS = {
     "cut": "cut",
     "duplicate": "duplicate",
@@ -29,7 +29,7 @@ TAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the page shows. `numbers` are those of the survey, (what, how much) in words."""
+    """The content of the page. `numbers` are those of the survey, as (name, value) texts."""
 
     title: str
     found: Survey
@@ -40,7 +40,7 @@ class Page:
 
 
 def preview_page(page: Page) -> str:
-    """The whole page."""
+    """Return the whole page."""
     title, kinds = _text(page.title), kinds_of(page.found)
     style = STYLE + filter_style([kind.name for kind in kinds])
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -70,7 +70,7 @@ def preview_page(page: Page) -> str:
 
 
 def _tiles(found: Survey) -> list[tuple[str, str]]:
-    """The numbers to see first."""
+    """Return the most important numbers."""
     return [
         ("documents to train on", f"{found.documents:,}"),
         ("tokens", f"{found.tokens:,}"),
@@ -167,7 +167,7 @@ def _sample(sample: Sample, number: int) -> str:
 
 
 def _place(where: str) -> str:
-    """path:line, with its end to catch the eye."""
+    """Return path:line, with the directory dimmed."""
     directory, slash, name = where.rpartition("/")
     return f'<span class="dim">{_text(directory + slash)}</span>{_text(name)}'
 
@@ -178,7 +178,7 @@ def _turn(turn: Turn) -> str:
 
 
 def _part(part: Part) -> str:
-    """A part that stands inside a line would take its own; frames are short."""
+    """Return a part as a block, or within the line if it is a frame, because frames are short."""
     tag = "span" if part.kind == "frame" else "div"
     return f'<{tag} class="part {part.kind}" dir="auto">{"".join(map(_token, part.tokens))}</{tag}>\n'
 

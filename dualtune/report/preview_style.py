@@ -1,4 +1,4 @@
-"""The look of the preview page: light and dark, from a phone to a wide screen. The filters need no script."""
+"""The style of the preview page: light and dark, for narrow and wide screens. The filters need no script."""
 
 from __future__ import annotations
 
@@ -94,5 +94,5 @@ summary:focus-visible { outline: 3px solid var(--accent); outline-offset: -3px }
 
 
 def filter_style(kinds: list[str]) -> str:
-    """Hide what the chosen filter does not ask for. A browser that does not know :has shows all rows."""
+    """Return the style that hides rows by the chosen filter. A browser without :has shows all rows."""
     return "".join(f"main:has(#show-{kind}:checked) .row:not(.{kind}) {{ display: none }}\n" for kind in kinds)

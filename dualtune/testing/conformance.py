@@ -1,4 +1,4 @@
-"""What every engine must do, as functions that raise AssertionError.
+"""The checks that every engine must pass, as functions that raise AssertionError.
 
     from dualtune.testing.conformance import CHECKS, llama_case
 
@@ -6,7 +6,7 @@
     def test_conformance(check, tmp_path):
         check(llama_case(get_backend("mine"), tmp_path))
 
-The checks use the `Engine` protocol alone. A gradient is observed through the optimizer: after one step from a fresh
+The checks use only the `Engine` protocol. A gradient is observed through the optimizer: after one step from a new
 state, AdamW's m is (1 − β1) · g.
 """
 
@@ -66,7 +66,7 @@ def check_capabilities_are_declared(case: Case) -> None:
 
 
 def check_description_is_complete(case: Case) -> None:
-    """What `dualtune train` shows and the run directory records."""
+    """The description has all that `dualtune train` shows and the run directory records."""
     engine = case.engine(trained=False)
     assert isinstance(engine.description, EngineDescription)
     assert engine.description.trainable_parameters == sum(w.size for w in engine.adapter_state().values())
@@ -74,7 +74,7 @@ def check_description_is_complete(case: Case) -> None:
 
 
 def check_fresh_adapter_is_the_core_s(case: Case) -> None:
-    """A is drawn by the core from the seed, B is zero: the same start on every backend."""
+    """A is initialized by the core from the seed, B is zero: the same start on every backend."""
     from dualtune.adapter.spec import init_adapter
 
     state = case.engine(trained=False).adapter_state()
@@ -88,7 +88,7 @@ def check_fresh_adapter_is_the_core_s(case: Case) -> None:
 
 
 def check_loss_is_the_oracle_s(case: Case) -> None:
-    """evaluate() = −Σ log p of an independent forward pass, and logprobs() its every number."""
+    """evaluate() = −Σ log p of an independent forward pass, and logprobs() equals all its log-probabilities."""
     engine, batch = case.engine(), case.batch()
     expected = case.oracle(batch, engine.adapter_state(), case.spec.scale)
     real = batch.segments_BT > 0
@@ -139,7 +139,7 @@ def check_padding_does_not_matter(case: Case) -> None:
 
 
 def check_ignored_labels_do_not_matter(case: Case) -> None:
-    """A loss over some of the labels is the loss with the others removed; no target at all gives no gradient."""
+    """The losses of two disjoint sets of targets add up to the whole; a batch without targets adds nothing."""
     engine, batch = case.engine(), case.batch()
     half = replace(batch, labels_BT=np.where(batch.positions_BT % 2, batch.labels_BT, IGNORE_INDEX))
     other = replace(batch, labels_BT=np.where(batch.positions_BT % 2, IGNORE_INDEX, batch.labels_BT))
@@ -163,7 +163,7 @@ def check_step_output(case: Case) -> None:
 
 
 def check_clipping(case: Case) -> None:
-    """Gradients are scaled to max_norm / (norm + 1e-6), and only when they are longer than that."""
+    """Gradients are scaled by min(1, max_norm / (norm + 1e-6))."""
     batch = case.batch()
     free = gradient(case.engine(), batch)
     norm = norm_of(free)
@@ -179,9 +179,9 @@ def check_clipping(case: Case) -> None:
 
 @with_each_optimizer
 def check_optimizer_is_its_formula(case: Case) -> None:
-    """Three steps against the formula in float64, of a gradient that is clipped in the second; weights and slots.
+    """Weights and slots equal the formula in float64 over three steps; the second one clips the gradient.
 
-    The gradient is what AdamW's first step shows of it, in an engine of the same weights.
+    The gradient is measured by AdamW's first step, in another engine with the same weights.
     """
     engine, lr, max_norms = case.engine(), 1e-2, (None, 0.05, 1e9)
     optimizer = OptimizerSpec(case.optimizer, {"weight_decay": DECAY})
@@ -208,7 +208,7 @@ def check_optimizer_is_its_formula(case: Case) -> None:
 
 @with_each_optimizer
 def check_weight_decay_without_gradient(case: Case) -> None:
-    """Where the gradient is zero a weight shrinks by the factor 1 − lr · decay and by nothing else."""
+    """A weight with gradient zero is multiplied by exactly 1 − lr · decay."""
     engine = case.engine()
     before, lr = engine.adapter_state(), 0.1
     none = replace(case.batch(), labels_BT=np.full_like(case.batch().labels_BT, IGNORE_INDEX))
@@ -218,7 +218,7 @@ def check_weight_decay_without_gradient(case: Case) -> None:
 
 
 def check_neutral_state_is_the_base_model(case: Case) -> None:
-    """By every method that is honoured: the neutral state of a trained engine is a fresh one's, and the base model."""
+    """With every honoured method, the neutral state of a trained engine is that of a new one, and gives the base."""
     batch = case.batch()
     base = case.engine(trained=False, targets=()).logprobs(batch)
     for method in case.backend.capabilities().get("adapter.method", {"lora"}):
@@ -247,7 +247,7 @@ def check_rank_stabilized_scale(case: Case) -> None:
 
 
 def check_zero_b_is_the_base_model(case: Case) -> None:
-    """With B = 0 the numbers do not depend on A, bit by bit."""
+    """With B = 0 the numbers do not depend on A, bitwise."""
     batch = case.batch()
     fresh = case.engine(trained=False)
     zeroed = case.engine()
@@ -256,7 +256,7 @@ def check_zero_b_is_the_base_model(case: Case) -> None:
 
 
 def check_base_stays_frozen(case: Case) -> None:
-    """After training, with the adapter back at its start, the model computes what it did, bit by bit."""
+    """After training, with the adapter reset to its start, the model computes the same as before, bitwise."""
     engine, batch = case.engine(trained=False), case.batch()
     start, before = engine.adapter_state(), engine.logprobs(batch)
     for seed in range(3):
@@ -269,7 +269,7 @@ def check_base_stays_frozen(case: Case) -> None:
 
 
 def check_dropout_is_a_function_of_the_noise(case: Case) -> None:
-    """The same noise gives the same gradient, other noise another; evaluation has no dropout."""
+    """The same dropout seeds give the same gradient, others give another; evaluation has no dropout."""
     batch = case.batch()
     other = replace(batch, noise_BT=batch.noise_BT[:, ::-1].copy())
     first, again, else_ = (gradient(case.engine(dropout=0.4), b) for b in (batch, batch, other))
@@ -298,7 +298,7 @@ def check_greedy_generation_follows_logprobs(case: Case) -> None:
 
 
 def check_merge_equals_adapter(case: Case) -> None:
-    """A model directory with merged weights computes what base and adapter compute."""
+    """A model directory with merged weights computes the same as base and adapter."""
     engine, batch = case.engine(), case.batch()
     merged_dir = case.model_dir.parent / "merged"
     engine.save_merged(merged_dir)
@@ -308,7 +308,7 @@ def check_merge_equals_adapter(case: Case) -> None:
 
 
 def check_the_backend_can_be_measured(case: Case) -> None:
-    """What `dualtune bench` asks: a product in the engine's dtype, waiting, and a profile or a reason for none."""
+    """`dualtune bench` gets a product in the engine's dtype, `synchronize`, and a profile or a reason for none."""
     engine, batch = case.engine(), case.batch()
     case.backend.matmul(16, engine.description.dtype)()
     calls: list[None] = []
@@ -325,7 +325,7 @@ def check_the_backend_can_be_measured(case: Case) -> None:
 
 
 def check_a_process_without_others_is_alone(case: Case) -> None:
-    """The suite is one process, so its world has one; several are for tests of your own."""
+    """The suite is one process, so its world has size 1; test several processes in your own tests."""
     world = case.backend.world()
     assert (world.rank, world.size) == (0, 1)
     assert world.gather(b"note") == [b"note"]

@@ -1,4 +1,4 @@
-"""What a conformance check is given, and the observations and comparisons that it is made of."""
+"""The input of a conformance check, and the measurements and comparisons that the checks use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dualtune.testing import tolerances
 from dualtune.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is neither 1 nor a whole number
+SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is not an integer
 DECAY = 0.1
 
 
@@ -34,7 +34,7 @@ class Case:
     optimizer: OptimizerName = "adamw"
 
     def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
-        """A float32 engine; `trained` gives it an adapter whose B is not zero. `changes` are fields of the spec."""
+        """Return a float32 engine; with `trained` the adapter's B is not zero. `changes` are fields of the spec."""
         optimizer = OptimizerSpec(self.optimizer, {"weight_decay": DECAY})
         request = LoadRequest(
             model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), optimizer, seed=7,
@@ -50,7 +50,7 @@ class Case:
 
 
 def llama_case(backend: Backend, directory: Path, **changes: Any) -> Case:
-    """`changes` are keys of the model's config."""
+    """Return a case with a tiny Llama. `changes` are keys of the model's config."""
     path = write_tiny_llama(directory / "tiny-llama", **changes)
     return Case(backend, path, llama_oracle(path), vocab=96)
 
@@ -66,7 +66,7 @@ def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
 
 
 def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]:
-    """The check, made with each optimizer that the backend honours."""
+    """Repeat a check with each optimizer that the backend honours."""
 
     @wraps(check)
     def check_each(case: Case) -> None:
@@ -83,7 +83,7 @@ def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]
 
 
 def gradient(engine: Engine, *batches: Batch) -> Tensors:
-    """The gradient of the mean loss over all targets of the batches, by an engine with AdamW. Changes its state."""
+    """Return the gradient of the mean loss over all targets of the batches. The engine has AdamW and changes state."""
     num_targets = sum(batch.num_targets for batch in batches)
     for batch in batches:
         engine.forward_backward(batch, num_targets=num_targets)
@@ -92,7 +92,7 @@ def gradient(engine: Engine, *batches: Batch) -> Tensors:
 
 
 def gradient_in(state: OptimizerState) -> Tensors:
-    """The clipped gradient of the only step made so far: AdamW's m is then (1 − β1) · g."""
+    """Return the clipped gradient of the only step so far: AdamW's m is then (1 − β1) · g."""
     beta1 = np.float32(1 - OPTIMIZERS["adamw"].defaults["beta1"])
     return {n: m / beta1 for n, m in state.slots["m"].items()}
 
@@ -106,7 +106,7 @@ def norm_of(tensors: Tensors) -> float:
 
 
 def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
-    """Relative, by the norm of all tensors together."""
+    """Assert that the relative difference, by the norm of all tensors together, is small."""
     assert a.keys() == b.keys()
     gap = norm_of({n: a[n].astype(np.float64) - b[n] for n in a}) / norm_of(b)
     assert gap <= tolerance, f"relative difference {gap:.2e}, allowed {tolerance:.0e}"
@@ -119,7 +119,7 @@ def assert_equal(a: Tensors, b: Tensors) -> None:
 
 
 def assert_same_learning(case: Case, a: Batch, b: Batch, *, dropout: float = 0.0) -> None:
-    """Both batches have the same loss, and the same gradient."""
+    """Assert that both batches have the same loss and the same gradient."""
     losses = [case.engine().evaluate(batch) for batch in (a, b)]
     assert losses[0].num_targets == losses[1].num_targets
     assert abs(losses[0].loss_sum - losses[1].loss_sum) <= tolerances.LOGPROBS * losses[0].num_targets

@@ -1,6 +1,6 @@
-"""The conformance checks of `data.packing`: documents that share a row compute what they compute alone.
+"""The conformance checks of `data.packing`: documents that share a row give the same numbers as in separate rows.
 
-They pass at once where a backend does not honour packing.
+The checks pass at once if a backend does not honour packing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dualtune.testing.conformance_case import Case, assert_same_learning
 from dualtune.testing.oracles import loss_of
 from dualtune.testing.tiny_models import pack, row_of, with_rubbish
 
-ROWS = [[2, 0, 3], [1]]  # the documents of `Case.batch()`: three behind one another, and one with padding behind it
+ROWS = [[2, 0, 3], [1]]  # the documents of `Case.batch()`: three in a row, and one followed by padding
 
 
 def packs(case: Case) -> bool:
@@ -23,7 +23,7 @@ def packs(case: Case) -> bool:
 
 
 def check_packed_equals_separate(case: Case) -> None:
-    """The loss of every document, and every log-probability, as if it were alone; and as the oracle has it."""
+    """The loss of every document is the same as in a separate row, and all log-probabilities equal the oracle's."""
     if not packs(case):
         return
     engine, batch = case.engine(), case.batch()
@@ -44,7 +44,7 @@ def check_packed_equals_separate(case: Case) -> None:
 
 
 def check_packed_gradient_is_the_padded_gradient(case: Case) -> None:
-    """The same documents packed and one in each row: the same gradient, with dropout too."""
+    """The same documents packed and in separate rows give the same gradient, with dropout too."""
     if not packs(case):
         return
     for dropout in (0.0, 0.3):
@@ -52,7 +52,7 @@ def check_packed_gradient_is_the_padded_gradient(case: Case) -> None:
 
 
 def check_padding_behind_packed_rows_does_not_matter(case: Case) -> None:
-    """Nor do other token ids in it, or a row without a document."""
+    """Padding, other token ids in it, and a row without a document change neither loss nor gradient."""
     if not packs(case):
         return
     assert_same_learning(case, with_rubbish(pack(case.batch(), ROWS, pad=7)), pack(case.batch(), ROWS))

@@ -1,4 +1,4 @@
-"""The conformance checks of what an engine remembers: the adapter, the optimizer's slots and the count of updates."""
+"""The conformance checks of an engine's state: the adapter, the optimizer's slots and the count of updates."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dualtune.testing.tiny_models import row_of
 
 
 def train(engine: Engine, *batches: Batch) -> None:
-    """One step on each."""
+    """Train one step on each batch."""
     for batch in batches:
         engine.forward_backward(batch, num_targets=batch.num_targets)
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
 
 
 def spoil(engine: Engine, batch: Batch, value: float, *, num_targets: int) -> None:
-    """A forward_backward through an adapter that is sound but for one weight, which is `value`."""
+    """Run forward_backward through an adapter with one weight replaced by `value`, then restore the adapter."""
     good = engine.adapter_state()
     bad = {n: w.copy() for n, w in good.items()}
     next(iter(bad.values())).flat[0] = value
     engine.load_adapter_state(bad)
-    with np.errstate(invalid="ignore"):  # an engine in NumPy would warn of what is wanted here
+    with np.errstate(invalid="ignore"):  # a NumPy engine would warn, but the value is intended
         engine.forward_backward(batch, num_targets=num_targets)
     engine.load_adapter_state(good)
 
@@ -36,7 +36,7 @@ def state_of(engine: Engine) -> tuple[Tensors, OptimizerState]:
 
 
 def assert_same_state(engine: Engine, adapter: Tensors, optimizer: OptimizerState) -> None:
-    """Weights, slots and count, bit by bit."""
+    """Assert that weights, slots and count are bitwise equal."""
     now = engine.optimizer_state()
     assert now.step == optimizer.step, f"{now.step} updates, expected {optimizer.step}"
     assert_equal(engine.adapter_state(), adapter)
@@ -50,7 +50,7 @@ def assert_same_state(engine: Engine, adapter: Tensors, optimizer: OptimizerStat
 
 @with_each_optimizer
 def check_state_round_trip(case: Case) -> None:
-    """Adapter and optimizer state carried into a fresh engine: the next steps are bitwise the same."""
+    """With adapter and optimizer state loaded into a new engine, the next steps are bitwise equal."""
     batches = [case.batch(seed=s) for s in range(4)]
     straight = case.engine(dropout=0.2)
     train(straight, *batches)
@@ -60,13 +60,13 @@ def check_state_round_trip(case: Case) -> None:
     second.load_adapter_state(first.adapter_state())
     second.load_optimizer_state(first.optimizer_state())
     assert_same_state(second, *state_of(first))
-    assert second.evaluate(batches[0]) == first.evaluate(batches[0])  # what was trained is also what computes
+    assert second.evaluate(batches[0]) == first.evaluate(batches[0])  # the forward pass uses them
     train(second, *batches[2:])
     assert_same_state(second, *state_of(straight))
 
 
 def check_states_are_copies(case: Case) -> None:
-    """Training on does not change a state that was handed out."""
+    """More training does not change a state that was returned before."""
     engine, batch = case.engine(), case.batch()
     engine.forward_backward(batch, num_targets=batch.num_targets)
     engine.optim_step(lr=1e-2, max_grad_norm=1.0)
@@ -89,7 +89,7 @@ def check_foreign_state_is_refused(case: Case) -> None:
         state | {name: state[name].T},
     ):
         if bad.keys() == state.keys() and bad[name].shape == state[name].shape:
-            continue  # a square tensor: its transpose cannot be told apart by shape
+            continue  # a square tensor: its transpose has the same shape
         try:
             engine.load_adapter_state(bad)
         except ValueError:
@@ -100,7 +100,7 @@ def check_foreign_state_is_refused(case: Case) -> None:
 
 @with_each_optimizer
 def check_foreign_slots_are_refused(case: Case) -> None:
-    """Slots of another optimizer, and one with a tensor missing: nothing of them is taken."""
+    """Slots of another optimizer, or with a missing tensor, are refused and change nothing."""
     engine = case.engine()
     train(engine, case.batch())
     before = state_of(engine)
@@ -117,8 +117,10 @@ def check_foreign_slots_are_refused(case: Case) -> None:
 
 @with_each_optimizer
 def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
-    """A NaN or Inf weight in some micro-batches of a step: it is reported and changes nothing, and training goes on
-    exactly as if the step had not been, whether it was the first step or a later one."""
+    """A NaN or Inf weight in some micro-batches of a step is reported and changes nothing.
+
+    Training continues exactly as if the step, the first or a later one, had not happened.
+    """
     engine, twin = case.engine(dropout=0.2), case.engine(dropout=0.2)
     bad = case.batch(seed=99)
     for seed, (spoiled, value, max_norm) in enumerate((((0, 1), math.nan, 1.0), ((0,), math.inf, None),
@@ -140,8 +142,10 @@ def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
 
 @with_each_optimizer
 def check_a_gradient_alone_that_is_not_finite_changes_nothing(case: Case) -> None:
-    """A NaN weight under a micro-batch without targets leaves the loss finite. The gradient is 0 or, as 0 · NaN, NaN:
-    either the step is made or nothing changes, and the reported norm says which."""
+    """A NaN weight in a micro-batch without targets leaves the loss finite.
+
+    The gradient is 0 or, as 0 · NaN, NaN: either the step is done or nothing changes, and the reported norm says which.
+    """
     engine, batch = case.engine(), case.batch()
     train(engine, batch)
     adapter, optimizer = state_of(engine)

@@ -1,4 +1,4 @@
-"""What every engine must do with the weights of the targets, and with their log-probabilities."""
+"""The conformance checks of loss weights and of the log-probabilities of the targets."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WEIGHTS = (0.25, 0.0, -1.5, 3.0)  # a fraction, no loss at all, a token to avoid
 
 
 def weighted(batch: Batch, *weights: float) -> Batch:
-    """The batch with these weights, over and over. Where there is no target they are NaN, which nobody may read."""
+    """Return the batch with these loss weights, repeated. Without a target they are NaN, which no engine may read."""
     weights_BT = np.resize(np.array(weights, np.float32), batch.labels_BT.shape)
     return replace(batch, weights_BT=np.where(batch.labels_BT == IGNORE_INDEX, np.float32(np.nan), weights_BT))
 
 
 def sum_of(*scaled: tuple[float, Tensors]) -> Tensors:
-    """Σ factor · tensors."""
+    """Return Σ factor · tensors."""
     return {name: sum(factor * tensors[name] for factor, tensors in scaled) for name in scaled[0][1]}  # type: ignore[misc]
 
 
@@ -38,7 +38,7 @@ def check_weights_of_one_are_no_weights(case: Case) -> None:
 
 
 def check_weighted_loss_is_the_oracle_s(case: Case) -> None:
-    """evaluate() = −Σ w·log p, and the step reports it divided by the number that it was given."""
+    """evaluate() = −Σ w·log p, and the step reports it divided by the given `num_targets`."""
     engine, batch = case.engine(), weighted(case.batch(), *WEIGHTS)
     expected = loss_of(case.oracle(batch, engine.adapter_state(), case.spec.scale), batch)
     allowed = tolerances.LOGPROBS * batch.num_targets
@@ -49,7 +49,7 @@ def check_weighted_loss_is_the_oracle_s(case: Case) -> None:
 
 
 def check_weights_scale_the_gradient(case: Case) -> None:
-    """A weight of 2 doubles it, -1 turns it around, 0 leaves nothing."""
+    """A loss weight of 2 doubles the gradient, -1 negates it, 0 gives no gradient."""
     batch = case.batch()
     plain = gradient(case.engine(), batch)
     for weight in (2.0, -1.0, 0.125):
@@ -59,14 +59,14 @@ def check_weights_scale_the_gradient(case: Case) -> None:
 
 
 def check_weighted_gradients_add_up(case: Case) -> None:
-    """The gradient of a weighted loss is the sum of those of its targets, each times its weight; with dropout too."""
+    """The gradient of a weighted loss is the weighted sum of the gradients of its targets, with dropout too."""
     batch = case.batch()
     for dropout in (0.0, 0.3):
         parts: list[tuple[float, Tensors]] = []
         for i, weight in enumerate(WEIGHTS):
             mine_BT = np.arange(batch.labels_BT.size).reshape(batch.labels_BT.shape) % len(WEIGHTS) == i
             part = replace(batch, labels_BT=np.where(mine_BT, batch.labels_BT, IGNORE_INDEX))
-            share = part.num_targets / batch.num_targets  # `gradient` divides by the targets that it is shown
+            share = part.num_targets / batch.num_targets  # `gradient` divides by the targets of its batches
             parts.append((weight * share, gradient(case.engine(dropout=dropout), part)))
         found = gradient(case.engine(dropout=dropout), weighted(batch, *WEIGHTS))
         assert_close(found, sum_of(*parts), tolerances.GRADIENT)
@@ -84,7 +84,7 @@ def check_weighted_and_plain_micro_batches_share_a_step(case: Case) -> None:
 
 
 def check_target_logprobs(case: Case) -> None:
-    """Those of the oracle at the targets and 0 elsewhere, whatever the weights; their sum is the loss."""
+    """target_logprobs() equals the oracle at the targets and is 0 elsewhere, with any loss weights."""
     engine, batch = case.engine(dropout=0.4), weighted(case.batch(), *WEIGHTS)
     expected = target_logprobs_of(case.oracle(batch, engine.adapter_state(), case.spec.scale), batch)
     found = engine.target_logprobs(batch)
@@ -96,7 +96,7 @@ def check_target_logprobs(case: Case) -> None:
 
 
 def check_target_logprobs_with_dropout_are_those_of_the_gradient(case: Case) -> None:
-    """Their sum is the loss that the step reports, which has dropout; without, they are others."""
+    """With dropout, target_logprobs() adds up to the loss that the step reports; without, it differs."""
     engine, batch = case.engine(dropout=0.4), case.batch()
     found = engine.target_logprobs(batch, dropout=True)
     assert np.array_equal(found, engine.target_logprobs(batch, dropout=True))

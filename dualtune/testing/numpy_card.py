@@ -1,4 +1,4 @@
-"""The card of the NumPy engine: what a small backend says of itself."""
+"""The card of the NumPy engine: an example for a small backend."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ CARD = Card(
     honoured={
         "model.init": ("pretrained",),
         "data.packing": (False, True),  # no token sees another, so packing needs no mask
-        "train.optimizer": tuple(OPTIMIZERS),  # it computes with the formulas of the table themselves
+        "train.optimizer": tuple(OPTIMIZERS),  # it uses the formulas of the table directly
     },
 )

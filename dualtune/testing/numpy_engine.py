@@ -57,7 +57,7 @@ class NumpyBackend:
         return MemoryStats(used, used, psutil.virtual_memory().total)
 
     def reset_peak_memory(self) -> None:
-        """Nothing to reset: the peak is not tracked."""
+        """Do nothing: the peak is not tracked."""
 
     def load(self, request: LoadRequest) -> NumpyEngine:
         config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ class NumpyBackend:
         return Alone()
 
     def synchronize(self) -> None:
-        """Nothing to wait for: NumPy is done when it returns."""
+        """Do nothing: NumPy is done when it returns."""
 
     def matmul(self, size: int, dtype: str) -> Callable[[], object]:
         a, b, c = (np.ones((size, size), dtype) for _ in range(3))
@@ -80,7 +80,7 @@ class NumpyBackend:
 
 
 def backend(device: str = "auto") -> NumpyBackend:
-    """The entry point."""
+    """Build the backend: the entry point."""
     return NumpyBackend()
 
 
@@ -110,7 +110,7 @@ class NumpyEngine:
     # --- forward and backward -------------------------------------------------------------------------------------
 
     def _linear(self, module: str, x_ND: np.ndarray, noise_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """(W x + scale · B (A x̃), x̃), where x̃ is x after dropout."""
+        """Return W x + scale · B (A x̃), and x̃, which is x after dropout."""
         y_NO = x_ND @ self._weights[f"{module}.weight"].T
         if module not in self._keys:
             return y_NO, x_ND
@@ -232,13 +232,13 @@ class NumpyEngine:
 
 
 def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, labels, noise) where there is something to predict; every token is its own context here."""
+    """Return tokens, labels and dropout seeds of the targets. In this model a prediction depends only on its token."""
     where = batch.labels_BT != IGNORE_INDEX
     return batch.tokens_BT[where], batch.labels_BT[where], batch.noise_BT[where]
 
 
 def _weighted(values: np.ndarray, batch: Batch) -> np.ndarray:
-    """Values of the targets, [N, …], each times the weight of its target."""
+    """Return the values of the targets, [N, …], each times its loss weight."""
     if batch.weights_BT is None:
         return values
     weights_N = batch.weights_BT[batch.labels_BT != IGNORE_INDEX].astype(np.float64)

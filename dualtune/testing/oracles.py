@@ -1,4 +1,4 @@
-"""Independent forward passes in NumPy float64, to hold engines against. They share no code with any engine.
+"""Independent forward passes in NumPy float64, to compare engines with. They share no code with any engine.
 
 Legend: B rows, T tokens, D hidden, H heads, K key/value heads, d head size, V vocabulary.
 """
@@ -19,20 +19,20 @@ Oracle = Callable[[Batch, Tensors, float], np.ndarray]  # (batch, adapter, scale
 
 
 def loss_of(logprobs_BTV: np.ndarray, batch: Batch) -> float:
-    """−Σ w·log p(label) over the targets."""
+    """Return −Σ w·log p(label) over the targets."""
     logprobs_BT, weights_BT = target_logprobs_of(logprobs_BTV, batch), batch.target_weights_BT
     return float(-(logprobs_BT if weights_BT is None else weights_BT * logprobs_BT).sum())
 
 
 def target_logprobs_of(logprobs_BTV: np.ndarray, batch: Batch) -> np.ndarray:
-    """log p(label) [B, T], 0 where there is no target."""
+    """Return log p(label) [B, T], 0 where there is no target."""
     is_target_BT = batch.labels_BT != IGNORE_INDEX
     labels_BT = np.where(is_target_BT, batch.labels_BT, 0)
     return np.where(is_target_BT, np.take_along_axis(logprobs_BTV, labels_BT[..., None], -1)[..., 0], 0.0)
 
 
 def softmax_oracle(path: Path) -> Oracle:
-    """The model of `numpy_engine`, with the adapter merged into the weights instead of beside them."""
+    """Return the oracle for the model of `numpy_engine`, which merges the adapter into the weights."""
     weights = _load(path)
 
     def logprobs(batch: Batch, adapter: Tensors, scale: float) -> np.ndarray:
@@ -44,9 +44,10 @@ def softmax_oracle(path: Path) -> Oracle:
 
 
 def llama_oracle(path: Path) -> Oracle:
-    """Llama as in Hugging Face transformers (rotate-half RoPE, grouped-query attention, SwiGLU, RMSNorm).
+    """Return the oracle for Llama as in Hugging Face transformers.
 
-    A token sees its own document alone, and in a layer of type `sliding_attention` the last `sliding_window` of it.
+    With rotate-half RoPE, grouped-query attention, SwiGLU and RMSNorm. A token attends only to its own document, and in
+    a layer of type `sliding_attention` only to the last `sliding_window` tokens of it.
     """
     config = json.loads((path / "config.json").read_text())
     weights = _load(path)
@@ -64,7 +65,7 @@ def llama_oracle(path: Path) -> Oracle:
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     def seen(batch: Batch, layer_type: str) -> np.ndarray:
-        """bool [B, T, T]: what each token sees."""
+        """Return the attention mask, bool [B, T, T]: True where a token (row) attends to another (column)."""
         T = batch.tokens_BT.shape[1]
         window = config["sliding_window"] if layer_type == "sliding_attention" else T
         same_document = batch.segments_BT[:, :, None] == batch.segments_BT[:, None, :]

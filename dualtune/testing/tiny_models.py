@@ -1,4 +1,4 @@
-"""Tiny models with random weights, written by NumPy alone, and batches to feed them."""
+"""Tiny models with random weights, written with NumPy only, and batches for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LLAMA_CONFIG: dict[str, Any] = {
 
 
 def write_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """A Llama in Hugging Face layout with random float32 weights. `changes` replace keys of LLAMA_CONFIG."""
+    """Write a Llama in Hugging Face layout with random float32 weights. `changes` replace keys of LLAMA_CONFIG."""
     config = LLAMA_CONFIG | changes
     d, ff, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (config[k] * config["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
@@ -75,9 +75,9 @@ GPT2_CONFIG: dict[str, Any] = {
 
 
 def write_tiny_gpt2(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """A GPT-2 with random float32 weights, in the names of OpenAI's files. `changes` replace keys of GPT2_CONFIG."""
+    """Write a GPT-2 with random float32 weights and OpenAI's names. `changes` replace keys of GPT2_CONFIG."""
     config = GPT2_CONFIG | changes
-    config["n_ctx"] = config["n_positions"]  # which only mlx-lm reads
+    config["n_ctx"] = config["n_positions"]  # only mlx-lm reads it
     d, rng = config["n_embd"], np.random.default_rng(seed)
     linear = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "mlp.c_fc": (d, 4 * d), "mlp.c_proj": (4 * d, d)}
     weights = {"wte.weight": rng.normal(0, 0.3, (config["vocab_size"], d)),
@@ -94,7 +94,7 @@ def write_tiny_gpt2(path: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def write_softmax_model(path: Path, seed: int = 0, vocab: int = 31, hidden: int = 8) -> Path:
-    """The model of `numpy_engine`: logits = head · tanh(mixer · embedding). `mixer` is square."""
+    """Write the model of `numpy_engine`: logits = head · tanh(mixer · embedding). `mixer` is square."""
     rng = np.random.default_rng(seed)
     shapes = {"embedding": (vocab, hidden), "mixer": (hidden, hidden), "head": (vocab, hidden)}
     weights = {f"{name}.weight": rng.normal(0, 1, shape) for name, shape in shapes.items()}
@@ -109,8 +109,10 @@ def _write(path: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -
 
 
 def random_batch(lengths: Sequence[int], vocab: int, *, seed: int = 0, pad: int = 0, prompt: int = 2) -> Batch:
-    """Rows of the given lengths with random tokens, padded by `pad` more columns than needed; the first `prompt`
-    tokens of each row are no targets. A row of the same length and position has the same tokens whatever the padding.
+    """Return rows of the given lengths with random tokens, padded by `pad` more columns than needed.
+
+    The first `prompt` tokens of each row are no targets. A row of the same length and position has the same tokens with
+    any padding.
     """
     shape = (len(lengths), max(lengths) + pad)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
@@ -125,7 +127,7 @@ def random_batch(lengths: Sequence[int], vocab: int, *, seed: int = 0, pad: int 
 
 
 def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
-    """The documents of a batch with one in each row, several in a row: `rows` names them by their row in `batch`."""
+    """Pack the documents of a batch that has one per row. `rows`: for each new row, the rows of `batch` to take."""
     lengths = np.count_nonzero(batch.segments_BT, axis=1)
     shape = (len(rows), max(sum(lengths[row]) for row in rows) + pad)
     packed = Batch(
@@ -145,7 +147,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
 
 
 def with_rubbish(batch: Batch) -> Batch:
-    """The batch with other token ids in its padding, and one more row that is nothing but padding."""
+    """Return the batch with other token ids in its padding, and one more row that is only padding."""
     empty = np.zeros_like(batch.tokens_BT[:1])
     return Batch(
         np.concatenate([np.where(batch.segments_BT == 0, 5, batch.tokens_BT), empty + 4]),
@@ -158,11 +160,11 @@ def with_rubbish(batch: Batch) -> Batch:
 
 
 def row_of(batch: Batch, b: int) -> Batch:
-    """One row of a batch, as a batch."""
+    """Return one row of a batch, as a batch."""
     return Batch(**{name: values[b : b + 1] for name, values in _arrays(batch).items()})
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """The arrays of a batch by their names; without weights where it has none."""
+    """Return the arrays of a batch by name; without weights if it has none."""
     found = {field.name: getattr(batch, field.name) for field in fields(Batch)}
     return {name: values for name, values in found.items() if values is not None}

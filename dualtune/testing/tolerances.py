@@ -1,10 +1,10 @@
-"""How closely two implementations must agree: the one table, float32 unless a name says otherwise."""
+"""The only table of tolerances between two implementations, for float32 unless a name says otherwise."""
 
 LOGPROBS = 1e-5  # log-probabilities of the same adapter on two backends
 STEP_LOSS = 2e-5  # per-step loss of the same run on two backends, over 200 steps at learning rate 1e-3
-RESUMED_LOSS = 5e-5  # per-step loss after a run went on on another backend
+RESUMED_LOSS = 5e-5  # per-step loss of a run resumed on another backend
 GRADIENT = 1e-4  # relative, by norm, of one step
-DIRECTIONAL = {"numpy": 1e-6, "default": 2e-2}  # finite differences of a float32 loss are themselves noisy
+DIRECTIONAL = {"numpy": 1e-6, "default": 2e-2}  # finite differences of a float32 loss are noisy
 UPDATE = 1e-6  # one AdamW update against the formula, absolute, at learning rate 1e-2
 MERGE = 1e-5  # log-probabilities of merged weights against the adapter
-BFLOAT16_LOGPROBS = 1e-1  # absolute, on a tiny model whose log-probabilities lie around -4
+BFLOAT16_LOGPROBS = 1e-1  # absolute, on a tiny model with log-probabilities around -4

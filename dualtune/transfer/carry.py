@@ -1,6 +1,6 @@
-"""`dualtune push` and `dualtune pull`: a bundle to another place and from it, verified before it has its final name.
+"""`dualtune push` and `dualtune pull`: copy a bundle to or from a remote, and verify it before it gets its final name.
 
-A bundle is packed and unpacked here, with `pack` and `bundle`; how it travels is the business of `places`.
+This file packs and unpacks bundles, with `pack` and `bundle`; the folder `remotes` transfers them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIGNATURE_ENDING = ".sig"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is to be pushed: as of `dualtune bundle pack`, or a bundle that is there already."""
+    """What to push: the options of `dualtune bundle pack`, or an existing bundle."""
 
     source: Path
     step: int | None = None
@@ -48,7 +48,7 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Pushed:
     where: str
-    is_new: bool  # False: the same was there already
+    is_new: bool  # False: the remote had the same already
     report: Report
     notes: list[str]
 
@@ -61,7 +61,7 @@ class Pulled:
 
 
 def newest_run() -> Path:
-    """The run directory below `runs` that was written to last."""
+    """Return the run directory below `runs` that was written to last."""
     found = [Path(run.path) for run in list_runs(RUNS)] if RUNS.is_dir() else []
     if not found:
         raise ConfigError(f"SOURCE: there is no run below {RUNS}/. Name a run directory, an adapter or a bundle")
@@ -74,9 +74,9 @@ def _written_at(run: Path) -> float:
 
 
 def push(text: str, choice: Choice, *, force: bool, public: bool, patience: Patience) -> Pushed:
-    """Bring a bundle to a place, or an adapter to the hub. What was sent is kept for another try.
+    """Copy a bundle to a remote, or an adapter to the hub. Another try resumes from what was sent.
 
-    ConfigError if another file is there and not `force`, FormatError if there is nothing sound to push.
+    ConfigError if another file is there, unless `force`; FormatError if there is nothing valid to push.
     """
     place = _place(text)
     if is_run_dir(folder := Path(text)) or (folder / "adapter_config.json").is_file():
@@ -92,7 +92,7 @@ def push(text: str, choice: Choice, *, force: bool, public: bool, patience: Pati
         if isinstance(place, Hub):
             is_new = _push_to_hub(place, file, report, public=public, force=force, patience=patience)
         else:
-            if (signed := signature.path_of(file)).is_file():  # before the bundle: who sees that one finds this one
+            if (signed := signature.path_of(file)).is_file():  # first, so that a bundle there never lacks it
                 place.push(signed, ending=SIGNATURE_ENDING, force=force, patience=_quiet(patience))
             is_new = place.push(file, verified=report.sha256, force=force, patience=patience)
     return Pushed(str(place), is_new, report, notes)
@@ -109,7 +109,7 @@ def pull(
 ) -> Pulled:
     """Fetch a bundle, verify it, and unpack it into a new directory, or keep the file.
 
-    FormatError if it cannot be trusted: then nothing is left. After a cut the next pull goes on with what has arrived.
+    FormatError if it cannot be trusted; nothing of it is kept then. After a lost connection the next pull resumes.
     """
     place = _place(text)
     wanted = replace(wanted, found_as=place.name)
@@ -135,7 +135,7 @@ def _pull_bundle(
     file = place.pull(dest, patience=patience)
     signed = signature.path_of(file)
     if trust is not None:
-        with contextlib.suppress(AbsentFault):  # the check of the signature says it better
+        with contextlib.suppress(AbsentFault):  # the signature check has a better message
             most = signature.MAX_SIGNATURE_BYTES
             place.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience), most=most).replace(signed)
     interrupt.poll()
@@ -149,7 +149,7 @@ def _pull_bundle(
 
 
 def _settled(file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None, wanted: Wanted) -> Pulled:
-    """Give what has arrived its place, once it is verified."""
+    """Verify the pulled file, and unpack it or give it its final name."""
     try:
         if not keep_packed:
             return Pulled(where, dest, bundle.unpack(file, dest, trust, wanted))
@@ -167,7 +167,7 @@ def _settled(file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Tr
 
 
 def _publish(part: Path, final: Path) -> None:
-    part.chmod(0o666 & ~umask())  # until now it was for this user alone
+    part.chmod(0o666 & ~umask())  # until now only this user could read it
     part.rename(final)
 
 
@@ -177,7 +177,7 @@ def _remove(*files: Path) -> None:
 
 
 def _quiet(patience: Patience) -> Patience:
-    """For the small file beside the large one whose course is shown."""
+    """Return the same without a progress display, for the small signature file."""
     return Patience(patience.retries, say=patience.say)
 
 
@@ -187,7 +187,7 @@ def _place(text: str) -> Target | Hub:
 
 @contextlib.contextmanager
 def _bundle_of(choice: Choice, place: Target | Hub) -> Generator[tuple[Path, list[str]]]:
-    """The bundle to push, and notes. One that is packed for this is bound to its place, and removed afterwards."""
+    """Yield the bundle to push, and notes. One packed for the push is bound to the remote's name and then removed."""
     source, for_hub = choice.source, isinstance(place, Hub)
     if not source.exists():
         raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
@@ -214,7 +214,7 @@ def _push_to_hub(place: Hub, file: Path, report: Report, *, public: bool, force:
     if report.bundle.kind != ADAPTER:
         raise ConfigError(f"{file}: holds a checkpoint, and the hub takes an adapter. Push the run with --adapter")
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
-        # Unpacked again, so that what is shown to the world went through every check of a bundle.
+        # Unpacked again, so that what is published has passed every check of a bundle.
         unpacked = Path(directory) / "unpacked"
         bundle.unpack(file, unpacked)
         return hub.push(place, unpacked, public=public, force=force, patience=patience)
@@ -222,7 +222,7 @@ def _push_to_hub(place: Hub, file: Path, report: Report, *, public: bool, force:
 
 @contextlib.contextmanager
 def _bundle_from_hub(place: Hub, dest: Path, patience: Patience) -> Generator[Path]:
-    """What a repository holds, as a bundle: packed here, so that it meets the same checks as any other."""
+    """Yield the content of a repository as a bundle: packed here, so it passes the same checks as any other."""
     with tempfile.TemporaryDirectory(prefix="dualtune-pull-") as directory:
         adapter = Path(directory) / "adapter"
         adapter.mkdir()

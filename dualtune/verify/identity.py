@@ -1,4 +1,4 @@
-"""Whether a base model is the one that an adapter was trained on, as far as its files can tell."""
+"""Whether a base model is the one that an adapter was trained on, judged by its files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.evaluate.fingerprints import PROMPTS, Entry
 
 PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes of weights that are not packed
-# note: the files differ, and what they mean need not. unknown: nothing to compare, and `found` says why
+# note: the files differ, but may mean the same. unknown: nothing to compare, and `found` says why
 State = Literal["same", "note", "differs", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a base model, compared with what was recorded of it."""
+    """One part of a base model, compared with its record."""
 
     name: str
     state: State
@@ -32,9 +32,9 @@ def compare(
     recorded: Mapping[str, Any], training: Mapping[str, Any], entries: list[Entry], base: Path,
     template: str | None = None,
 ) -> list[Part]:  # fmt: skip
-    """config, tokenizer, template, weights and quantization of the model in `base`, against dualtune.json's records.
+    """Compare config, tokenizer, template, weights and quantization of the model in `base` with dualtune.json.
 
-    `template` is the one that the adapter brings.
+    `template` is that of the adapter.
     """
     here, tokenizer = fingerprint(base), Tokenizer(base)
     requantized = recorded.get("quantization") != here["quantization"]
@@ -65,7 +65,7 @@ def _by_hash(name: str, before: object, now: object, requantized: bool) -> Part:
 
 
 def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: bool) -> Part:
-    """By the sampled tensors, which tell what differs, and then by the hash over all that an older dualtune lacks."""
+    """Compare the sampled tensors, which show what differs, then the hash over all, which older versions lack."""
     by_tensor = _by_hash("weights", recorded.get("tensors"), here["tensors"], requantized)
     if by_tensor.state != "same" or "weights_sha256" not in recorded:
         return by_tensor
@@ -73,7 +73,7 @@ def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: 
 
 
 def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tokenizer) -> Part:
-    """By what it does with the fixed prompts: the same tokenizer may be saved in files that differ."""
+    """Compare the tokens of fixed prompts: the same tokenizer may be saved in different files."""
     for i, entry in enumerate(entries):
         prompt = entry.get("prompt") or (PROMPTS[i] if i < len(PROMPTS) else None)  # an older dualtune: in this order
         if prompt is not None and (ids := tokenizer.encode(prompt, special=True).tolist()) != entry["tokens"]:
@@ -103,7 +103,7 @@ def _template(
 
 
 def _form(base: Mapping[str, Any]) -> str:
-    """How the weights are stored."""
+    """Say how the weights are stored."""
     match base.get("quantization"):
         case {"bits": bits, "group_size": size}:
             return f"stored in {bits} bits, groups of {size}"
@@ -124,7 +124,7 @@ def _shown(ids: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How the tensors of an adapter fit the weights of a base model, by the headers of its files."""
+    """Whether the tensors of an adapter fit the weights of a base model, by the headers of its files."""
 
     problems: list[str]
     missing: list[str]  # modules that the adapter's config targets and the base has, without tensors in the adapter
@@ -132,7 +132,7 @@ class Fit:
 
 
 def fit(adapter: Adapter, base: Path) -> Fit:
-    """Compares lora_A [r, in] and lora_B [out, r] with the weight [out, in] of each module; packed weights by name."""
+    """Compare lora_A [r, in] and lora_B [out, r] with the weight [out, in] of each module; packed weights by name."""
     shapes = _weight_shapes(base)
     pairs = to_pairs(adapter.tensors, "adapter")
     problems = [f"{module}: the base has no such module" for module in sorted(pairs.keys() - shapes.keys())]
@@ -146,7 +146,7 @@ def fit(adapter: Adapter, base: Path) -> Fit:
 
 
 def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:
-    """Module -> [out, in] of every matrix; None for one that is packed."""
+    """Return module -> [out, in] of every matrix; None for a packed one."""
     shapes: dict[str, tuple[int, int] | None] = {}
     for name, tensor in find_weights(base).tensors.items():
         module, dot, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What dualtune.json recorded of a model and its adapter, checked: the file may come from anybody."""
+"""The record of a model and its adapter in dualtune.json, validated: the file is not trusted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualtune.evaluate.fingerprints import Entry
 from dualtune.io import fields
 from dualtune.verify.thresholds import Precision
 
-MAX_ENTRIES, MAX_TOKENS, MAX_TOP = 64, 4096, 1024  # far beyond what we write
+MAX_ENTRIES, MAX_TOKENS, MAX_TOP = 64, 4096, 1024  # far more than dualtune writes
 MAX_ID = 1 << 31
 LEAST_LOGPROB, MOST_LOGPROB = -1e6, 1e-3  # 0 with room for rounding
 
@@ -20,15 +20,15 @@ LEAST_LOGPROB, MOST_LOGPROB = -1e6, 1e-3  # 0 with room for rounding
 class Recorded:
     """The part of dualtune.json that can be recomputed or compared."""
 
-    base_model: Mapping[str, Any]  # what identifies it
+    base_model: Mapping[str, Any]  # its name and hashes
     training: Mapping[str, Any]
-    base: list[Entry]  # without the adapter…
-    adapter: list[Entry]  # …and with it, for the same tokens
+    base: list[Entry]  # without the adapter
+    adapter: list[Entry]  # with the adapter, for the same tokens
     precision: Precision
 
 
 def recorded_in(manifest: Mapping[str, Any], where: object) -> Recorded | None:
-    """The record in a manifest; None where there is none. FormatError for one that is malformed."""
+    """Return the record in a manifest, None if there is none. FormatError if it is malformed."""
     fingerprints = fields.subtable(manifest, "fingerprints", where)
     if not fingerprints:
         return None
@@ -43,7 +43,7 @@ def recorded_in(manifest: Mapping[str, Any], where: object) -> Recorded | None:
 
 
 def _entries(value: Any, where: str) -> list[Entry]:
-    """At least one entry, each with tokens and the most probable ones after the last of them."""
+    """Parse at least one entry, each with tokens and the most probable next tokens."""
     if not _is_list(value, MAX_ENTRIES, _is_entry):
         raise FormatError(f"{where}: malformed. Copy the directory again from where it was trained")
     return value
@@ -64,7 +64,7 @@ def _is_entry(value: Any) -> bool:
 
 
 def _is_top(value: Any) -> bool:
-    """[[id, log p], …]"""
+    """Return whether a value is [[id, log p], …]."""
     return _is_list(value, MAX_TOP, _is_pair)
 
 
@@ -82,7 +82,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_list(value: Any, longest: int, is_item: Callable[[Any], bool]) -> bool:
-    """Whether it is a list of at least one such item."""
+    """Return whether a value is a list of 1 to `longest` such items."""
     if not isinstance(value, list):
         return False
     items = cast(list[Any], value)

@@ -1,10 +1,10 @@
-"""How far two computations of the same model may be apart, by the precisions of both.
+"""Limits for the difference between two computations of the same model, by the precisions of both.
 
-The measured numbers are the largest over a pretrained model of 260 thousand weights (stories260k) and a random one of
+The measured numbers are maxima over a pretrained model of 260 thousand weights (stories260k) and a random one of
 120 thousand, each with a strong and a weak adapter, torch and MLX on a CPU, both directions, base and adapter:
-`pytest tests/transfer/test_verify_thresholds.py -s` measures the larger part of them again. No large model has been
-measured; such small ones suffer more from quantization than large ones do, so that these limits are rather too wide.
-Three times what was measured is allowed, in float32 more, because larger models round more often.
+`pytest tests/transfer/test_verify_thresholds.py -s` measures most of them again. No large model has been measured;
+quantization hurts small models more than large ones, so these limits are rather too wide. A limit is three times the
+measured number, in float32 more, because larger models round more often.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Rounding to 16 bits alone moves what an adapter does by up to 0.18 nats (root mean square; stories260k, bfloat16 on a
-# quantized base). An adapter that does less than four times as much is not judged by its effect.
+# Rounding to 16 bits changes the effect of an adapter by up to 0.18 nats (root mean square; stories260k, bfloat16 on a
+# quantized base). An adapter with less than four times this effect is not judged by it.
 LEAST_EFFECT_IN_16_BITS = 0.7
-# The base alone is the control: it shows what precision does to this very model. The adapter's KL may be four times the
-# base's (1.9 times, comparing the largest of each row measured), or a fiftieth of the row if that is more.
+# The base without the adapter is the control: it shows the effect of precision on this model. The adapter's KL may be
+# four times the base's (measured: 1.9 times, between the maxima of each row), or a fiftieth of the row if that is more.
 CONTROL, LEAST_SHARE = 4.0, 0.02
 
 
@@ -30,7 +30,7 @@ class Precision:
 
     @property
     def options(self) -> str:
-        """How to ask `dualtune verify` for it."""
+        """The options of `dualtune verify` for this precision."""
         return f"--quantization {self.quantization}" + (f" --dtype {self.dtype}" if self.dtype in DTYPES else "")
 
     @property
@@ -43,12 +43,12 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The most of each number (of top-1 agreement: the least)."""
+    """The maximum of each number (of top-1 agreement: the minimum)."""
 
     kl: float  # mean over the positions, nats
     logprob: float  # largest difference of a log-probability
     top1: float  # share of positions with the same most probable token
-    effect: float | None  # relative error of what the adapter does; None where the others are sharper. B = 0 has 1
+    effect: float | None  # relative error of the adapter's effect; None if the others are stricter. B = 0 has 1
 
 
 class Row(NamedTuple):
@@ -71,20 +71,20 @@ TABLE: dict[str, Row] = {
 
 
 def limit_for(pair: str) -> Limit | None:
-    """What is allowed; None for a pair that nobody has measured."""
+    """Return the limit for a pair of precisions; None for a pair that was not measured."""
     return TABLE[pair].allowed if pair in TABLE else None
 
 
 def with_control(limit: Limit, base_kl: float) -> Limit:
-    """The limit for the adapter, where the base alone is `base_kl` away from its record."""
+    """Return the limit for the adapter if the base without it differs by `base_kl` from its record."""
     return replace(limit, kl=min(limit.kl, max(CONTROL * base_kl, LEAST_SHARE * limit.kl)))
 
 
 def pair_of(recorded: Precision, here: Precision) -> str:
-    """The row of TABLE for two precisions.
+    """Return the row of TABLE for two precisions.
 
-    Where both have the same quantization, and so the same base, the coarser dtype decides; otherwise the quantizations
-    alone, whose gap is far wider than that of any dtype. A dtype that was not recorded is taken for the coarsest.
+    If both have the same quantization, and so the same base, the coarser dtype decides. Otherwise only the
+    quantizations do: their gap is far wider than that of any dtype. An unrecorded dtype counts as the coarsest.
     """
     if recorded.quantization != here.quantization:
         return " / ".join(sorted((recorded.quantization, here.quantization)))

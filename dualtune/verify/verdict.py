@@ -1,4 +1,4 @@
-"""What the gaps mean: the same function, a wrong base, a broken adapter, or a difference of precision."""
+"""The verdict from the gaps: the same function, a wrong base, a broken adapter, or a difference of precision."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dualtune.verify.identity import Fit, Part
 from dualtune.verify.thresholds import Limit, Precision
 
 Kind = Literal["same", "precision-gap", "wrong-base", "broken-adapter", "nothing-recorded"]
-NO_EFFECT, OTHER_EFFECT = 0.1, 0.25  # from which size, and from which distance from 1, a hint at the cause is given
+NO_EFFECT, OTHER_EFFECT = 0.1, 0.25  # limits for the hints at a cause: of the size, and of its distance from 1
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """What was recomputed, beside what is allowed."""
+    """The recomputed numbers, and their limits."""
 
     recorded: Precision
     here: Precision
     pair: str  # the row of thresholds.TABLE
-    limit: Limit | None  # of the base; None: nobody has measured this pair
+    limit: Limit | None  # of the base; None: this pair was not measured
     adapter_limit: Limit | None
     base: Gap
     adapter: Gap
-    effect: Effect | None  # None: the recorded adapter did nothing that can be seen
-    idle: bool  # the base alone is as near to the record of the adapter, which does too little to be checked
+    effect: Effect | None  # None: the recorded adapter has no visible effect
+    idle: bool  # the adapter's effect is too small to check: the base without it is as near to the adapter's record
 
 
 class Verdict(NamedTuple):
     kind: Kind
-    ok: bool  # the same function, as far as the precisions let it be
+    ok: bool  # the same function, within the precisions
     sentence: str
 
 
@@ -44,9 +44,9 @@ def effect_is_within(found: Effect | None, limit: Limit) -> bool:
 
 
 def judge(parts: Sequence[Part], fit: Fit, function: Function) -> Verdict:
-    """The verdict on a base whose parts were compared and an adapter whose shapes fit it."""
+    """Return the verdict on a compared base and an adapter that fits its shapes."""
     differing = [part for part in parts if part.state == "differs"]
-    # config and weights are files: only what they compute can tell whether another file is another model.
+    # config and weights are files: only the computation shows whether another file is another model.
     decisive = [part for part in differing if part.name in ("tokenizer", "template")]
     files = [part for part in differing if part.name in ("config", "weights")]
     limit, adapter_limit = function.limit, function.adapter_limit
@@ -79,7 +79,7 @@ def judge(parts: Sequence[Part], fit: Fit, function: Function) -> Verdict:
 
 
 def does_not_fit(parts: Sequence[Part], fit: Fit) -> Verdict:
-    """The verdict on an adapter whose shapes are not the base's: nothing needs to be computed."""
+    """Return the verdict on an adapter that does not fit the shapes of the base: nothing needs to be computed."""
     files = [part for part in parts if part.state == "differs"]
     shown = "; ".join(fit.problems[:3]) + (f" and {len(fit.problems) - 3} more" if len(fit.problems) > 3 else "")
     if files or any(part.name == "weights" and part.state == "unknown" for part in parts):
@@ -108,7 +108,7 @@ def _broken(fit: Fit, function: Function) -> str:
 
 
 def _doubts(function: Function) -> str:
-    """What a good verdict does not show."""
+    """Say what a good verdict does not prove."""
     if function.idle:
         text = (
             ". But the adapter does too little: the base alone is as near to what was recorded, so that nothing is "

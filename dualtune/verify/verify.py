@@ -1,8 +1,8 @@
 """`dualtune verify`: recompute what dualtune.json recorded of a base model and its adapter, and say what the gap means.
 
-Three questions, cheap ones first: are the files those that were written, is the base model the recorded one, and do
-base and adapter compute what they did. The base is compared alone as well: a gap that is there without the adapter is
-not the adapter's fault.
+Three questions, cheap ones first: are the files unchanged, is the base model the recorded one, and do base and adapter
+compute the recorded function. The base is also compared without the adapter: a gap that exists there is not the
+adapter's fault.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEVELS: dict[identity.State, Level] = {"same": "ok", "note": "advice", "differs"
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The verdict with what led to it."""
+    """The verdict and the findings behind it."""
 
     verdict: Kind
     ok: bool
@@ -42,10 +42,10 @@ class Verification:
     function: Function | None = None  # None: not computed, and the sentence says why
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`; a number that is not finite becomes null."""
+        """Return plain values for `json.dumps`; a number that is not finite becomes null."""
         plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         for row in plain["checks"]:
-            del row["exit_code"]  # the verdict has one for all
+            del row["exit_code"]  # the verdict has one exit code for all
         return plain
 
 
@@ -60,9 +60,8 @@ def verify(
 ) -> Verification:
     """Verify an adapter directory, or an unpacked bundle of one, on a base model given by directory or hub id.
 
-    FormatError if it is damaged or its bundle is not the wanted one, EnvironmentFault if the base cannot be had,
-    ConfigError if the backend does not honour dtype or quantization. The backend is opened once the files are known
-    to fit.
+    FormatError if it is damaged or its bundle is not the wanted one, EnvironmentFault if the base is not available,
+    ConfigError if the backend does not honour dtype or quantization. The backend is loaded only after the files fit.
     """
     path, origin = unpacked.find(adapter_directory(directory), wanted)
     adapter = read_adapter(path)
@@ -111,7 +110,7 @@ def _result(verdict: Verdict, checks: Sequence[Check], function: Function | None
 
 
 def _beyond_vocabulary(recorded: Recorded, size: int | None) -> str | None:
-    """Looked at before anything is loaded: what a backend does with a token that it does not have is its own."""
+    """Check the token ids before anything is loaded: backends treat ids outside of the vocabulary differently."""
     entries = (*recorded.base, *recorded.adapter)
     largest = max(max([*entry["tokens"], *(i for top in recorded_tops(entry) for i, _ in top)]) for entry in entries)
     if size is None or largest < size:
@@ -120,7 +119,7 @@ def _beyond_vocabulary(recorded: Recorded, size: int | None) -> str | None:
 
 
 def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verification:
-    """An adapter of another tool, or one whose dualtune.json has no fingerprints: only shapes can be looked at."""
+    """Verify only the shapes: for an adapter of another tool, or without fingerprints in dualtune.json."""
     num_idle = sum(not x.any() for name, x in adapter.tensors.items() if ".lora_B." in name)
     finite = f"{len(adapter.tensors)} tensors, all finite"
     checks = [
@@ -140,7 +139,7 @@ def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verifi
 
 
 def _part_checks(parts: Sequence[Part]) -> list[Check]:
-    # Another config or other weights fail by what they compute: until then they are worth a look.
+    # Another config or other weights fail only by their results: until then they are only an advice.
     return [Check(part.name, "advice" if _is_file(part) else LEVELS[part.state], part.found) for part in parts]
 
 

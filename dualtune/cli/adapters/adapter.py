@@ -71,7 +71,7 @@ def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) ->
 def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: str, as_json: bool) -> None:
     """Read the adapter of another tool in DIRECTORY, damaged or not, and write it to the new directory OUT.
 
-    Exit code 6, with every fault and what --repair would do, where something is wrong; then nothing is written.
+    Exit code 6 if something is wrong: every fault is listed with what --repair would do, and nothing is written.
     """
     import json
 
@@ -119,9 +119,9 @@ def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
 def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     """Write MODEL with the adapter of DIRECTORY added to its weights to the new directory OUT.
 
-    OUT is a Hugging Face model in the precision in which MODEL is stored, with the chat template of the training. A
-    quantized MODEL is refused: to round its weights again would erase what the adapter adds. Merge into the plain model
-    instead, and quantize the result.
+    OUT is a Hugging Face model in the stored precision of MODEL, with the chat template of the training. A quantized
+    MODEL is refused: rounding its weights again would erase what the adapter adds. Merge into the plain model instead,
+    and quantize the result.
     """
     from dataclasses import replace
 
@@ -168,7 +168,7 @@ def _check_free(out: Path) -> None:
 
 
 def _plain_dtype(model_dir: Path) -> str:
-    """The precision in which the model is stored: added in float32, the weights are rounded to it once."""
+    """Return the stored precision of the model: the merged float32 weights are rounded to it once."""
     from dualtune.base_model import read_config
     from dualtune.errors import ConfigError
 
@@ -183,7 +183,7 @@ def _plain_dtype(model_dir: Path) -> str:
 
 
 def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
-    """The directory under its name once it is complete, or not at all."""
+    """Write the directory under a temporary name, and rename it when it is complete."""
     import shutil
 
     from dualtune.errors import DiskError
@@ -195,7 +195,7 @@ def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         follow_umask(temporary)
-        temporary.rename(out)  # replaces an empty directory and nothing else
+        temporary.rename(out)  # replaces only an empty directory
     except OSError as error:
         raise DiskError(f"{out}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
     finally:

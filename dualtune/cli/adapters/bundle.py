@@ -1,4 +1,4 @@
-"""`dualtune bundle`: one file that carries an adapter, or a run to be continued, to another machine."""
+"""`dualtune bundle`: one file that carries an adapter, or a run to resume, to another machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a bundle must be bound to; the command gets it as `wanted`."""
+    """Add options for the required binding of a bundle; the command gets it as `wanted`."""
 
     @click.option("--name", metavar="NAME", help="The name that the bundle must be bound to, if not that of its file.")
     @click.option("--max-age", metavar="AGE", help="Refuse what was written longer ago: 90m, 12h, 7d, 2w.")
@@ -35,7 +35,7 @@ def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, and whose signature it must have; the command gets that as `trust`."""
+    """Add the same options and those for the required signer; the command gets the signer as `trust`."""
 
     @click.option(
         "--verify-signature", "signers", type=click.Path(path_type=Path), metavar="ALLOWED_SIGNERS",
@@ -52,7 +52,7 @@ def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group("bundle", cls=Group)
 def command() -> None:
-    """Pack an adapter, or a checkpoint to be continued, into one file; inspect it; unpack it elsewhere."""
+    """Pack an adapter, or a checkpoint to resume from, into one file; inspect it; unpack it elsewhere."""
 
 
 @command.command("pack")
@@ -66,9 +66,9 @@ def command() -> None:
 def pack_(
     source: Path, file: Path, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None, name: str | None
 ) -> None:
-    """Write FILE from SOURCE, a run directory (its newest checkpoint that verifies) or an adapter directory.
+    """Write FILE from SOURCE, a run directory (its newest valid checkpoint) or an adapter directory.
 
-    Directories of this machine are left out, and a file with a secret in it is refused.
+    Paths of this machine are left out, and a file with a secret in it is refused.
     """
     from dualtune.transfer.bundles.bundle import inspect
     from dualtune.transfer.bundles.pack import pack
@@ -106,7 +106,7 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None,
 @click.argument("dest", type=click.Path(path_type=Path))
 @trust_options
 def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: Wanted) -> None:
-    """Write what FILE holds to the new directory DEST, whole or not at all; every file is verified."""
+    """Write the content of FILE to the new directory DEST, all or nothing; every file is verified."""
     from dualtune.transfer.bundles.bundle import unpack
 
     report = unpack(file, dest, trust, wanted)

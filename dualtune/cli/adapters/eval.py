@@ -1,4 +1,4 @@
-"""`dualtune eval`: an adapter on held-out data."""
+"""`dualtune eval`: evaluate an adapter on held-out data."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be measured."""
+    """What to measure."""
 
     settings: Config
-    adapter: Path | None  # None: the base model alone
-    data: Path | None  # None: the config's
+    adapter: Path | None  # None: only the base model
+    data: Path | None  # None: the data of the config
     exact: bool
-    pattern: re.Pattern[str] | None  # of answers that are generated
+    pattern: re.Pattern[str] | None  # of generated answers
     limit: int | None
     max_tokens: int
 
@@ -94,7 +94,7 @@ def command(
 
 
 def _measure(wanted: Wanted, backend: Backend, shown: Phases) -> dict[str, object]:
-    """What was found, by its name in the JSON."""
+    """Return the results, by their names in the JSON."""
     import math
 
     from dualtune.capabilities import check_capabilities

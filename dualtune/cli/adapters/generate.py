@@ -33,14 +33,14 @@ MOST_PROMPT = 2**22  # characters
 @dtype_option
 @quantization_option
 @platform_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which here means: enough
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
     model: str, adapter: Path | None, prompt: str, raw: bool, template: str, temperature: float, top_p: float,
     max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
 ) -> None:  # fmt: skip
     """Continue a prompt with MODEL (a directory or a hub id) and its adapter. The text goes to standard output.
 
-    On a terminal, control characters in it are shown and not obeyed; a file or another program gets it as it is.
+    On a terminal, control characters in it are escaped; a file or another program gets it unchanged.
     """
     from dualtune.cli.options import backend_for
     from dualtune.cli.output.screen import phases
@@ -71,7 +71,7 @@ def command(
 
 
 def _read_prompt() -> str:
-    """Standard input to its end, without the line break that `echo` and editors put there."""
+    """Read standard input to its end, without the final line break of `echo` and editors."""
     text = sys.stdin.read(MOST_PROMPT + 1)
     if len(text) > MOST_PROMPT:
         raise click.UsageError(f"--prompt -: standard input has more than {MOST_PROMPT} characters.")

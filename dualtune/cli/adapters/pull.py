@@ -1,4 +1,4 @@
-"""`dualtune pull`: fetch what `dualtune push` brought somewhere, verify it and unpack it."""
+"""`dualtune pull`: fetch what `dualtune push` copied to a remote, verify it and unpack it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def command(
 ) -> None:
     """Fetch the bundle of TARGET (see `dualtune push --help`), verify it, and unpack it into the new directory DEST.
 
-    Without DEST it is the last part of TARGET, here. A pull that was cut goes on when it is run again.
+    The default of DEST is the last part of TARGET, in this directory. To resume an interrupted pull, run it again.
     """
     from dualtune.cli.output.transferring import transferring
     from dualtune.transfer.carry import pull

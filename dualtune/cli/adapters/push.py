@@ -1,4 +1,4 @@
-"""`dualtune push`: bring an adapter, or a run to be continued, to another machine, a directory, a bucket or the hub."""
+"""`dualtune push`: copy an adapter, or a run to resume, to another machine, a directory, a bucket or the hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command(
     target: str, source: Path | None, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None,
     force: bool, public: bool, retries: int,
 ) -> None:  # fmt: skip
-    """Bring SOURCE to TARGET: a run directory (its newest checkpoint that verifies), an adapter directory or a bundle.
+    """Copy SOURCE to TARGET: a run directory (its newest valid checkpoint), an adapter directory or a bundle.
 
     TARGET is one of
 
@@ -37,8 +37,8 @@ def command(
     s3://bucket/path         and other file systems of fsspec
     hf://owner/name          the Hugging Face hub: the adapter and a card
 
-    Without SOURCE it is the run below runs/ that was written to last. TARGET names the bundle where it ends in .tar or
-    .dualtune, and else a directory, where it is called bundle.tar. A push that was cut goes on when it is run again.
+    The default of SOURCE is the run below runs/ that was written to last. A TARGET that ends in .tar or .dualtune names
+    the bundle; any other is a directory for bundle.tar. To resume an interrupted push, run it again.
     """
     from dualtune.cli.output.transferring import transferring
     from dualtune.text.show import in_bytes

@@ -29,9 +29,9 @@ def command(
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
 
-    DIR may be what `dualtune pull` unpacked too: then the name and the date that its bundle was bound to are shown.
+    DIR may also be a directory that `dualtune pull` unpacked: then the name and the date of its bundle are shown.
 
-    Ends with 0 if it is the same function, up to what the precisions explain, and with 6 if it is not, or if there is
+    Exit code 0 if it is the same function, up to what the precisions explain, and 6 if it is not, or if there is
     nothing to compare with.
     """
     import json

@@ -1,4 +1,4 @@
-"""The console of rich, for bars and tables, with text from outside escaped as `terminal.say` does."""
+"""The console of rich, for bars and tables, which escapes foreign text like `terminal.say`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dualtune.text.escape import visible
 
 
 class Console(rich.console.Console):
-    """Text means itself: brackets are no markup, and only rich's own control codes reach the terminal."""
+    """A console that prints text literally: brackets are no markup, and only rich's own control codes get through."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
         super().__init__(file=file, markup=False, highlight=False, emoji=False, soft_wrap=True)

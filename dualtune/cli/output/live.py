@@ -1,4 +1,4 @@
-"""Where a tier of `dualtune validate` stands: on a terminal in the live line, elsewhere in ten lines."""
+"""The progress of a tier of `dualtune validate`: on a terminal in the live line, elsewhere in ten lines."""
 
 from __future__ import annotations
 

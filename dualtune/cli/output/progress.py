@@ -13,7 +13,7 @@ from dualtune.text.show import fitted, in_bytes, in_time
 
 @contextlib.contextmanager
 def reading() -> Generator[Callable[[str, float], None]]:
-    """Yields what `prepare` tells its progress to: (what is tokenized, the share of it that is done)."""
+    """Yield the callback for the progress of `prepare`: (what is tokenized, the share that is done)."""
     with phases() as shown:
         shown.begin("checking", "model and data")
         tokenizing: str | None = None
@@ -34,17 +34,17 @@ def reading() -> Generator[Callable[[str, float], None]]:
 
 @contextlib.contextmanager
 def progress_hook(log_every: int) -> Generator[Hook]:
-    """A hook that shows a run, from the loading of the model to the saved adapter."""
+    """Yield a hook that shows a run, from the loading of the model to the saved adapter."""
     with phases() as shown:
         shown.begin("loading", "the model")
         hook = Progress(log_every, shown)
         yield hook
-        if hook.is_saving:  # not where the run came to its end before
+        if hook.is_saving:  # False if the run ended before
             shown.finish("saved")
 
 
 class Progress(Hook):
-    """A line every `log_every` steps, with the mean loss since the last line; below the lines, how far it is."""
+    """Prints a line every `log_every` steps, with the mean loss since the last line; below them, the progress."""
 
     def __init__(self, log_every: int, shown: Phases) -> None:
         self.is_saving = False
@@ -106,7 +106,7 @@ class Progress(Hook):
 
     @property
     def _left(self) -> float:
-        """Seconds of training, by the mean of the steps so far."""
+        """Return the seconds of training left, by the mean of the steps so far."""
         step = self._last.step if self._last else self._num_steps
         return self._seconds / max(1, self._done) * (self._num_steps - step)
 
@@ -133,6 +133,6 @@ class Progress(Hook):
             (f"{speed:,.0f} tokens/s", f"{speed:,.0f} tok/s"),
             (f"peak {record.peak_bytes / 2**30:.2f} GiB",),
         ]
-        if self._shown.is_live:  # what is left stands in the live line
+        if self._shown.is_live:  # the live line shows the time left
             return self._shown.tell(fitted(fields, width()))
         return self._shown.tell("  ".join([*(forms[0] for forms in fields), f"{in_time(self._left)} left"]))

@@ -1,6 +1,6 @@
-"""What a command shows while it works: the phase that it is in, how long already, and how far it is.
+"""What a command shows while it works: its phase, the time so far, and the progress.
 
-On a terminal that is a live line below all others; elsewhere each phase leaves a line when it is done.
+On a terminal this is a live line below all others; elsewhere each phase prints a line when it is done.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ REFRESH_HZ = 4
 
 
 def width() -> int:
-    """Columns that a line may have; in the last one, some terminals would begin another line."""
+    """Return the columns for a line: one less than the terminal, as some wrap after the last one."""
     return shutil.get_terminal_size().columns - 1
 
 
 def is_live(stream: Any) -> bool:
-    """Whether a line on this stream can be written over."""
+    """Return whether a line on this stream can be overwritten."""
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def tell(text: str) -> None:
-    """Print prose or a table: on a terminal in lines that fit, elsewhere as it is."""
+    """Print text or a table: on a terminal wrapped to its width, elsewhere unchanged."""
     say(wrapped(text, width()) if is_live(sys.stdout) else text)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What goes on. Immutable, because another thread draws it."""
+    """The state of a phase. Immutable, because another thread draws it."""
 
     doing: str = ""
     what: str = ""
     began: float = 0.0
     done: float = 0
     total: float = 0  # 0: unknown; 1: `done` is a share; otherwise both are counts
-    ends: float | None = None  # when it will be over, probably
-    fields: tuple[tuple[str, ...], ...] = ()  # numbers to show, each in its forms from long to short
+    ends: float | None = None  # the expected end
+    fields: tuple[tuple[str, ...], ...] = ()  # numbers to show, each in several forms from long to short
 
     def line(self, now: float, width: int) -> str:
         heads = (f"{self.doing:<11} {self.what}", f"{self.doing:<11} {self.what.rpartition('/')[2]}", self.doing)
@@ -85,15 +85,15 @@ class Phases:
         return self._live is not None
 
     def begin(self, doing: str, what: str = "", since: float | None = None) -> None:
-        """Go over to another phase; to go over to the same changes nothing."""
+        """Begin another phase; the same phase again changes nothing."""
         if (doing, what) == (self.now.doing, self.now.what):
             return
         self.now = Phase(doing, what, time.monotonic() if since is None else since)
         if self._live:
-            self._live.refresh()  # at once: what follows may keep other threads from running, as an import does
+            self._live.refresh()  # at once: the next work may block other threads, as an import does
 
     def update(self, done: float, total: float, *fields: tuple[str, ...], seconds_left: float | None = None) -> None:
-        """How far it is. Without `seconds_left`, what is left is guessed from the time that it took so far."""
+        """Show the progress. Without `seconds_left`, the time left is estimated from the time so far."""
         now = time.monotonic()
         if seconds_left is None and done:
             seconds_left = (now - self.now.began) * (total - done) / done
@@ -102,12 +102,12 @@ class Phases:
 
     @property
     def seconds(self) -> float:
-        """Since the phase began."""
+        """Return the seconds since the phase began."""
         return time.monotonic() - self.now.began
 
     def finish(self, past: str) -> None:
         """Say what was done, and in how many seconds."""
-        if self._live or not self._err:  # beside JSON, for scripts, only the live line
+        if self._live or not self._err:  # with JSON, for scripts, only the live line
             what = f"{self.now.what} " if self.now.what else ""
             self.tell(f"{past:<11} {what}in {self.seconds:.1f} s")
         self.now = Phase()
@@ -124,7 +124,7 @@ class Phases:
     def __enter__(self) -> Phases:
         if self._live:
             self._live.start()
-            self._live.console.show_cursor(True)  # a run that is killed shall not leave a terminal without one
+            self._live.console.show_cursor(True)  # a killed run must not leave a terminal without a cursor
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,9 +138,9 @@ _active: Phases | None = None
 
 @contextlib.contextmanager
 def phases(*, err: bool = False) -> Generator[Phases]:
-    """The phases of this command; inside another such block, its own. With `err` on standard error.
+    """Yield the phases of this command; inside another such block, the same ones. With `err` on standard error.
 
-    Where standard output carries a result, say it behind the block.
+    If standard output carries a result, print it after the block.
     """
     global _active
     if _active is not None:
@@ -154,7 +154,7 @@ def phases(*, err: bool = False) -> Generator[Phases]:
 
 
 class _Deaf:
-    """A terminal that may go away, as with a connection that is cut: nobody sees the line then, and all goes on."""
+    """A terminal that may go away, as with a lost connection: then its output is dropped and the work continues."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -173,7 +173,7 @@ class _Deaf:
 
 
 def _live(draw: Any, *, err: bool) -> Live:
-    """Whatever is printed to the same terminal meanwhile appears above the line."""
+    """Return a live line; other output to the same terminal appears above it."""
     from rich.live import Live
 
     from dualtune.cli.output.console import Console

@@ -1,10 +1,10 @@
-"""Standard output and standard error, wherever they lead: a pipe that was closed, nowhere, or an old terminal.
+"""Standard output and standard error, also if they are a closed pipe, missing, or an old terminal.
 
-All text of the commands leaves through `say`, `say_styled` and `pass_on`, or through a `console.Console`. They escape
-what could steer a terminal, so that no name of a run, no row of data and no message of a library can.
+All text of the commands goes through `say`, `say_styled` and `pass_on`, or through a `console.Console`. They escape
+control characters, so that no name of a run, row of data or message of a library can control the terminal.
 
-`dualtune train … | head -1` trains to the end, and so does a run whose terminal is gone: a run is worth more than its
-lines on a screen.
+`dualtune train … | head -1` trains to the end, and so does a run after its terminal is gone: a run is worth more than
+its lines on a screen.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ import click
 from dualtune.text.escape import visible
 from dualtune.text.redaction import redact
 
-_LEAST_OF_CLICK = 50  # columns; click's help is never narrower by itself
+_LEAST_OF_CLICK = 50  # columns; by default click's help is never narrower
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print a line at once, with what could steer a terminal escaped. From the first one that fails on, be silent."""
+    """Print a line at once, with control characters escaped. After the first failure, print nothing more."""
     _print(visible(text) + "\n", err)
 
 
 def say_styled(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Print a line of parts, each with what `click.style` takes: the only way for colours to reach a terminal."""
+    """Print a line of parts, each with arguments for `click.style`: the only way to print colours."""
     shown = (click.style(visible(text), **style) if style else visible(text) for text, style in parts)
     _print("".join(shown) + "\n", err=False)
 
 
 def pass_on(text: str) -> None:
-    """Print a part of a result that another program may want as it is: only a terminal gets it escaped."""
+    """Print a part of a result, escaped only for a terminal: another program gets it unchanged."""
     _print(visible(text) if sys.stdout and not sys.stdout.closed and sys.stdout.isatty() else text, err=False)
 
 
@@ -53,21 +53,21 @@ def _print(text: str, err: bool) -> None:
     try:
         print(text, end="", file=stream, flush=True)
     except OSError as error:
-        with contextlib.suppress(OSError):  # a stream that is no file, put there by another program
+        with contextlib.suppress(OSError):  # a stream that is no file, set by another program
             _lead_nowhere(stream.fileno())
-        if error.errno != errno.EPIPE and not err:  # a closed pipe was somebody's wish, a full disk was not
+        if error.errno != errno.EPIPE and not err:  # a closed pipe is intended, a full disk is not
             say(f"standard output: {error.strerror}; the lines that follow are not shown", err=True)
 
 
 def prepare_streams() -> None:
-    """Make standard output and error exist, and replace the characters that their encoding lacks.
+    """Open standard output and error if they are missing, and replace characters that their encoding lacks.
 
-    What libraries log and warn is escaped as well: there may be names of files in it, and values.
+    Logs and warnings of libraries are escaped too: they may contain file names and values.
     """
     logging.setLogRecordFactory(_LogRecord)
     warnings.formatwarning = _formatted_warning
     for fd, name in ((1, "stdout"), (2, "stderr")):
-        if not _is_writable(fd):  # left so, the next file that is opened would get the number, and stray prints
+        if not _is_writable(fd):  # else the next opened file would get this number, and stray prints
             _lead_nowhere(fd)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
@@ -88,7 +88,7 @@ def _formatted_warning(
 
 
 def help_width() -> int | None:
-    """The width of click's help where it is not what click takes."""
+    """Return the width for click's help if it differs from click's default."""
     columns = shutil.get_terminal_size().columns
     return max(columns - 2, 20) if columns - 2 < _LEAST_OF_CLICK else None
 
@@ -101,7 +101,7 @@ def _is_writable(fd: int) -> bool:
 
 
 def _lead_nowhere(fd: int) -> None:
-    """For good: what is still buffered, what comes later, and what Python flushes when it ends."""
+    """Redirect a stream to /dev/null: for what is buffered, what follows, and what Python flushes at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     if nowhere == fd:
         os.set_inheritable(fd, True)

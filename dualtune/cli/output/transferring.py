@@ -1,4 +1,4 @@
-"""What `dualtune push` and `dualtune pull` show while bytes travel: a bar on a terminal, else a line at the end."""
+"""What `dualtune push` and `dualtune pull` show during a transfer: a bar on a terminal, else a line at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def transferring(verb: str, retries: int) -> Generator[Patience]:
-    """The patience of a transfer whose course is shown. The bar comes with the first bytes: until then ssh may ask."""
+    """Yield the `Patience` of a transfer with a progress bar. It starts with the first bytes: before, ssh may ask."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from dualtune.cli.output.console import Console
@@ -31,8 +31,8 @@ def transferring(verb: str, retries: int) -> Generator[Patience]:
         nonlocal first_bytes
         first_bytes = done_bytes if first_bytes is None else first_bytes
         if done_bytes == first_bytes and not bar.live.is_started:
-            return  # what was there before; the connection that brings the rest is not open yet
-        bar.start()  # again and again: the first time counts
+            return  # bytes from an earlier attempt; the connection for the rest is not open yet
+        bar.start()  # has an effect only the first time
         bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
     try:

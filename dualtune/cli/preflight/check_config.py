@@ -26,8 +26,8 @@ def command(
 ) -> None:
     """Check CONFIG against the machine, the model and the data, before any download. No model is loaded.
 
-    Exit code 0 if nothing stands in the way of a run, otherwise 2 (the config), 3 (the data), 4 (the machine or the
-    model) or 5 (the disk), the lowest of what was found.
+    Exit code 0 if nothing prevents a run, otherwise 2 (the config), 3 (the data), 4 (the machine or the model) or 5
+    (the disk): the lowest of the problems found.
     """
     import json
     from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""`dualtune check-data`: the rows that cannot be used, grouped by reason, where a run shows the first few."""
+"""`dualtune check-data`: all rows that cannot be used, grouped by reason; a run shows only the first few."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from dualtune.data.sources.rows import BadRow
     from dualtune.data.tokens.tokenize import TokenizedRow
 
-MOST_CONTROL_TEXT = 20  # rows of a source that are named for a control token in their own text
+MOST_CONTROL_TEXT = 20  # rows of a source listed for a control token in their text
 MOST_IN_JSON = 1000  # problems of a source
-MOST_OF_A_KIND = 20  # rows with like reasons that are shown of a source; --list has all of them
+MOST_OF_A_KIND = 20  # rows of a source shown with similar reasons; --list has all of them
 MOST_KINDS = 50
 OTHER_KINDS = "other reasons"
-_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # what differs between reasons of a kind
+_DETAIL = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # the parts that differ between similar reasons
 
 
 class Stream(NamedTuple):
-    """The rows of a source, not yet opened; tokenized where a config says how."""
+    """The rows of a source that is not opened yet; tokenized if there is a config."""
 
     path: str
     role: Role
@@ -68,7 +68,7 @@ def command(
 ) -> None:
     """Find the rows of TARGET that cannot be used. TARGET is a config, or data: a file, directory or dataset name.
 
-    Of a config, the rows are also put through its template and length limit. Exit code 3 if a row cannot be used.
+    With a config, its template and length limit are checked too. Exit code 3 if a row cannot be used.
     """
     import json
 
@@ -101,7 +101,7 @@ def _column(text: str) -> tuple[str, str]:
 
 
 def _of_data(path: str, format: str, columns: Mapping[str, str]) -> list[Stream]:
-    """The data itself; of a directory, those of every role."""
+    """Return the streams of a data path; of a directory, those of every role."""
     from dualtune.config.schema import SourceConfig
     from dualtune.data.sources.readers import ROLE_NAMES, has_role
 
@@ -130,14 +130,14 @@ def _of_config(path: Path) -> list[Stream]:
 
 
 def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
-    """Opened when the first one is asked for, so that what is wrong with one source does not hide the others."""
+    """Yield the examples. The source is opened with the first one, so that its errors do not hide other sources."""
     from dualtune.data.documents import open_one
 
     yield from open_one(source, role).examples()
 
 
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
-    """Go through the rows. What ends them early is told with them."""
+    """Check all rows. An error that ends them early is reported with them."""
     from dualtune.data.documents import REASONS
     from dualtune.data.sources.bad_rows import remedy
     from dualtune.data.sources.rows import BadRow
@@ -194,7 +194,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
 
 
 def _say_kinds(kinds: Counter[str], listing: TextIO | None) -> None:
-    """How many rows of each kind were not shown."""
+    """Print how many rows of each kind were not shown."""
     from dualtune.text.escape import one_line
 
     hidden = {kind: number - (0 if kind == OTHER_KINDS else MOST_OF_A_KIND) for kind, number in kinds.items()}

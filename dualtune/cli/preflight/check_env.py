@@ -1,4 +1,4 @@
-"""`dualtune check-env`: is everything here that a kind of machine needs?"""
+"""`dualtune check-env`: check that everything is here that a kind of machine needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METAVAR = "|".join((*KINDS, "BACKEND"))
 def command(ctx: click.Context, target: str, config: Path | None, as_json: bool) -> None:
     """Check Python, packages, driver, GPU, memory, disk, directories, data, model and hub token; download nothing.
 
-    Exit code 0 if nothing is missing, otherwise 4; advice is no failure.
+    Exit code 0 if nothing is missing, otherwise 4; advice does not count.
     """
     import json
 

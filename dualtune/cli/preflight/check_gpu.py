@@ -1,4 +1,4 @@
-"""`dualtune check-gpu`: what this machine is, what fits on it, what is missing, and how to mend it."""
+"""`dualtune check-gpu`: what this machine is, what fits on it, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def command(
 ) -> None:
     """Say what this machine is, and whether it can train a model of 7B.
 
-    Exit code 0 if there is a GPU or Apple silicon with enough memory and what drives it is installed, otherwise 4.
+    Exit code 0 if there is a GPU or Apple silicon with enough memory and its framework is installed, otherwise 4.
     With --require-memory or --for: 0 if that fits, otherwise 4.
     """
     import json

@@ -1,4 +1,4 @@
-"""`dualtune config`: the commented default, generated from the schema, an example, or the config of another trainer."""
+"""`dualtune config`: print the commented default config (from the schema), an example, or an imported config."""
 
 from __future__ import annotations
 
@@ -60,9 +60,8 @@ def _print_example(name: str) -> None:
 def import_(file: Path, trainer: str | None, output: Path | None) -> None:
     """Translate FILE, a YAML config of axolotl or mlx-lm.
 
-    The config has the origin of every line as a comment. What has no place in it is named with the reason, in the
-    config and on standard error. Nothing is downloaded; where a key depends on the model, a model that is here is
-    asked.
+    The result has the origin of every line as a comment. What cannot be translated is listed with the reason, in the
+    config and on standard error. Nothing is downloaded; if a key depends on the model, a local copy of it is read.
     """
     from dualtune.config.importing import import_config
     from dualtune.config.importing.written import to_text
@@ -84,7 +83,7 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
 
 
 def _count_layers(model: str) -> int | None:
-    """How many decoder layers a model has, if its config.json is a local file or in the hub's cache."""
+    """Return the number of decoder layers of a model, if its config.json is a local file or in the hub cache."""
     from dualtune.base_model.config_file import read_config
     from dualtune.errors import DualtuneError
 

@@ -1,4 +1,4 @@
-"""`dualtune preview`: what a run would train on, before it does. Neither a backend nor weights are loaded."""
+"""`dualtune preview`: show what a run would train on. Neither a backend nor weights are loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BAR_WIDTH = 40
 def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show the documents that CONFIG would train on first, and the numbers of its data. Nothing is trained.
 
-    What is learned is green; where there are no colours, it stands between ⟦ and ⟧. ×0.5 is the weight of a message.
+    Targets are green; without colours, they are between ⟦ and ⟧. ×0.5 is the loss weight of a message.
     """
     import json
     from dataclasses import asdict
@@ -87,7 +87,7 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
 
 
 def _read(settings: Config, *, quiet: bool) -> tuple[Data, Tokenizer, Documents, Documents]:
-    """DataError where there is nothing to train on."""
+    """Read the data of a config. DataError if there is nothing to train on."""
     from dualtune.base_model import resolve_model
     from dualtune.cli.output.progress import reading
     from dualtune.data.documents import Data

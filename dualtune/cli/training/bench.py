@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Measure real steps of CONFIG: tokens per second, model FLOP utilisation, memory, and where the time goes.
 
-    The run directory is not touched. With model.init=random the weights are not needed: shapes are what costs.
+    The run directory is not touched. With model.init=random no weights are needed: only their shapes matter.
     """
     import json
     from dataclasses import asdict
@@ -135,6 +135,6 @@ def _lines(result: BenchResult) -> Iterator[str]:
 
 
 def _flops(number: float) -> str:
-    """1.23 TFLOP."""
+    """Return a number as text, such as 1.23 TFLOP."""
     power = next((p for p in range(4) if number < 1000 ** (p + 1)), 4)
     return f"{number / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP"

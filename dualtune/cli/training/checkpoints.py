@@ -1,4 +1,4 @@
-"""`dualtune checkpoints`: what a run could continue from."""
+"""`dualtune checkpoints`: list what a run can resume from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualtune.cli.options import json_option
 def command(run_dir: Path, as_json: bool) -> None:
     """List the checkpoints of the run directory RUN, newest first, and verify every file of each.
 
-    Ends with 6 if one of them is damaged.
+    Exit code 6 if one of them is damaged.
     """
     import json
     from dataclasses import asdict

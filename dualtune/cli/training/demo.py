@@ -1,4 +1,4 @@
-"""`dualtune train --demo`: the main job from end to end, on a tiny model and data that come with dualtune."""
+"""`dualtune train --demo`: a complete training, on a tiny model and data that come with dualtune."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dualtune.train.run import execute
 from dualtune.train.state.run_dir import check_usable, open_run, path_of
 
 ASSETS = Path(__file__).parents[2] / "demo"
-SHOWN = 2  # answers on the screen, before and after
+SHOWN = 2  # answers to print, before and after
 
 
 def demo_config(overrides: Sequence[str]) -> Config:
-    """The demo's config, with the places of its files filled in and a run directory that is still free."""
+    """Return the demo's config, with the paths of its files and a run directory that is still free."""
     places = {
         "model.name": ASSETS / "model",
         "data.train": ASSETS / "data" / "train.jsonl",
@@ -38,7 +38,7 @@ def demo_config(overrides: Sequence[str]) -> Config:
 
 
 def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
-    """Answers before, training, answers after, and what to do next."""
+    """Show answers before, the training, answers after, and what to do next."""
     check_usable(path_of(config), "never")
     with reading() as show:
         prepared = prepare(config, backend, show=show)
@@ -76,7 +76,7 @@ def _show(title: str, config: Config, backend: Backend, adapter: Path | None, ex
 
 
 def _next_steps(config: Config, run_dir: Path, example: Example) -> list[str]:
-    """Commands that work as they stand, in this directory."""
+    """Return commands that work unchanged in this directory."""
     call, adapter = program(), quoted(run_dir / "adapter")
     prompt = shlex.quote(example.messages[-2].content)
     room = width() - 4 if is_live(sys.stdout) else sys.maxsize

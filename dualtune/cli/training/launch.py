@@ -1,4 +1,4 @@
-"""`dualtune launch`: a run in several processes, on this machine, on several, or as a Slurm job."""
+"""`dualtune launch`: start a run in several processes, on one or several machines, or as a Slurm job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dualtune.launch.worker import Work
 
 PLACES = ("local", "mlx", "slurm")
-# Option -> where it means something. Elsewhere it is refused, not ignored.
+# Option -> values of --on that it is for. With others it is refused, not ignored.
 MEANT_FOR = {
     "procs": PLACES, "max_restarts": PLACES, "nodes": ("local", "slurm"), "node_rank": ("local",),
     "rendezvous": ("local",), "hosts": ("mlx",), "hostfile": ("mlx",), "gpus_per_node": ("slurm",), "time": ("slurm",),
@@ -63,9 +63,9 @@ def command(
     ctx: click.Context, config: Path, place: str, platform: str, overrides: tuple[str, ...], resume: str,
     is_shown: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Train by CONFIG in several processes; the result is that of one.
+    """Train by CONFIG in several processes, with the same result as in one.
 
-    Ends with 75 where they were preempted and have saved, and with the code of `dualtune train` otherwise.
+    Exit code 75 if they were preempted and have saved, otherwise that of `dualtune train`.
     """
     from dualtune.config import load_config
     from dualtune.launch.worker import Work
@@ -87,7 +87,7 @@ def command(
 
 
 def _refuse_strangers(ctx: click.Context, place: str) -> None:
-    """UsageError for an option that another --on would honour."""
+    """Raise UsageError for an option that belongs to another --on."""
     for parameter in ctx.command.params:
         meant_for = MEANT_FOR.get(parameter.name or "", PLACES)
         is_given = ctx.get_parameter_source(parameter.name or "") != ParameterSource.DEFAULT

@@ -1,4 +1,4 @@
-"""`dualtune runs`: what became of your runs."""
+"""`dualtune runs`: list your runs and their state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualtune.cli.options import json_option
 if TYPE_CHECKING:
     from dualtune.train.state.listing import RunSummary
 
-# What runs may be sorted by; what is not known comes last.
+# The sort orders of runs; unknown values come last.
 ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "name": lambda run: run.path,
     "date": lambda run: _newest_first(run.date),
@@ -24,10 +24,10 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "best": lambda run: _lowest_first(run.best_eval_loss),
     "time": lambda run: _lowest_first(None if run.seconds is None else -run.seconds),
 }
-# What a narrow terminal does without, first to last.
+# The columns that a narrow terminal omits, in this order.
 LEAST_IMPORTANT = ("saved", "time", "model", "lr", "best", "date", "eval", "verdict")
 MIN_NAME = 12
-NO_LIMIT = 10_000  # columns, for a file or another program
+NO_LIMIT = 10_000  # columns, for output to a file or another program
 
 
 @click.command("runs")
@@ -37,8 +37,8 @@ NO_LIMIT = 10_000  # columns, for a file or another program
 def command(directory: Path, sort: str, as_json: bool) -> None:
     """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
 
-    A run is running, done, preempted or killed (run its command again), failed, or unreadable. `time` is that spent in
-    steps, `date` that of the end (of the start, if it runs or was killed), `saved` the step of the last checkpoint.
+    A run is running, done, preempted or killed (run its command again), failed, or unreadable. `time` is the time spent
+    in steps, `date` the end (the start, if it runs or was killed), `saved` the step of the last checkpoint.
     """
     import json
     import sys
@@ -57,7 +57,7 @@ def command(directory: Path, sort: str, as_json: bool) -> None:
 
 
 def table(runs: Sequence[RunSummary], width: int) -> list[str]:
-    """A line for each run, the reason below it, with the columns that fit."""
+    """Return a line for each run, with the columns that fit and the reason below."""
     import textwrap
 
     from dualtune.io.fields import shown

@@ -1,4 +1,4 @@
-"""`dualtune train`: the main job."""
+"""`dualtune train`: train an adapter."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 def command(
     config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool, resume: str
 ) -> None:
-    """Train a LoRA adapter by CONFIG, a YAML file (see `dualtune config`). The adapter lands in <run.dir>/adapter.
+    """Train a LoRA adapter by CONFIG, a YAML file (see `dualtune config`), and save it in <run.dir>/adapter.
 
-    A run that was stopped continues when the same command is run again.
+    To resume a run that was stopped, run the same command again.
     """
     from dualtune.cli.output.screen import phases
 
@@ -62,7 +62,7 @@ def _train(settings: Config, platform: str, resume: str) -> None:
     backend = backend_for(platform)
     team = Team(backend.world())
     with open_together(settings, resume, team) as place:
-        if not team.is_first:  # the first one speaks for all
+        if not team.is_first:  # only the first process prints
             execute(prepare(settings, backend, place.saved, team=team), place)
             return
         with reading() as show:
@@ -80,7 +80,7 @@ def _train(settings: Config, platform: str, resume: str) -> None:
 
 
 def _say_memory(prepared: Prepared, platform: str) -> None:
-    """The estimate, and a warning where it is too much. It stops nobody: an estimate can be wrong.
+    """Print the memory estimate, and a warning if it is too much. The run continues: an estimate can be wrong.
 
     ConfigError for adapter.targets that the model does not have, before it is loaded.
     """

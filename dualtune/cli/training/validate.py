@@ -1,4 +1,4 @@
-"""`dualtune validate`: the whole pipeline, proved on this machine in five tiers."""
+"""`dualtune validate`: prove on this machine, in five tiers, that the whole pipeline works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the options say about how tiers are run."""
+    """The options for how tiers are run."""
 
     check_memory: bool
     keep_going: bool
@@ -106,7 +106,7 @@ def _write_data(path: Path) -> None:
 
 
 def _run_all(tiers: Sequence[Tier], place: Place, machine: Machine, wishes: Wishes) -> list[TierResult]:
-    """Each tier in turn, up to the first that fails unless wished otherwise."""
+    """Run each tier in turn, up to the first that fails, unless `wishes` says otherwise."""
     results: list[TierResult] = []
     for index, tier in enumerate(tiers):
         results.append(_run_one(tier, place, machine, wishes))
@@ -158,7 +158,7 @@ def _tell_end(result: TierResult, wishes: Wishes) -> TierResult:
 
 
 def _report(results: Sequence[TierResult], place: Place, machine: Machine) -> dict[str, Any]:
-    """Everything, as JSON values."""
+    """Return all results as JSON values."""
     from datetime import UTC, datetime
 
     from dualtune.validate.run import exit_code_of, report

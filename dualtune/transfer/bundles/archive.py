@@ -1,9 +1,9 @@
-"""The container of a bundle: the plainest tar that there is (POSIX ustar), of regular files and nothing else.
+"""The container of a bundle: the simplest tar (POSIX ustar), with regular files only.
 
-A header is 512 bytes, the content follows, filled up with zeros to whole blocks; two blocks of zeros are the end, and
-the end of the file. Everything in a header but name and size is fixed, so a header is right if and only if it is the
-one that `header` makes: whatever else a tar can say (links, devices, long names, owners, times) is refused by this one
-comparison. https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html (ustar Interchange Format)
+A header has 512 bytes; the content follows, padded with zeros to whole blocks; two blocks of zeros end the file.
+Everything in a header except name and size is fixed, so a header is valid if and only if it equals the one that
+`header` makes: this one comparison refuses everything else that a tar can hold (links, devices, long names, owners,
+times). https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html (ustar Interchange Format)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OTHER_FILES = (
 
 
 def header(name: str, size: int) -> bytes:
-    """The only header that a member of this name and size may have."""
+    """Return the only valid header for a member with this name and size."""
     # name, mode, uid, gid, size, mtime | checksum | type, link | magic and version | owner, group, device, prefix
     first = name.encode().ljust(100, b"\0") + b"0000644\0" + 2 * b"0000000\0" + b"%011o\0" % size + b"00000000000\0"
     rest = b"0" + bytes(100) + b"ustar\x0000" + bytes(64 + 16 + 155 + 12)
@@ -45,12 +45,12 @@ def header(name: str, size: int) -> bytes:
 
 
 def padding(size: int) -> int:
-    """Zeros after a content of this size."""
+    """Return the number of zeros after content of this size."""
     return -size % BLOCK
 
 
 def read_first(file: BinaryIO, where: object) -> bytes:
-    """The content of BUNDLE.json, which is the first member."""
+    """Return the content of BUNDLE.json, which is the first member."""
     block = file.read(BLOCK)
     for magic, what in _OTHER_FILES:
         if block.startswith(magic):
@@ -70,9 +70,9 @@ def read_first(file: BinaryIO, where: object) -> bytes:
 
 
 def check_structure(file: BinaryIO, num_bytes: int, sizes: Mapping[str, int], where: object) -> None:
-    """Every header is the one that the list asks for, in its order, and the file ends where it should.
+    """Check that the headers are those of the list, in its order, and that the file ends after the last member.
 
-    Only headers are read. FormatError says what was found in place of what.
+    Only headers are read. FormatError says what was expected and what was found.
     """
     position = 0
     for name, size in sizes.items():
@@ -98,7 +98,7 @@ def check_structure(file: BinaryIO, num_bytes: int, sizes: Mapping[str, int], wh
 
 
 def chunks(file: BinaryIO, name: str, size: int, where: object) -> Iterator[bytes]:
-    """The content of the member whose header comes next, piece by piece."""
+    """Yield the content of the next member, piece by piece."""
     file.seek(BLOCK, 1)
     left = size
     while left:
@@ -116,7 +116,7 @@ def _total(sizes: Mapping[str, int]) -> int:
 
 
 def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, int], position: int) -> str:
-    """What is wrong with a header that is not that of `name` (None: the end is due), in words."""
+    """Say what is wrong with a header that is not that of `name` (None: the end was expected)."""
     due = f"the list says {name}" if name else "the list has ended"
     if not any(block):
         return f"ends at byte {position}, where {due}"

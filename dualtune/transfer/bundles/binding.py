@@ -1,8 +1,8 @@
-"""What a bundle is bound to, by what is signed: the name it was packed for, its base model, and a date.
+"""The binding of a bundle, covered by its signature: the name it was packed for, its base model, and a date.
 
-A signature says whose a file is, not which one was asked for. An old bundle, or one of another run, has a good
-signature too, and whoever keeps the place where bundles lie could offer it under any name. So BUNDLE.json says both,
-and a reader compares: the name always, the date where it sets a limit.
+A signature says who made a file, not that it is the requested one. An old bundle, or one of another run, has a valid
+signature too, and whoever controls the remote could offer it under any name. So BUNDLE.json holds both, and a reader
+compares: the name always, the date if the reader sets a limit.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dualtune.transfer.bundles.manifest import Bundle
 UNBOUND = "neither its name nor a date is in what is signed: an older dualtune packed it"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _AGE = re.compile(r"(\d{1,6}) ?([mhdw])", re.ASCII)
-_SKEW = timedelta(hours=1)  # by how much two clocks may differ
+_SKEW = timedelta(hours=1)  # allowed difference between two clocks
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a reader asks for."""
+    """What a reader requires."""
 
-    found_as: str | None = None  # the name under which it lay, where that is not the file's
-    name: str | None = None  # the name that it must be bound to, whatever it is called there
+    found_as: str | None = None  # the name on the remote, if that is not the name of the file
+    name: str | None = None  # the name that it must be bound to, whatever its file is called
     max_age: timedelta | None = None
 
 
@@ -35,10 +35,10 @@ ANY = Wanted()
 def check(
     bundle: Bundle, wanted: Wanted, found_as: str | None, where: object, *, is_signed: bool, now: datetime | None = None
 ) -> list[str]:
-    """What a user should know of the binding. FormatError if it is not what was asked for.
+    """Return notes for the user on the binding. FormatError if it is not what was required.
 
-    Without a signature a name proves nothing, because who can exchange the file can write another one into it: then
-    another name than the one it was found under is only told.
+    Without a signature the name proves nothing, because whoever can replace the file can also change the name in it:
+    then a name that differs from the one it was found under is only a note.
     """
     if bundle.created is None:
         if wanted.name is not None or wanted.max_age is not None:
@@ -71,7 +71,7 @@ def _check_age(created: str, max_age: timedelta, where: object, now: datetime) -
 
 
 def parse_age(text: str) -> timedelta:
-    """`90m`, `12h`, `7d` or `2w`. ConfigError for anything else."""
+    """Parse `90m`, `12h`, `7d` or `2w`. ConfigError for anything else."""
     match = _AGE.fullmatch(text)
     if match is None:
         raise ConfigError(f"--max-age: got {text!r}; allowed: a number and one of m, h, d and w, such as 7d")

@@ -1,6 +1,6 @@
-"""A bundle: one file that carries an adapter, or a checkpoint to be continued, to another machine.
+"""A bundle: one file that carries an adapter, or a checkpoint to resume from, to another machine.
 
-Reading trusts nothing: not the container (`archive`), nor the names (`names`), the list (`manifest`), the content
+Reading trusts nothing: not the container (`archive`), the names (`names`), the list (`manifest`) or the content
 (`content`). Everything streams, in pieces of 256 KiB. docs/adapter_format.md is the specification.
 """
 
@@ -34,14 +34,14 @@ Write = Callable[[bytes], object]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A bundle that holds what it says."""
+    """A bundle that has passed all checks."""
 
     path: Path
     num_bytes: int
     sha256: str  # of the whole file
     bundle: Bundle
-    signed_by: str | None  # None where no signature was asked for
-    notes: list[str]  # what a user should know of its name and date
+    signed_by: str | None  # None if no signature was required
+    notes: list[str]  # for the user, on its name and date
 
     def to_json(self) -> dict[str, Any]:
         b = self.bundle
@@ -71,16 +71,16 @@ class Report:
 
 
 def inspect(path: Path, trust: Trust | None = None, wanted: Wanted = ANY) -> Report:
-    """Read all of a bundle and write nothing. FormatError, with the reason, if it cannot be trusted."""
+    """Read a whole bundle and write nothing. FormatError, with the reason, if it cannot be trusted."""
     with _opened(path, trust, wanted) as (file, num_bytes, bundle, notes):
         sha256 = _read(file, path, bundle, lambda name: contextlib.nullcontext(lambda chunk: None))
     return Report(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
 
 
 def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Wanted = ANY) -> Report:
-    """Write a bundle's files to a new directory, whole or not at all, and nothing outside of it.
+    """Write the files of a bundle to a new directory: all or none, and nothing outside of it.
 
-    Raises FormatError if it cannot be trusted, ConfigError if the directory is taken, DiskError if the disk refuses.
+    FormatError if the bundle cannot be trusted, ConfigError if the directory is in use, DiskError if writing fails.
     """
     target = Path(os.path.abspath(target.expanduser()))  # noqa: PTH100  resolve() would follow a link at the target
     if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
@@ -106,9 +106,10 @@ def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Wanted 
 
 @contextlib.contextmanager
 def _opened(path: Path, trust: Trust | None, wanted: Wanted) -> Generator[tuple[BinaryIO, int, Bundle, list[str]]]:
-    """The file, its size, its list and notes, once signature, list, binding and structure are known to be right.
+    """Yield the file, its size, its list and notes, after signature, list, binding and structure are verified.
 
-    The file is opened once, and its list read once: all the rest is compared with that list, which is what was signed.
+    The file is opened once and its list read once: everything else is compared with that list, which the signature
+    covers.
     """
     try:
         file = open_regular(path)
@@ -129,26 +130,26 @@ def _opened(path: Path, trust: Trust | None, wanted: Wanted) -> Generator[tuple[
             archive.check_structure(file, num_bytes, sizes, path)
             file.seek(0)
             yield file, num_bytes, bundle, notes
-    except OSError as error:  # of reading: what is written has its own
+    except OSError as error:  # from reading: writing has its own handler
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def name_of(path: Path) -> str:
-    """The name that a bundle at this path should be bound to: that of its file, or of the directory that holds it."""
+    """Return the name that a bundle at this path should be bound to: that of its file or of its directory."""
     return path.absolute().parent.name if path.name == IN_DIRECTORY else path.stem
 
 
 def _read(
     file: BinaryIO, path: Path, bundle: Bundle, create: Callable[[str], contextlib.AbstractContextManager[Write]]
 ) -> str:
-    """Stream every member past its checks into what `create` gives for its name. The sha256 of the whole file."""
+    """Check every member while it streams into what `create(name)` opens. Return the sha256 of the whole file."""
     raw, whole = manifest.to_bytes(bundle), hashlib.sha256()
     for _ in archive.chunks(file, BUNDLE_FILE, len(raw), path):
         pass
     whole.update(archive.header(BUNDLE_FILE, len(raw)) + raw + bytes(archive.padding(len(raw))))
     for name, entry in bundle.files.items():
         digest, content = hashlib.sha256(), Content(name, entry.num_bytes, path)
-        kept = bytearray() if name.endswith(LISTINGS) else None  # small, by the cap of these names
+        kept = bytearray() if name.endswith(LISTINGS) else None  # small: these names have a size limit
         whole.update(archive.header(name, entry.num_bytes))
         with create(name) as write:
             for chunk in archive.chunks(file, name, entry.num_bytes, path):
@@ -171,7 +172,7 @@ def _read(
 
 
 def _check_listing(raw: bytes, name: str, bundle: Bundle, path: Path) -> None:
-    """What a checkpoint or an adapter says of its own files is what BUNDLE.json says of them."""
+    """Check that the manifest of a checkpoint or an adapter agrees with BUNDLE.json about its files."""
     where = f"{path}: {name}"
     folder = name.rpartition("/")[0]
     listed = fields.subtable(parse_object(raw, where), "files", where)
@@ -196,5 +197,5 @@ def _check_space(target: Path, num_bytes: int) -> None:
 
 
 def _shown(text: str) -> str:
-    """A text of a stranger, safe for a terminal."""
+    """Return an untrusted text, safe for a terminal."""
     return (text if text.isprintable() else ascii(text)[1:-1])[:100]

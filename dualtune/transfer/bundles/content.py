@@ -1,4 +1,4 @@
-"""What may be inside a file of a bundle, looked at while it streams by: no code, no pickle, no archive."""
+"""The content of a file of a bundle, checked while it streams: no code, no pickle, no archive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import re
 from dualtune.errors import FormatError
 from dualtune.io.untrusted import MAX_HEADER_BYTES
 
-# Keys by which a config makes transformers import code: from the model's repository or, the last one, from a kernel's
-# (CVE-2026-4372, which needed no trust_remote_code).
+# Keys with which a config makes transformers import code: from the model's repository or, with the last one, from a
+# kernel's (CVE-2026-4372, which needs no trust_remote_code).
 FORBIDDEN_KEYS = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
 _DISGUISES = (
     (rb"\x80[\x02-\x05]", "a pickle"),
@@ -22,7 +22,7 @@ _LONGEST_MATCH = 6 * max(map(len, FORBIDDEN_KEYS)) + 2  # every character writte
 
 
 def _spellings(key: str) -> str:
-    """A regular expression of all the ways in which JSON can write a key."""
+    """Return a regular expression for all the ways to write a key in JSON."""
     codes = (f"{ord(c):04x}" for c in key)
     digits = ("".join(f"[{d}{d.upper()}]" if d.isalpha() else d for d in code) for code in codes)
     return "".join(rf"(?:{re.escape(c)}|\\u{code})" for c, code in zip(key, digits, strict=True))
@@ -32,13 +32,13 @@ _FORBIDDEN = re.compile("|".join(f'"(?:{_spellings(key)})"' for key in FORBIDDEN
 
 
 class Content:
-    """Checks one file by the end of its name. `feed` takes its bytes in any pieces; both raise FormatError."""
+    """The checks of one file, by its suffix. `feed` takes its bytes in any pieces; both methods raise FormatError."""
 
     def __init__(self, name: str, num_bytes: int, where: object) -> None:
         self._where = f"{where}: {name}"
         self._suffix = name.rpartition(".")[2]
         self._num_bytes = num_bytes
-        self._head: bytes | None = b""  # None once it was looked at
+        self._head: bytes | None = b""  # None after it was checked
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._carry = b""
 
@@ -71,7 +71,7 @@ class Content:
     def _look_at_head(self) -> None:
         head, self._head = self._head or b"", None
         disguise = next((what for magic, what in _DISGUISES if re.match(magic, head)), None)
-        if self._suffix == "safetensors":  # 8 bytes of length may look like anything, so the form decides
+        if self._suffix == "safetensors":  # it starts with 8 bytes of length, which may equal any magic number
             length = int.from_bytes(head[:8], "little")
             if length > min(MAX_HEADER_BYTES, self._num_bytes - 8) or head[8:9] != b"{":
                 raise FormatError(f"{self._where}: is no safetensors file" + (f", but {disguise}" if disguise else ""))

@@ -2,13 +2,13 @@
 
 schema_version   2; 1 has neither name nor created, and is still read
 kind             adapter | checkpoint
-name             what it was packed for: the last part of where it was to lie
+name             the name it was packed for: the last part of its target path
 created          when the newest file of the adapter or the checkpoints was written: 2026-01-31T23:59:59+00:00
 dualtune         the version that packed it
-step             of the checkpoint to continue from; null for an adapter
+step             of the checkpoint to resume from; null for an adapter
 base             the base model: its name and what identifies it
-data             fingerprints of the data, where they are known
-relocate         keys of config.yaml whose directories were cut off: they lie elsewhere on every machine
+data             fingerprints of the data, if known
+relocate         keys of config.yaml with paths, reduced to the last part: their directories differ on every machine
 files            name -> {bytes, sha256}, sorted by name, without BUNDLE.json
 digest           sha256 of this table without this key
 """
@@ -46,7 +46,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What BUNDLE.json says."""
+    """The content of BUNDLE.json."""
 
     kind: str
     version: str  # of the dualtune that packed it
@@ -56,7 +56,7 @@ class Bundle:
     relocate: tuple[str, ...]
     files: dict[str, File]
     digest: str
-    name: str | None = None  # None, as created, in schema version 1
+    name: str | None = None  # None in schema version 1, as is `created`
     created: str | None = None
 
     @property
@@ -65,7 +65,7 @@ class Bundle:
 
 
 def to_bytes(bundle: Bundle) -> bytes:
-    """BUNDLE.json; the digest is made here."""
+    """Return BUNDLE.json with its digest."""
     is_bound = bundle.created is not None
     table = {
         "schema_version": SCHEMA_VERSION if is_bound else 1,
@@ -82,7 +82,7 @@ def to_bytes(bundle: Bundle) -> bytes:
 
 
 def parse(raw: bytes, where: object) -> Bundle:
-    """BUNDLE.json of a stranger. FormatError unless every key and every name is as it must be."""
+    """Parse an untrusted BUNDLE.json. FormatError unless every key and every name is valid."""
     where = f"{where}: {names.BUNDLE_FILE}"
     table = parse_object(raw, where)
     if (version := fields.rank(table, "schema_version", where)) > SCHEMA_VERSION:
@@ -168,7 +168,7 @@ def _file(name: str, entry: Any, where: str) -> File:
 
 
 def _check_completeness(bundle: Bundle, where: str) -> None:
-    """A kind has the files that it needs, and none of the other kind's."""
+    """Check that the bundle has the files that its kind needs, and none of the other kind."""
     found = bundle.files.keys()
     steps = {step for name in found if (step := names.step_of(name)) is not None}
     if bundle.kind == ADAPTER:
@@ -192,7 +192,7 @@ def _check_completeness(bundle: Bundle, where: str) -> None:
 
 
 def _check_digest(raw: bytes, bundle: Bundle, where: str) -> None:
-    """The bytes are those that we would write, digest included: every bit of them is accounted for."""
+    """Check that the bytes are exactly those that `to_bytes` writes, including the digest."""
     try:
         is_true = to_bytes(bundle) == raw
     except (ValueError, RecursionError):  # lone surrogates, numbers beyond float64, a thousand brackets

@@ -1,6 +1,6 @@
-"""The names that a bundle may hold, and why another one is refused.
+"""The names that a bundle may hold, and why others are refused.
 
-What matters is the list: a name that is not in it is refused, whatever it is. The rest only says so in better words.
+The list decides: a name that is not in it is refused. The rest only explains the refusal.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from dualtune.optimizer import OPTIMIZERS
 from dualtune.train.state.checkpoint import POLICY, slot_file
 
 BUNDLE_FILE = "BUNDLE.json"
-IN_DIRECTORY = "bundle.tar"  # what a bundle is called where a directory was named for it
+IN_DIRECTORY = "bundle.tar"  # file name of a bundle if only its directory is given
 CONFIG = "config.yaml"
 MIB = 1 << 20
 MAX_BUNDLE_FILE_BYTES = MIB // 8
-MAX_LISTING_BYTES = MIB // 2  # of the manifests that are parsed here: JSON takes up to sixty times its size in memory
+MAX_LISTING_BYTES = MIB // 2  # of manifests that are parsed here: JSON takes up to sixty times its size in memory
 MAX_CONFIG_BYTES = MIB
-MAX_STATE_BYTES = 4 * MIB  # which is what `dualtune.train.state.checkpoint` reads
+MAX_STATE_BYTES = 4 * MIB  # the limit of `dualtune.train.state.checkpoint`
 MAX_TEXT_BYTES = 64 * MIB  # of a tokenizer: the tokenizer.json of a vocabulary of 262,144 tokens has 33 MiB
-MAX_WEIGHTS_BYTES = (1 << 33) - 1  # what eleven octal digits can say
+MAX_WEIGHTS_BYTES = (1 << 33) - 1  # the largest number of eleven octal digits
 MAX_TOTAL_BYTES = 32 << 30
 MAX_ENTRIES = 32
-MAX_CHECKPOINTS = 2  # the one to continue from, and the best one, which guards.restore_best returns to
+MAX_CHECKPOINTS = 2  # the one to resume from, and the best one, which guards.restore_best returns to
 
-TEMPLATE = "chat_template.jinja"  # of a run that is to be continued
+TEMPLATE = "chat_template.jinja"  # of a run to resume
 ADAPTER_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json", TEMPLATE,
 )  # fmt: skip
 CHECKPOINT_FILES = ("MANIFEST.json", "adapter.safetensors", "state.json")  # and those of the optimizer's slots
 SLOT_FILES = frozenset(slot_file(slot) for optimizer in OPTIMIZERS.values() for slot in optimizer.slots)
-OPTIONAL_FILES = SLOT_FILES | {POLICY}  # POLICY: in a checkpoint whose step policy has tensors
+OPTIONAL_FILES = SLOT_FILES | {POLICY}  # POLICY: only if the step policy has tensors
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
     "vocab.json", "merges.txt", TEMPLATE,
 )  # fmt: skip
 
 _STEP = re.compile(r"checkpoints/step-(\d{8,12})/(.+)", re.ASCII)
-LISTINGS = ("MANIFEST.json", "dualtune.json")  # of checkpoint and adapter: they hash the files beside them once more
+LISTINGS = ("MANIFEST.json", "dualtune.json")  # of checkpoint and adapter: they also hold hashes of the other files
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1", ".js", ".pth")
 _PICKLES = (".pkl", ".pickle", ".bin", ".pt", ".ckpt", ".joblib", ".npy", ".npz")
 _ARCHIVES = (".tar", ".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".whl", ".rar")
@@ -52,21 +52,21 @@ def is_allowed(name: str) -> bool:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's file; None for any other name, and for one that no checkpoint has."""
+    """Return the step of a checkpoint file; None for any other name, and for a file that no checkpoint has."""
     match = _STEP.fullmatch(name)
     is_ours = match and match[2] in {*CHECKPOINT_FILES, *OPTIONAL_FILES} and match[1] == f"{int(match[1]):08d}"
     return int(match[1]) if match and is_ours else None
 
 
 def files_of_checkpoint(found: Collection[str]) -> set[str]:
-    """What a checkpoint has in which these files were found: of the slots of an optimizer, all or none."""
+    """Return the files that a checkpoint with these files must have: of the slots of an optimizer, all or none."""
     optimizers = [{slot_file(slot) for slot in optimizer.slots} for optimizer in OPTIMIZERS.values()]
     fitting = [slots for slots in optimizers if SLOT_FILES & {*found} <= slots] or [SLOT_FILES]
     return {*CHECKPOINT_FILES, *min(fitting, key=len)}
 
 
 def max_bytes(name: str) -> int:
-    """How large a member of an allowed name may be."""
+    """Return the size limit of a member with an allowed name."""
     folder, _, file = name.rpartition("/")
     if file.endswith(".safetensors"):
         return MAX_WEIGHTS_BYTES
@@ -78,7 +78,7 @@ def max_bytes(name: str) -> int:
 
 
 def problem_of(name: str) -> str | None:
-    """Why a name cannot be in a bundle. It is not in the message, because it may be long or made to confuse."""
+    """Return why a name cannot be in a bundle. The name is left out, as it may be long or made to confuse."""
     if is_allowed(name):
         return None
     lower = name.lower()
@@ -111,5 +111,5 @@ def is_allowed_in_any_case(lower: str) -> bool:
 
 
 def shown(name: str) -> str:
-    """A name from a file, safe for a terminal."""
+    """Return a name from a file, safe for a terminal."""
     return ascii(name[:120])

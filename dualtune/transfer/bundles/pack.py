@@ -1,4 +1,4 @@
-"""Packing: the files of a run or an adapter directory, freed of what belongs to one machine, into one file.
+"""Pack the files of a run or an adapter directory into one file, without the paths of this machine.
 
 The same content under the same name gives the same bytes: names are sorted, a header holds neither times nor owners,
 and the date of a bundle is that of the newest file in it.
@@ -35,18 +35,18 @@ from dualtune.transfer.bundles.content import Content
 from dualtune.transfer.bundles.manifest import Bundle, File
 from dualtune.versions import VERSION
 
-# The keys of a JSON file whose value may be, or hold, a path of this machine. Elsewhere "/" may be a token or a text.
+# The keys of a JSON file that may hold a path of this machine. Elsewhere "/" may be a token or a text.
 _PATHS = {
     "dualtune.json": {"base"},
     "state.json": {"config"},
     "tokenizer_config.json": {"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"},
 }
-_LOCAL = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:")  # how a path begins that means something on one machine alone
+_LOCAL = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:")  # the beginning of a path that is valid on one machine only
 
 
 @dataclass(slots=True)
 class Payload:
-    """What goes into a bundle. A Path is read when it is written."""
+    """The content of a bundle. A Path is read only when the bundle is written."""
 
     kind: str
     files: dict[str, bytes | Path] = field(default_factory=lambda: {})
@@ -61,17 +61,17 @@ def pack(
     source: Path, target: Path, *, step: int | None = None, adapter: bool = False, tokenizer: str | None = None,
     key: Path | None = None, name: str | None = None,
 ) -> list[str]:  # fmt: skip
-    """Write a bundle of a run directory (its newest valid checkpoint, or the one of a step, or its adapter) or of an
-    adapter directory, bound to a name: that of the target if none is given. Returns notes for the user. Nothing is
-    written unless all is well.
+    """Write a bundle of a run directory or an adapter directory, and return notes for the user.
 
-    Raises ConfigError, FormatError (damaged, or a secret in a file), DiskError.
+    Of a run, the bundle holds the newest valid checkpoint, the one of `step`, or the adapter. It is bound to a name: by
+    default that of the target. ConfigError, FormatError (damaged, or a secret in a file) or DiskError; nothing is
+    written then.
     """
     for path in (target, signature.path_of(target)) if key else (target,):
         if os.path.lexists(path):
             raise ConfigError(f"{path}: already exists. Choose another name or remove it")
     payload = _gather(source, step, adapter)
-    created = _written_at(payload)  # of what was trained: a tokenizer's files may be those of a later download
+    created = _written_at(payload)  # before the tokenizer is added: its files may come from a later download
     if tokenizer is not None:
         _add_tokenizer(payload, resolve_model(tokenizer, weights=False))
     files = {file: _measure(file, content) for file, content in sorted(payload.files.items())}
@@ -91,7 +91,7 @@ def pack(
     search = SecretSearch()
     search.feed(raw)
     _refuse_secret(names.BUNDLE_FILE, search)
-    manifest.parse(raw, target)  # what a reader would refuse is not written
+    manifest.parse(raw, target)  # write nothing that a reader refuses
     with new_file(target) as file:
         sha256 = _write(file, payload, files, raw)
         text = None
@@ -130,7 +130,7 @@ def _gather(source: Path, step: int | None, adapter: bool) -> Payload:
 
 
 def _adapter(directory: Path, run: Path | None) -> Payload:
-    read_adapter(directory)  # FormatError for what is damaged
+    read_adapter(directory)  # FormatError if it is damaged
     payload = Payload(manifest.ADAPTER)
     for name in names.ADAPTER_FILES:
         if (directory / name).is_file():
@@ -172,13 +172,13 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
         try:
             _add_checkpoint(payload, checkpoint.read(checkpoint.path_of(directory, best)))
             payload.notes.append(f"the checkpoint of step {best} comes along: guards.restore_best may return to it")
-        except FormatError as problem:  # the run itself would go on without
+        except FormatError as problem:  # the run itself resumes without it
             payload.notes.append(f"guards.restore_best will not find its checkpoint: {problem}")
     return payload
 
 
 def _add_template(payload: Payload, run: Path, saved: Checkpoint) -> None:
-    """The chat template of the checkpoint: data.template may name a file of this machine."""
+    """Add the chat template of the checkpoint: data.template may name a file of this machine."""
     template = read_template(run)
     if template is None:
         return
@@ -219,7 +219,7 @@ def _add_tokenizer(payload: Payload, directory: Path) -> None:
 
 
 def _localized(payload: Payload, name: str) -> dict[str, Any]:
-    """The JSON of a file; where a path of this machine was in it, the file is packed without."""
+    """Return the JSON of a file without paths of this machine, and pack it like this."""
     before: dict[str, Any] = json.loads(cast(Path, payload.files[name]).read_text(encoding="utf-8"))
     keys = _PATHS.get(name.rpartition("/")[2], {*before})
     after = before | {key: _portable(before[key]) for key in keys & {*before}}
@@ -229,7 +229,7 @@ def _localized(payload: Payload, name: str) -> dict[str, Any]:
 
 
 def _portable(value: Any) -> Any:
-    """The value with the last part alone of every text that is a path on one machine: a table, list or scalar."""
+    """Return the value (a table, list or scalar) with every path of this machine reduced to its last part."""
     if isinstance(value, str):
         return (PureWindowsPath(value).name or PurePosixPath(value).name or ".") if _LOCAL.match(value) else value
     if isinstance(value, Mapping):
@@ -242,7 +242,7 @@ def _portable(value: Any) -> Any:
 
 
 def _listed(payload: Payload, folder: str, files: set[str]) -> dict[str, dict[str, Any]]:
-    """What a manifest says of files, as they are packed."""
+    """Return the manifest entries of files, as they are packed."""
     found: dict[str, dict[str, Any]] = {}
     for name in sorted(files):
         content = payload.files[f"{folder}/{name}"]
@@ -260,9 +260,9 @@ def _fingerprints(saved: Checkpoint, *, of_data: bool) -> dict[str, Any]:
 
 
 def _measure(name: str, content: bytes | Path) -> File:
-    """Size and sha256 of a file that is fit for a bundle; no secret is in it, and nothing that a reader refuses.
+    """Return size and sha256 of a file. FormatError if it holds a secret, or anything that a reader refuses.
 
-    Read once: another look could be at other bytes. What is written later has to have this sha256.
+    The file is read once, because it may change. What is written later must have this sha256.
     """
     num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
     if num_bytes > names.max_bytes(name):
@@ -281,7 +281,7 @@ def _measure(name: str, content: bytes | Path) -> File:
 
 
 def _text_bytes(name: str, beginning: bytes) -> int:
-    """How much of a file is text, where a secret would be one."""
+    """Return how many bytes of a file may hold text, and so a secret."""
     if name.endswith(".safetensors"):
         return 8 + int.from_bytes(beginning[:8], "little")
     return names.max_bytes(name)  # a tokenizer.model may be anything, such as a renamed key
@@ -295,7 +295,7 @@ def _refuse_secret(name: str, search: SecretSearch) -> None:
 
 
 def _write(file: BinaryIO, payload: Payload, files: Mapping[str, File], raw: bytes) -> str:
-    """Write all of a bundle. The sha256 of what was written."""
+    """Write the whole bundle and return its sha256."""
     digest = hashlib.sha256()
 
     def write(data: bytes) -> None:

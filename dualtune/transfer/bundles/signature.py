@@ -1,4 +1,4 @@
-"""A signature beside a bundle, made and checked by OpenSSH: `ssh-keygen -Y sign` and `-Y verify`.
+"""A signature in a file next to the bundle, made and verified by OpenSSH: `ssh-keygen -Y sign` and `-Y verify`.
 
 It covers the whole file. https://man.openbsd.org/ssh-keygen#Y~5
 """
@@ -22,13 +22,13 @@ from dualtune.transfer.bundles.names import MAX_BUNDLE_FILE_BYTES
 
 NAMESPACE = "dualtune-bundle"  # a signature made for anything else does not count
 MAX_SIGNATURE_BYTES = 64 << 10
-HEAD_BYTES = 512 + MAX_BUNDLE_FILE_BYTES  # a header, and the list
+HEAD_BYTES = 512 + MAX_BUNDLE_FILE_BYTES  # a header and BUNDLE.json
 _PIECE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Whose signature is wanted. The file is in the ALLOWED SIGNERS format of ssh-keygen(1)."""
+    """The required signer. The file is in the ALLOWED SIGNERS format of ssh-keygen(1)."""
 
     allowed_signers: Path
     identity: str
@@ -39,7 +39,7 @@ def path_of(bundle: Path) -> Path:
 
 
 def sign(file: BinaryIO, key: Path) -> tuple[str, str]:
-    """The signature of an open file, and the sha256 of what was signed. ssh-keygen may ask for a passphrase."""
+    """Sign an open file; return the signature and the sha256 of what was signed. May ask for a passphrase."""
     if not key.is_file():
         raise ConfigError(f"--sign: {key}: no such file; give an SSH key, private, or public if ssh-agent has it")
     digest = hashlib.sha256()
@@ -50,10 +50,10 @@ def sign(file: BinaryIO, key: Path) -> tuple[str, str]:
 
 
 def verify(file: BinaryIO, bundle: Path, trust: Trust) -> bytes:
-    """The beginning of the open file, as it was when its signature was verified: BUNDLE.json is in it.
+    """Verify the signature of an open file and return its beginning, as it was then: it holds BUNDLE.json.
 
-    That list has the sha256 of every other byte, so who reads it from here reads what was signed, even if the file is
-    changed meanwhile. FormatError unless the signature beside the bundle is that of the identity over the whole file.
+    BUNDLE.json has the sha256 of everything else, so a reader who uses these bytes reads what was signed, even if the
+    file changes meanwhile. FormatError unless the signature next to the bundle is that of the identity over all of it.
     """
     signers = trust.allowed_signers
     if not signers.is_file():
@@ -62,7 +62,7 @@ def verify(file: BinaryIO, bundle: Path, trust: Trust) -> bytes:
         )
     head = bytearray()
     with tempfile.TemporaryDirectory(prefix="dualtune-verify-") as directory:
-        signature = Path(directory) / "signature"  # a copy: what lies beside the bundle may be exchanged
+        signature = Path(directory) / "signature"  # a copy: the original may be replaced meanwhile
         signature.write_bytes(_signature_of(bundle))
         options = ["-n", NAMESPACE, "-f", str(signers), "-I", trust.identity, "-s", str(signature)]
         done = _run(["-Y", "verify", *options], file, lambda piece: head.extend(piece[: HEAD_BYTES - len(head)]))
@@ -90,7 +90,7 @@ def _signature_of(bundle: Path) -> bytes:
 
 
 def _run(arguments: list[str], file: BinaryIO, see: Callable[[bytes], object]) -> subprocess.CompletedProcess[bytes]:
-    """Run ssh-keygen on the file from its beginning; what it reads is shown to `see`, piece by piece."""
+    """Run ssh-keygen on the file from its beginning, and pass what it reads to `see`, piece by piece."""
     program = shutil.which("ssh-keygen")
     if program is None:
         raise EnvironmentFault(
@@ -101,7 +101,7 @@ def _run(arguments: list[str], file: BinaryIO, see: Callable[[bytes], object]) -
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and says why
+            with contextlib.suppress(BrokenPipeError):  # ssh-keygen ended early; its error output says why
                 while piece := file.read(_PIECE_BYTES):
                     interrupt.poll()
                     process.stdin.write(piece)

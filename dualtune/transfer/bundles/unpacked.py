@@ -1,4 +1,4 @@
-"""A directory that was unpacked from a bundle: what its BUNDLE.json still says of the bundle, and of its files."""
+"""A directory that was unpacked from a bundle: what its BUNDLE.json says about the bundle and its files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ADAPTER = "adapter"
 
 
 def find(directory: Path, wanted: Wanted) -> tuple[Path, list[Check]]:
-    """The adapter directory, and a row on the bundle that it came in, if it came in one.
+    """Return the adapter directory, and a check of the bundle that it was unpacked from, if any.
 
-    The directory is that of the adapter or of the whole bundle. FormatError if the bundle is not the wanted one.
+    `directory` is that of the adapter or of the whole bundle. FormatError if the bundle is not the wanted one.
     """
     if (directory / BUNDLE_FILE).exists() and (directory / ADAPTER).is_dir():
         directory = directory / ADAPTER

@@ -1,7 +1,7 @@
-"""A file as chunks with a hash each: what is there already, what is missing, and whether it arrived.
+"""A file as chunks with a hash each: which of them are there, which are missing, and whether the file is complete.
 
-A transfer that was cut goes on with the chunks that are missing or wrong. Which they are is found by hashing what lies
-at the other end, never by its size alone.
+An interrupted transfer resumes with the chunks that are missing or wrong. They are found by hashing what the other end
+has, never only by its size.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import BinaryIO
 from dualtune.io.folder import open_regular
 
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 256 << 10, 8 << 20
-MANY_CHUNKS = 256  # so many, until a chunk has MOST_CHUNK_BYTES
-PIECE_BYTES = 256 << 10  # what is read and written at once
+MANY_CHUNKS = 256  # chunks of a file, until a chunk reaches MOST_CHUNK_BYTES
+PIECE_BYTES = 256 << 10  # bytes read and written at once
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What a file holds: its size in bytes, and the sha256 of each chunk."""
+    """The content of a file: its size in bytes, and the sha256 of each chunk."""
 
     num_bytes: int
     sha256s: tuple[str, ...]
@@ -33,16 +33,16 @@ class Chunks:
 
     @property
     def identity(self) -> str:
-        """A hash of the whole content, made of those of the chunks."""
+        """A hash of the whole content, computed from the hashes of the chunks."""
         return hashlib.sha256("\n".join(self.sha256s).encode()).hexdigest()
 
     def bytes_in(self, run: range) -> int:
-        """The number of bytes of a run of chunks. The last chunk of a file may be short."""
+        """Return the number of bytes of a run of chunks. The last chunk of a file may be short."""
         return min(run.stop * self.chunk_bytes, self.num_bytes) - run.start * self.chunk_bytes
 
 
 def chunk_bytes(num_bytes: int) -> int:
-    """The chunk size for a file of this size. Both ends compute it (see `ssh_script`)."""
+    """Return the chunk size for a file of this size. Both ends compute it (see `ssh_script`)."""
     size = LEAST_CHUNK_BYTES
     while size < MOST_CHUNK_BYTES and size * MANY_CHUNKS < num_bytes:
         size *= 2
@@ -50,13 +50,13 @@ def chunk_bytes(num_bytes: int) -> int:
 
 
 def chunks_of(path: Path, of_bytes: int | None = None) -> Chunks:
-    """The chunks of a regular file; of one that is to become `of_bytes` long, in the chunk size of that."""
+    """Return the chunks of a regular file. `of_bytes`: the final size of a partial file, which sets the chunk size."""
     with open_regular(path) as file:
         return chunks_in(file, of_bytes)
 
 
 def chunks_in(file: BinaryIO, of_bytes: int | None = None) -> Chunks:
-    """The same of a file that is open."""
+    """Return the chunks of an open file, as in `chunks_of`."""
     num_bytes = os.fstat(file.fileno()).st_size
     size = chunk_bytes(num_bytes if of_bytes is None else of_bytes)
     file.seek(0)
@@ -65,7 +65,7 @@ def chunks_in(file: BinaryIO, of_bytes: int | None = None) -> Chunks:
 
 
 def sha256_in(file: BinaryIO) -> str:
-    """Of all of a file that is open."""
+    """Return the sha256 of an open file, from its beginning."""
     digest = hashlib.sha256()
     file.seek(0)
     while piece := file.read(PIECE_BYTES):
@@ -74,7 +74,7 @@ def sha256_in(file: BinaryIO) -> str:
 
 
 def missing(wanted: Chunks, found: Chunks | None) -> list[range]:
-    """The runs of neighbouring chunks that are missing or wrong in what was found."""
+    """Return the runs of consecutive chunks that are missing or wrong in `found`."""
     there = found.sha256s if found else ()
     runs: list[range] = []
     for i, sha256 in enumerate(wanted.sha256s):
@@ -88,7 +88,7 @@ def missing(wanted: Chunks, found: Chunks | None) -> list[range]:
 
 
 def pieces_of(file: BinaryIO, chunks: Chunks, run: range) -> Iterator[bytes]:
-    """The bytes of a run of chunks of a file that is open."""
+    """Yield the bytes of a run of chunks of an open file."""
     left = chunks.bytes_in(run)
     file.seek(run.start * chunks.chunk_bytes)
     while left and (piece := file.read(min(PIECE_BYTES, left))):

@@ -1,4 +1,4 @@
-"""A process of ssh and its three streams: none of them is believed to end, to be small, or to move."""
+"""A process of ssh and its three streams. Any of them may be large, stop moving, or never end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dualtune.transfer.remotes.pace import Pace
 MOST_ERROR_BYTES = 1 << 20  # of standard error, far beyond any message and banner
 _NUMBERS_OF_DD = re.compile(r"\d+\+\d+ records (in|out)|\d+ bytes .*(copied|transferred).*|\d+ truncated records?")
 _POLL_S = 0.3
-_GRACE_S = 5.0  # for ssh to end by itself when it is told to
+_GRACE_S = 5.0  # for ssh to end by itself after SIGTERM
 
 
 class Connection:
-    """An ssh process; at the end of the block it has ended, however the block ends."""
+    """An ssh process, ended at the latest when the `with` block ends."""
 
     def __init__(self, arguments: list[str], pace: Pace) -> None:
         self._arguments, self._pace = arguments, pace
@@ -31,7 +31,7 @@ class Connection:
 
     def __enter__(self) -> Connection:
         try:
-            # Not in a session of its own: ssh asks for a password on the terminal.
+            # In the same session: ssh asks for a password on the terminal.
             self._process = subprocess.Popen(
                 self._arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
             )
@@ -55,7 +55,7 @@ class Connection:
                     stream.close()
 
     def exchange(self, pieces: Iterator[bytes] | None = None) -> Generator[bytes]:
-        """Send the pieces, and yield what comes meanwhile, until the process ends. Cut if nothing moves for long."""
+        """Send the pieces and yield what arrives, until the process ends. Cut if nothing moves for too long."""
         process = self._process
         assert process.stdin and process.stdout and process.stderr
         arrived: list[bytes] = []
@@ -80,7 +80,7 @@ class Connection:
             while selector.get_map():
                 interrupt.poll()
                 self._pace.check()
-                is_over = process.poll() is not None  # asked before the select: what it wrote at last is then there
+                is_over = process.poll() is not None  # before the select, which then sees its last output
                 ready = selector.select(_POLL_S)
                 for key, _ in ready:
                     key.data()
@@ -88,7 +88,7 @@ class Connection:
                 yield from arrived
                 arrived.clear()
                 if not ready and is_over:
-                    break  # something that ssh started keeps its streams open
+                    break  # a process started by ssh keeps its streams open
         while process.poll() is None:
             interrupt.poll()
             self._pace.check()
@@ -96,7 +96,7 @@ class Connection:
                 process.wait(_POLL_S)
 
     def said(self) -> str:
-        """What came on standard error, without what dd counts, on one line."""
+        """Return standard error on one line, without the statistics of dd."""
         text = self._errors.decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines()]
         kept = [line for line in lines if line and not _NUMBERS_OF_DD.fullmatch(line) and set(line) != {"@"}]
@@ -111,7 +111,7 @@ class Connection:
             )
 
     def _sender(self, pieces: Iterator[bytes], selector: selectors.BaseSelector) -> Callable[[], None]:
-        """What writes the next bytes to standard input when there is room, and closes it after the last one."""
+        """Return a function that writes the next bytes to standard input, and closes it after the last one."""
         stream = self._process.stdin
         assert stream
         waiting = b""
@@ -127,7 +127,7 @@ class Connection:
                     return
             except BlockingIOError:
                 return
-            except BrokenPipeError:  # ssh has ended, and its exit code says why
+            except BrokenPipeError:  # ssh has ended; its exit code says why
                 pass
             selector.unregister(stream)
             with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,4 @@
-"""A directory: a disk, a share, a synchronized folder. As over ssh, only the chunks that are missing are written."""
+"""A directory: a disk, a share, a synchronized folder. As over ssh, only missing chunks are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dualtune.transfer.remotes.store import Found, Upload
 
 
 class DirectoryStore:
-    """Files of this machine, or of one whose disk is mounted here."""
+    """Files on a disk of this machine, or on one mounted here."""
 
     def shown(self, path: str) -> str:
         return path

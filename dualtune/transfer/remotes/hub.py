@@ -1,7 +1,7 @@
 """A model repository of the Hugging Face hub: it holds an adapter directory with a model card, not a bundle.
 
-So PEFT and transformers load it from there by its name. A push is one commit: there is no half of it, and what was
-there before stays in the history.
+So PEFT and transformers load it from there by its name. A push is one commit: all or nothing, and earlier versions stay
+in the history.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOO_MANY, _SERVER_FAILED = 429, 500
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """A repository, and the branch, tag or commit in it."""
+    """A repository and its branch, tag or commit."""
 
     repo: str
     revision: str | None = None
@@ -53,9 +53,9 @@ def parse(text: str) -> Hub:
 
 
 def push(hub: Hub, unpacked: Path, *, public: bool, force: bool, patience: Patience) -> bool:
-    """Commit the adapter of an unpacked bundle, with a card. False if the same adapter is there already.
+    """Commit the adapter of an unpacked bundle, with a model card. False if the same adapter is there already.
 
-    A new repository is private unless `public`; one that exists must be as public as was asked for.
+    A new repository is private unless `public`; an existing one must have the same visibility as requested.
     """
     api, directory = _api(), unpacked / "adapter"
     config = load_config(unpacked / CONFIG) if (unpacked / CONFIG).is_file() else None
@@ -82,7 +82,7 @@ def push(hub: Hub, unpacked: Path, *, public: bool, force: bool, patience: Patie
 
 
 def pull(hub: Hub, into: Path, *, patience: Patience) -> None:
-    """Copy the adapter's files into an existing empty directory. They are a stranger's until they are packed."""
+    """Copy the adapter's files into an existing empty directory. They are untrusted until they are packed."""
     from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
 
     def attempt() -> None:
@@ -104,7 +104,7 @@ def _commit(api: Any, hub: Hub, directory: Path, text: str, there: set[str]) -> 
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     names = [name for name in ADAPTER_FILES if (directory / name).is_file()]
-    stale = sorted((there & {*ADAPTER_FILES}) - {*names})  # of another layout: dualtune.json would not list them
+    stale = sorted((there & {*ADAPTER_FILES}) - {*names})  # of another layout: the new dualtune.json lacks them
     operations = [
         CommitOperationAdd(CARD, text.encode()),
         *(CommitOperationAdd(name, str(directory / name)) for name in names),
@@ -114,7 +114,7 @@ def _commit(api: Any, hub: Hub, directory: Path, text: str, there: set[str]) -> 
 
 
 def _is_same(hub: Hub, directory: Path, there: set[str]) -> bool:
-    """By dualtune.json, which has the sha256 of every other file."""
+    """Compare by dualtune.json, which has the sha256 of every other file."""
     from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
 
     ours = {name for name in ADAPTER_FILES if (directory / name).is_file()}
@@ -138,7 +138,7 @@ def _api() -> Any:
 
 
 def _info(api: Any, hub: Hub) -> Any:
-    """What the hub says of the repository, None if there is none."""
+    """Return the hub's information on the repository, None if it does not exist."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
@@ -149,7 +149,7 @@ def _info(api: Any, hub: Hub) -> Any:
 
 @contextlib.contextmanager
 def _told(hub: Hub) -> Generator[None]:
-    """What huggingface_hub and what is below it raise, as one of our errors."""
+    """Turn the errors of huggingface_hub and the libraries below it into our own."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
@@ -168,9 +168,9 @@ def _told(hub: Hub) -> Generator[None]:
         raise EnvironmentFault(
             f"{hub}: the hub answered {code}: {text}. May you write there? See: hf auth whoami"
         ) from error
-    except OSError as error:  # the network's own errors are among them
+    except OSError as error:  # includes network errors
         raise Cut(redact(f"{type(error).__name__}: {error}")[:300]) from error
-    except Exception as error:  # of the HTTP and xet libraries below, which change with the version
+    except Exception as error:  # from the HTTP and xet libraries, which differ by version
         if any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # httpx: refused, timed out, cut
             raise Cut(redact(f"{type(error).__name__}: {error}")[:300]) from error
         raise EnvironmentFault(f"{hub}: failed: {redact(f'{type(error).__name__}: {error}')[:300]}") from error

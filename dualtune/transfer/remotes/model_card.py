@@ -1,4 +1,4 @@
-"""The model card of an adapter on the hub: what dualtune.json and the config say, and nothing else.
+"""The model card of an adapter on the hub: only what dualtune.json and the config say.
 
 Metadata: https://huggingface.co/docs/hub/model-cards
 """
@@ -28,7 +28,7 @@ _SETTINGS = ("train.learning_rate", "train.schedule", "train.warmup", "train.wei
 
 
 def card(repo: str, adapter: Adapter, config: Config | None) -> str:
-    """README.md for a repository `owner/name`. The config has no directories of this machine in it any more."""
+    """Return README.md for a repository `owner/name`. The config must no longer hold directories of this machine."""
     training = _table(adapter.metadata.get("training"))
     base = _table(adapter.metadata.get("base")).get("name") or adapter.base_model
     sections = [
@@ -85,7 +85,7 @@ def _rows_of_numbers(training: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _sources(config: Config | None) -> list[str]:
-    """The names of the training data: files by their names alone, datasets as on the hub."""
+    """Return the names of the training data: files without their directories, datasets as on the hub."""
     if config is None:
         return []
     given: Any = config.model_dump(mode="json")["data"]["train"]
@@ -136,7 +136,7 @@ tokenizer.chat_template = open(hf_hub_download("{repo}", "{TEMPLATE_FILE}"), enc
 
 
 def _safe(value: Any) -> str:
-    """A value in one cell of a table."""
+    """Return a value, escaped for a cell of a table."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return "".join(c if c.isprintable() else " " for c in text).replace("|", "\\|").replace("<", "&lt;")
 

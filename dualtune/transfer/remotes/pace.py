@@ -1,4 +1,4 @@
-"""How slowly a transfer may move before it counts as stopped: in bytes per window of time, not in time for all."""
+"""How slow a transfer may be before it counts as stopped: in bytes per time window, without a limit in total."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 from dualtune.transfer.remotes.patience import Cut
 
-# Longer than sshd waits for a password (LoginGraceTime, 120 s): nothing moves while somebody types one.
+# Longer than sshd waits for a password (LoginGraceTime, 120 s): nothing moves while the user types it.
 WINDOW_S = 180.0
-SLOWEST_HASH = 4 << 20  # bytes per second: while the other end hashes a file, it is silent
-LEAST_BYTES = 1 << 10  # of an answer: a line for each chunk
-LEAST_DATA_BYTES = 64 << 10  # of the content of a file
+SLOWEST_HASH = 4 << 20  # bytes per second: the other end sends nothing while it hashes a file
+LEAST_BYTES = 1 << 10  # of an answer, which has a line per chunk
+LEAST_DATA_BYTES = 64 << 10  # of file content
 
 Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
 class Pace:
-    """Counts what moves. `check` raises Cut after a window in which fewer than `least` bytes did."""
+    """Counts the bytes that move. `check` raises Cut after a window with fewer than `least` bytes."""
 
     least: int = LEAST_BYTES
     window_s: float = WINDOW_S
@@ -39,5 +39,5 @@ class Pace:
 
 
 def window_for(hashed_bytes: int) -> float:
-    """The window for an answer that is due after so many bytes were hashed."""
+    """Return the window for an answer that the other end gives after hashing so many bytes."""
     return WINDOW_S + hashed_bytes / SLOWEST_HASH

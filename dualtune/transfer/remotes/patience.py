@@ -1,4 +1,4 @@
-"""Trying again after a cut: how often, and after what pause."""
+"""Retries after a lost connection: how many, and with what pause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cut(Exception):
 
 
 class AbsentFault(EnvironmentFault):
-    """What is to be fetched is not there."""
+    """The requested file does not exist."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where}: there is no such file. `dualtune push` brings one there")
@@ -36,24 +36,24 @@ def _unseen(done_bytes: int, total_bytes: int) -> None:
 
 @dataclass(slots=True)
 class Patience:
-    """How a transfer bears cuts, and what it says meanwhile."""
+    """How often a transfer retries, and where it reports progress."""
 
-    retries: int = 5  # in a row, without a chunk of progress
+    retries: int = 5  # in a row, without a chunk of progress in between
     say: Callable[[str], None] = _silent
-    show: Callable[[int, int], None] = _unseen  # (bytes at their goal, bytes in all)
+    show: Callable[[int, int], None] = _unseen  # (bytes that arrived, bytes in total)
     first_pause_s: float = 1.0
     _best: int = field(default=0, init=False)
     _total: int = field(default=0, init=False)
 
     def reached(self, done_bytes: int, total_bytes: int) -> None:
-        """Note how much is at its goal, verified: that is progress, what was only sent is not."""
+        """Note how many bytes arrived and are verified: only these are progress, not those that were sent."""
         self.show(done_bytes, total_bytes)
         self._best, self._total = max(self._best, done_bytes), total_bytes
 
     def keep_trying(self, attempt: Callable[[], T], where: str) -> T:
-        """The result of the first attempt that is not cut. EnvironmentFault after too many cuts in a row.
+        """Return the result of the first attempt that is not cut. EnvironmentFault after too many cuts in a row.
 
-        It ends: every attempt that starts the count again has brought a chunk of a file that has so many.
+        It ends: only an attempt that transfers a chunk resets the count, and a file has finitely many.
         """
         failures, best = 0, self._best
         while True:
@@ -61,7 +61,7 @@ class Patience:
             try:
                 return attempt()
             except Cut as cut:
-                interrupt.poll()  # a Ctrl-C reaches ssh too: what looks like a cut is the user's wish
+                interrupt.poll()  # a Ctrl-C reaches ssh too and looks like a cut
                 failures = 1 if self._best > best else failures + 1
                 best = max(best, self._best)
                 if failures > self.retries:

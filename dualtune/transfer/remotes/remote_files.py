@@ -1,7 +1,7 @@
-"""A file system that fsspec knows: s3, gs, az, memory, and what other packages bring.
+"""A file system of fsspec: s3, gs, az, memory, and those that other packages bring.
 
-An object store shows an object when all of it is there, and can hash no part of it, so a file goes there whole: to a
-name of its own first, which becomes the final one when its size is right. https://filesystem-spec.readthedocs.io
+An object store shows an object only when it is complete, and cannot hash a part of it. So a file is sent whole: first
+under a temporary name, then renamed when its size is right. https://filesystem-spec.readthedocs.io
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RemoteFiles:
         return str(self.fs.unstrip_protocol(path))
 
     def push(self, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
-        """Bring a file there. False if the same one was there already; ConfigError if another is, unless `force`."""
+        """Copy a file there. False if the same one was there already; ConfigError if another is, unless `force`."""
         where = self.shown(path)
         with open_to_send(file, verified) as (source, sha256):
 
@@ -52,7 +52,7 @@ class RemoteFiles:
             return patience.keep_trying(attempt, where)
 
     def pull(self, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
-        """Fetch a file into a hidden file beside the target; the caller verifies and renames it."""
+        """Fetch a file into a hidden file next to the target; the caller verifies and renames it."""
         where, part = self.shown(path), target.with_name(f".{target.name}.part-{self.protocol}")
 
         def look() -> int:
@@ -96,12 +96,12 @@ class RemoteFiles:
                 raise Cut(f"{got} of {num_bytes} bytes are there")
             self.fs.mv(part, path)
         except BaseException:
-            with contextlib.suppress(Exception):  # what failed is told; this is only to leave nothing behind
+            with contextlib.suppress(Exception):  # only a clean-up: the first error is reported
                 self.fs.rm(part)
             raise
 
     def _is_same(self, source: BinaryIO, path: str) -> bool:
-        """By size, and by everything up to the first chunk's end, where a bundle lists the sha256 of all it holds."""
+        """Compare the size and the first MOST_CHUNK_BYTES, where a bundle lists the sha256 of all its files."""
         if int(self.fs.info(path)["size"]) != (num_bytes := os.fstat(source.fileno()).st_size):
             return False
         end = min(MOST_CHUNK_BYTES, num_bytes)
@@ -118,7 +118,7 @@ class RemoteFiles:
 
     @contextlib.contextmanager
     def _told(self, where: str) -> Generator[None]:
-        """What a file system of any make raises, as one of our errors."""
+        """Turn the errors of any file system into our own."""
         try:
             yield
         except (Cut, DualtuneError):
@@ -129,13 +129,13 @@ class RemoteFiles:
             ) from error
         except (OSError, EOFError) as error:
             raise Cut(f"{type(error).__name__}: {error}") from error
-        except Exception as error:  # no common base: each service's client has its own
+        except Exception as error:  # no common base class: the client of each service has its own errors
             raise EnvironmentFault(f"{where}: {self.protocol} failed: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def _removed_if_cut(folder: Folder, name: str) -> Generator[None]:
-    """Of an object store nothing is known of a part that could be compared: the next pull begins again."""
+    """Remove a partial file on any error: an object store has no hashes to compare it with, so a pull starts again."""
     try:
         yield
     except BaseException:
@@ -144,7 +144,7 @@ def _removed_if_cut(folder: Folder, name: str) -> Generator[None]:
 
 
 def open_url(url: str) -> tuple[RemoteFiles, str]:
-    """The file system of a URL and the path in it."""
+    """Return the file system of a URL, and the path in it."""
     try:
         import fsspec  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""A machine that is reached by the system's own ssh, with the user's own ~/.ssh/config.
+"""A machine reached with the system's ssh and the user's ~/.ssh/config.
 
-Two connections bring a file: one asks what is there, one sends what is missing. DUALTUNE_SSH names another command
-than `ssh`, with options, as GIT_SSH_COMMAND does; no shell reads it here.
+A push takes two connections: one asks what is there, one sends what is missing. DUALTUNE_SSH sets another command than
+`ssh`, with options, like GIT_SSH_COMMAND; here no shell reads it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from dualtune.transfer.remotes.pace import LEAST_DATA_BYTES, Clock, Pace, window
 from dualtune.transfer.remotes.patience import Cut, Patience
 from dualtune.transfer.remotes.store import Found, Upload
 
-# A dead line is noticed after a minute. An option of DUALTUNE_SSH counts more, one of ~/.ssh/config less.
+# A dead connection is noticed after a minute. Options in DUALTUNE_SSH take precedence, those in ~/.ssh/config do not.
 OPTIONS = ("-T", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-NO_CONNECTION = 255  # the exit code of ssh where not the command there failed, but ssh itself
+NO_CONNECTION = 255  # the exit code when ssh itself failed, not the remote command
 _PERMANENT = re.compile(
     r"Permission denied \(|Host key verification failed|HOST IDENTIFICATION HAS CHANGED|Too many authentication"
     r"|Bad configuration option|bad configuration options|Could not resolve hostname(?!.*Temporary)|no matching"
 )
 _LINE = re.compile(r"dualtune (final|part) (bytes|chunk) \*?([0-9a-f]{64}|\d{1,15})\b")
-# No option, and nothing that a shell would read: ProxyCommand and Match exec hand it to one (CVE-2023-51385).
+# No option, and nothing special to a shell: ProxyCommand and Match exec pass it to one (CVE-2023-51385).
 _HOST = re.compile(r"(?:[\w.+][\w.+\\-]*@)?[\w.:%][\w.:%-]*")
 MOST_ANSWER_BYTES = 4 << 20  # four times the hashes of two files of the largest size
-MOST_GREETING_BYTES = 1 << 20  # of what a login shell may print before the content of a file
+MOST_GREETING_BYTES = 1 << 20  # that a login shell may print before the content of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class SshStore:
         mode = "replace" if upload.force else "keep"
         finish = ssh_script.command(ssh_script.FINISH, upload.path, upload.part, upload.sha256, mode)
         lines: list[str] = []
-        hashed = upload.chunks.num_bytes  # by FINISH, without a word meanwhile
+        hashed = upload.chunks.num_bytes  # by FINISH, which prints nothing meanwhile
         for i, run in enumerate(runs):
             write = ssh_script.command(ssh_script.WRITE, upload.part, upload.chunks.chunk_bytes, run.start)
             pieces = _told(pieces_of(upload.file, upload.chunks, run), done, upload.chunks.num_bytes, patience)
             done += upload.chunks.bytes_in(run)
-            # The last run and the end are one connection: each costs a handshake, and may ask for a password.
+            # The last run and FINISH share a connection: each costs a handshake, and may ask for a password.
             is_last = i == len(runs) - 1
             lines = self._run(f"{write} && {finish}" if is_last else write, pieces, hashed if is_last else 0)
         if not runs:
@@ -94,10 +94,10 @@ class SshStore:
         self._judge(connection)
 
     def _after_greeting(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """What comes behind the mark that the script sets; before it a login shell may have printed something."""
+        """Yield what follows the script's mark; a login shell may have printed something before it."""
         head, mark = bytearray(), ssh_script.START_OF_DATA
         for piece in pieces:
-            looked_at = max(0, len(head) - len(mark))  # the mark may lie across two pieces
+            looked_at = max(0, len(head) - len(mark))  # the mark may span two pieces
             head += piece
             if (found := head.find(mark, looked_at)) >= 0:
                 yield bytes(head[found + len(mark) :])
@@ -110,7 +110,7 @@ class SshStore:
         return self._run(ssh_script.command(script, *arguments))
 
     def _run(self, text: str, pieces: Iterator[bytes] | None = None, hashed_bytes: int = 0) -> list[str]:
-        """The lines that a command there answers. Cut, DiskError or EnvironmentFault if it fails."""
+        """Run a remote command and return its lines. Cut, DiskError or EnvironmentFault if it fails."""
         said = bytearray()
         with Connection([*self._arguments(), text], Pace(window_s=window_for(hashed_bytes), clock=self.clock)) as there:
             for piece in there.exchange(pieces):
@@ -133,7 +133,7 @@ class SshStore:
         return [*self.program, *OPTIONS, *port, "--", self.host]
 
     def _judge(self, connection: Connection) -> None:
-        """Raise what the end of a connection means, if it did not end well."""
+        """Raise the error that fits the exit code of a connection, if it failed."""
         code, said = connection.code, connection.said()
         if code == 0:
             return
@@ -158,7 +158,7 @@ def _told(pieces: Iterator[bytes], done: int, total: int, patience: Patience) ->
 
 
 def _parsed(lines: list[str], what: str) -> Chunks | None:
-    """What the script listed under a name, None where it listed nothing."""
+    """Return what the script listed under a name, None if nothing."""
     found = [match for line in lines if (match := _LINE.match(line)) and match[1] == what]
     sizes = [int(match[3]) for match in found if match[2] == "bytes"]
     return Chunks(sizes[0], tuple(match[3] for match in found if match[2] == "chunk")) if sizes else None

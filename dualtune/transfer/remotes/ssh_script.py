@@ -1,13 +1,13 @@
-"""What runs on the other machine of a transfer over ssh: POSIX sh and the tools that every Linux and macOS has.
+"""The scripts that run on the remote machine over ssh: POSIX sh and the tools that every Linux and macOS has.
 
-Nothing of dualtune is needed there. The login shell there may be any, and shells disagree about quotes: in fish a
-backslash inside single quotes hides the closing one. So a script is one line without single quotes, backslashes and
-`!`, which all shells pass on as it is between single quotes, and the arguments (names of files among them) are written
-with letters, digits, `_./-` and octal codes alone. A script answers in lines that begin with `dualtune`, and whatever
-else a login shell prints is passed over.
+dualtune is not needed there. The login shell may be any, and shells differ in quoting: in fish a backslash inside
+single quotes escapes the closing one. So a script is one line without single quotes, backslashes and `!`, which all
+shells pass on unchanged between single quotes, and the arguments (such as file names) contain only letters, digits,
+`_./-` and octal codes. A script answers in lines that begin with `dualtune`; any other output of a login shell is
+ignored.
 
-A part is a directory with mode 0700, `.NAME.part-HASH`, and the bytes are in a file `data` in it: sh cannot open a file
-without following a link, but where nobody else may write, nobody can plant one.
+A part is a directory `.NAME.part-HASH` with mode 0700, with the bytes in a file `data`: sh cannot open a file without
+following a link, but nobody else can create a link in this directory.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _LIST = (
 )
 _END = 'echo "dualtune end"'
 
-# absolute PATH: it as $p, with the links of the directories above it.
+# absolute PATH: set $p to the absolute path, without resolving links in its directories.
 _ABSOLUTE = 'absolute() { case "$1" in /*) p=$1;; *) p=$PWD/$1;; esac; }; '
-# enter PART: make it, and go in. What is no directory makes room; one of somebody else, or behind a link, is refused.
+# enter PART: make it and cd into it. A non-directory is replaced; a directory of another user, or a link, is refused.
 _ENTER = (
     _ABSOLUTE + 'enter() { absolute "$1"; if [ -L "$p" ]; then rm -f "$p"; fi; [ -d "$p" ] || rm -f "$p"; '
     'mkdir -m 700 "$p" 2>/dev/null; cd -P "$p" && [ "${PWD##*/}" = "${p##*/}" ] && [ -O . ] || '
@@ -45,7 +45,7 @@ _ENTER = (
 )
 _REFUSE_DIRECTORY = f'if [ -d "$1" ]; then echo "$1: is a directory" >&2; exit {NO_FILE}; fi; '
 
-# FINAL PART TOTAL: make the directory; what is under the final name, and in the part.
+# FINAL PART TOTAL: make the directory; list what is under the final name, and in the part.
 LOOK = (
     _HASH + _LIST + _ENTER + f'mkdir -p "${{1%/*}}/" || exit {NO_FILE}; ' + _REFUSE_DIRECTORY + 'if [ -e "$1" ] || '
     '[ -L "$1" ]; then echo "dualtune there"; if [ -f "$1" ] && [ "$(($(wc -c <"$1")))" -eq "$3" ]; then '
@@ -54,9 +54,9 @@ LOOK = (
     'if [ -f data ] && [ "$(($(wc -c <data)))" -gt "$3" ]; then rm -f data; fi; '
     'if [ -f data ]; then list part data "$3"; fi; fi; ' + _END
 )
-# PART CHUNK FIRST: what comes in, from chunk FIRST on. dd seeks in units of CHUNK and writes what it gets.
+# PART CHUNK FIRST: write standard input, from chunk FIRST on. dd seeks in units of CHUNK.
 WRITE = _ENTER + f'enter "$1"; dd of=data bs="$2" seek="$3" conv=notrunc || exit {NO_FILE}; ' + _END
-# FINAL PART SHA256 MODE: make the part durable, verify it, name it, and remove the parts of other contents.
+# FINAL PART SHA256 MODE: sync the part, verify it, rename it, and remove parts with other content.
 FINISH = (
     _HASH + _ENTER + _REFUSE_DIRECTORY + 'absolute "$1"; f=$p; enter "$2"; '
     "if [ -f data ]; then dd if=/dev/null of=data conv=notrunc,fsync 2>/dev/null || sync; s=$(h <data); "
@@ -66,7 +66,7 @@ FINISH = (
     f'mv -f data "$f" || exit {NO_FILE}; cd / && rm -rf "${{p%-*}}"-*; echo "dualtune done"; '
     'else echo "dualtune differs"; fi; ' + _END
 )
-# FILE: its size and chunks, or nothing where it is not there.
+# FILE: its size and chunks, or nothing if it does not exist.
 CHUNKS = _HASH + _LIST + 'if [ -f "$1" ]; then list final "$1" "$(($(wc -c <"$1")))"; fi; ' + _END
 # FILE CHUNK FIRST COUNT: these chunks.
 READ = 'echo "dualtune data"; dd if="$1" bs="$2" skip="$3" count="$4"'
@@ -77,10 +77,10 @@ _TO_ENCODE = re.compile(rb"[^A-Za-z0-9_./-]")
 
 
 def command(script: str, *arguments: object) -> str:
-    """What ssh is to run: one text, which the login shell there takes apart again."""
+    """Return the command for ssh: one text, which the remote login shell parses."""
     return shlex.join(["sh", "-c", _DECODE + script, "dualtune", *map(_encoded, arguments)])
 
 
 def _encoded(argument: object) -> str:
-    """The argument as `printf %b` reads it: a code such as \\0047 in place of each byte that a shell might read."""
+    """Encode an argument for `printf %b`: a code such as \\0047 for each byte that a shell might interpret."""
     return _TO_ENCODE.sub(lambda byte: b"\\0%03o" % byte[0][0], os.fsencode(str(argument))).decode("ascii")

@@ -1,7 +1,7 @@
-"""Bringing a file to a store and fetching one from it, chunk by chunk, whatever the store is.
+"""Push a file to a store and pull one from it, chunk by chunk, for any kind of store.
 
-A file travels under a name of its own, `.NAME.part-HASH`, where the hash is that of the whole content: what an attempt
-left there is taken up by the next one of the same content and by no other. It gets its name when all of it is right.
+A file travels under a temporary name, `.NAME.part-HASH`, with the hash of the whole content: the next attempt with the
+same content resumes from it, and no other does. It gets its final name when all of it is verified.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ MAX_FILE_BYTES = MAX_TOTAL_BYTES + MIB  # a bundle with its headers
 class Upload:
     """A file on its way to a store."""
 
-    file: BinaryIO  # opened once: what was hashed is what is sent
+    file: BinaryIO  # opened once, so that the hashed file is the one sent
     chunks: Chunks
     sha256: str
     path: str  # in the store
-    part: str  # beside it, until it is whole
-    force: bool  # replace what is there
+    part: str  # the temporary path next to it
+    force: bool  # replace an existing file
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a store has of an upload."""
+    """What a store already has of an upload."""
 
-    is_there: bool = False  # something has the final name…
-    final: Chunks | None = None  # …and, where the size is that of the upload, this content
+    is_there: bool = False  # a file with the final name exists
+    final: Chunks | None = None  # its content, if it has the size of the upload
     part: Chunks | None = None
 
 
 class Store(Protocol):
-    """Somewhere that keeps files and can hash them in its own place. Raises Cut where another attempt may succeed."""
+    """Storage that can hash its files without a transfer. Raises Cut if another attempt may succeed."""
 
     def shown(self, path: str) -> str:
-        """A path as the user would write it."""
+        """Return a path as the user would write it."""
         ...
 
     def look(self, upload: Upload) -> Found:
-        """What is there. Makes the directory; removes a part that is longer than the file."""
+        """Return what is there. Makes the directory; removes a part that is longer than the file."""
         ...
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
@@ -61,19 +61,19 @@ class Store(Protocol):
         ...
 
     def chunks(self, path: str) -> Chunks | None:
-        """What a file holds, None if it is not there."""
+        """Return the chunks of a file, None if it does not exist."""
         ...
 
     def read(self, path: str, chunks: Chunks, run: range) -> Generator[bytes]:
-        """The bytes of a run of chunks."""
+        """Yield the bytes of a run of chunks."""
         ...
 
 
 def push(store: Store, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
-    """Bring a file to a path of the store. False if the same file was there already.
+    """Copy a file to a path of the store. False if the same file was there already.
 
-    ConfigError if another one is there, unless `force`; EnvironmentFault if it could not be brought; FormatError if it
-    is not the one with the sha256 that was verified before.
+    ConfigError if another one is there, unless `force`; EnvironmentFault if the transfer failed; FormatError if the
+    file does not have the sha256 that was verified before.
     """
     with open_to_send(file, verified) as (source, sha256):
         chunks = chunks_in(source)
@@ -96,7 +96,7 @@ def push(store: Store, file: Path, path: str, *, verified: str | None, force: bo
 
 @contextlib.contextmanager
 def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, str]]:
-    """The file and its sha256, which is the one that was verified before, where there is one."""
+    """Yield the open file and its sha256. FormatError if that is not the one verified before."""
     try:
         source = open_regular(file)
     except OSError as error:
@@ -109,9 +109,9 @@ def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, 
 
 
 def pull(store: Store, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
-    """Fetch a file of the store into a hidden file beside the target, every chunk verified. The caller renames it.
+    """Fetch a file of the store into a hidden file next to the target, every chunk verified. The caller renames it.
 
-    AbsentFault if it is not there, EnvironmentFault if it could not be fetched, FormatError if it has more than `most`
+    AbsentFault if it does not exist, EnvironmentFault if the transfer failed, FormatError if it has more than `most`
     bytes.
     """
 
@@ -151,7 +151,7 @@ def _fetch(store: Store, path: str, chunks: Chunks, folder: Folder, name: str, p
 
 
 def _verified(pieces: Generator[bytes], chunks: Chunks, run: range) -> Iterator[bytes]:
-    """The pieces as whole chunks, each with its hash."""
+    """Yield whole chunks, each with the right hash."""
     waiting = bytearray()
     with contextlib.closing(pieces) as arriving:
         for i in run:

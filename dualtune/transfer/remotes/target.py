@@ -1,4 +1,4 @@
-"""TARGET of `dualtune push` and `pull`: which kind of place a text names, and where there a bundle lies.
+"""TARGET of `dualtune push` and `pull`: the kind of remote that a text names, and the path of the bundle there.
 
     user@host:path            ssh; the path is relative to the home directory there, as with scp
     ssh://user@host:22/path   ssh; the path is absolute, as with git; /~/path is relative to the home directory
@@ -6,7 +6,7 @@
     s3://bucket/path, …       a file system of fsspec
     hf://owner/name           a model repository of the Hugging Face hub (see `hub`)
 
-The path is that of the bundle where it ends in .tar or .dualtune, and else of a directory that holds one bundle.
+A path that ends in .tar or .dualtune is that of the bundle; any other is a directory that holds one bundle.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _SCP = re.compile(r"((?:[^/:@\[\]]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[^/:@\[\]]+)):(.*
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a bundle is or is to be."""
+    """The location of a bundle on a remote."""
 
     place: Store | RemoteFiles
     path: str  # of the bundle
-    name: str  # for what is made of it here, without an ending
+    name: str  # of what is made from it here, without an ending
 
     def __str__(self) -> str:
         return self.place.shown(self.path)
@@ -44,14 +44,14 @@ class Target:
     def push(
         self, file: Path, *, ending: str = "", verified: str | None = None, force: bool = False, patience: Patience
     ) -> bool:
-        """Bring a file, the one that was verified, under the bundle's name with an ending. False if it was there."""
+        """Copy a verified file to the bundle's path plus an ending. False if it was there already."""
         path = self.path + ending
         if isinstance(self.place, RemoteFiles):
             return self.place.push(file, path, verified=verified, force=force, patience=patience)
         return store.push(self.place, file, path, verified=verified, force=force, patience=patience)
 
     def pull(self, target: Path, *, ending: str = "", patience: Patience, most: int = MAX_FILE_BYTES) -> Path:
-        """Fetch what has that name, and at most so many bytes, into a hidden file beside a local path."""
+        """Fetch that file, of at most `most` bytes, into a hidden file next to a local path."""
         path = self.path + ending
         if isinstance(self.place, RemoteFiles):
             return self.place.pull(path, target, patience, most=most)
@@ -59,7 +59,7 @@ class Target:
 
 
 def parse(text: str) -> Target:
-    """What a TARGET names. ConfigError if it is none, EnvironmentFault if a package for it is missing."""
+    """Parse a TARGET. ConfigError if it is invalid, EnvironmentFault if a package for it is missing."""
     if not text or not text.isprintable():
         raise ConfigError(f"TARGET: got {text!r}; allowed: user@host:path, a directory, or a URL")
     scheme = _SCHEME.match(text)
@@ -90,9 +90,9 @@ def _ssh(url: str) -> Target:
 
 
 def _remote(path: str) -> str:
-    """A path for the shell there: absolute, or beginning with ./, so that no command takes it for an option."""
+    """Return a path for the remote shell: absolute, or starting with ./, so that no command takes it as an option."""
     if path == "~" or path.startswith("~/"):
-        path = path[2:]  # where ssh begins anyhow
+        path = path[2:]  # ssh starts there anyway
     elif path.startswith("~"):
         raise ConfigError(f"TARGET: got the path {path!r}; of paths with ~, allowed are those in your own home, ~/…")
     return path if path.startswith("/") else f"./{path}"
