@@ -49,7 +49,7 @@ class PerToken:
     """A rotary embedding that also takes one offset per token, [B, T]."""
 
     def __call__(self, x_BHTd: mx.array, offset: Any = 0, **options: Any) -> mx.array:
-        rotate: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this goes before
+        rotate: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this precedes
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return rotate(x_BHTd, offset, **options)
         B, H, T, d = x_BHTd.shape
