@@ -1,10 +1,10 @@
-"""What a base in MLX's 4 bits takes on torch, against the same base in NF4, on this machine's CPU.
+"""Memory of a base in MLX's 4 bits on torch, compared with the same base in NF4, on this machine's CPU.
 
     python benchmarks/affine4_memory.py [MODEL:DTYPE:LENGTHS …]
 
-Cases are those of memory_estimate.py without the quantization. Weights are random; each case runs in a process of its
-own. All bytes of the base are counted, of embedding and output head too, which NF4 leaves plain; and the peak of a
-training step besides, by torch's allocator. Writes results/affine4_memory.json.
+Cases are written as in memory_estimate.py, without the quantization. Weights are random; each case runs in a separate
+process. It counts all bytes of the base, including embedding and output head, which NF4 leaves plain, and the peak of a
+training step on top, by torch's allocator. Writes results/affine4_memory.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What checkpoints cost: the share of a run that saving takes, and the start of a resumed run against a fresh one.
+"""The cost of checkpoints: the share of a run spent on saving, and the start of a resumed run compared to a fresh one.
 
     python benchmarks/checkpoint_overhead.py [--platform cpu|cuda|mlx] [--steps 100] [--tokens 256] [--starts 5]
 

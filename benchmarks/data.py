@@ -1,18 +1,17 @@
-"""What data costs: tokenizing against TRL, how full packed rows are, whether training waits, and a million rows.
+"""The cost of data: tokenizing compared to TRL, how full packed rows are, whether training waits, and a million rows.
 
     python benchmarks/data.py --shared ../shared [--peer-python PATH] [--pairs 3] [--repeat 20] [--rows 1000000]
                               [--parts rate,fill,loader,million]
 
-rate     rows per second from a .jsonl file to tokenized and packed rows: dualtune, TRL as it comes, and TRL with a
-         process per core, in turns; each in a fresh process with empty caches. Needs --peer-python, an interpreter of
+rate     rows per second from a .jsonl file to tokenized and packed rows: dualtune, TRL at its defaults, and TRL with a
+         process per core, in turns; each in a fresh process with empty caches. Needs --peer-python, the interpreter of
          an environment with trl and datasets.
 fill     the share of the micro-batches' cells that hold a token, over one epoch.
 loader   how long the training loop waits for batches: steps of 2048 tokens, the shape of SmolLM2-135M on the CPU.
 million  the first and the second start with a million rows: seconds, and memory (Linux).
 
---shared has the rows of GSM8K, WikiSQL and ShareGPT and the tokenizer of SmolLM2 (every part uses them). Rows that are
-taken more than once are made distinct by a number. Parts that are not asked for stay in the result as they were: each
-names its own date, commit and versions.
+--shared has the rows of GSM8K, WikiSQL and ShareGPT and the tokenizer of SmolLM2 (every part uses them). Repeated rows
+are made distinct by a number. Parts that do not run keep their old result; each has its own date, commit and versions.
 """
 
 from __future__ import annotations

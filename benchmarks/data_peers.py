@@ -1,10 +1,10 @@
 """The processes that data.py measures: each does one thing in a fresh interpreter and prints one line of JSON.
 
     python data_peers.py dualtune ROWS.jsonl TOKENIZER     from the file to packed rows, with an empty cache
-    python data_peers.py trl ROWS.jsonl TOKENIZER [PROCS]  the same by datasets and TRL, in an environment of their own
+    python data_peers.py trl ROWS.jsonl TOKENIZER [PROCS]  the same by datasets and TRL, in a separate environment
     python data_peers.py start ROWS.jsonl TOKENIZER        from a config to the batches of the first step, and of others
 
-Clocks start behind the imports and the loading of the tokenizer. Nothing is imported here that one of them lacks.
+Clocks start after the imports and the loading of the tokenizer. This file imports only what all environments have.
 """
 
 from __future__ import annotations

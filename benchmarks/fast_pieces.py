@@ -1,10 +1,10 @@
-"""What the fast pieces of the torch backend bring, and what their sizes cost: variants of an engine, in turns.
+"""The gain from the fast kernels of the torch backend, and the effect of their sizes: variants of an engine, in turns.
 
     python benchmarks/fast_pieces.py [--shape llama-19m] [--threads 1] [--rounds 8] [VARIANT …]
 
 A variant is a list of settings, such as `kernels=reference`, `dropout=0.05`, `dtype=float32`, `block=128` (queries of
-attention) or `rows=512` (of a chunk of the loss); the first one is what the others are compared with. Every variant is
-an engine of its own on the same documents; each round takes a step of every one, there and back. Seconds are those of
+attention) or `rows=512` (of a chunk of the loss). The others are compared with the first one. Every variant is a
+separate engine on the same documents; each round takes a step of every variant, forth and back. Seconds are those of
 whole steps. The profile is that of the first variant. Writes results/fast_pieces.json.
 """
 

@@ -1,11 +1,11 @@
-"""The memory estimate against what the torch engine takes on this machine's CPU, by part.
+"""The memory estimate compared with the memory of the torch engine on this machine's CPU, by part.
 
     python benchmarks/memory_estimate.py [CASE …]
 
 A case is a model (`llama-19m`, or the end of a hub id of `dualtune.memory.shapes.KNOWN`), a dtype, a quantization and
 the lengths of the documents of its micro-batch, such as `SmolLM2-135M:bfloat16:none:1024`. Weights are random; each
-case runs in a process of its own. Storages are counted one by one, the peak of a step by torch's allocator, and what
-the process has in physical memory by the system. Writes results/memory_estimate.json.
+case runs in a separate process. The script counts storages one by one, takes the peak of a step from torch's allocator,
+and the physical memory of the process from the system. Writes results/memory_estimate.json.
 """
 
 from __future__ import annotations

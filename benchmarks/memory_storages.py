@@ -1,4 +1,4 @@
-"""What the torch engine has in memory on a CPU: every storage by part, and the peak of a step by its allocator."""
+"""The memory of the torch engine on a CPU: every storage by part, and the peak of a step by its allocator."""
 
 from __future__ import annotations
 

@@ -4,20 +4,20 @@
     python benchmarks/peers.py --shared ../shared [--platform cpu|cuda|mlx] [--shape NAME] [--peers a,b] [--pairs 5]
                                [--parts defaults,packed,best,dropout]
 
-Every side is the real thing in a fresh process of an environment of its own: `dualtune train` with a config, the
-trainer of TRL, of LLaMA-Factory and so on. All have the same base weights (random, in a named shape), the same initial
-adapter (rank 16 on seven modules), the same documents in every step, the same tokens, AdamW, learning rate and
-clipping. So the losses must agree, and the gap between them is reported.
+Every side is the real program in a fresh process and a separate environment: `dualtune train` with a config, the
+trainer of TRL, of LLaMA-Factory and so on. All have the same base weights (random, in a named shape), initial adapter
+(rank 16 on seven modules), documents and tokens in every step, AdamW, learning rate and clipping. So the losses must
+agree, and the gap between them is reported.
 
-defaults   dualtune against the peer as it comes
+defaults   dualtune against the peer at its defaults
 packed     against TRL's and LLaMA-Factory's rows without padding
-best       against the fastest of the settings that it offers (peers_settings.py), chosen in a few steps; the first pair
-           is longer, for the loss curves
+best       against the peer's fastest settings (peers_settings.py), chosen in a few steps; the first pair is longer, for
+           the loss curves
 dropout    dualtune with a dropout of 0.05 against dualtune without
 
-Sides take turns, there and back, so that a drift of the machine hits both. Tokens are those of documents, never of
-padding, and `--warmup` steps are left out. Writes results/peers.json, a table and a plot beside it. Parts that are not
-asked for stay in the result as they were: each names its own date, commit and versions.
+Sides take turns, forth and back, so that a drift of the machine affects both. Only tokens of documents count, not
+padding, and `--warmup` steps are left out. Writes results/peers.json, with a table and a plot beside it. Parts that do
+not run keep their old result; each has its own date, commit and versions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What every side of peers.py reads: the same base weights, documents and initial adapter, made once in a folder.
+"""The inputs of every side of peers.py: the same base weights, documents and initial adapter, made once in a folder.
 
-dualtune reads rows and a config, as a user has them. The peers read the very tokens that dualtune makes of these rows,
-so that nothing is measured but training.
+dualtune reads rows and a config, like a user's. The peers read the tokens that dualtune makes of these rows, so that
+only training is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table and the plot of what peers.py has measured: results/peers.md and results/peers.svg."""
+"""The table and the plot of the results of peers.py: results/peers.md and results/peers.svg."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What peers.py gives each peer, in the peer's own names: its defaults, and what its documentation and code offer.
+"""The settings of each peer, in the peer's own names: its defaults, and what its documentation and code offer.
 
-What changes the mathematics (rank, dropout, optimizer, learning rate, clipping, documents of a step) is the same for
-all and not here; peers_sides.py hands it over. Of several "best" settings a few steps of each choose the fastest.
+Settings that change the mathematics (rank, dropout, optimizer, learning rate, clipping, documents of a step) are the
+same for all, and peers_sides.py sets them. Of several "best" settings, the fastest in a few steps is used.
 """
 
 from __future__ import annotations

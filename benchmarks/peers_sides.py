@@ -1,10 +1,10 @@
-"""The peers that peers.py measures: each trains in a fresh interpreter of its own environment, as JOB.json says.
+"""The peers that peers.py measures: each trains in a fresh interpreter of its own environment, by JOB.json.
 
     python peers_sides.py hf_peft|trl|llamafactory|unsloth|mlx_lm JOB.json
 
 JOB.json names the base model, the initial adapter and the documents (peers_inputs.py), the optimizer, which is the same
 for all, and the settings of this run, in the peer's own names. The result goes to job["result"]: the loss of each step,
-when it ended, and the arguments that the peer got. Nothing is imported here that one of the environments lacks.
+when it ended, and the arguments that the peer got. This file imports only what all environments have.
 """
 
 from __future__ import annotations

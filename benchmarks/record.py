@@ -1,4 +1,4 @@
-"""Where a figure comes from: every benchmark writes its result with the machine, the versions and the commit."""
+"""The origin of a figure: every benchmark writes its result with the machine, the versions and the commit."""
 
 from __future__ import annotations
 

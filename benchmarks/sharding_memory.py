@@ -1,8 +1,8 @@
-"""What a process of a run holds of the base, on a CPU with gloo: alone, one of two with it whole, one of two with half.
+"""Memory of the base in a process, on a CPU with gloo: one process, two with the whole base each, two with half each.
 
-`python benchmarks/sharding_memory.py` writes results/sharding_memory.json. Memory is what the kernel says of a process
-(/proc/self/smaps_rollup): `own` is anonymous memory, which nobody shares; files that are mapped, such as weights that
-are read straight from disk, are not in it. Figures are those of the process that has most. Linux.
+`python benchmarks/sharding_memory.py` writes results/sharding_memory.json. Memory is read from the kernel
+(/proc/self/smaps_rollup): `own` is anonymous memory, which no other process shares; mapped files, such as weights read
+straight from disk, are not in it. Figures are those of the process with the most memory. Linux only.
 """
 
 from __future__ import annotations

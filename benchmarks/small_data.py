@@ -1,10 +1,10 @@
-"""What a small data set teaches at the defaults, by the tokens of an optimizer step: decision 0015.
+"""How well a small data set trains at the defaults, by the tokens of an optimizer step: decision 0015.
 
     python benchmarks/small_data.py [--shared ../shared]
 
-Each case trains with 16,384 tokens a step and with `auto` (a hundred steps), one also with a 50th and a 200th of
-all tokens: evaluation loss before and after, and for the demo the share of its held-out answers that are exact. torch
-on the CPU in float32, everything else at its default.
+Each case trains with 16,384 tokens a step and with `auto` (a hundred steps), one also with a 50th and a 200th of all
+tokens. It reports the evaluation loss before and after, and for the demo the share of exact held-out answers. torch on
+the CPU in float32, everything else at its default.
 """
 
 from __future__ import annotations

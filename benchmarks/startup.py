@@ -1,10 +1,10 @@
-"""What it costs to start: processor seconds of check-config, preview, check-data, and of a run up to its first step.
+"""The cost of starting: CPU seconds of check-config, preview, check-data, and of a run up to its first step.
 
     python benchmarks/startup.py --against REVISION [--pairs 5] [--shared ../shared]
 
-Both sides run in turns, each from its own source, on stories260k and 1,000 rows of GSM8K, in a process of their own.
-The model is on the disk and its data are in the cache of tokenized data; each side has its own cache. Counted is the
-processor time of the process and its children, user and system, by wait4.
+Both sides run in turns, each from its own source, on stories260k and 1,000 rows of GSM8K, in a separate process. The
+model is on the disk and its data are in the cache of tokenized data; each side has its own cache. The script counts the
+CPU time of the process and its children, user and system, by wait4.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a tag, the version of the code and the changelog agree: python scripts/check_release.py v1.2.3"""
+"""Check that a tag, the version of the code and the changelog agree: python scripts/check_release.py v1.2.3"""
 
 import re
 import sys
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def problems(tag: str, code: str, changelog: str) -> list[str]:
-    """What does not agree, in words; empty if the tag can be released."""
+    """Return what does not agree, as text; empty if the tag can be released."""
     version = re.search(r'^VERSION = "([^"]+)"', code, re.M)
     said = version[1] if version else "nothing"
     found = [] if tag == f"v{said}" else [f"the tag is {tag}, and dualtune/versions.py says {said}"]

@@ -1,4 +1,4 @@
-"""Write the tables of docs/coming_from.md anew, from the rules of `dualtune config import`."""
+"""Regenerate the tables of docs/coming_from.md from the rules of `dualtune config import`."""
 
 from pathlib import Path
 

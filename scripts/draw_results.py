@@ -2,9 +2,9 @@
 
     python scripts/draw_results.py
 
-Each bar is the median of the ratios of interleaved pairs, its line goes from the lowest to the highest. Shown are the
-peers at the best settings that were found for them, and TRL's packed rows; all parts, those at a peer's defaults too,
-are in benchmarks/results/peers.md.
+Each bar is the median of the ratios of interleaved pairs, and its line goes from the lowest to the highest. The picture
+shows the peers at the best settings that were found for them, and TRL's packed rows. All parts, including those at a
+peer's defaults, are in benchmarks/results/peers.md.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PICTURE = ROOT / "docs" / "pictures" / "speed.svg"
 SETTINGS = {"best": "its best", "packed": "packed"}
 PEERS = {"hf_peft": "Hugging Face + PEFT", "trl": "TRL", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth",
          "mlx_lm": "mlx-lm"}  # fmt: skip
-GROUPS = {  # platform/shape/workload -> what it is
+GROUPS = {  # platform/shape/workload -> description
     "cpu/smollm2-135m/gsm8k": "PyTorch on a CPU, SmolLM2-135M shape, GSM8K",
     "cpu/llama-19m/gsm8k": "PyTorch on a CPU, 19M Llama shape, GSM8K",
     "mlx/llama-1m/gsm8k-masked": "MLX's CPU build, 1M Llama shape, GSM8K",
     "mlx/llama-1m/wikisql": "MLX's CPU build, 1M Llama shape, WikiSQL",
 }
-LEFT, SCALE, BAR, ROW, HEAD, WIDTH = 212, 84, 15, 25, 34, 680  # px; SCALE is that of a ratio of 1
+LEFT, SCALE, BAR, ROW, HEAD, WIDTH = 212, 84, 15, 25, 34, 680  # px; SCALE is the length of a ratio of 1
 STYLE = """
 .f{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}
 .b{fill:#0969da}.r{stroke:#1f2328}.o{stroke:#59636e}.h{font-weight:600}.s{fill:#59636e}
@@ -42,7 +42,7 @@ class Bar(NamedTuple):
 
 
 def bars(parts: dict[str, Any], group: str) -> list[Bar]:
-    """Those of a group, the largest ratio first."""
+    """Return the bars of a group, the largest ratio first."""
     found: list[Bar] = []
     for part, figures in parts.items():
         place, peer, settings = part.rsplit("/", 2)

@@ -1,8 +1,8 @@
-"""Writes docs/GPU_TIERS.md from the tiers' data and from the results in benchmarks/results/tiers_*.json.
+"""Write docs/GPU_TIERS.md from the tiers' data and from the results in benchmarks/results/tiers_*.json.
 
 To record results:   dualtune validate --tier all --keep-going --out runs/tiers
                      scripts/gpu_tiers_page.py --record h100 runs/tiers/report.json …
-`--check` writes nothing and exits with 1 if the page is not what would be written.
+`--check` writes nothing and exits with 1 if the page is not up to date.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def record(name: str, reports: list[Path]) -> None:
-    """Keep reports in one file, with losses that a reader can read."""
+    """Save reports in one file, with losses that a person can read."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
     for tier in [tier for report in found for tier in report["tiers"]]:
         tier["losses"] = [round(loss, 4) if isinstance(loss, float) else loss for loss in tier.get("losses", [])]
@@ -67,7 +67,7 @@ def record(name: str, reports: list[Path]) -> None:
 
 
 def results() -> list[dict[str, Any]]:
-    """Every report that was recorded, by file name."""
+    """Return all recorded reports, by file name."""
     files = sorted(RESULTS.glob("tiers_*.json"))
     return [report for file in files for report in json.loads(file.read_text(encoding="utf-8"))["reports"]]
 
@@ -119,7 +119,7 @@ def criteria_table() -> list[str]:
 
 
 def measured(reports: list[dict[str, Any]]) -> list[str]:
-    """A table, and a line for each machine."""
+    """Return a table, and a line for each machine."""
     rows, machines = [], []
     for report in reports:
         for tier in report["tiers"]:

@@ -1,10 +1,11 @@
-"""Makes `dualtune/demo/`: a tiny Llama and a small data set, so that dualtune can be tried without a download.
+"""Make `dualtune/demo/`: a tiny Llama and a small data set, to try dualtune without a download.
 
 What  A shop's mailbox. The base model, pretrained here from scratch, answers customers' letters politely in plain
-      English. `train.jsonl` teaches it, through LoRA, to answer such letters with an order record in JSON. Who wants
-      what, how many, where and when it can find already; only the answer is new, so a minute's training is enough.
+      English. `train.jsonl` teaches it, through LoRA, to answer such letters with an order record in JSON. The base
+      can already find who wants what, how many, where and when; only the form of the answer is new, so a minute of
+      training is enough.
 Why   A demo should show a real change of behaviour: the records of `heldout.jsonl` must be right to the last character,
-      and every person, good and city in them is one that `train.jsonl` never names.
+      and `train.jsonl` names none of the people, goods and cities in them.
 How   `.venv/bin/python scripts/make_demo.py`, about five minutes on two CPU cores, almost all of it pretraining. Every
       sentence is generated below from a seed; the same torch version and kind of CPU give the same files.
 """
@@ -63,23 +64,23 @@ class Order:
 
     @property
     def reply(self) -> str:
-        """What the base model answers."""
+        """Return the base model's answer."""
         goods = f"{self.quantity} {self.colour} {self.item}"
         return f"Thank you, {self.customer}! We will send {goods} to {self.city} by {self.day}."
 
     def record(self, fields: list[str] = FIELDS) -> str:
-        """With all fields: what the fine-tuned model answers."""
+        """Return fields as JSON. All fields are the fine-tuned model's answer."""
         return json.dumps({field: getattr(self, field) for field in fields}, separators=(",", ":"))
 
 
 def pick(rng: random.Random, words: list[str], part: str) -> str:
-    """One of all words, of the three quarters that train.jsonl may name, or of the quarter kept for heldout.jsonl."""
+    """Pick from all words, the three quarters that train.jsonl may name, or the quarter kept for heldout.jsonl."""
     cut = len(words) * 3 // 4
     return rng.choice({"all": words, "train": words[:cut], "heldout": words[cut:]}[part])
 
 
 def draw_order(rng: random.Random, part: str = "all") -> Order:
-    """A letter: the writer's name first or last, a request in one of seven wordings, perhaps an idle sentence."""
+    """Draw a letter: the writer's name first or last, a request in one of seven wordings, maybe a filler sentence."""
     name = f"{pick(rng, FIRST_NAMES, part)} {pick(rng, LAST_NAMES, part)}"
     item, city = pick(rng, ITEMS, part), pick(rng, CITIES, part)
     colour, day, n = rng.choice(COLOURS), rng.choice(DAYS), rng.randint(2, 20)
@@ -102,13 +103,13 @@ def draw_order(rng: random.Random, part: str = "all") -> Order:
     return Order(name, item, colour, n, city, day, letter)
 
 
-FORMS = {  # request: how one field reads, and what stands between two
+FORMS = {  # request: the format of one field, and the separator
     "Fill in": ("{}: {}", ", "), "Note": ("{} = {}", "; "), "Quote": ('{} "{}"', ", "), "List": ("- {}: {}", "\n"),
 }  # fmt: skip
 
 
 def draw_form(rng: random.Random, order: Order) -> tuple[str, str, list[str]]:
-    """A request for some fields of an order, the form that answers it ("city: Oslo, item: lamps"), and these fields."""
+    """Draw a request for some fields of an order, its answer as a form ("city: Oslo, item: lamps"), and the fields."""
     request = rng.choice(list(FORMS))
     pattern, separator = FORMS[request]
     fields = rng.sample(FIELDS, rng.randint(2, len(FIELDS)))
@@ -121,9 +122,10 @@ def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 
 def draw_chat(rng: random.Random) -> list[dict[str, str]]:
-    """A conversation for pretraining: a letter, the polite reply, and three questions about the letter.
+    """Draw a conversation for pretraining: a letter, the polite reply, and three questions about the letter.
 
-    Some answers are a bare word: "blue" and " blue" are two tokens, and in JSON the model must know them for one word.
+    Some answers are a bare word: "blue" and " blue" are two tokens, and for JSON the model must know that they are the
+    same word.
     """
     order = draw_order(rng)
     questions = rng.sample([
@@ -138,9 +140,9 @@ def draw_chat(rng: random.Random) -> list[dict[str, str]]:
 
 
 def draw_json(rng: random.Random) -> tuple[str, str]:
-    """A form or a reply, and some of its fields in JSON.
+    """Draw a form or a reply, and some of its fields in JSON.
 
-    Like any base model ours has met JSON, but never in a conversation and never beside a letter: that step is LoRA's.
+    Like any base model, ours has seen JSON, but never in a conversation or next to a letter: LoRA must learn that.
     """
     order = draw_order(rng)
     _, form, fields = draw_form(rng, order)
@@ -148,7 +150,7 @@ def draw_json(rng: random.Random) -> tuple[str, str]:
 
 
 def train_tokenizer(rng: random.Random) -> Tokenizer:
-    """Byte-level BPE: it takes any text, and nearly every word of the mailbox is one token."""
+    """Train a byte-level BPE: it takes any text, and nearly every word of the mailbox is one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -165,7 +167,7 @@ def train_tokenizer(rng: random.Random) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> PreTrainedTokenizerFast:
-    """Writes tokenizer_config.json by hand: what transformers writes there changes from version to version."""
+    """Write tokenizer_config.json by hand, because transformers' version of it changes between releases."""
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": START, "eos_token": END, "pad_token": PAD,
@@ -176,7 +178,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> PreTrainedTokenizerFas
 
 
 def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """Three layers. Every input width is a multiple of 64, so that 4-bit quantization in groups of 64 fits."""
+    """Create the model: three layers, with input widths that are multiples of 64, the group size of quantization."""
     bos, eos, pad = (tokenizer.token_to_id(token) for token in (START, END, PAD))
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=128, intermediate_size=128, num_hidden_layers=3,
@@ -187,9 +189,9 @@ def new_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def draw_document(rng: random.Random, tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of one document and the weight of each as a target.
+    """Draw one document: its tokens and the loss weight of each.
 
-    Answers count ten times: letters are random draws, and there is nothing to learn in guessing their words.
+    Answers count ten times, because letters are random and there is nothing to learn from guessing their words.
     """
     pieces: list[tuple[str, float]] = []
     if rng.random() < 0.2:
@@ -227,7 +229,7 @@ def pretrain(model: LlamaForCausalLM, tokenizer: Tokenizer, steps: int, docs_per
 
 
 def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, letter: str) -> str:
-    """The greedy reply to one letter."""
+    """Generate the greedy reply to one letter."""
     question = [{"role": "user", "content": letter}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output_BT = model.generate(**prompt, max_new_tokens=48, do_sample=False)

@@ -3,8 +3,8 @@
     python scripts/record_demo.py            # record, then draw
     python scripts/record_demo.py --redraw   # draw what was recorded before
 
-demo.cast is what the command wrote and when, in the format of asciinema (asciicast v2). demo.svg plays it by CSS
-animation, without a script, and shows the last screen where animation is off. The only change to the output is that
+demo.cast holds the output of the command with its times, in the format of asciinema (asciicast v2). demo.svg plays it
+by CSS animation, without a script, and shows the last screen if animation is off. The only change to the output is that
 the path of this clone becomes ~/dualtune.
 """
 
@@ -32,9 +32,9 @@ SHOWN_ROOT = "~/dualtune"
 COMMAND = ("dualtune", "train", "--demo")
 COLUMNS, ROWS = 80, 24
 
-PLAY_S = 14.0  # how long the picture plays the recording: faster than it ran, where it ran longer
+PLAY_S = 14.0  # duration of the playback: longer recordings are played faster
 HOLD_S = 6.0  # how long the last screen stays before the animation begins again
-LEAST_S = 0.06  # of the playback: changes that are closer together are drawn as one
+LEAST_S = 0.06  # of playback time: changes closer together are drawn as one
 CHAR, LINE, PAD, FONT = 8.4, 19, 16, 14  # px
 STYLE = """
 rect{fill:#fff;stroke:#d0d7de}text{fill:#1f2328;white-space:pre}
@@ -51,9 +51,9 @@ Event = tuple[float, str]  # seconds since the start, what was written
 
 
 def record(command: tuple[str, ...] = COMMAND) -> list[Event]:
-    """Run a command of this Python's environment on a terminal, in an empty directory, and return what it writes.
+    """Run a command of this Python's environment on a terminal, in an empty directory, and return its output.
 
-    Its cache is empty too, as on a fresh machine. SystemExit where the command fails, with the end of its output.
+    Its cache is empty too, as on a fresh machine. Raises SystemExit with the end of its output if the command fails.
     """
     found = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as directory:
@@ -79,18 +79,18 @@ def _read(terminal: int):
     while True:
         try:
             data = os.read(terminal, 1 << 16)
-        except OSError:  # Linux's answer once the other side is closed
+        except OSError:  # on Linux, when the other side is closed
             data = b""
         if not data:
             return
         data = rest + data
-        text = data.decode(errors="ignore")  # a character that is cut at the end is read with what follows
+        text = data.decode(errors="ignore")  # ignore a character that is cut at the end
         rest = data[len(text.encode()) :]
         yield round(time.monotonic() - began, 3), text
 
 
 def cast_of(events: list[Event]) -> str:
-    """An asciicast v2 file: a header, then a line for each event. The path of the clone becomes ~/dualtune."""
+    """Return an asciicast v2 file: a header, then a line for each event. The path of the clone becomes ~/dualtune."""
     header = {"version": 2, "width": COLUMNS, "height": ROWS, "title": " ".join(COMMAND)}
     rows = [header, *([t, "o", text.replace(str(ROOT), SHOWN_ROOT)] for t, text in events)]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -106,7 +106,7 @@ def events_of(cast: str) -> list[Event]:
 
 @dataclass
 class Screen:
-    """A terminal's lines, those scrolled away too. It knows the control codes that rich writes and refuses others."""
+    """The lines of a terminal, including those scrolled away. It knows the control codes of rich and refuses others."""
 
     lines: list[str] = field(default_factory=lambda: [""])
     row: int = 0
@@ -149,7 +149,7 @@ class Screen:
 
 @dataclass(frozen=True)
 class Shown:
-    """A line's text, from when to when (None: to the end)."""
+    """The text of a line, and when it is shown (end None: until the end)."""
 
     row: int
     text: str
@@ -158,13 +158,13 @@ class Shown:
 
 
 def played(events: list[Event]) -> list[Event]:
-    """The events at the times of the playback, evenly faster."""
+    """Scale the times of the events evenly to the playback."""
     speed = max(1.0, events[-1][0] / PLAY_S)
     return [(t / speed, text) for t, text in events]
 
 
 def replay(events: list[Event]) -> tuple[list[Shown], list[tuple[float, int]]]:
-    """What each line shows when, and (when, how many lines are scrolled away). The prompt is line 0."""
+    """Return what each line shows when, and (time, number of lines scrolled away). The prompt is line 0."""
     screen, shown, scrolled = Screen(), list[Shown](), [(0.0, 0)]
     screen.write(f"$ {' '.join(COMMAND)}\r\n")
     since: dict[int, tuple[float, str]] = {}
@@ -193,14 +193,14 @@ def replay(events: list[Event]) -> tuple[list[Shown], list[tuple[float, int]]]:
 
 
 def draw(events: list[Event]) -> str:
-    """The animated SVG. Times in keyframes are shares of one round: the recording, then a pause."""
+    """Return the animated SVG. Keyframe times are shares of one loop: the recording, then a pause."""
     events = played(events)
     shown, scrolled = replay(events)
     whole = events[-1][0] + HOLD_S
     width, height = COLUMNS * CHAR + 2 * PAD, ROWS * LINE + 2 * PAD
     names: dict[tuple[float, float | None], str] = {}
     texts = [_text(line, names.setdefault((line.start, line.end), f"k{len(names)}")) for line in shown]
-    # One line's height for each line that has been scrolled away.
+    # Move up by one line height for each line scrolled away.
     moves = "".join(f"{_share(t, whole)}{{transform:translateY({-LINE * away}px)}}" for t, away in scrolled)
     style = [
         STYLE,
@@ -222,7 +222,7 @@ def draw(events: list[Event]) -> str:
 
 
 def _text(line: Shown, name: str) -> str:
-    """`textLength` keeps the columns where a font's characters have different widths."""
+    """Return a text element. `textLength` keeps the columns aligned if the font is not monospaced."""
     kind = "p " if line.row == 0 else "" if line.end is None else "t "
     at = f'x="{PAD}" y="{PAD + line.row * LINE + FONT}" textLength="{len(line.text) * CHAR:.1f}"'
     return f'<text class="{kind}{name}" {at}>{escape(line.text)}</text>'

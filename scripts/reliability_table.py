@@ -1,8 +1,8 @@
-"""Writes the tables in docs/reliability.md: runs tests/faults and notes how each fault ended, and shows two results.
+"""Write the tables in docs/reliability.md: run tests/faults, record how each fault ended, and show two results.
 
-The results are those of `make chaos` and benchmarks/checkpoint_overhead.py, as they lie in benchmarks/results. A line
-of the first table is a fault as the tests declare it (@pytest.mark.fault); several tests, and several parameters of
-one, may share it. `make reliability` runs this; `--check` runs nothing and compares.
+The results are those of `make chaos` and benchmarks/checkpoint_overhead.py, stored in benchmarks/results. A line of the
+first table is a fault that tests declare (@pytest.mark.fault); several tests, and several parameters of one, may share
+it. `make reliability` runs this; `--check` runs nothing and compares.
 """
 
 import argparse
@@ -20,7 +20,7 @@ HEAD = ["| row | fault | injection | what happens | result |", "|---:|---|---|--
 
 
 class Collector:
-    """A pytest plugin: what is declared, and how it ended."""
+    """A pytest plugin that collects the declared faults and how they ended."""
 
     def __init__(self) -> None:
         self.faults: dict[tuple[int, str, str, str], list[str]] = {}  # -> the tests
@@ -37,11 +37,11 @@ class Collector:
             known = hasattr(report, "wasxfail")
             reason = report.wasxfail if known else report.longrepr[2] if report.skipped else ""
             before = self.outcomes.get(report.nodeid, ("passed", ""))
-            if before[0] == "passed":  # a teardown that fails counts, one that follows a failure does not
+            if before[0] == "passed":  # a failing teardown counts, but not after another failure
                 self.outcomes[report.nodeid] = ("known" if known else report.outcome, str(reason))
 
     def lines(self) -> list[tuple[str, str]]:
-        """(what is declared, how it ended) of every fault, by row."""
+        """Return (declaration, outcome) of every fault, by row."""
         return [
             (" | ".join(map(_cell, fault)), _cell(self._result(tests)))
             for fault, tests in sorted(self.faults.items(), key=lambda entry: entry[0][0])
@@ -64,7 +64,7 @@ def main() -> int:
     collector = Collector()
     tests = ROOT / "tests" / "faults"
     options = ["--collect-only", "-qqq"] if check else ["-q"]
-    options += ["-p", "no:cacheprovider", f"--ignore={tests / 'test_table.py'}"]  # which judges the table made here
+    options += ["-p", "no:cacheprovider", f"--ignore={tests / 'test_table.py'}"]  # it checks the table made here
     code = pytest.main([str(tests), *options], [collector])
     page = PAGE.read_text(encoding="utf-8")
     figures = {"chaos": chaos_table(), "overhead": overhead_table()}
@@ -124,7 +124,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _with(page: str, name: str, lines: list[str]) -> str:
-    """The page with these lines between the marks of a name."""
+    """Return the page with these lines between the marks of a name."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, _, rest = page.partition(begin)
     return before + "\n".join([begin, *lines, end]) + rest.partition(end)[2]

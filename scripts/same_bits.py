@@ -1,17 +1,17 @@
-"""Trains the same small configs with two versions of dualtune and compares every number that they write, bit for bit.
+"""Train the same small configs with two versions of dualtune and compare all written numbers bit for bit.
 
     .venv/bin/python scripts/same_bits.py OLD NEW [--only 'torch-*'] [--jobs 2] [--keep DIR]
 
-OLD and NEW are commits, or directories with a tree of dualtune. Each is driven by its command line alone, with its own
-code and its own entry points, so their layouts may differ. Compared are
+OLD and NEW are commits, or directories with a tree of dualtune. The script uses only the command line of each, with its
+own code and entry points, so their layouts may differ. It compares
 
 - the adapter: the bytes of its safetensors files, and the values of adapter_config.json that OLD writes;
 - every checkpoint: its tensors, by name, and by content where only one version has the name;
-- metrics.jsonl: every number but those in NOT_COMPARED;
+- metrics.jsonl: every number except those in NOT_COMPARED;
 - a run that resumes in the middle: each version from its own checkpoint, and NEW from the checkpoint of OLD.
 
-One line a config and a summary; exit 1 if anything differs or fails. It needs the packages of the backends, no GPU and
-no network. A config whose packages are missing is not run, and the summary says so.
+It prints one line per config and a summary, and exits with 1 if anything differs or fails. It needs the packages of the
+backends, but no GPU and no network. Configs with missing packages are not run, and the summary lists them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from safetensors.numpy import load_file, save_file
 ROOT = Path(__file__).parents[1]
 NOT_COMPARED = {"step_s", "tokens_per_s", "peak_bytes", "elapsed_s", "seconds"}  # time, throughput and memory
 STEPS, MIDDLE = 6, 3
-TIMEOUT_S = 900  # of one run: a safety net, far above what the slowest needs
+TIMEOUT_S = 900  # of one run: a safety net, far above the slowest run
 PACKAGES = {"numpy": (), "cpu": ("torch",), "mlx": ("mlx", "mlx_lm")}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A config: what it changes of the common settings, and how it is run."""
+    """A config: its changes to the common settings, and how to run it."""
 
     name: str
     platform: str
@@ -55,7 +55,7 @@ class Case:
     processes: int = 1
     resumes: bool = False
     packages: tuple[str, ...] = ()
-    event: str = ""  # what has to happen in it
+    event: str = ""  # what must happen in the run
 
     @property
     def missing(self) -> list[str]:
@@ -72,7 +72,7 @@ PACKED = {"data.packing": True}
 DROPOUT = {"adapter.dropout": 0.25}
 ACCUMULATED = {"train.micro_batch_tokens": 192}  # several micro-batches a step
 EVERYTHING = PACKED | DROPOUT | ACCUMULATED
-ROLLBACK = {  # with so low a threshold that the ordinary noise of two documents a step is a spike
+ROLLBACK = {  # a threshold so low that the normal noise of two documents a step is a spike
     "train.steps": 26, "train.documents_per_step": 2, "train.schedule": "constant", "train.learning_rate": 1e-3,
     "guards.on_spike": "rollback", "guards.spike_threshold": 0.5, "guards.restore_best": True,
     "train.max_grad_norm": None, "run.eval_every": 5, "run.save_every": 4,
@@ -101,14 +101,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Tree:
-    """A version of dualtune that runs with its own code, whatever is installed."""
+    """A version of dualtune that runs with its own code, not with an installed one."""
 
     name: str
     path: Path
     environment: dict[str, str]
 
     def dualtune(self, *words: str) -> str:
-        """Run `dualtune WORDS`: what it writes to standard output. RuntimeError with its last words if it fails."""
+        """Run `dualtune WORDS` and return its standard output. Raises RuntimeError if it fails."""
         command = [sys.executable, "-m", "dualtune", *words]
         done = subprocess.run(command, env=self.environment, cwd=self.path, capture_output=True, timeout=TIMEOUT_S)
         if done.returncode:
@@ -118,7 +118,7 @@ class Tree:
 
 
 def open_tree(name: str, given: str, home: Path) -> Tree:
-    """The tree of a commit, unpacked below `home`, or that of a directory, where it lies."""
+    """Open the tree of a commit, unpacked below `home`, or of a directory, in place."""
     home.mkdir(parents=True)
     path = Path(given).resolve()
     if not (path / "pyproject.toml").is_file():
@@ -134,7 +134,7 @@ def open_tree(name: str, given: str, home: Path) -> Tree:
 
 
 def _environment(tree: Path, home: Path) -> dict[str, str]:
-    """Variables with which Python finds the tree's packages and entry points before any that are installed."""
+    """Return variables that make Python find the tree's packages and entry points before installed ones."""
     project = tomllib.loads((tree / "pyproject.toml").read_text(encoding="utf-8"))
     info = home / "metadata" / "dualtune-0.0.dist-info"
     info.mkdir(parents=True)
@@ -152,7 +152,7 @@ def _environment(tree: Path, home: Path) -> dict[str, str]:
 
 
 def _check_own_code(tree: Tree) -> None:
-    """Exit where Python would import another dualtune than the tree's."""
+    """Exit if Python would import a dualtune that is not the tree's."""
     code = "import dualtune; print(dualtune.__file__)"
     done = subprocess.run([sys.executable, "-c", code], env=tree.environment, cwd=tree.path, capture_output=True)
     found = done.stdout.decode().strip()
@@ -164,7 +164,7 @@ def _check_own_code(tree: Tree) -> None:
 
 
 def write_material(home: Path, tree: Path) -> None:
-    """One config, the data and a model for each engine, which both versions read."""
+    """Write one config, the data and a model for each engine. Both versions read them."""
     home.mkdir()
     demo = next(path.parent for path in tree.glob("**/model.safetensors") if path.parents[1].name == "demo")
     shutil.copytree(demo, home / "llama")
@@ -180,7 +180,7 @@ def write_material(home: Path, tree: Path) -> None:
 
 
 def _write_softmax(path: Path, demo: Path) -> None:
-    """A random model of the NumPy engine, with the demo's tokenizer."""
+    """Write a random model for the NumPy engine, with the demo's tokenizer."""
     shutil.copytree(demo, path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     vocab = json.loads((demo / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rng = np.random.default_rng(0)
@@ -208,7 +208,7 @@ def train(tree: Tree, case: Case, material: Path, run: Path, resume: Path | None
 
 
 def differences(old: Path, new: Path) -> Iterator[str]:
-    """What two run directories do not have in common, a line each."""
+    """Yield the differences of two run directories, one line each."""
     yield from _adapter_differences(old / "adapter", new / "adapter")
     steps = [sorted(path.name for path in run.glob("checkpoints/step-*")) for run in (old, new)]
     if steps[0] != steps[1] or not steps[0]:
@@ -234,7 +234,7 @@ def _adapter_differences(old: Path, new: Path) -> Iterator[str]:
 
 
 def _tensor_differences(old: Path, new: Path) -> Iterator[str]:
-    """By name where both have it; those that are left must be the same tensors under other names."""
+    """Compare tensors by name if both have it; the rest must be the same tensors under other names."""
     left, right = _tensors(old), _tensors(new)
     changed = [name for name in left.keys() & right.keys() if left[name] != right[name]]
     if changed:
@@ -248,7 +248,7 @@ def _tensor_differences(old: Path, new: Path) -> Iterator[str]:
 
 
 def _tensors(checkpoint: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """(dtype, shape, digest) by file/name."""
+    """Return (dtype, shape, digest) by file/name."""
     found = {}
     for path in sorted(checkpoint.rglob("*.safetensors")):
         for name, tensor in load_file(path).items():
@@ -258,7 +258,7 @@ def _tensors(checkpoint: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 
 def _numbers(run: Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl, with nothing but the numbers that are compared. NaN becomes text: it equals itself."""
+    """Return the rows of metrics.jsonl with only the compared numbers. NaN becomes text, so that it equals itself."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [
         {key: repr(value) if value != value else value for key, value in row.items()
@@ -284,7 +284,7 @@ def _metric_differences(old: list[dict[str, float]], new: list[dict[str, float]]
 
 
 def compare(case: Case, old: Tree, new: Tree, material: Path, home: Path) -> list[str]:
-    """Train a case with both versions. The differences, each with the part of the case where it is."""
+    """Train a case with both versions. Returns the differences, each with its part of the case."""
     try:
         runs = [train(tree, case, material, home / tree.name) for tree in (old, new)]
         found = list(differences(*runs))
@@ -330,7 +330,7 @@ def main() -> int:
 
 
 def run(old_name: str, new_name: str, cases: list[Case], jobs: int, home: Path) -> int:
-    """Compare the cases, a line each as they end. The exit code."""
+    """Compare the cases and print one line for each when it ends. Returns the exit code."""
     start = time.monotonic()
     old, new = open_tree("old", old_name, home / "trees" / "old"), open_tree("new", new_name, home / "trees" / "new")
     material = home / "material"

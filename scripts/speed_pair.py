@@ -1,16 +1,16 @@
-"""Measures in turns how fast two versions of dualtune train and start: OLD, NEW, NEW, OLD, …
+"""Measure in turns how fast two versions of dualtune train and start: OLD, NEW, NEW, OLD, …
 
     .venv/bin/python scripts/speed_pair.py OLD NEW [--pairs 7] [--output benchmarks/results/redesign.json]
 
 OLD and NEW are commits, or directories with a tree of dualtune; each runs with its own code (see same_bits.py). It
 measures
 
-- train_step_s: the median of a step of `dualtune bench`, torch on the CPU, the demo's model with packing and dropout;
-- help_s: the processor time (user and system) of `dualtune --help`;
-- start_s: the processor time of `dualtune train … --dry-run`, which imports the backend and reads config and data.
+- train_step_s: the median step time of `dualtune bench`, torch on the CPU, the demo's model with packing and dropout;
+- help_s: the CPU time (user and system) of `dualtune --help`;
+- start_s: the CPU time of `dualtune train … --dry-run`, which imports the backend and reads config and data.
 
 Every pair gives a ratio NEW / OLD, so a machine that becomes slower between pairs does not change it. The JSON has all
-seconds, and the median, least and largest ratio.
+seconds, and the median, smallest and largest ratio.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from same_bits import COMMON, EVERYTHING, Tree, open_tree, settings_as_words, wr
 
 
 def train_step_s(tree: Tree, material: Path, out: Path) -> float:
-    """Median seconds of 20 steps."""
+    """Return the median seconds of 20 steps."""
     words = ["bench", str(material / "llama.yaml"), "--platform", "cpu", "--steps", "20", "--warmup", "5", "--json"]
     said = tree.dualtune(*words, "--out", str(out), *settings_as_words(COMMON | EVERYTHING))
     return float(statistics.median(json.loads(said)["step_s"]))
 
 
 def processor_s(action: Callable[[], Any]) -> float:
-    """Of the processes that an action starts and waits for, user and system."""
+    """Return the CPU time (user and system) of the processes that an action starts and waits for."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     action()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -57,10 +57,10 @@ def measures(material: Path, home: Path) -> dict[str, Callable[[Tree], float]]:
 
 
 def in_turns(measure: Callable[[Tree], float], old: Tree, new: Tree, pairs: int) -> dict[str, Any]:
-    """One pair that does not count, which writes the bytecode and warms the caches; then the pairs."""
+    """Measure the pairs, after one discarded pair that writes the bytecode and warms the caches."""
     seconds: dict[str, list[float]] = {"old": [], "new": []}
     for number in range(-1, pairs):
-        for tree in (old, new) if number % 2 else (new, old):  # neither is always the second
+        for tree in (old, new) if number % 2 else (new, old):  # so that neither is always second
             taken = measure(tree)
             if number >= 0:
                 seconds[tree.name].append(taken)

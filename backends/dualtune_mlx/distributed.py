@@ -14,7 +14,7 @@ from dualtune.errors import EnvironmentFault
 
 @cache
 def world() -> World:
-    """Join the others. EnvironmentFault if they cannot be reached."""
+    """Join the other processes. Raises EnvironmentFault if they cannot be reached."""
     if not os.environ.get("MLX_HOSTFILE"):  # empty where mlx.launch starts one process
         return Alone()
     try:
@@ -33,7 +33,7 @@ class MlxWorld:
         self.rank, self.size = rank, size
 
     def gather(self, data: bytes) -> list[bytes]:
-        # The processor's stream, whose work MLX does in the order in which it is asked for, as the ring needs it.
+        # The CPU stream: MLX runs its work in the order of the calls, as the ring requires.
         gathered = mx.distributed.all_gather(mx.array(np.frombuffer(data, np.uint8)), stream=mx.cpu)
         whole = np.array(gathered).tobytes()
         return [whole[start : start + len(data)] for start in range(0, len(whole), len(data))]
@@ -46,7 +46,7 @@ class MlxWorld:
 
 
 def added_up(array: mx.array) -> mx.array:
-    """The sum of an array over all processes; the array itself where there are no others."""
+    """Return the sum of an array over all processes; in a single process, the array itself."""
     if world().size == 1:
         return array
     return mx.distributed.all_sum(array, stream=mx.cpu)

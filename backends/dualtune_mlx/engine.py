@@ -44,7 +44,7 @@ from dualtune_mlx.packing import packed_cache
 
 
 class MlxEngine:
-    """See `dualtune.backend.Engine`. MLX is lazy: each verb that changes state asks for its evaluation."""
+    """See `dualtune.backend.Engine`. MLX is lazy: each method that changes state starts its evaluation."""
 
     def __init__(self, model: nn.Module, request: LoadRequest, description: Mapping[str, Any]) -> None:
         self.model = model
@@ -58,7 +58,7 @@ class MlxEngine:
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._slots = {slot: mx.zeros_like(self._params) for slot in request.optimizer.entry.slots}
         self._grads = mx.zeros_like(self._params)
-        self._step = mx.array(0.0)  # on the device, because the device decides whether a step counts
+        self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = learned_positions(read_config(request.model_dir))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
@@ -85,7 +85,7 @@ class MlxEngine:
         factor = mx.array(self._loss_scale / num_targets)
         with self._documents(batch):
             self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, factor)
-        self._bind(self._layout.named(self._params))  # the function above left its own arguments bound
+        self._bind(self._layout.named(self._params))  # the function above bound its own arguments
         mx.async_eval(self._grads, self._loss)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
@@ -98,7 +98,7 @@ class MlxEngine:
             found_N = cross_entropy.target_logprobs(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
         where = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # behind them, what pads them
+        logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return logprobs_BT
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
@@ -164,12 +164,12 @@ class MlxEngine:
         copy_without_weights(self._request.model_dir, path)
         mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
 
-    # --- functions of arrays alone, so that MLX can compile them ----------------------------------------------------
+    # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 
     def _add_gradient(
         self, params: mx.array, grads: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """(gradients, loss) with those of a micro-batch added, its loss sum multiplied by `factor`."""
+        """Return (gradients, loss) with those of a micro-batch added, with its loss sum multiplied by `factor`."""
 
         def scaled_loss(params: Arrays) -> mx.array:
             self._bind(params)
@@ -183,7 +183,7 @@ class MlxEngine:
         self, params: mx.array, slots: Arrays, step: mx.array, grads: mx.array, loss: mx.array,
         lr: mx.array, shrink: mx.array, max_norm: mx.array,
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
-        """(params, slots, step) after an update, unless the loss or a gradient is not finite; and the gradient norm."""
+        """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
         grads, norm = clip(grads / self._loss_scale, max_norm)
         optimizer = self._request.optimizer
         update = OPTIMIZERS[optimizer.name]
@@ -219,10 +219,10 @@ class MlxEngine:
             if weights_BT is not None:
                 inputs["weights_BT"] = weights_BT
         else:
-            # Where steps are compiled, the number of targets is one of eight for each shape of batch.
+            # If steps are compiled, pad the number of targets to one of eight sizes per batch shape.
             granule = -(-batch.labels_BT.size // 8) if self._kernels.compiles else 1
             inputs["index_N"], inputs["labels_N"] = cross_entropy.targets(batch.labels_BT, granule)
-            if weights_BT is not None:  # what pads the targets has a label that is ignored, so any weight will do
+            if weights_BT is not None:  # the padding has ignored labels, so its weights do not matter
                 inputs["weights_N"] = weights_BT.flat[inputs["index_N"]]
         if dropout and self._request.adapter.dropout:
             inputs["noise_BT"] = batch.noise_BT
@@ -230,7 +230,7 @@ class MlxEngine:
 
     @contextmanager
     def _dropout(self, inputs: Arrays) -> Iterator[None]:
-        """Dropout by the keys among the inputs, where there are any."""
+        """Enable dropout with the seeds among the inputs, if there are any."""
         self._noise.noise_BT = inputs.get("noise_BT")
         try:
             yield
@@ -239,7 +239,7 @@ class MlxEngine:
 
     @contextmanager
     def _documents(self, batch: Batch) -> Iterator[None]:
-        """Attention by document, if the layout of the documents may shape what runs."""
+        """Attend document by document, if the computation may depend on the layout of the documents."""
         attention = self._kernels.attention
         if attention is None or self._kernels.compiles:
             yield
@@ -256,7 +256,7 @@ class MlxEngine:
             layer.bind({part: params[tensor_name(path, part, method.name)] for part in method.parts})
 
     def _frozen(self, path: str) -> np.ndarray:
-        """The frozen weight of an adapted layer, float32 [out, in]."""
+        """Return the frozen weight of an adapted layer, float32 [out, in]."""
         return np.array(weight_of(self._layers[path].base))
 
     def _to_numpy(self, flat: mx.array) -> Tensors:
@@ -267,5 +267,5 @@ class MlxEngine:
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands where `Compiled` would."""
+    """Return the function unchanged, in place of `Compiled`."""
     return function

@@ -1,4 +1,4 @@
-"""mlx-lm's GPT-2 for the models that transformers writes: their names, their keys, and several documents in a row."""
+"""mlx-lm's GPT-2 for models written by transformers: their tensor names, their config keys, and packed rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mlx_lm.models import gpt2
 
 from dualtune.errors import ConfigError
 
-# What mlx-lm's class computes, whatever config.json says: the first value is transformers' default.
+# What mlx-lm's class computes whatever config.json says. The first value is transformers' default.
 COMPUTED: Mapping[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names for one function
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
@@ -21,19 +21,19 @@ COMPUTED: Mapping[str, tuple[Any, ...]] = {
 
 
 class Model(gpt2.Model):
-    """Reads `transformer.h.0…`, as transformers writes it, beside the `h.0…` of OpenAI's own files."""
+    """Reads `transformer.h.0…`, as transformers writes it, and the `h.0…` of OpenAI's own files."""
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        # Masks of old files, and the output head, which is the embedding.
+        # Masks in old files, and the output head, which is the embedding.
         needless = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
         bare = {name.removeprefix("transformer."): w for name, w in weights.items() if not name.endswith(needless)}
         return super().sanitize(bare)
 
 
 class PerToken:
-    """A table of positions that also takes an offset for each token of packed rows.
+    """A position embedding that also takes one offset per token, for packed rows.
 
-    mlx-lm adds 0, 1, 2, … to the offset of a row; where there are offsets [B, T], the first of each sum is the token's.
+    mlx-lm adds 0, 1, 2, … to the offset of a row. With offsets [B, T], the first of these sums is the token's position.
     """
 
     def __call__(self, positions: mx.array) -> mx.array:
@@ -45,7 +45,7 @@ def classes(config: Mapping[str, Any]) -> tuple[type[Model], type[gpt2.ModelArgs
 
 
 def config_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that mlx-lm asks for and transformers leaves out. ConfigError for what mlx-lm would ignore."""
+    """Return the keys that mlx-lm needs and transformers omits. Raises ConfigError for values that mlx-lm ignores."""
     for key, (default, *others) in COMPUTED.items():
         if config.get(key, default) not in (default, *others):
             raise ConfigError(
@@ -61,6 +61,6 @@ def config_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_stored(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """The weights in the names and the orientation of OpenAI's files, which transformers and mlx-lm both read."""
+    """Return the weights with the names and orientation of OpenAI's files, which transformers and mlx-lm both read."""
     bare = {name.removeprefix("model."): weight for name, weight in weights.items()}
     return {n: w.T if n.startswith("h.") and w.ndim == 2 else w for n, w in bare.items()}

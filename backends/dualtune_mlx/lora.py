@@ -16,18 +16,18 @@ from dualtune_mlx.methods import AdaptedLayer, Noise, linear_shape
 
 
 class Weights:
-    """The adapter's two matrices. Not a Module: the model's parameters stay the base's, and these are bound to
-    whatever the running function is differentiated by."""
+    """The adapter's two matrices. Not a Module, so that the model's parameters are only the base's. They are bound to
+    the arrays by which the current function is differentiated."""
 
     lora_A_rI: mx.array
     lora_B_Or: mx.array
 
 
 class SharedInput:
-    """The products A x of the layers that read the same x: dropped once, and multiplied once, by their A stacked.
+    """The products A x of the layers that read the same x, with one dropout and one product by their stacked A.
 
-    Which layers these are is known by name (`input_of`); that they were really called with one and the same array
-    is seen at every call, and an x of its own gets a product of its own.
+    Which layers these are is known by name (`input_of`). Every call checks that x is the same array; a different x gets
+    a separate product.
     """
 
     def __init__(self, module: str, in_dim: int, dropout: float, noise: Noise) -> None:
@@ -36,10 +36,10 @@ class SharedInput:
         self.noise = noise
         self._keys_I = mx.array(channel_keys(module, in_dim))
         self._x_BTI: mx.array | None = None
-        self._waiting: dict[int, mx.array] = {}  # the products that their layers have not asked for yet
+        self._waiting: dict[int, mx.array] = {}  # products that their layers have not fetched yet
 
     def product(self, weights: Weights, x_BTI: mx.array) -> mx.array:
-        """A x of one member, [B, T, r], in the dtype of x."""
+        """Return A x for one layer, [B, T, r], in the dtype of x."""
         if x_BTI is not self._x_BTI or id(weights) not in self._waiting:
             self._x_BTI = x_BTI
             stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)

@@ -1,6 +1,6 @@
-"""The layer that trains by a method of `dualtune.adapter.methods`: `LAYER` of the module of that name.
+"""The adapted layer for each method of `dualtune.adapter.methods`: `LAYER` in the module of that name.
 
-A new method is a file beside `lora.py` and its name under `adapter.method` in what the backend honours.
+To add a method, add a file beside `lora.py` and its name under `adapter.method` in what the backend honours.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dualtune.adapter.spec import LoraSpec, select_modules
 
 
 class Noise:
-    """The token keys of the running micro-batch, shared by all adapted layers. None: dropout is off."""
+    """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
 
     noise_BT: mx.array | None = None
 
 
 class AdaptedLayer(nn.Module):
-    """What stands in the place of a frozen linear layer. LAYER is called with (base, module path, spec, noise, what an
-    earlier layer that reads the same activations shares)."""
+    """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, noise, what an earlier
+    layer with the same input shares)."""
 
     base: nn.Module
-    shared: Any  # what is shared with later ones
+    shared: Any  # what it shares with later layers
 
     def bind(self, values: Mapping[str, mx.array]) -> None:
-        """Compute with these values of the trained parameters, by part."""
+        """Compute with these values of the trainable parameters, by part."""
         raise NotImplementedError
 
     def delta(self) -> mx.array:
@@ -43,7 +43,8 @@ class AdaptedLayer(nn.Module):
 def add_layers(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -> dict[str, AdaptedLayer]:
     """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
 
-    `group`: layers that read the same activations share the product with their stacked A; else each has its own.
+    With `group`, layers that read the same activations share the product with their stacked A; else each has a
+    separate product.
     """
     make = import_module(f"dualtune_mlx.{spec.method}").LAYER
     paths = {canonical_name(p): p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))}
@@ -61,21 +62,21 @@ def add_layers(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -
 
 
 def linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """(out, in) of a linear layer; a quantized one packs 32 / bits weights into a word."""
+    """Return (out, in) of a linear layer. A quantized one packs 32 / bits weights into a word."""
     out_dim, in_dim = cast(mx.array, layer.weight).shape
     return out_dim, in_dim * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else in_dim
 
 
 def weight_of(layer: nn.Module) -> mx.array:
-    """The weight [out, in] of a linear layer, plain or quantized, in float32."""
+    """Return the weight [out, in] of a linear layer, plain or quantized, in float32."""
     if isinstance(layer, nn.QuantizedLinear):
         return mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits).astype(mx.float32)
     return cast(mx.array, layer.weight).astype(mx.float32)
 
 
 def storage(bases: Collection[nn.Module]) -> dict[str, int]:
-    """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
-    parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has the first alone
+    """Count the frozen weights of these layers and their bytes in memory, scales included."""
+    parts = ("weight", "scales", "biases")  # of a quantized layer; a plain one has only the first
     return {
         "layers": len(bases),
         "four_bit": sum(isinstance(base, nn.QuantizedLinear) and base.bits == 4 for base in bases),

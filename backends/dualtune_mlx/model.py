@@ -23,12 +23,12 @@ from dualtune_mlx.packing import accept_positions
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BITS = {"affine4": 4, "affine8": 8}
 GROUP_SIZE = 64
-# Families whose models attend in a sliding window in Hugging Face, while mlx-lm's classes attend to everything.
+# Families with sliding-window attention in transformers that mlx-lm's classes ignore.
 WINDOW_IGNORED = {"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "starcoder2", "gemma2"}
 
 
 def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
-    """The frozen base model, and what was chosen for it."""
+    """Load the frozen base model, and describe how."""
     config = read_config(request.model_dir)
     quantization = _quantization(request, config)
     _refuse_beyond_window(request, config)
@@ -41,16 +41,16 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
             reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
             raise EnvironmentFault(f"{request.model_dir}: mlx-lm cannot load this model: {reason}") from error
         if quantization in BITS and ("quantization" not in config or weights is None):
-            # From the stored precision, as mlx_lm.convert does. On the processor, whose bytes torch can make too:
-            # Metal's kernel rounds halves in another direction. What it prints is not for standard output, a model's
-            # answer may be.
+            # Quantize from the stored precision, as mlx_lm.convert does, and on the CPU, because torch can compute the
+            # same bytes: Metal's kernel rounds halves in another direction. Its messages go to standard error, because
+            # standard output may carry a model's answer.
             with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
                 model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
         model.set_dtype(dtype)
         model.freeze()
         model.eval()
         accept_positions(model)
-        mx.eval(model.parameters())  # until here the files are not read
+        mx.eval(model.parameters())  # reads the files
     return model, {
         "model_class": f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",
         "device": "metal" if mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu else "cpu",
@@ -77,7 +77,7 @@ Choose = Callable[[dict[str, Any]], tuple[type[nn.Module], type]]
 
 
 def _checking(model_dir: Path, choose: Choose) -> Choose:
-    """A choice of model class whose class says by name, and before it reads them, which tensors are wrong."""
+    """Wrap a choice of model class: the class then reports wrong tensors by name before it reads them."""
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         model_class, args_class = choose(config)
@@ -106,11 +106,11 @@ def _checking(model_dir: Path, choose: Choose) -> Choose:
 
 
 def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str, Any]:
-    """Config keys in the spelling that mlx-lm reads.
+    """Return config keys in the spelling that mlx-lm reads.
 
-    Two traps, both silent. transformers 5 writes `rope_parameters`, while mlx-lm's Llama and others read `rope_theta`,
-    `rope_scaling` and `partial_rotary_factor` and fall back to defaults such as a base of 10000. And where
-    `tie_word_embeddings` is absent, mlx-lm's Llama ties and throws the stored output head away, while Hugging Face does
+    This avoids two silent traps. transformers 5 writes `rope_parameters`, while mlx-lm's Llama and others read
+    `rope_theta`, `rope_scaling` and `partial_rotary_factor` and fall back to defaults such as a base of 10000. And if
+    `tie_word_embeddings` is absent, mlx-lm's Llama ties and discards the stored output head, while Hugging Face does
     not tie.
     """
     keys: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str
 
 
 def check_names(weights: BaseWeights, modules: list[str]) -> None:
-    """ConfigError unless the adapted modules are called in MLX as in the weight files: else no adapter could move."""
+    """Raise ConfigError if MLX names the adapted modules differently from the weight files: no adapter could move."""
     known = {in_file(name.removesuffix(".weight"), None)[0] for name in weights.tensors}
     renamed = [module for module in modules if module not in known]
     if renamed:
@@ -138,7 +138,7 @@ def check_names(weights: BaseWeights, modules: list[str]) -> None:
 
 def _refuse_beyond_window(request: LoadRequest, config: dict[str, Any]) -> None:
     kind, window = config.get("model_type"), config.get("sliding_window")
-    ignored = kind in WINDOW_IGNORED and not (kind == "mistral" and "layer_types" in config)  # those are honoured
+    ignored = kind in WINDOW_IGNORED and not (kind == "mistral" and "layer_types" in config)  # mlx-lm honours those
     if window and ignored and config.get("use_sliding_window", True) and request.longest > window:
         raise ConfigError(
             f"data.max_length: the longest document has {request.longest} tokens, but this model attends in a window of"
@@ -155,7 +155,7 @@ def _dtype(name: str) -> tuple[mx.Dtype, str]:
 
 
 def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
-    """What the loaded base will be: "none", "affine4" or "affine8". Refuses a directory stored in another way."""
+    """Return the quantization of the loaded base: "none", "affine4" or "affine8". Refuses other stored formats."""
     stored = config.get("quantization")
     if stored is None and "quantization_config" in config:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: s
     plain = sum(isinstance(module, nn.Linear) for _, module in model.named_modules())
     if quantization == "none" or not plain:
         return reason
-    return f"{reason}; mlx-lm leaves {plain} linear layers plain"  # inputs that are no multiple of 64, routers
+    return f"{reason}; mlx-lm leaves {plain} linear layers plain"  # routers, and inputs that are no multiple of 64
 
 
 def _num_weights(module: nn.Module) -> int:
@@ -188,7 +188,7 @@ def _num_weights(module: nn.Module) -> int:
     found: Any = tree_flatten(module.parameters(), is_leaf=lambda v: isinstance(v, mx.array))
     for name, value in found:
         if "." in name:
-            continue  # a child's; counted there
+            continue  # a child's, which is counted there
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name == "weight":
             total += value.size * 32 // module.bits
         elif name not in ("scales", "biases"):

@@ -1,7 +1,7 @@
-"""The optimizers by name, written out, on MLX. MLX's own AdamW leaves the bias correction out by default.
+"""The optimizers by name, as formulas on MLX arrays. MLX's own AdamW skips the bias correction by default.
 
-All adapter tensors lie behind one another in one flat array, so that an update is a handful of kernels and not ten for
-each tensor. The formulas are those of any array: applied tensor by tensor they are the plain version.
+All adapter tensors lie in one flat array, so that an update takes a few kernels instead of ten for each tensor. The
+formulas fit arrays of any shape: applied tensor by tensor they are the plain version.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class Layout:
         return mx.concatenate(parts) if parts else mx.zeros(0)
 
     def named(self, flat: mx.array) -> Arrays:
-        parts = mx.split(flat, self._ends[:-1])  # one part, of nothing, where there is no adapter
+        parts = mx.split(flat, self._ends[:-1])  # one empty part if there is no adapter
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
 
 
 def clip(grads: mx.array, max_norm: mx.array) -> tuple[mx.array, mx.array]:
-    """(gradients scaled to a global L2 norm of at most `max_norm`, the norm before)."""
+    """Return (gradients scaled to a global L2 norm of at most `max_norm`, the norm before)."""
     blocks = mx.pad(mx.square(grads), (0, -grads.size % NORM_BLOCK)).reshape(-1, NORM_BLOCK)
     norm = mx.sqrt(blocks.sum(axis=1).sum())
     return grads * mx.minimum(1.0, max_norm / (norm + CLIP_EPS)), norm
 
 
 def one_minus_power(beta: float, step: mx.array) -> mx.array:
-    """1 − beta^step in float32, to 2e-7; the subtraction itself would be 2e-5 off in early steps."""
+    """1 − beta^step in float32, exact to 2e-7. A plain subtraction would be 2e-5 off in early steps."""
     return -mx.expm1(step * math.log(beta))
 
 
 class Update(Protocol):
-    """(params, slots) after update number `step`, counted from 1. `shrink` = 1 − lr · decay, which the host computes
-    with more digits."""
+    """Returns (params, slots) after update number `step`, counted from 1. `shrink` = 1 − lr · decay, which the host
+    computes with more digits."""
 
     def __call__(
         self, params: mx.array, slots: Arrays, grads: mx.array, *,

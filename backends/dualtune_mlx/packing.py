@@ -1,4 +1,4 @@
-"""Several documents in a row on MLX. mlx-lm's models ask their cache for positions and mask, so a cache tells them.
+"""Packed rows on MLX. mlx-lm's models get positions and mask from their cache, so a special cache provides them.
 
 Legend: B rows, T tokens of a row, H heads, d head size.
 """
@@ -17,7 +17,7 @@ from dualtune_mlx import gpt2
 
 
 class PackedRows:
-    """Stands where a layer's key/value cache would, and keeps nothing but the masks."""
+    """Replaces a layer's key/value cache, and keeps only the masks."""
 
     def __init__(self, segments_BT: mx.array, positions_BT: mx.array) -> None:
         self.offset = positions_BT
@@ -25,8 +25,8 @@ class PackedRows:
         self._masks: dict[int | None, mx.array] = {}
 
     def make_mask(self, N: int, *, window_size: int | None = None, return_array: bool = True) -> mx.array:
-        """Which tokens (the last axis) each token sees, bool [B, 1, T, T]: those before it in its document, itself
-        included, and where there is a window no further back than that."""
+        """Return which tokens (the last axis) each token sees, bool [B, 1, T, T]: itself and those before it in its
+        document, limited to the window if there is one."""
         if window_size not in self._masks:
             distance_BTT = self.offset[:, :, None] - self.offset[:, None, :]
             seen_BTT = (self.segments_BT[:, :, None] == self.segments_BT[:, None, :]) & (distance_BTT >= 0)
@@ -40,26 +40,26 @@ class PackedRows:
 
 
 def packed_cache(model: nn.Module, segments_BT: mx.array, positions_BT: mx.array) -> list[PackedRows]:
-    """What to give a model as its cache. A model that keeps a state, or computes with positions itself, stumbles
-    over it or computes something else: `dualtune.train.packing` finds out."""
+    """Return the cache for a model. A model that keeps a state, or computes with positions itself, fails with it or
+    computes something else, which `dualtune.train.packing` detects."""
     return [PackedRows(segments_BT, positions_BT)] * len(make_prompt_cache(model))
 
 
 class PerToken:
-    """A rotary embedding that also takes an offset for each token, [B, T]."""
+    """A rotary embedding that also takes one offset per token, [B, T]."""
 
     def __call__(self, x_BHTd: mx.array, offset: Any = 0, **options: Any) -> mx.array:
-        rotate: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this goes before
+        rotate: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]  of the class that this precedes
         if not (isinstance(offset, mx.array) and offset.ndim == 2):
             return rotate(x_BHTd, offset, **options)
         B, H, T, d = x_BHTd.shape
-        rows = x_BHTd.swapaxes(1, 2).reshape(B * T, H, 1, d)  # one offset a row is what MLX knows
+        rows = x_BHTd.swapaxes(1, 2).reshape(B * T, H, 1, d)  # MLX takes one offset per row
         return rotate(rows, offset.flatten(), **options).reshape(B, T, H, d).swapaxes(1, 2)
 
 
 def accept_positions(model: nn.Module) -> None:
-    """Make every rotary embedding, and GPT-2's table of positions, one for each token. Its class changes and the module
-    stays, with its name and parameters."""
+    """Make every rotary embedding, and GPT-2's position embedding, accept one offset per token. Only the module's class
+    changes; its name and parameters stay."""
     for module in model.modules():
         if list(inspect.signature(type(module).__call__).parameters)[1:3] == ["x", "offset"]:
             module.__class__ = _per_token(PerToken, type(module))

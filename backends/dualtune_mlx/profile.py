@@ -1,4 +1,4 @@
-"""Where MLX's time goes: a capture of Metal's commands, for Xcode."""
+"""Profile MLX: a capture of Metal's commands, for Xcode."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import mlx.core as mx
 
 from dualtune.backend import Profile
 
-SWITCH = "MTL_CAPTURE_ENABLED"  # Apple's: without it a process may not capture
+SWITCH = "MTL_CAPTURE_ENABLED"  # Apple's variable: without it a process may not capture
 
 
 def profile(work: Callable[[], object], trace: Path) -> Profile:
-    """Call `work` under Metal's capture, which holds every buffer that was used: it is as large as the model."""
+    """Call `work` under Metal's capture, which contains every used buffer and is as large as the model."""
     if not mx.metal.is_available() or mx.default_device().type != mx.DeviceType.gpu:
         return Profile(None, "MLX has a profiler on Metal alone", {})
     if os.environ.get(SWITCH) != "1":
         return Profile(None, f"to capture what Metal does, set {SWITCH}=1", {})
-    shutil.rmtree(trace, ignore_errors=True)  # a capture is a directory, and Metal replaces none
+    shutil.rmtree(trace, ignore_errors=True)  # a capture is a directory, and Metal does not replace it
     mx.metal.start_capture(str(trace))
     try:
         work()

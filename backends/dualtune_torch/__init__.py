@@ -1,4 +1,4 @@
 """The torch backend: NVIDIA GPUs and CPUs, transformers models, NF4 through bitsandbytes.
 
-Nothing is imported here, so that `card.py` is read without torch.
+Nothing is imported here, so that `card/` can be read without torch.
 """

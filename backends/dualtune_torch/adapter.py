@@ -1,7 +1,7 @@
 """The adapter's numbers: float32 masters, their gradients and a copy in the compute dtype, each in one flat buffer.
 
-One buffer makes one kernel of the optimizer's step, of the gradient norm and of the copy, instead of hundreds, and lets
-the matrices A of layers that share an input lie one behind another: all of them are multiplied as one.
+With one buffer, the optimizer step, the gradient norm and the copy each run as one kernel instead of hundreds. Layers
+that share an input have their A matrices side by side in it, so that one product computes all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AdapterBuffer:
     def __init__(
         self, layers: Mapping[str, AdaptedLayer], device: torch.device, dtype: torch.dtype, method: str = "lora"
     ) -> None:
-        """Gives the layers (by module path) their weights and gradients, which become views of the buffer."""
+        """Make the weights and gradients of the layers (by module path) views of the buffer."""
         together = sorted(layers, key=lambda path: (input_of(path), path))
         weights = {path: layer.trained() for path, layer in layers.items()}
         self._shapes = {
@@ -45,7 +45,7 @@ class AdapterBuffer:
         self.compute = self._views(self._compute.detach())
 
     def refresh(self) -> None:
-        """Bring the copy in the compute dtype up to date. Whoever changes the flat tensor calls this."""
+        """Update the copy in the compute dtype. Call this after every change of the flat tensor."""
         if self._compute.dtype != torch.float32:
             self._compute.copy_(self.flat.detach())
 
@@ -58,7 +58,7 @@ class AdapterBuffer:
         return {name: views[name].numpy().copy() for name in sorted(views)}
 
     def empty(self) -> Tensors:
-        """Arrays of the right names and shapes, to compare others with."""
+        """Return uninitialized arrays with the expected names and shapes, for checks."""
         return {name: np.empty(shape) for name, shape in self._shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ class TorchBackend:
 
 
 def _numbered(name: str) -> torch.device:
-    """Take a GPU by its number: kernels, memory statistics and new tensors go to torch's current one."""
+    """Select a GPU by its number. Kernels, memory statistics and new tensors use torch's current GPU."""
     device, count = torch.device(name), torch.cuda.device_count()
     if device.index >= count:
         raise EnvironmentFault(f"platform {name}: torch sees {count} NVIDIA GPU{'s' * (count != 1)}, numbered from 0")

@@ -17,24 +17,25 @@ from torch import Tensor
 from dualtune.backend import Alone, World, wait_limit_s
 from dualtune.errors import EnvironmentFault, PeerLost
 
-# A process may wait long while another reads data; hung ones are the watchdog's (`dualtune.distributed.watchdog`).
-PATIENCE_S = 5.0  # before it is said that the others have not come yet
+# Long, because one process may wait while another reads data. The watchdog ends hung processes
+# (`dualtune.distributed.watchdog`).
+PATIENCE_S = 5.0  # before printing that the other processes are still missing
 TIMEOUT = datetime.timedelta(days=1)
 
 
 def launched() -> bool:
-    """Whether torchrun has started this process, with others."""
+    """Whether torchrun has started this process together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def local_rank() -> int:
-    """The number of this process on its machine: which of its GPUs it takes."""
+    """The number of this process on its machine, and so of the GPU that it uses."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 @cache
 def world(device_type: str) -> World:
-    """Join the others. EnvironmentFault if they cannot be reached."""
+    """Join the other processes. Raises EnvironmentFault if they cannot be reached."""
     if not launched():
         return Alone()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -45,7 +46,7 @@ def world(device_type: str) -> World:
     notice.start()
     try:
         store = _store(rank, size)
-        # The loop's own notes go between CPUs, so that no GPU is waited for.
+        # The loop's own messages go between CPUs, so that they synchronize no GPU.
         kinds = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError, KeyError, OSError) as error:
@@ -57,10 +58,10 @@ def world(device_type: str) -> World:
 
 
 def _store(rank: int, size: int) -> dist.TCPStore:
-    """Where the processes find each other, as torch makes it for `env://`, but for two things.
+    """Create the store where the processes find each other: torch's own for `env://`, with two changes.
 
-    Left to itself, its server listens on every address of the machine, also where all processes are on this one; and
-    it waits for the others as long as they may compute.
+    By default its server listens on every address of the machine, even if all processes run on this one, and it waits
+    for the other processes as long as for a collective.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -72,12 +73,12 @@ def _store(rank: int, size: int) -> dist.TCPStore:
 
 
 def is_local(host: str) -> bool:
-    """Whether nobody but processes of this machine is to come to an address."""
+    """Whether only processes of this machine can reach an address."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections to this address alone; port 0 takes a free one."""
+    """Open a socket that listens only on this address. Port 0 picks a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=128)
 
@@ -101,12 +102,12 @@ class TorchWorld:
 
 
 def joined() -> bool:
-    """Whether this process works with others: it was launched with them, and asked for its world."""
+    """Whether this process is part of a group: it was launched with others and has called `world`."""
     return dist.is_initialized()
 
 
 def add_up(tensors: list[Tensor]) -> None:
-    """Sum tensors over all processes, in place. Without others there is nothing to do."""
+    """Sum tensors over all processes, in place. Does nothing in a single process."""
     if joined():
         for tensor in tensors:
             _reached(lambda tensor=tensor: dist.all_reduce(tensor))

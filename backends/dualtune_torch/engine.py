@@ -55,7 +55,7 @@ class TorchEngine:
         description: Mapping[str, Any],
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`together`: around whatever computes with the model, where its base is split."""
+        """`together` is a context manager for all computation with a model that is sharded."""
         self.model = model
         self._together = together
         self._request = request
@@ -79,7 +79,7 @@ class TorchEngine:
 
     @cached_property
     def _optimizer(self) -> FlatOptimizer:
-        """Made when first needed: torch has no optimizer over nothing, and a base without adapter is fine to use."""
+        """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
         return FlatOptimizer(self._adapter.flat, self._request.optimizer)
 
     def evaluate(self, batch: Batch) -> LossSum:
@@ -170,7 +170,7 @@ class TorchEngine:
         for tied in self.model.all_tied_weights_keys:
             weights.pop(tied, None)
         if any(isinstance(module, Conv1D) for module in self.model.modules()):
-            # As OpenAI's own files call them, which mlx-lm needs and transformers reads too.
+            # Use the names of OpenAI's own files, which both mlx-lm and transformers read.
             prefix = f"{self.model.base_model_prefix}."
             weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         copy_without_weights(self._request.model_dir, path)
@@ -180,7 +180,7 @@ class TorchEngine:
 
     @contextmanager
     def _dropout(self, batch: Batch) -> Iterator[None]:
-        """Dropout by the keys of this batch."""
+        """Enable dropout with the seeds of this batch."""
         self._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32)).to(self.model.device)
         try:
             yield
@@ -188,7 +188,7 @@ class TorchEngine:
             self._noise.noise_BT = None
 
     def _frozen(self, path: str) -> np.ndarray:
-        """The frozen weight of an adapted layer, float32 [out, in]."""
+        """Return the frozen weight of an adapted layer, float32 [out, in]."""
         base = self._layers[path].base
         with self._together(), whole(base):
             return _numpy(weight_of(base, torch.float32).float())
@@ -208,8 +208,8 @@ class TorchEngine:
             )  # fmt: skip
 
     def _targets(self, batch: Batch) -> tuple[np.ndarray, Tensor, Tensor]:
-        """(indices of the M targets among the B · T tokens, the last hidden states there [M, D], the labels)."""
-        where_M = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)  # on the host: reading a device waits for it
+        """Return (indices of the M targets among the B · T tokens, last hidden states there [M, D], labels)."""
+        where_M = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)  # on the host: no synchronization
         hidden_BTD = self._run(self.model.base_model, batch).last_hidden_state
         hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
         return where_M, hidden_MD, self._tensor(batch.labels_BT.flat[where_M])
@@ -221,8 +221,8 @@ class TorchEngine:
         """transformers' output of a model for the rows of a micro-batch."""
         options: dict[str, Any] = {"use_cache": False}
         if needs_positions(batch, self._num_positions):
-            # Without a mask or a cache, transformers takes position ids that do not go up by one for the start of
-            # another document, and masks the others (`masking_utils.find_packed_sequence_indices`).
+            # Without a mask or a cache, transformers starts a new document wherever the position ids do not increase
+            # by one, and masks the other documents (`masking_utils.find_packed_sequence_indices`).
             options["position_ids"] = self._tensor(batch.positions_BT)
         if self._kernels.attention:
             options["documents"] = Documents.of(batch.segments_BT, self.model.device, self._kernels.fuse)

@@ -18,7 +18,7 @@ from dualtune_torch.weights.frozen import FrozenLinear, shape_of
 
 
 class Group(Protocol):
-    """The fast path of layers that read the same: `dualtune_torch.kernels.lora`."""
+    """The fast path of layers that share an input: `dualtune_torch.kernels.lora`."""
 
     def __call__(self, layer: LoRALinear, x_BTI: Tensor, /) -> Tensor: ...
 
@@ -26,8 +26,8 @@ class Group(Protocol):
 class LoRALinear(AdaptedLayer):
     """y = W x + b + scale · B (A x), with A and B in float32 and the products in the dtype of x.
 
-    Hu et al., LoRA, arXiv 2106.09685. Dropout acts on the x that A sees, as in PEFT. What is written out here is the
-    reference; a `group` computes the same.
+    Hu et al., LoRA, arXiv 2106.09685. Dropout acts on the x that A sees, as in PEFT. The code here is the reference;
+    a `group` computes the same.
     """
 
     grouped = True
@@ -64,12 +64,12 @@ class LoRALinear(AdaptedLayer):
 
 
 def drop_rule(p: float) -> tuple[int, float]:
-    """The lowest hash that is kept, and what the kept are multiplied by, which is quicker than to divide."""
+    """Return the lowest hash that is kept, and the factor of the kept values (faster than a division)."""
     return threshold(p), 1.0 / (1.0 - p)
 
 
 def dropped(x: Tensor, noise: Tensor, keys_I: Tensor, lowest: int, factor: float) -> Tensor:
-    """x [..., I] with channels zeroed by the tokens' noise [...] and the others scaled by `drop_rule`.
+    """Apply dropout to x [..., I]: zero channels by the tokens' seeds [...] and scale the others by `drop_rule`.
 
     `dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32).
     """

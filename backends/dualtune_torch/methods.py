@@ -1,6 +1,6 @@
-"""The layer that trains by a method of `dualtune.adapter.methods`: `LAYER` of the module of that name.
+"""The adapted layer for each method of `dualtune.adapter.methods`: `LAYER` in the module of that name.
 
-A new method is a file beside `lora.py` and its name under `adapter.method` in what the backend honours.
+To add a method, add a file beside `lora.py` and its name under `adapter.method` in what the backend honours.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, shape_of, s
 
 
 class Noise:
-    """The token keys of the running micro-batch, shared by all adapted layers. None: dropout is off."""
+    """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
 
     noise_BT: Tensor | None = None
 
 
 class AdaptedLayer(nn.Module):
-    """What stands in the place of a frozen linear layer. LAYER is called with (base, module path, spec, noise)."""
+    """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, noise)."""
 
     base: FrozenLinear
     grouped: ClassVar[bool] = False  # whether `kernels.lora` may compute it
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters by part, in the shapes of the method."""
+        """The trainable parameters by part, in the shapes of the method."""
         raise NotImplementedError
 
     def delta(self) -> Tensor:
@@ -41,8 +41,8 @@ class AdaptedLayer(nn.Module):
 def add_layers(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, AdaptedLayer]:
     """Wrap the targeted linear layers in place. Returns module path -> wrapper, sorted by path.
 
-    An output head that shares its weight with the embedding is no layer of its own (MLX has none either), and adapting
-    one side of the pair could not be merged.
+    An output head that shares its weight with the embedding is left out (MLX has no separate layer for it either): an
+    adapter on one side of the pair could not be merged.
     """
     make = import_module(f"dualtune_torch.{spec.method}").LAYER
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
@@ -55,7 +55,7 @@ def add_layers(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str
 
 
 def storage(bases: Collection[FrozenLinear]) -> dict[str, int]:
-    """How the frozen weights of these layers lie in memory: how many there are, and their bytes, scales included."""
+    """Count the frozen weights of these layers and their bytes in memory, scales included."""
     return {
         "layers": len(bases),
         "four_bit": sum(map(is_four_bit, bases)),

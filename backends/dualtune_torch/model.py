@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The frozen base model, and what was chosen for it. It is on its device; one that is to be split, on the host."""
+    """Load the frozen base model, and describe how. It is on its device, or on the host if it will be sharded."""
     dtype, why = _dtype(request.dtype, device)
     quantization = _quantization(request, read_config(request.model_dir))
     weights = request.base_weights()
@@ -43,7 +43,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         "sharding_reason": why_sharding,
     }
     if sharding == "full":
-        allocator.return_memory()  # whole layers come and go
+        allocator.return_memory()  # whole layers are allocated and freed
         device = torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place:
@@ -62,9 +62,9 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     for module in cast(Iterator[Any], model.modules()):
         if _is_4bit(module):
             # In eval mode bitsandbytes repacks the weights of a Linear4bit for its CPU inference kernel, which has no
-            # backward pass: gradients through the layer would vanish without a word.
+            # backward pass: gradients through the layer would silently vanish.
             module.train()
-            # And the config of a stored model names a compute dtype of its own, which would win over ours.
+            # The compute dtype in the config of a stored model would override ours.
             module.compute_dtype, module.compute_type_is_set = dtype, True
     plain = sum(type(module) is nn.Linear for module in model.modules())
     if quantization in BITS and plain:
@@ -83,7 +83,7 @@ def _dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
-    """What the loaded base will be: "none", "nf4" or a key of BITS. Refuses a directory stored in another way."""
+    """Return the quantization of the loaded base: "none", "nf4" or a key of BITS. Refuses other stored formats."""
     mlx, other = config.get("quantization"), config.get("quantization_config")
     if mlx is not None:
         kind = _mlx_kind(mlx)
@@ -129,10 +129,10 @@ def _pretrained(
 
 
 def _check_by_headers(config: PreTrainedConfig, weights: BaseWeights) -> None:
-    """FormatError, before anything is read, unless the tensors are those of the model, under transformers' own rules.
+    """Raise FormatError, before any weight is read, if the tensors do not fit the model by transformers' own rules.
 
-    It is transformers that loads, tensors without contents into a model without contents: which names a class renames,
-    joins or leaves out is known there alone.
+    transformers itself loads tensors without data into a model without data, because only it knows which names a class
+    renames, joins or leaves out.
     """
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in weights.tensors.items()}
     model_class: Any = AutoModelForCausalLM._model_mapping[type(config)]
@@ -173,7 +173,7 @@ def _module_by_module(
     device: torch.device,
     quantization: str,
 ) -> PreTrainedModel:
-    """Drawn or read, and quantized, one module after the other: the plain model need not fit where this one does."""
+    """Initialize or read, and quantize, one module after another: the plain model need not fit in memory."""
     config = _config(place)
     is_packed = getattr(config, "quantization", None) is not None
     if quantization in BITS and (weights is None or not is_packed):
@@ -191,7 +191,7 @@ def _module_by_module(
         for name, parameter in list(module.named_parameters(recurse=False)):
             drawn = torch.empty_like(parameter, device=device).normal_(std=0.02)
             setattr(module, name, nn.Parameter(drawn, requires_grad=False))
-        model._init_weights(module)  # as the model would have drawn it: a norm's weights are ones
+        model._init_weights(module)  # the model's own initialization: a norm's weights are ones
         if quantization in BITS:
             return affine_model.finished(module, quantization, dtype)
         is_packed = isinstance(module, nn.Linear | Conv1D) and path.split(".")[-1] != OUTPUT_HEAD
@@ -202,7 +202,7 @@ def _module_by_module(
 
 
 def _nf4(layer: nn.Linear | Conv1D, compute_dtype: torch.dtype) -> nn.Module:
-    """A bitsandbytes NF4 layer with double quantization, of the same weights."""
+    """Convert a layer to bitsandbytes' NF4 with double quantization."""
     import bitsandbytes as bnb
 
     out_features, in_features = shape_of(layer)
@@ -210,7 +210,7 @@ def _nf4(layer: nn.Linear | Conv1D, compute_dtype: torch.dtype) -> nn.Module:
         in_features, out_features, bias=layer.bias is not None, compute_dtype=compute_dtype,
         compress_statistics=True, quant_type="nf4", device="meta",
     )  # fmt: skip
-    params: Any = bnb.nn.Params4bit  # which takes more than the parameter that it is
+    params: Any = bnb.nn.Params4bit  # it takes more arguments than a Parameter
     weight = params(as_stored(layer, layer.weight.data).contiguous(), requires_grad=False, quant_type="nf4")
     quantized.weight = weight.to(layer.weight.device)  # quantizes
     quantized.bias = layer.bias

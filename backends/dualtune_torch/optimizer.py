@@ -12,14 +12,14 @@ from dualtune.optimizer import OptimizerName, OptimizerSpec, Settings
 
 
 class Fused(NamedTuple):
-    """How torch has an optimizer of the core's table."""
+    """torch's version of an optimizer in the core's table."""
 
     make: Callable[[Tensor, Settings], torch.optim.Optimizer]
     slots: Mapping[str, str]  # the core's names of its state, and torch's
 
 
 class _CountingSgd(torch.optim.SGD):
-    """torch's plain SGD has no count of updates; this one keeps it as AdamW does, on the device."""
+    """torch's SGD with a count of updates on the device, which only torch's AdamW has."""
 
     found_inf: Tensor
 
@@ -52,15 +52,15 @@ class FlatOptimizer:
     def __init__(self, flat: Tensor, spec: OptimizerSpec) -> None:
         make, names = OPTIMIZERS[spec.name]
         self._torch = make(flat, spec.settings)
-        # As torch makes it at the first step; here it may be asked for, or restored, before.
+        # torch creates it in the first step; here it may be read or restored before.
         self.count = torch.zeros((), device=flat.device)  # of updates
         self.slots = {slot: torch.zeros_like(flat) for slot in names}
         self._torch.state[flat] = {"step": self.count, **{names[slot]: tensor for slot, tensor in self.slots.items()}}
 
     def step(self, lr: float, is_good: Tensor) -> None:
-        """Update the tensor by its gradient, and set that to zero. Where `is_good` is false nothing else changes."""
+        """Update the tensor by its gradient and zero the gradient. If `is_good` is false, only zero the gradient."""
         self._torch.param_groups[0]["lr"] = lr
-        # As torch's GradScaler says it: where this is 1, the fused kernels update nothing and the count is taken back.
+        # The flag of torch's GradScaler: if it is 1, the fused kernels update nothing and undo the count.
         found_inf = (~is_good).float()
         self._torch.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]  torch declares it nowhere
         self._torch.step()

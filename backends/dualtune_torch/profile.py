@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 
 from dualtune.backend import Profile
 
-# Kinds of operation, by the names of ATen's operators and of CUDA's kernels. The first that fits a name counts.
+# Kinds of operation, by the names of ATen operators and CUDA kernels. The first match counts.
 KINDS = {
     "attention kernels": r"scaled_dot_product|flash|fmha|efficient_attention|varlen",
     "matrix products": (
@@ -22,7 +22,7 @@ KINDS = {
     ),
     "dequantization": r"dequant",
     "softmax and loss": r"softmax|logsumexp|nll_loss|cross_entropy",
-    # Inductor names a kernel after all that it fuses, and a cast is seldom all: triton_poi_fused__to_copy_mul.
+    # Inductor names a kernel after all its operators, and a cast is seldom the only one: triton_poi_fused__to_copy_mul.
     "copies and casts": r"(?<!to_)copy|memcpy|memset|fillfunctor|catarray|::(cat|clone|fill_|zero_)\b",
     "elementwise and reductions": (
         r"elementwise|reduce|triton|fused|compiled|foreach|multi_tensor|norm|"
@@ -39,21 +39,21 @@ def kind_of(name: str) -> str:
 
 
 def profile(work: Callable[[], object], trace: Path, device: torch.device) -> Profile:
-    """Call `work` under torch.profiler: the trace in Chrome's format, and where the device's own time went.
+    """Call `work` under torch.profiler. Writes a trace in Chrome's format and returns the device time by kind.
 
-    On a GPU that is the time of its kernels; on a CPU, of each operator without the operators that it calls.
+    On a GPU this is the time of the kernels; on a CPU, of each operator without the operators that it calls.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it would write its start and stop to standard error
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes its start and stop to standard error
     is_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with torch.profiler.profile(activities=activities):
-        pass  # the first one sets the profiler up, which would be counted
+        pass  # the first use sets up the profiler, which must not be counted
     with torch.profiler.profile(activities=activities) as profiler:
         work()
     profiler.export_chrome_trace(str(trace))
     seconds: dict[str, float] = defaultdict(float)
     for row in profiler.key_averages():
-        is_span = is_cuda and row.is_user_annotation  # from a range's first kernel to its last, which count themselves
+        is_span = is_cuda and row.is_user_annotation  # a range of kernels, which are counted themselves
         if (row.device_type == DeviceType.CUDA) == is_cuda and not is_span:
             spent = row.self_device_time_total if is_cuda else row.self_cpu_time_total
             seconds[kind_of(row.key)] += spent / 1e6

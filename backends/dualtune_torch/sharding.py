@@ -1,10 +1,10 @@
-"""The frozen base split among the processes of a run: each holds a part of every weight, and has a layer whole while it
-computes with it. FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., PyTorch FSDP, arXiv 2304.11277) does it.
+"""Sharding of the frozen base: each process holds a part of every weight, and gathers a whole layer to compute with it.
 
-Split are the decoder layers, the embedding and the output head, each as a group of its own. Whole in every process
-remain the last norm, and an embedding that is the output head too: FSDP2 would need the two in one group, which would
-keep them whole from the first layer to the loss. The adapter is made afterwards and is never seen by FSDP2, so no
-gradient is scattered: there are all-gathers here, and nothing else.
+This uses FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al., PyTorch FSDP, arXiv 2304.11277). The decoder layers,
+the embedding and the output head are sharded, each as a separate group. The last norm, and an embedding that is also
+the output head, stay whole in every process: FSDP2 would need the two in one group, which would keep them whole from
+the first layer to the loss. The adapter is created afterwards and FSDP2 never sees it, so no gradient is scattered: the
+only collective here is the all-gather.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.distributed import joined
 from dualtune_torch.weights.affine import AffineLayer
 
-# A base may take so much of a device's free memory and stay whole there: a step needs the rest.
+# A base stays whole if it takes at most this share of a device's free memory: a step needs the rest.
 LARGEST_SHARE = 0.8
 GIB = 1 << 30
-LOOK_S = 1.0  # how often a process that waits for a part of a layer asks whether the others are still there
-FAILED = "dualtune/failed"  # a key of the store that all processes can reach
+LOOK_S = 1.0  # how often a process that waits for a part of a layer checks that the others are alive
+FAILED = "dualtune/failed"  # a key in the store of all processes
 
 
 def decide(
     request: LoadRequest, dtype: torch.dtype, quantization: str, device: torch.device
 ) -> tuple[Literal["none", "full"], str]:
-    """Whether the base is split, and why. The same in all processes, whatever memory each has."""
+    """Decide whether to shard the base, and say why. All processes get the same answer, whatever memory each has."""
     if request.sharding == "none":
         return "none", "as configured"
     if request.sharding == "full":
@@ -62,20 +62,20 @@ def decide(
 
 
 class Shards:
-    """The processes among which a base is split. All of them make one, at the same time."""
+    """The processes that shard a base. All of them must create one at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        wait = datetime.timedelta(seconds=wait_limit_s())  # as the watchdog
-        # Collectives of their own: where one process fails inside a layer and others wait there, the notes of the loop
-        # still reach everybody (`dualtune.distributed.team`).
+        wait = datetime.timedelta(seconds=wait_limit_s())  # as long as the watchdog
+        # A separate group: if one process fails inside a layer and the others wait there, the loop's messages still
+        # reach all processes (`dualtune.distributed.team`).
         self._group = dist.new_group(timeout=wait)
         self._mesh = DeviceMesh.from_group(cast(dist.ProcessGroup, self._group), device.type)
         self._store = dist.distributed_c10d._get_default_store()
 
     def split(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Keep this process's part of a model that lies on the host; the part, and what stays whole, on the device.
+        """Shard a model that lies on the host: move this process's part, and what stays whole, to the device.
 
-        On the device is never more of the base than the parts and one group.
+        The device never holds more of the base than this and one whole group.
         """
         for module in [*_layers(model), *_ends(model)]:
             _buffers_to_parameters(module)
@@ -83,16 +83,16 @@ class Shards:
             if device.type == "cpu":
                 module.set_custom_all_gather(_AllGather(self._store))  # type: ignore[attr-defined]
         whole = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
-        # torch warns that a hook may get lost where an output is a view and is changed in place. The root's hook
-        # gathers nothing, and the logits of a head are not changed in place.
+        # torch warns that a hook may get lost if an output is a view and is changed in place. The root's hook gathers
+        # nothing, and the logits of a head are not changed in place.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w*(Model|Linear)\) returned a view tensor")
-        # A group of nothing: it is the root, which lets the others fetch the next layer while one computes.
+        # An empty group as the root: it lets FSDP2 fetch the next layer while one computes.
         fully_shard(model.base_model, mesh=self._mesh, reshard_after_forward=True, ignored_params=whole)
         cast(nn.Module, model).to(device)
 
     @contextmanager
     def together(self) -> Generator[None]:
-        """Around whatever computes with the model: if this process fails in it, the others need not wait for it."""
+        """Context for all computation with the model: if this process fails in it, the others stop waiting for it."""
         try:
             yield
         except PeerLost:
@@ -104,7 +104,7 @@ class Shards:
 
 @contextmanager
 def whole(layer: nn.Module) -> Generator[None]:
-    """Around whatever reads the weights of a layer without calling it."""
+    """Context in which the weights of a layer can be read without calling the layer."""
     if not isinstance(layer, FSDPModule):
         yield
         return
@@ -120,12 +120,12 @@ def is_split(model: PreTrainedModel) -> bool:
 
 
 def class_of(layer: nn.Module) -> type[nn.Module]:
-    """Its class, without what FSDP2 has put before it."""
+    """Return the layer's class without the one that FSDP2 put before it."""
     return type(layer).__mro__[2] if isinstance(layer, FSDPModule) else type(layer)
 
 
 class _AllGather:
-    """gloo's all-gather. A wait in it would last until the limit even if another process has failed long since."""
+    """gloo's all-gather, which stops when another process has failed instead of waiting for the time limit."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -149,7 +149,7 @@ class _AllGather:
 
 
 def _ends_soon(work: dist.Work) -> bool:
-    """Wait for a collective, but not for long. RuntimeError if it has failed."""
+    """Wait briefly for a collective, and return whether it has ended. Raises RuntimeError if it has failed."""
     try:
         work.wait(datetime.timedelta(seconds=LOOK_S))
     except RuntimeError:
@@ -160,7 +160,7 @@ def _ends_soon(work: dist.Work) -> bool:
 
 
 def check_whole(description: EngineDescription) -> None:
-    """ConfigError if the base is split, for what needs all of it."""
+    """Raise ConfigError if the base is sharded, for operations that need all of it."""
     if description.sharding != "none":
         raise ConfigError(
             "merge: the base is split among processes (memory.sharding: full). Merge in one process: dualtune "
@@ -179,7 +179,7 @@ def _check_full(quantization: str) -> None:
 
 
 def _base_bytes(request: LoadRequest, dtype: torch.dtype, quantization: str) -> int:
-    """Of the base as it will be loaded. Matrices are taken to be quantized, all of them."""
+    """Bytes of the base as it will be loaded, assuming that all matrices are quantized."""
     with torch.device("meta"), staged(request.model_dir, None) as place:
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -189,7 +189,7 @@ def _base_bytes(request: LoadRequest, dtype: torch.dtype, quantization: str) -> 
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, which transformers names for everybody who splits models."""
+    """Return the decoder layers, which transformers names in `_no_split_modules`."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -207,7 +207,7 @@ def _ends(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _buffers_to_parameters(module: nn.Module) -> None:
-    """FSDP2 splits parameters alone, and packed weights are buffers."""
+    """Turn packed weights, which are buffers, into parameters: FSDP2 shards only parameters."""
     for layer in module.modules():
         if isinstance(layer, AffineLayer):
             for name in ("weight", "scales", "biases"):

@@ -1,8 +1,8 @@
-"""torchrun, except for two things: it tells how each worker ended, and it passes on signals instead of giving up.
+"""torchrun with two changes: it reports how each worker ended, and it forwards signals to the workers.
 
-torchrun ends with 1 whatever the codes of its workers were, so nobody could tell a run that has saved itself (75) from
-one that crashed. Usage: `python -m dualtune_torch.torchrun <options of torchrun> <worker>`. The exit codes by rank are
-written as JSON to the file that DUALTUNE_EXIT_CODES names.
+torchrun exits with 1 whatever the exit codes of its workers were, which hides whether a run was preempted with its
+state saved (75) or crashed. Usage: `python -m dualtune_torch.torchrun <options of torchrun> <worker>`. The exit codes
+by rank are written as JSON to the file that DUALTUNE_EXIT_CODES names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PREEMPTED = 75
 
 
 def main(arguments: list[str]) -> int:
-    """Run the workers to their end. Returns 0, or 1 where one of them failed."""
+    """Run the workers to their end. Returns 0, or 1 if one of them failed."""
     for number in PASSED_ON:
         signal.signal(number, _pass_on)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -54,7 +54,7 @@ def _stay_on_this_machine(options: argparse.Namespace) -> None:
     listener = listen("127.0.0.1", 0)
     options.standalone, options.rdzv_backend, options.node_rank = False, "static", 0
     options.master_addr, options.master_port = listener.getsockname()
-    # There is no option for it; the class takes a socket that listens already.
+    # There is no option for this, but the class accepts a listening socket.
     store = partial(dist.TCPStore, master_listen_fd=listener.detach())
     static_tcp_rendezvous.TCPStore = store  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
@@ -65,10 +65,10 @@ def _write(codes: dict[int, int]) -> None:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Give the first signal to the workers; where there are none yet, there is nothing to save.
+    """Forward the first signal to the workers. If there are none yet, there is nothing to save: exit.
 
-    The same wish may come again: Slurm tells every process of a step, or the first one alone, by its configuration. A
-    worker that is told again when it has saved, and listens no more, would die of it.
+    Later signals are ignored: depending on its configuration, Slurm signals every process of a step or only the first.
+    A second signal would kill a worker that has saved and no longer handles signals.
     """
     for other in PASSED_ON:
         signal.signal(other, lambda number, frame: None)
@@ -83,7 +83,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """When the process that has started this one is gone, nobody waits for the run any more: let it save and end."""
+    """Wait until the parent process is gone, then let the run save and end: nobody waits for it any more."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

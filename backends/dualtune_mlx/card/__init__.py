@@ -27,7 +27,7 @@ CARD = Card(
         "memory.sharding": ("auto", "none"),
     },
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
-    # The scores of a document up to a chunk are held, those of longer ones are made again: less is kept from there on.
+    # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
     memory=Memory(memory.parts, borders=(ATTENTION_CHUNK,)),
     launches=(Launch(("mlx",), "mlx.launch", ("mlx",)),),
     problems=checks.problems,

@@ -1,4 +1,4 @@
-"""What can stand in the way of MLX on a Mac, told without importing MLX."""
+"""What can prevent MLX from running on a Mac, found without importing MLX."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LEAST_MACOS = (14,)  # ml-explore.github.io/mlx/build/html/install.html
 
 
 def problems(machine: Machine) -> list[Check]:
-    """A row for each problem that this machine has."""
+    """Return a row for each problem of this machine."""
     return found_on(machine, PROBLEMS)
 
 
 def environment(machine: Machine) -> list[Check]:
-    """Rows of `dualtune check-env` for a Mac with Apple silicon."""
+    """Return the rows of `dualtune check-env` for a Mac with Apple silicon."""
     system = Check("macOS", "ok" if machine.macos else "skipped", machine.macos or "its version was not found")
     return [row_or_problem(system, "macOS", problems(machine))]
 

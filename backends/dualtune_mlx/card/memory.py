@@ -1,10 +1,11 @@
-"""What the MLX engine needs of memory, by part.
+"""The memory that the MLX engine needs, by part.
 
-The formulas describe this package as it is: no activation is checkpointed. MLX keeps what the gradients of
-its operations ask for and evaluates several operations ahead, so that what is alive at a moment is counted here from
-measurements on its CPU build (docs/memory.md), not derived. Legend: T tokens of the micro-batch,
-L of its longest document, c bytes of a number in the compute dtype, d width of the model, q and kv widths of all query
-and of all key/value heads, H query heads, i width of the feed-forward block.
+The formulas describe this package as it is: no activation is checkpointed. MLX keeps what the gradients of its
+operations need and evaluates several operations ahead, so the tensors that are alive at a moment are counted from
+measurements on its CPU build (docs/memory.md), not derived.
+
+Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
+model, q and kv widths of all query and of all key/value heads, H query heads, i width of the feed-forward block.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
-UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapters: without slots, and more for each
-GELU = 4  # what GPT-2's activation keeps, its input and output included
-# What is no array: Python with its libraries, on a Mac Metal's kernels and command buffers.
+UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
+GELU = 4  # tensors kept by GPT-2's activation, including its input and output
+# Memory that is no array: Python with its libraries; on a Mac also Metal's kernels and command buffers.
 RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, MLX and Metal")}
 
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
-    """The peak is the sum: what is always there, what the forward pass keeps, and the largest moment besides."""
+    """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
     kept = activations(decoder, ask)
     moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask), update(decoder, ask, kept))
@@ -46,7 +47,7 @@ def weights(decoder: Decoder, ask: Ask) -> Part:
     if ask.quantization != "none":
         return affine_weights(decoder, ask)
     c, n = ask.item_bytes, decoder.num_parameters
-    # On a CPU the head is there once more, transposed.
+    # On a CPU there is also a transposed copy of the head.
     copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not has_plain_loss(decoder, ask) else 0
     copy = f" + {copied:,} of the head, transposed" if copied else ""
     return Part("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
@@ -69,7 +70,7 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
     kept = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
     kept += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
     kept += ask.rank * len(inputs) + read
-    if ask.dropout:  # a mask for each, and plainly both for every module
+    if ask.dropout:  # a mask per input; in plain code the input and a mask per module
         kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
     if not _is_chunked(ask):
         kept += decoder.heads * _row(ask)  # probabilities
@@ -77,14 +78,14 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
 
 
 def _read(decoder: Decoder, ask: Ask) -> int:
-    """The widths of what a layer's adapters read, once each."""
+    """Return the total width of the inputs of a layer's adapters, each counted once."""
     reads = adapted(decoder, ask.targets).reads
     read = decoder.hidden * (("before attention" in reads) + ("before feed-forward" in reads))
     return read + decoder.width * ("heads" in reads) + decoder.inner * ("inner" in reads)
 
 
 def _row(ask: Ask) -> int:
-    """Keys that are multiplied with every query."""
+    """The number of keys that are multiplied with every query."""
     return min(ask.max_length, ask.cells)
 
 
@@ -96,7 +97,7 @@ def _is_compiled(ask: Ask) -> bool:
     return ask.kernels == "fused" or (ask.kernels == "auto" and ask.device != "cpu")
 
 
-# --- the moments at which most is alive besides -----------------------------------------------------------------------
+# --- the moments with the most additional memory ----------------------------------------------------------------------
 
 
 def loss(decoder: Decoder, ask: Ask) -> Part:
@@ -115,7 +116,7 @@ def attention(decoder: Decoder, ask: Ask) -> Part:
     """The backward pass of a layer's attention."""
     c, H, L, T = ask.item_bytes, decoder.heads, _row(ask), ask.cells
     if _is_chunked(ask):
-        whole = L // ATTENTION_CHUNK * ATTENTION_CHUNK  # queries in full chunks; a chunk sees what is before its end
+        whole = L // ATTENTION_CHUNK * ATTENTION_CHUNK  # queries in full chunks; a chunk sees the keys before its end
         scores = max(ATTENTION_CHUNK * whole, (L - whole) * L) * max(1, T // padded(L))
         return Part(
             "attention", SCORES_OF_A_CHUNK * H * scores * c, f"{SCORES_OF_A_CHUNK} × {H} heads × {scores:,} × {c} B"
@@ -132,7 +133,7 @@ def feed_forward(decoder: Decoder, ask: Ask) -> Part:
 
 
 def update(decoder: Decoder, ask: Ask, kept: Part) -> Part:
-    """The optimizer's step, when the activations are gone."""
+    """The optimizer step, when the activations are freed."""
     n = num_trained(decoder, ask)
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
     alive = always + for_slot * len(OPTIMIZERS[ask.optimizer].slots)

@@ -1,6 +1,6 @@
-"""Sizes that the kernels use and the memory formulas count with. No import: both read them, one without MLX."""
+"""Sizes for the kernels and the memory formulas. No import here: the formulas read this file without MLX."""
 
-ATTENTION_CHUNK = 512  # queries; the scores kept at a time are at most this many rows
-# Logits at a time. MLX allocates for about ten operations ahead, so ten times as many are held. A CPU wants them in its
-# cache; a GPU wants enough rows to pay for reading the head's weights.
+ATTENTION_CHUNK = 512  # queries; at most this many rows of scores are kept at a time
+# Logits per chunk. MLX allocates about ten operations ahead, so ten times as many are in memory. On a CPU they should
+# fit in its cache; a GPU needs enough rows to pay for reading the head's weights.
 LOSS_LOGITS = {"cpu": 1 << 20, "metal": 1 << 24}

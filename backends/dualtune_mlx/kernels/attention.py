@@ -1,8 +1,8 @@
-"""Attention without the dense mask of a row: each document by itself, and long ones in chunks of queries.
+"""Attention without a dense mask: each document separately, and long ones in chunks of queries.
 
-mlx-lm's modules call `scaled_dot_product_attention`, a name of their own file, with the mask of whole rows. The modules
-of one model are given a copy of their `__call__` in which that name means an `Attention`; mlx-lm's files, and other
-models of the process, stay as they are. The plain version is the function that was there.
+mlx-lm's modules call `scaled_dot_product_attention`, a name in their own file, with the mask of whole rows. The modules
+of one model get a copy of their `__call__` in which that name is an `Attention`. mlx-lm's files, and other models in
+the process, do not change. The plain version is the original function.
 
 Legend: B rows, T tokens of a row, H heads, d head size, C queries of a chunk, K keys that they may see.
 """
@@ -27,7 +27,7 @@ Pieces = list[tuple[int, bool]]
 
 
 def pieces_of(segments_BT: np.ndarray) -> Pieces:
-    """The runs of equal segments, all rows behind one another: (tokens, whether it is a document and not padding)."""
+    """Return the runs of equal segments over all rows: (tokens, whether it is a document and not padding)."""
     B, T = segments_BT.shape
     starts_BT = np.diff(segments_BT, axis=1, prepend=-1) != 0
     starts = np.append(np.flatnonzero(starts_BT), B * T)
@@ -35,18 +35,18 @@ def pieces_of(segments_BT: np.ndarray) -> Pieces:
 
 
 class Attention:
-    """Stands in a model for mlx-lm's `scaled_dot_product_attention`.
+    """Replaces mlx-lm's `scaled_dot_product_attention` in a model.
 
-    `pieces` are the documents of the running micro-batch, where they may shape the computation: a compiled one would be
-    compiled for each of their layouts. Without them, rows longer than a chunk are attended to in chunks.
+    `pieces` are the documents of the current micro-batch. They are not set in compiled code, which would be recompiled
+    for each layout of documents. Without them, rows longer than a chunk are computed in chunks.
     """
 
     def __init__(self) -> None:
         self.pieces: Pieces | None = None
 
     def replaces(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """The function to call instead of `plain`, which still does what this one does not: windows, sinks, and
-        generation with a cache."""
+        """Return the function to call instead of `plain`. It calls `plain` for windows, sinks, and generation with a
+        cache."""
 
         def attend(
             queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, **options: Any
@@ -65,7 +65,7 @@ class Attention:
 
 
 def install(model: nn.Module, attention: Attention) -> int:
-    """Let a model attend by `attention`. Classes change and the modules stay; returns how many were changed."""
+    """Make a model use `attention`, by changing the classes of its modules. Returns how many were changed."""
     made: dict[type[nn.Module], type[nn.Module]] = {}
     changed = 0
     for module in model.modules():
@@ -84,7 +84,7 @@ def install(model: nn.Module, attention: Attention) -> int:
 
 
 def by_document(q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array, scale: float, pieces: Pieces) -> mx.array:
-    """Causal attention inside each piece of the rows; zero where they are padding."""
+    """Causal attention inside each piece of the rows; zero for padding."""
     B, H, T, _ = q_BHTd.shape
     cuts = np.cumsum([length for length, _ in pieces])[:-1].tolist()
     parts = zip(*(mx.split(_in_one_row(x), cuts, axis=2) for x in (q_BHTd, k_BHTd, v_BHTd)), strict=True)
@@ -104,11 +104,11 @@ def chunked(
     q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array, scale: float, segments_BT: mx.array | None = None,
     *, chunk: int = ATTENTION_CHUNK,
 ) -> mx.array:  # fmt: skip
-    """Causal attention, inside segments where they are given, with scores for a chunk of queries at a time.
+    """Causal attention, inside segments if they are given, with the scores of one chunk of queries at a time.
 
-    Keys behind the chunk are skipped, which halves the work of a long row, and the scores are made again in the
-    backward pass, so that O(T · C) of them are held and not O(T²): Rabe & Staats, Self-attention Does Not Need O(n²)
-    Memory, arXiv 2112.05682.
+    Keys after the chunk are skipped, which halves the work of a long row. The backward pass recomputes the scores, so
+    O(T · C) of them are in memory instead of O(T²): Rabe & Staats, Self-attention Does Not Need O(n²) Memory,
+    arXiv 2112.05682.
     """
     T = q_BHTd.shape[2]
     spans = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
@@ -146,12 +146,12 @@ def chunked(
 
 
 def _after(results: list[mx.array], inputs: list[mx.array]) -> list[mx.array]:
-    """The inputs, not to be used before the results are there: else MLX might hold the scores of all chunks at once."""
+    """Make the inputs depend on the results: else MLX might hold the scores of all chunks at once."""
     return mx.depends(inputs, results) if results else inputs
 
 
 def _mask(segments_BT: mx.array, num_queries: int, num_keys: int) -> mx.array:
-    """bool [B, 1, C, K]: which of the first K tokens each of the last C among them sees."""
+    """Which of the first K tokens each of the last C of them sees: bool [B, 1, C, K]."""
     first = num_keys - num_queries
     is_same_BCK = segments_BT[:, first:num_keys, None] == segments_BT[:, None, :num_keys]
     return (is_same_BCK & (mx.arange(first, num_keys)[:, None] >= mx.arange(num_keys)))[:, None]

@@ -1,4 +1,4 @@
-"""Which fast pieces a model gets, and the line that says so."""
+"""Choose the fast kernels for a model, and describe the choice in one line."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dualtune_mlx.kernels.cross_entropy import Head
 
 @dataclass
 class Kernels:
-    """What was chosen for a model."""
+    """The kernels that were chosen for a model."""
 
     attention: Attention | None = None
     loss: tuple[Callable[..., mx.array], Head] | None = None  # the model's body, and its head
     compiles: bool = False
     used: list[str] = field(default_factory=list)
-    plain: list[str] = field(default_factory=list)  # what stayed as it is, and why
+    plain: list[str] = field(default_factory=list)  # what stayed plain, and why
 
     def __str__(self) -> str:
-        """A line for logs."""
+        """Return one line for logs."""
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
 def choose(model: nn.Module, kernels: str) -> Kernels:
-    """Give an adapted model what works on it. ConfigError if `kernels` is "fused" and something does not."""
+    """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not."""
     chosen = Kernels()
     if kernels == "reference":
         return chosen

@@ -1,9 +1,9 @@
 """`mx.compile` for a bounded number of shapes.
 
-MLX compiles a function anew for every combination of input shapes, and forgets none: over varied batches the process
-runs out of memory or of Metal's resources (https://github.com/ml-explore/mlx/issues/4464). Here each combination has a
-compiled function of its own, and the one that was not used for longest is dropped. Whether a batch is run compiled
-never depends on the batches before it, so that a resumed run repeats the numbers of one that was not stopped.
+MLX recompiles a function for every combination of input shapes and drops none: with varied batches the process runs out
+of memory or of Metal's resources (https://github.com/ml-explore/mlx/issues/4464). Here each combination has a separate
+compiled function, and the least recently used one is dropped. Whether a batch runs compiled never depends on earlier
+batches, so a resumed run computes the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Compiled:
             self._by_shape.move_to_end(key)
         else:
             function = self._function
-            # Another function object for each, because MLX keeps what it compiled by the function's address.
+            # A new function object for each, because MLX caches compiled code by the function's address.
             self._by_shape[key] = mx.compile(lambda *arrays: function(*arrays))
             if len(self._by_shape) > self._max_shapes:
                 self._by_shape.popitem(last=False)
@@ -42,13 +42,16 @@ class Compiled:
 
 
 def why_not() -> str | None:
-    """Why nothing can be compiled here; None if it can. On a CPU, MLX calls the C++ compiler while it runs."""
+    """Return why nothing can be compiled here, or None. On a CPU, MLX calls the C++ compiler at run time."""
     if mx.default_device().type == mx.DeviceType.cpu and shutil.which("g++") is None:
         return "MLX needs g++ for that on a CPU, and there is none"
     return None
 
 
 def why_not_worth_it() -> str | None:
-    """On a CPU a compiled step is as fast as one that is not, after seconds in the C++ compiler for each shape, and it
-    cannot follow the layout of the documents."""
+    """Return why compiling does not pay off here, or None.
+
+    On a CPU a compiled step is no faster than a plain one, takes seconds in the C++ compiler for each shape, and cannot
+    use the layout of the documents.
+    """
     return "no faster on a CPU" if mx.default_device().type == mx.DeviceType.cpu else None

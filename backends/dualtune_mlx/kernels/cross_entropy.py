@@ -1,11 +1,11 @@
-"""Cross-entropy of a frozen output head over the target tokens alone, its gradient made in the forward pass.
+"""Cross-entropy of a frozen output head over the targets only, with the gradient computed in the forward pass.
 
-No logits are made but those that carry loss, and never more than a chunk of them; since the head is frozen, the
-gradient for a chunk's hidden states is made beside its loss, and neither logits nor probabilities are kept for the
-backward pass. Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009, and Hsu et al.,
-Liger Kernel, arXiv 2410.10989, do the same with kernels of their own. The plain version is `losses.loss_sum`.
+Logits are computed only for targets, and only one chunk at a time. Since the head is frozen, the gradient of a chunk's
+hidden states is computed together with its loss, and neither logits nor probabilities are kept for the backward pass.
+Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009, and Hsu et al., Liger Kernel,
+arXiv 2410.10989, do the same with custom kernels. The plain version is `losses.loss_sum`.
 
-Legend: B rows, T tokens of a row, H hidden size, V vocabulary, N target tokens of the micro-batch and what pads them,
+Legend: B rows, T tokens of a row, H hidden size, V vocabulary, N targets of the micro-batch including their padding,
 n those of a chunk.
 """
 
@@ -22,7 +22,7 @@ from mlx import nn
 from dualtune.backend import IGNORE_INDEX
 from dualtune_mlx.card.sizes import LOSS_LOGITS
 
-PROBE = 8  # tokens shown to a model to see whether it is a body and a linear head
+PROBE = 8  # tokens to test whether a model is a body with a linear head
 
 
 def on_gpu() -> bool:
@@ -30,14 +30,14 @@ def on_gpu() -> bool:
 
 
 class Head:
-    """A frozen linear layer from hidden states to logits, or the embedding that stands for one; plain or quantized."""
+    """A frozen linear layer from hidden states to logits, or the tied embedding; plain or quantized."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer: Any = layer
         self._bias = layer.get("bias")
         self._quantized = isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         self.vocab: int = self._layer.weight.shape[0]
-        # The reference BLAS of MLX's CPU build multiplies by columns 1.6 times as fast as by rows: worth a copy there.
+        # The reference BLAS of MLX's CPU build multiplies by columns 1.6 times as fast as by rows: worth a copy.
         weight_HV = self._layer.weight.T
         self._weight_HV = weight_HV if self._quantized or on_gpu() else mx.contiguous(weight_HV)
         mx.eval(self._weight_HV)
@@ -47,7 +47,7 @@ class Head:
         return logits_NV if self._bias is None else logits_NV + self._bias
 
     def back(self, slopes_NV: mx.array) -> mx.array:
-        """The gradient for the hidden states from the gradient for the logits."""
+        """Return the gradient of the hidden states from the gradient of the logits."""
         return self._packed(slopes_NV, transpose=False) if self._quantized else slopes_NV @ self._layer.weight
 
     def _packed(self, x: mx.array, *, transpose: bool) -> mx.array:
@@ -59,9 +59,9 @@ class Head:
 
 
 def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
-    """(the model up to its last hidden states, its head), or why it has no such parts.
+    """Return (the model up to its last hidden states, its head), or why it cannot be split.
 
-    Models cap, scale or share their logits in many ways, so the parts are believed only if together they compute the
+    Models cap, scale or share their logits in many ways, so the parts are used only if together they compute the
     model's own logits of some tokens, bit for bit.
     """
     body: Any = getattr(model, "model", None)
@@ -80,8 +80,8 @@ def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
 
 
 def targets(labels_BT: np.ndarray, granule: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """(indices into the B · T tokens of those that carry loss, their labels), int32 [N], padded with ignored ones to a
-    positive multiple of `granule`. Made on the host, which knows the labels: nobody waits for a device to count."""
+    """Return (indices of the targets among the B · T tokens, their labels), int32 [N], padded with ignored ones to a
+    positive multiple of `granule`. Computed on the host, which has the labels, so it synchronizes no device."""
     index = np.flatnonzero(labels_BT != IGNORE_INDEX).astype(np.int32)
     padding = max(granule, -(-len(index) // granule) * granule) - len(index)
     labels = np.pad(labels_BT.flat[index], (0, padding), constant_values=IGNORE_INDEX)
@@ -92,15 +92,15 @@ def target_loss(
     hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head,
     *, weights_N: mx.array | None = None, slopes: bool = True, chunk_elements: int | None = None,
 ) -> mx.array:  # fmt: skip
-    """`loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT)` from the tokens that carry loss alone.
+    """Compute `loss_sum(head.logits(hidden_BTH), labels_BT, weights_BT)` from the targets only.
 
-    It can be differentiated by the hidden states, unless `slopes` is false. The gradient of each row is made for a
-    weight of 1 and multiplied in the backward pass, together with the factor from outside: float16 cannot hold a small
-    weight, but can hold it times the loss scale.
+    It is differentiable by the hidden states, unless `slopes` is false. The gradient of each row is computed for a loss
+    weight of 1. The backward pass multiplies it by the weight and the incoming gradient: float16 cannot represent a
+    small weight, but its product with the loss scale.
     """
 
     def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:
-        """The loss, and where it is wanted its gradient [N, H] without the weights."""
+        """Return the loss and, if needed, its gradient [N, H] without the loss weights."""
         made: list[tuple[mx.array, ...]] = []
         for rows in _chunk_rows(labels_N, head, chunk_elements):
             losses_n1, slopes_nV = _chunk(_after(made, hidden_NH[rows]), labels_N[rows], head)
@@ -126,7 +126,7 @@ def target_loss(
 def target_logprobs(
     hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head, *, chunk_elements: int | None = None
 ) -> mx.array:
-    """log p(label) of the tokens that carry loss, float32 [N], by the same products as the loss."""
+    """log p(label) of the targets, float32 [N], by the same products as the loss."""
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
     made: list[tuple[mx.array, ...]] = []
     for rows in _chunk_rows(labels_N, head, chunk_elements):
@@ -142,12 +142,12 @@ def _chunk_rows(labels_N: mx.array, head: Head, chunk_elements: int | None) -> I
 
 
 def _after(made: Sequence[tuple[mx.array, ...]], rows_nH: mx.array) -> mx.array:
-    """These rows, once the chunk before them is made: MLX evaluates in any order, and would hold all logits at once."""
+    """Make these rows depend on the chunk before: MLX evaluates in any order, and would hold all logits at once."""
     return mx.depends([rows_nH], list(made[-1]))[0] if made else rows_nH
 
 
 def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.array, mx.array]:
-    """(the losses of these rows [n, 1], their gradient for the logits, p − onehot(label))"""
+    """Return (losses of these rows [n, 1], their gradient by the logits, p − onehot(label))."""
     is_target_n1 = (labels_n != IGNORE_INDEX)[:, None]
     labels_n1 = mx.maximum(labels_n, 0)[:, None]
     logits_nV = head.logits(hidden_nH).astype(mx.float32)
@@ -162,5 +162,5 @@ def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.arra
 
 
 def _exp(x: mx.array) -> mx.array:
-    """MLX's exp on an x86 CPU takes 11 ns a number, its power, which is libm's, 4 ns (mlx 0.32.4)."""
+    """exp(x). On an x86 CPU MLX's exp takes 11 ns a number, its power (from libm) 4 ns (mlx 0.32.4)."""
     return mx.exp(x) if on_gpu() else mx.power(math.e, x)

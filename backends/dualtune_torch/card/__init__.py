@@ -34,7 +34,7 @@ CARD = Card(
     launches=(Launch(("local", "slurm"), "torchrun", ("cuda", "cpu"), agent="dualtune_torch.torchrun"),),
     problems=checks.problems,
     environment=checks.environment,
-    # torch on a CPU has no allocator to ask, so what is seen is what the process has grown by since before the first
-    # model was loaded, the libraries that come with it included.
+    # torch has no memory statistics on a CPU, so the peak is the growth of the process since before the first model
+    # was loaded, including the libraries that are loaded with it.
     twin=Twin(peak_bytes=256 * 10**6, divisors={"full": 5}),
 )

@@ -1,4 +1,4 @@
-"""What can stand in the way of torch on an NVIDIA GPU, told without importing torch."""
+"""What can prevent torch from using an NVIDIA GPU, found without importing torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ RAGGED_TORCH = "2.12"  # torch.nn.attention.varlen with grouped heads, which `ke
 
 
 def problems(machine: Machine) -> list[Check]:
-    """A row for each problem that this machine has."""
+    """Return a row for each problem of this machine."""
     return found_on(machine, PROBLEMS)
 
 
 def environment(machine: Machine) -> list[Check]:
-    """Rows of `dualtune check-env` for a machine that has a GPU."""
+    """Return the rows of `dualtune check-env` for a machine with a GPU."""
     torch = machine.packages.get("torch")
     return [_build_check(machine, torch), _attention_check(machine.gpus[0], torch)]
 
@@ -35,7 +35,7 @@ def environment(machine: Machine) -> list[Check]:
 
 
 def _torch_for(machine: Machine) -> str:
-    """The command that installs the torch for this driver and GPU."""
+    """Return the command that installs a torch for this driver and GPU."""
     capability = machine.gpus[0].capability
     old = version(machine.cuda or "13.0") < (13,) or capability < CUDA_13_CAPABILITY
     return NEW_DRIVER if old and capability >= BLACKWELL_CAPABILITY else OLD_TORCH if old else DEFAULT_TORCH
@@ -77,7 +77,7 @@ def _torch(machine: Machine) -> str | None:
 
 
 def _built(machine: Machine) -> tuple[int, ...]:
-    """What torch is built for, where there is a GPU for it."""
+    """Return the CUDA version that torch is built for, if there is a GPU."""
     known = machine.gpus and machine.torch_cuda not in (None, "none")
     return version(machine.torch_cuda or "") if known else ()
 
@@ -93,7 +93,7 @@ PROBLEMS = (
 
 
 def _build_check(machine: Machine, torch: str | None) -> Check:
-    """Whether the driver can run what torch was built with, and whether that has code for the GPU."""
+    """Check that the driver supports torch's CUDA version, and that torch has code for the GPU."""
     name, built = "CUDA of torch", machine.torch_cuda
     if torch is None or built is None:
         return Check(name, "skipped", "torch is not installed" if torch is None else f"torch {torch} does not tell")

@@ -1,7 +1,7 @@
-"""What the torch engine needs of memory, by part.
+"""The memory that the torch engine needs, by part.
 
-The formulas describe this package as it is: no activation is checkpointed or offloaded. They take what
-`model.kernels: auto` gives where there is a compiler, or everything plain for `reference`.
+The formulas describe this package as it is: no activation is checkpointed or offloaded. They assume the kernels that
+`model.kernels: auto` chooses on a machine with a compiler, or the plain code of `reference`.
 
 Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
 model, q and kv widths of all query and of all key/value heads, H query heads, i width of the feed-forward block.
@@ -26,14 +26,14 @@ from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILIN
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
-GELU = 4  # tensors that GPT-2's activation keeps, which transformers writes out: its input, half of it, tanh, 1 + tanh
-# What is no tensor. CUDA: the context, kernels and all, which the allocator does not count, and cuBLAS' workspace;
-# CPU: the interpreter with torch, transformers and their libraries.
+GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
+# Memory that is no tensor. CUDA: the context with its kernels, which the allocator does not count, and cuBLAS'
+# workspace; CPU: the interpreter with torch, transformers and their libraries.
 RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "Python, torch and transformers")}
 
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
-    """The peak is the sum: what is always there, what the forward pass keeps, and the largest moment besides."""
+    """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
     moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask))
     most = max(moments, key=lambda part: part.bytes)
@@ -53,7 +53,7 @@ def weights(decoder: Decoder, ask: Ask) -> Part:
 
 
 def nf4_bytes(n: int) -> int:
-    """Of a matrix of n weights."""
+    """Bytes of a matrix of n weights."""
     blocks = -(-n // NF4_BLOCK)
     return -(-n // 2) + blocks + 4 * -(-blocks // NF4_BLOCKS_A_SCALE) + NF4_TABLES_BYTES
 
@@ -73,42 +73,43 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
     on, c, T = adapted(decoder, ask.targets), ask.item_bytes, ask.cells
     is_plain = ask.kernels == "reference"
     layer = _plain_layer(decoder, ask) if is_plain else _fused_layer(decoder, ask)
-    # The last norm, the gradient of its output or the log-probabilities, less the first norm, below which is nothing.
+    # The last norm, the gradient of its output or the log-probabilities, minus the first norm, below which is no
+    # adapter.
     angles = 2 * decoder.head_dim * c
     around = c * decoder.hidden + angles + 4 * decoder.vocab * has_plain_loss(decoder, ask)
     copies = 0
     if is_plain:
         copies = num_trained(decoder, ask) * (c if c < MASTER_BYTES else 0)  # of the adapter, in the compute dtype
     elif not ask.packing and ask.cells > ask.max_length:
-        layer += angles  # rows of a document each share positions, and every layer copies them
+        layer += angles  # rows with one document each share positions, and every layer copies them
     size = T * (on.layers * layer + around) + copies
     return Part("activations", size, f"{T:,} tokens × ({on.layers} layers × {layer:,} B + {around:,} B)")
 
 
 def _fused_layer(decoder: Decoder, ask: Ask) -> int:
-    """Bytes for each token: what every product and every norm needs, once."""
+    """Bytes per token of the fused kernels: what every product and every norm needs, once."""
     reads, c = adapted(decoder, ask.targets).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     kept = _norms(decoder, ask, is_compiled=_is_compiled(decoder, ask))
     kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
-    kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; what attention gives, its log-sum-exp
+    kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; the output of attention, its log-sum-exp
     kept += c * q * ("heads" in reads and ask.dropout)
     if decoder.is_gpt2:
         kept += c * i * (GELU + ("inner" in reads))
     else:
         kept += c * i * (1 + decoder.gated)  # gate and up
         if not _is_compiled(decoder, ask):
-            kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled, both are made again
+            kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled code recomputes both
     return kept + c * ask.rank * _num_adapted(decoder, ask)
 
 
 def _plain_layer(decoder: Decoder, ask: Ask) -> int:
-    """The same of transformers' own code and plain LoRA: a dropped input and a mask for every module."""
+    """Bytes per token of transformers' own code and plain LoRA: an input after dropout and a mask for every module."""
     on, c = adapted(decoder, ask.targets), ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     kept = _norms(decoder, ask, is_compiled=False) + c * ask.rank * _num_adapted(decoder, ask)
     kept += c * 2 * q + 4 * decoder.heads
-    # Several documents in a row take a mask, for which keys and values are repeated for every head.
+    # Packed rows need a mask, and with a mask keys and values are repeated for every head.
     kept += c * (2 * q + ask.cells) if ask.packing else c * 2 * kv
     kept += c * i * (GELU if decoder.is_gpt2 else 1 + 2 * decoder.gated)  # gate, act(gate) and up
     if ask.dropout:
@@ -118,9 +119,9 @@ def _plain_layer(decoder: Decoder, ask: Ask) -> int:
 
 
 def _norms(decoder: Decoder, ask: Ask, *, is_compiled: bool) -> int:
-    """The input of every norm, which the plain RMS norm keeps in float32, and one over its root mean square.
+    """The input of every norm, which the plain RMS norm keeps in float32, and 1 / its root mean square.
 
-    GPT-2's norm keeps its input as it is, and a mean besides.
+    GPT-2's norm keeps its input unchanged, and also a mean.
     """
     if decoder.is_gpt2:
         return decoder.layer_norms * (ask.item_bytes * decoder.hidden + 8)
@@ -131,7 +132,7 @@ def _norms(decoder: Decoder, ask: Ask, *, is_compiled: bool) -> int:
 
 
 def _num_adapted(decoder: Decoder, ask: Ask) -> int:
-    """Modules of a layer."""
+    """The number of adapted modules of a layer."""
     return len(adapted(decoder, ask.targets).inside)
 
 
@@ -139,7 +140,7 @@ def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
     return ask.kernels == "fused" or (ask.kernels == "auto" and decoder.num_parameters >= WORTH_COMPILING)
 
 
-# --- the moments at which most is alive besides -----------------------------------------------------------------------
+# --- the moments with the most additional memory ----------------------------------------------------------------------
 
 
 def loss(decoder: Decoder, ask: Ask) -> Part:
@@ -148,7 +149,7 @@ def loss(decoder: Decoder, ask: Ask) -> Part:
     if has_plain_loss(decoder, ask):
         return Part("loss", 8 * T * V, f"{T:,} tokens × {V:,} logits × 2 × 4 B")
     rows = min(LOSS_ROWS[ask.device], T)
-    # Plainly there are two temporaries in float32, and a copy to compute them from.
+    # The plain code has two temporaries in float32, and a copy from which they are computed.
     each = 2 * c if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
     unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
     size = rows * V * each + 2 * T * decoder.hidden * c + unpacked
@@ -160,23 +161,23 @@ def attention(decoder: Decoder, ask: Ask) -> Part:
     """The backward pass of a layer's attention."""
     c, T, q, kv, H = ask.item_bytes, ask.cells, decoder.width, decoder.kv_width, decoder.heads
     if ask.kernels == "reference" or (ask.device == "cuda" and c < MASTER_BYTES):
-        # FlashAttention: the gradient of q summed in float32 and then as c, those of k and v for every query head.
+        # FlashAttention: the gradient of q in float32 and then in c bytes, those of k and v for every query head.
         each = 4 * q + 4 * H + c * (3 * q + 2 * kv)
         return Part("attention", T * each, f"{T:,} tokens × {each:,} B of gradients")
     L = min(ask.max_length, T)
     block = min(L, ATTENTION_BLOCK)
     each = 4 * c if _is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
-    before = L - block or (L if T >= 2 * L else 0)  # of this document, or of another one
-    size = H * block * (each * L + 2 * c * before)  # two of it are still there
+    before = L - block or (L if T >= 2 * L else 0)  # of this document or another one
+    size = H * block * (each * L + 2 * c * before)  # two are still alive
     return Part("attention", size, f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before")
 
 
 def feed_forward(decoder: Decoder, ask: Ask) -> Part:
-    """The backward pass of a layer's down_proj, or of what is between it and its neighbours."""
+    """The backward pass of a layer's down_proj, or of the code between it and its neighbours."""
     c, T, i = ask.item_bytes, ask.cells, decoder.inner
     drops = ask.dropout and "inner" in adapted(decoder, ask.targets).reads
     each = 3 * c
-    if drops:  # the input made again, and dropped; three gradients. Plainly: two, and three integers for a hash
+    if drops:  # the recomputed input, before and after dropout; three gradients. Plain: two, and three integers (hash)
         each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12
     unpacked = c * decoder.hidden * i if ask.quantization != "none" else 0
     formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {unpacked:,} B unpacked" if unpacked else "")

@@ -1,8 +1,7 @@
-"""Sizes that the kernels use and the memory formulas count with. No import: both read them, one without torch."""
+"""Sizes for the kernels and the memory formulas. No import here: the formulas read this file without torch."""
 
-# The compiler takes seconds, and a run with a model below this is over before they pay.
+# Compiling takes seconds, which do not pay off in a run with a smaller model.
 WORTH_COMPILING = 5_000_000  # parameters
-# Rows of a chunk of the loss, by device: few enough for memory, enough to use the head's weights well once they are
-# read.
+# Rows of a chunk of the loss, by device: few enough to save memory, enough to pay for reading the head's weights.
 LOSS_ROWS = {"cpu": 128, "cuda": 1024}
 ATTENTION_BLOCK = 256  # queries

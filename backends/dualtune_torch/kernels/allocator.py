@@ -1,7 +1,7 @@
-"""How the C library keeps memory on a CPU.
+"""How the C library keeps freed memory on a CPU.
 
-glibc gives large blocks back to the system as soon as they are free, and every page of the next one costs a fault.
-Tensors of a training step come and go in the same sizes, so it pays to keep them.
+glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a page fault.
+A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from functools import cache
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_KEPT = 1 << 30  # bytes
-SMALLEST_RETURNED = 1 << 17  # glibc's own, which it raises by itself unless it is set
+SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set
 
 
 @cache
 def keep_memory() -> None:
-    """Ask glibc not to return freed blocks. Nothing happens where the C library is another."""
+    """Ask glibc to keep freed blocks. Does nothing with another C library."""
     _set({M_MMAP_THRESHOLD: LARGEST_KEPT, M_TRIM_THRESHOLD: LARGEST_KEPT})
 
 
 @cache
 def return_memory() -> None:
-    """Ask glibc to return large blocks as soon as they are free, for whom memory is scarcer than time."""
+    """Ask glibc to return large blocks as soon as they are free, where memory matters more than time."""
     _set({M_MMAP_THRESHOLD: SMALLEST_RETURNED})
 
 

@@ -1,10 +1,10 @@
-"""Causal attention inside documents, for rows that hold several: no work is done between documents.
+"""Causal attention inside the documents of packed rows: no work is done between documents.
 
-On a GPU this is FlashAttention over ragged sequences (`torch.nn.attention.varlen`). On a CPU the forward pass is the
-flash kernel of torch, document by document. Its backward pass is slow: there, and for windows and soft caps, a document
-takes batched matrix products and a softmax, in blocks of queries that leave out the keys after them. The backward pass
-computes the probabilities again from the log-sum-exp of each row, as in Dao et al., FlashAttention, arXiv 2205.14135,
-section 3.1.
+On a GPU this is FlashAttention over ragged sequences (`torch.nn.attention.varlen`). On a CPU the forward pass is
+torch's flash kernel, document by document. Because its backward pass is slow, the backward pass on a CPU, and all code
+for windows and soft caps, uses batched matrix products and a softmax per document, in blocks of queries that skip the
+keys after them. The backward pass recomputes the probabilities from the log-sum-exp of each row, as in Dao et al.,
+FlashAttention, arXiv 2205.14135, section 3.1.
 
 Legend: B rows, T tokens of a row, H query heads, G key/value heads, d head size; within a block Q queries, K keys,
 R = H / G · Q queries of all the heads that share a key/value head.
@@ -24,9 +24,9 @@ from transformers import AttentionInterface
 from dualtune_torch.card.sizes import ATTENTION_BLOCK
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
-GRANULE = 16  # tokens: a CPU's library compiles a product for every shape, so lengths are rounded up to come again
-EVERYTHING = 1 << 30  # the window of a model that has none
-# What modules hand to an attention function, and what has no bearing on this one.
+GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
+EVERYTHING = 1 << 30  # the window of a model without one
+# Arguments of an attention function that make no difference to this one.
 WITHOUT_BEARING = {
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict",
     "logits_to_keep",
@@ -39,7 +39,7 @@ class NotCovered(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Where the documents of a micro-batch lie. Everything is known on the host, so no kernel waits for the device."""
+    """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
 
     spans: tuple[tuple[int, int, int], ...]  # row, first token, end; without padding
     cu_seqlens: Tensor | None  # on a GPU: the borders in the flattened rows, int32; padding counts as documents
@@ -51,7 +51,7 @@ class Documents:
     def of(cls, segments_BT: np.ndarray, device: torch.device, fuse: Callable[[Any], Any]) -> Documents:
         B, T = segments_BT.shape
         rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
-        borders = np.append(rows * T + starts, B * T)  # in the rows one behind another; a row ends where one begins
+        borders = np.append(rows * T + starts, B * T)  # in the concatenated rows; the end of a row is also a border
         lengths = np.diff(borders)
         spans = tuple(
             (row, start, start + length)
@@ -81,7 +81,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, T, d], key and value [B, G, T, d] -> [B, T, H, d].
 
-    NotCovered if the model hands over anything that would change the result.
+    Raises NotCovered for any other argument that would change the result.
     """
     asked = {name: value is not None for name, value in options.items() if name not in WITHOUT_BEARING}
     asked |= {"a mask": attention_mask is not None, "dropout": dropout > 0}
@@ -107,7 +107,7 @@ def _varlen(
 
     B, _, T, _ = q_BHTd.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd))
-    cu_seqlens: Any = where.cu_seqlens  # a tensor, where this is called
+    cu_seqlens: Any = where.cu_seqlens  # a tensor wherever this is called
     out = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, where.longest, where.longest, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=q_BHTd.shape[1] != k_BGTd.shape[1],
@@ -125,7 +125,7 @@ def reference(
     window: int | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """softmax(capped(q·kᵀ · scale) + mask) · v with the whole mask written out: [B, T, H, d]."""
+    """softmax(capped(q·kᵀ · scale) + mask) · v with a dense mask: [B, T, H, d]."""
     at_T = torch.arange(q_BHTd.shape[2], device=q_BHTd.device)
     far_TT = at_T[:, None] - at_T
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None]) & (far_TT >= 0)
@@ -138,12 +138,12 @@ def reference(
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """cap · tanh(x / cap), as Gemma 2 (arXiv 2408.00118) keeps its scores and its logits in bounds."""
+    """cap · tanh(x / cap), the soft cap of Gemma 2 (arXiv 2408.00118) on scores and logits."""
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _seen(at_Q: Tensor, at_K: Tensor, window: int) -> Tensor:
-    """Which keys each query sees, by their places in the row: bool [Q, K]."""
+    """Which keys each query sees, by their positions in the row: bool [Q, K]."""
     far_QK = at_Q[:, None] - at_K
     return (far_QK >= 0) & (far_QK < window)
 
@@ -156,7 +156,7 @@ def probabilities(
     top_HQ1 = x_HQK.amax(-1, keepdim=True)
     e_HQK = (x_HQK - top_HQ1).exp()
     sum_HQ1 = e_HQK.sum(-1, keepdim=True)
-    # Not exp(x − lse), in which large scores would lose what their log-sum-exp cannot hold.
+    # Not exp(x − lse): for large scores the rounding of the log-sum-exp would be visible.
     return (e_HQK / sum_HQ1).to(scores_HQK.dtype), top_HQ1 + sum_HQ1.log()
 
 
@@ -172,9 +172,9 @@ def gradients(
     window: int,
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The probabilities again, and the gradient by the unscaled scores: p · (dp − delta) · scale · slope of the cap.
+    """Recompute the probabilities, and the gradient of the raw scores: p · (dp − delta) · scale · slope of the cap.
 
-    Both are zero for queries from the document's end on.
+    Both are zero for queries at or after the end of the document.
     """
     x_HQK = capped(scores_HQK.float() * scale, cap)
     probs_HQK = torch.where(_seen(at_Q, at_K, window) & (at_Q < end)[:, None], (x_HQK - lse_HQ1).exp(), 0.0)
@@ -184,7 +184,7 @@ def gradients(
 
 
 class DocumentAttention(torch.autograd.Function):
-    """`reference`, one document at a time, and one block of queries in the backward pass."""
+    """`reference`, one document at a time, and in the backward pass one block of queries at a time."""
 
     @staticmethod
     def forward(
@@ -237,17 +237,17 @@ class DocumentAttention(torch.autograd.Function):
             dscores_GRK = dscores_HQK.view_as(scores_GRK)
             dv_BGTd[b, :, keys] += probs_HQK.view_as(scores_GRK).mT @ dout_GRd
             dk_BGTd[b, :, keys] += dscores_GRK.mT @ q_GRd
-            dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)  # beyond the end zero, until its turn comes
+            dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)  # beyond the end: zero, overwritten later
         return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None, None
 
 
 def _beyond(start: int, end: int, T: int) -> int:
-    """The end of a document, rounded up. What follows it in the row is computed too, seen by nobody and thrown away."""
+    """Round up the end of a document. The tokens after it in the row are computed too, masked and discarded."""
     return min(T, end + (start - end) % GRANULE)
 
 
 def _flash(q_HLd: Tensor, k_GLd: Tensor, v_GLd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """A document of L tokens, by torch's kernel for a CPU: [H, L, d], and the log-sum-exp of each row, [H, L]."""
+    """Attend in a document of L tokens by torch's CPU kernel: [H, L, d], and the log-sum-exp of each row, [H, L]."""
     R = len(q_HLd) // len(k_GLd)
     k_HLd, v_HLd = (x_GLd.repeat_interleave(R, 0) for x_GLd in (k_GLd, v_GLd))
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -264,7 +264,7 @@ def _in_blocks(
     cap: float | None,
     fuse: Callable[[Any], Any],
 ) -> tuple[Tensor, Tensor]:
-    """What `_flash` gives, with a window and a soft cap."""
+    """Compute what `_flash` does, with a window and a soft cap."""
     (H, L, d), G = q_HLd.shape, len(k_GLd)
     at_L = torch.arange(L, device=q_HLd.device)
     out_HLd, lse_HL1 = q_HLd.new_empty(H, L, d), q_HLd.new_empty(H, L, 1, dtype=torch.float32)
@@ -277,7 +277,7 @@ def _in_blocks(
 
 
 def _blocks(start: int, end: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Queries of a document (up to a block, as many in each as can be), and the keys that any of them sees."""
+    """Yield the queries of a document in blocks as large as allowed, each with the keys that any of them sees."""
     size = -(-(end - start) // -(-(end - start) // ATTENTION_BLOCK))
     for first in range(start, end, size):
         stop = min(first + size, end)
@@ -285,5 +285,5 @@ def _blocks(start: int, end: int, window: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _zeros_by_token(x_BHTd: Tensor) -> Tensor:
-    """Zeros in the shape of x, laid out as [B, T, H, d]: the layers before read a token's heads side by side."""
+    """Zeros in the shape of x, in memory as [B, T, H, d]: the layers before read a token's heads contiguously."""
     return torch.zeros_like(x_BHTd.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)

@@ -1,12 +1,12 @@
 """The elementwise parts of a transformer block, compiled: norms, the rotary embedding, the activation of a gated MLP.
 
-Norms and activations are the model's own code, so there is no second version of it that could be wrong. A module keeps
-its class and its parameters; only its `forward` is replaced, on the instance, and the class stays as it is for others.
+Norms and activations are the model's own code, so there is no second version that could be wrong. A module keeps its
+class and its parameters. Only its `forward` is replaced, on the instance: other instances of the class do not change.
 
-What is compiled sees two or three dimensions, all tokens in one: a compiler that takes a batch of one row for another
-program than a batch of two would start again whenever the other kind comes along.
+Compiled code gets two or three dimensions, with all tokens in one: the compiler treats a batch of one row and a batch
+of two as different programs, and would recompile when the other kind comes.
 
-Legend: B rows, T tokens, N = B · T, F width, H heads, d head size, r of its channels that are rotated.
+Legend: B rows, T tokens, N = B · T, F width, H heads, d head size, r rotated channels of a head.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dualtune_torch.kernels.attention import NotCovered
 
 Fuse = Callable[[Any], Any]  # `compiled.fuse`, or the identity
 
-ROTARY = "apply_rotary_pos_emb"  # what transformers' attention modules call
+ROTARY = "apply_rotary_pos_emb"  # the function that transformers' attention modules call
 MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
 def compile_norms(model: nn.Module, fuse: Fuse) -> bool:
-    """Compile every RMSNorm. Returns whether there was one, as the next two do."""
+    """Compile every RMSNorm. This and the next two functions return whether they found one."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return fuse(type(self).forward)(self, x.reshape(-1, x.shape[-1])).view(x.shape)
@@ -40,7 +40,7 @@ def compile_norms(model: nn.Module, fuse: Fuse) -> bool:
 
 
 def compile_mlps(model: nn.Module, fuse: Fuse) -> bool:
-    """Compile what lies between the matrix products of every MLP that is down(act(gate(x)) · up(x))."""
+    """Compile the code between the matrix products of every MLP of the form down(act(gate(x)) · up(x))."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -60,7 +60,7 @@ def compile_mlps(model: nn.Module, fuse: Fuse) -> bool:
 
 
 def compile_rotary(model: nn.Module, fuse: Fuse) -> bool:
-    """Rotate queries and keys by `Rotate` in every attention module whose own function computes the same."""
+    """Rotate queries and keys by `Rotate` in every attention module with an equivalent function."""
     found = False
     for module in model.modules():
         forward: Any = type(module).forward
@@ -74,12 +74,12 @@ def compile_rotary(model: nn.Module, fuse: Fuse) -> bool:
 
 
 def gated(activation: nn.Module, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
-    """The inside of a gated MLP. Shazeer, GLU variants improve transformer, arXiv 2002.05202."""
+    """The activation of a gated MLP. Shazeer, GLU variants improve transformer, arXiv 2002.05202."""
     return activation(gate_NF) * up_NF
 
 
 def rotated(x_NHd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
-    """The first r channels rotated, channel i with channel i + r/2. Su et al., RoFormer, arXiv 2104.09864."""
+    """Rotate the first r channels, channel i with channel i + r/2. Su et al., RoFormer, arXiv 2104.09864."""
     r = cos_Nr.shape[-1]
     a, b, rest = x_NHd[..., : r // 2], x_NHd[..., r // 2 : r], x_NHd[..., r:]
     cos, sin = cos_Nr[:, None, : r // 2], sin_Nr[:, None, : r // 2]
@@ -87,7 +87,7 @@ def rotated(x_NHd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """`rotated` for [B, H, T, d], laid out by token. Its gradient is the rotation back."""
+    """`rotated` for [B, H, T, d], laid out by token. Its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, fuse: Fuse) -> Tensor:
@@ -109,7 +109,7 @@ def _rotate(x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, fuse: Fuse) -> Tenso
 def rotate_both(
     q_BHTd: Tensor, k_BGTd: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, fuse: Fuse
 ) -> tuple[Tensor, Tensor]:
-    """In place of transformers' function, with its arguments; cosines and sines [B or 1, T, r]."""
+    """Replace transformers' function, with the same arguments; cosines and sines [B or 1, T, r]."""
     if unsqueeze_dim != 1:
         raise NotCovered(f"rotates heads along dimension {unsqueeze_dim}")
     B, _, T, _ = q_BHTd.shape
@@ -118,7 +118,7 @@ def rotate_both(
 
 
 def _rotates_alike(theirs: Callable[..., Any]) -> bool:
-    """Whether a model's rotary function does what `rotate_both` does: there are interleaved ones too."""
+    """Whether a model's rotary function computes the same as `rotate_both`: some are interleaved."""
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (torch.randn(*s, generator=generator) for s in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 4), (1, 3, 4)))
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
@@ -130,6 +130,6 @@ def _rotates_alike(theirs: Callable[..., Any]) -> bool:
 
 
 def _names_in(module: nn.Module) -> set[str]:
-    """The attributes and globals that a module's `forward` speaks of."""
+    """The attributes and globals that a module's `forward` names."""
     forward = type(module).forward
     return {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set()

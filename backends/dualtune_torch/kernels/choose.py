@@ -1,4 +1,4 @@
-"""Which fast pieces a model gets. Each is tried on the model itself, against its own code, before it is trusted.
+"""Choose the fast kernels for a model. Each is tested on the model itself, against the model's own code, before use.
 
 Legend: B rows, T tokens, D hidden size, V vocabulary.
 """
@@ -23,10 +23,10 @@ from dualtune_torch.sharding import class_of, is_split
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
 
-# By how much, of the largest logit, a fast piece may move one. Rounding moves them by a tenth of that, another kind of
-# computation by far more.
+# How much a fast kernel may change a logit, relative to the largest one. Rounding changes logits by a tenth of that, a
+# wrong computation by far more.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-LENGTHS = (5, 3, 6)  # tokens of the documents that are tried, all in one row
+LENGTHS = (5, 3, 6)  # tokens of the documents of the test, all in one row
 HIGHEST_TOKEN = 100
 TROUBLE = (
     NotCovered,
@@ -35,35 +35,35 @@ TROUBLE = (
     ValueError,
     LookupError,
     RuntimeError,
-)  # of a model that has other code
+)  # of a model with different code
 BLOCKS = {"norms": blocks.compile_norms, "mlp": blocks.compile_mlps, "rotary": blocks.compile_rotary}
 
 
 def plainly(function: Any) -> Any:
-    """Stands where `compiled.fuse` would, and compiles nothing."""
+    """Return the function unchanged, in place of `compiled.fuse`."""
     return function
 
 
 @dataclass
 class Kernels:
-    """What was chosen for a model."""
+    """The kernels that were chosen for a model."""
 
     attention: bool = False
-    own_attention: str | None = None  # what transformers would use
-    head: FrozenLinear | None = None  # the output head, if it and the loss are one…
-    cap: float | None = None  # …and what it keeps its logits under
+    own_attention: str | None = None  # transformers' own choice
+    head: FrozenLinear | None = None  # the output head, if it is computed together with the loss…
+    cap: float | None = None  # …and the soft cap of its logits
     groups: bool = False  # of LoRA layers
     fuse: Callable[[Any], Any] = plainly
     used: list[str] = field(default_factory=list)
-    plain: list[str] = field(default_factory=list)  # what stayed as it is, and why
+    plain: list[str] = field(default_factory=list)  # what stayed plain, and why
 
     def __str__(self) -> str:
-        """A line for logs."""
+        """Return one line for logs."""
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
 def choose(model: PreTrainedModel, kernels: str) -> Kernels:
-    """Give the model what works on it. ConfigError if `kernels` is "fused" and something does not."""
+    """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not."""
     chosen = Kernels()
     if kernels == "reference":
         return chosen
@@ -93,7 +93,7 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
 
 @contextmanager
 def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
-    """The model as transformers runs it: with masks, caches and all."""
+    """Run the model with transformers' own attention, masks and caches."""
     if not kernels.attention:
         yield
         return
@@ -161,16 +161,16 @@ def _try_block(
 
 
 def _alone(model: PreTrainedModel) -> Tensor:
-    """The logits of each trial document in a row of its own, by the model's own code: [1, T, V]."""
+    """Return the logits of each test document in a separate row, by the model's own code: [1, T, V]."""
     parts = _tokens(model).split(LENGTHS, dim=1)
     with torch.no_grad():
         return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
 
 
 def _packed(model: nn.Module, where: Documents | None) -> Tensor:
-    """Logits, or the last hidden state of a model without a head, of all trial documents in one row.
+    """Return logits, or the last hidden state of a model without a head, of all test documents in one row.
 
-    Gradients are on, so that what is compiled here is what training runs.
+    Gradients are on, so that this compiles the code that training runs.
     """
     options = {} if where is None else {"documents": where}
     positions_1T = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(_tokens(model).device)
@@ -180,7 +180,7 @@ def _packed(model: nn.Module, where: Documents | None) -> Tensor:
 
 def _compare(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> None:
     gap = float((logits.detach().float() - expected.float()).abs().max() / expected.float().abs().max())
-    if not gap <= ROUNDING[compute_dtype(model)]:  # nor is NaN
+    if not gap <= ROUNDING[compute_dtype(model)]:  # also true for NaN
         raise NotCovered(f"computes something else (logits differ by {gap:.1e} of the largest)")
 
 

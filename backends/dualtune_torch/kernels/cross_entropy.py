@@ -1,8 +1,8 @@
 """The loss without the logits: the output head and the cross-entropy together, in chunks of target rows.
 
-Logits of a whole micro-batch are the largest tensor of a training step, mostly computed for tokens that nobody learns.
-Here the rows without a target are left out, and each chunk's gradient is made while its logits are at hand, so that
-they are computed once and kept nowhere. The head is frozen: its own gradient is never formed.
+The logits of a whole micro-batch are the largest tensor of a training step, and most belong to tokens without loss.
+Here the rows without a target are left out, and the gradient of each chunk is computed together with its logits, which
+are computed once and never kept. The head is frozen, so it gets no gradient.
 
 The idea is that of Liger's fused linear cross-entropy (Hsu et al., arXiv 2410.10989) and of Wijmans et al., Cut Your
 Losses, arXiv 2411.09009.
@@ -54,8 +54,8 @@ def loss_of_logits(logits_RV: Tensor, labels_R: Tensor, cap: float | None, weigh
 def loss_and_gradient(
     logits_RV: Tensor, labels_R: Tensor, cap: float | None, weights_R: Tensor | None = None
 ) -> Tensor:
-    """The chunk's loss. The logits are overwritten by its gradient without the weights: softmax − one-hot, times the
-    slope of the cap."""
+    """Compute the chunk's loss, and overwrite the logits with its gradient without the loss weights: softmax − one-hot,
+    times the slope of the cap."""
     x_RV = capped(logits_RV.float(), cap)
     x_R1 = x_RV.gather(-1, labels_R[:, None])
     lse_R1 = x_RV.logsumexp(-1, keepdim=True)
@@ -63,7 +63,7 @@ def loss_and_gradient(
     if cap is not None:
         probs_RV, target_R1 = (g * (1 - (x / cap).square()) for g, x in ((probs_RV, x_RV), (target_R1, x_R1)))
     logits_RV.copy_(probs_RV)
-    logits_RV.scatter_(-1, labels_R[:, None], target_R1.to(logits_RV.dtype))  # cheaper than to look at every element
+    logits_RV.scatter_(-1, labels_R[:, None], target_R1.to(logits_RV.dtype))  # cheaper than comparing all elements
     losses_R1 = lse_R1 - x_R1
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
@@ -95,10 +95,10 @@ def _padded_logits(hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None) ->
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`reference`, with its gradient by `hidden` made in the forward pass.
+    """`reference`, with the gradient of `hidden` computed in the forward pass.
 
-    The gradient of each row is made for a weight of 1 and multiplied in the backward pass, together with the factor
-    from outside: float16 cannot hold a small weight, but can hold it times the loss scale.
+    The gradient of each row is computed for a loss weight of 1. The backward pass multiplies it by the weight and the
+    incoming gradient: float16 cannot represent a small weight, but its product with the loss scale.
     """
 
     @staticmethod

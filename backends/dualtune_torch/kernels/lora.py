@@ -1,14 +1,14 @@
-"""LoRA layers that read the same activations, as one autograd function: the least work and the least memory.
+"""LoRA layers that read the same activations, as one autograd function with minimal work and memory.
 
 For every layer i of a group, with x the input and x' the input after dropout:
 
     forward    u = x' Aᵀ (of all layers at once)     y_i = x W_iᵀ + s · u_i B_iᵀ
     backward   v_i = s · g_i B_i    dB_i = s · g_iᵀ u_i    dA = vᵀ x' (at once)    dx = Σ g_i W_i + dropout(v A)
 
-That is 4Mr(I+O) operations in the backward pass, because u is kept and v is made once; autograd of the plain code needs
-as many, and two more passes over y. Kept are x' and u: W is frozen, so x itself is not needed; and where x can be made
-again from what others keep (`LoRAGroup.remake`), u alone. Gradients are added to the adapter's buffer in float32, and
-nothing is computed below the lowest adapter.
+The backward pass takes 4Mr(I+O) operations, because u is kept and v is computed once; autograd of the plain code takes
+as many, and two more passes over y. Only x' and u are kept: W is frozen, so x itself is not needed. If x can be
+recomputed from what other layers keep (`LoRAGroup.remake`), only u is kept. Gradients are added to the adapter's buffer
+in float32, and nothing is computed below the lowest adapter.
 
 Hu et al., LoRA, arXiv 2106.09685. Shapes: M tokens, I input features, O output features, r rank, S ranks of the group.
 """
@@ -30,17 +30,17 @@ from dualtune_torch.weights.frozen import weight_of
 
 
 class LoRAGroup:
-    """Layers that are called with the same tensor, one after another. The first call computes for all of them."""
+    """Layers that are called with the same tensor, one after another. The first call computes all of them."""
 
     def __init__(self, layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
-        """Takes over the layers, by module path in the order in which the buffer holds them."""
+        """Become the `group` of the layers, which come by module path in the order of the buffer."""
         self.layers = list(layers.values())
         self.A_SI = _stacked([adapter.compute[tensor_name(path, "A")] for path in layers])
         self.dA_SI = _stacked([adapter.grads[tensor_name(path, "A")] for path in layers])
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
         self.fuse = fuse
-        # Makes the input of the next call again. Set by who can, so that the input need not be kept.
+        # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
         self.remake: Callable[[], Tensor] | None = None
         self._input: Tensor | None = None
         self._outputs: dict[LoRALinear, Tensor] = {}
@@ -49,7 +49,7 @@ class LoRAGroup:
 
     def __call__(self, layer: LoRALinear, x_BTI: Tensor) -> Tensor:
         if self._input is not x_BTI or layer not in self._outputs:
-            anchor = self.layers[0].lora_A  # without a leaf among its inputs, autograd would leave the function out
+            anchor = self.layers[0].lora_A  # without a trainable input, autograd would skip the function
             outputs = _GroupedLoRA.apply(x_BTI, anchor, self, layer.noise.noise_BT)
             self._input, self._outputs = x_BTI, dict(zip(self.layers, outputs, strict=True))
         y_BTO = self._outputs.pop(layer)
@@ -59,7 +59,7 @@ class LoRAGroup:
 
 
 def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
-    """Compute every layer of plain LoRA by its group; most are alone in it."""
+    """Compute every plain LoRA layer by a group. Most groups have one layer."""
     groups: dict[str, dict[str, LoRALinear]] = {}
     for path, layer in sorted(layers.items()):
         if isinstance(layer, LoRALinear) and layer.grouped:
@@ -69,7 +69,7 @@ def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, fuse:
 
 
 def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
-    """Matrices [r, I] that lie one behind another in memory, as one [S, I]."""
+    """View matrices [r, I] that are adjacent in memory as one [S, I]."""
     first = neighbours[0]
     return first.as_strided((sum(len(matrix) for matrix in neighbours), first.shape[1]), first.stride())
 
@@ -77,7 +77,7 @@ def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
 def add_undropped(
     dx_MI: Tensor, dlora_MI: Tensor, noise_M: Tensor, keys_I: Tensor, lowest: int, factor: float
 ) -> Tensor:
-    """dx plus what comes back through the dropout."""
+    """Add the gradient through the dropout to dx."""
     return dx_MI + dropped(dlora_MI, noise_M, keys_I, lowest, factor)
 
 
@@ -117,7 +117,7 @@ class _GroupedLoRA(torch.autograd.Function):
             v_Mr.copy_(g_MO @ B_Or).mul_(layer.scale)
             dB_Or.add_(g_MO.T @ u_Mr, alpha=layer.scale)
             if ctx.needs_input_grad[0]:
-                # Bound to no name: of an unpacked weight there is never more than one.
+                # Not bound to a name, so that only one unpacked weight exists at a time.
                 if dx_MI is None:
                     dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
                 else:

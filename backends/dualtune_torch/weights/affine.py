@@ -1,10 +1,10 @@
 """MLX's affine quantization on torch: the same bytes, the same numbers, and frozen layers that compute with them.
 
-64 neighbours in a row of a weight share a scale and a bias, and each is scale · q + bias with q of 4 or 8 bits. They
-are chosen by the rule of MLX's `mlx/backend/cpu/quantized.cpp`, every operation in float32 and in its order, so that
-what is made here is bit for bit what `mx.quantize` makes there. Metal's kernel (`quantized.h`) differs in two places:
-it rounds halves away from zero, and takes 0 for the largest weight of a group that has none above it; so dualtune
-quantizes on the processor there too. A directory from elsewhere keeps the bytes that it has.
+64 neighbours in a row of a weight share a scale and a bias, and each is scale · q + bias with q of 4 or 8 bits. Scale
+and bias follow the rule of MLX's `mlx/backend/cpu/quantized.cpp`, with every operation in float32 and in the same
+order, so the result is bitwise equal to that of `mx.quantize` on a CPU. Metal's kernel (`quantized.h`) differs in two
+places: it rounds halves away from zero, and uses 0 as the largest weight of a group without a weight above 0. So
+dualtune quantizes on the CPU on a Mac too. The bytes of a quantized model from elsewhere are not changed.
 
 Legend: O output and I input features of a weight, G groups of a row, K = 64 weights of a group, W = I · bits / 8 packed
 bytes of a row.
@@ -21,28 +21,27 @@ from torch import Tensor, nn
 BITS = {"affine4": 4, "affine8": 8}
 GROUP_SIZE = 64
 EPS = 1e-7  # the least scale
-WEIGHTS_AT_ONCE = 1 << 20  # while quantizing, which takes a few float32 of each: as many as a cache holds
+WEIGHTS_AT_ONCE = 1 << 20  # quantized at a time, with a few float32 for each: as many as fit in a CPU cache
 
 
 class Packed(NamedTuple):
-    """A weight as MLX stores it. MLX's words of 32 bits, lowest weight first, are these bytes on a little-endian
-    machine."""
+    """A weight as MLX stores it: its 32-bit words, lowest weight first, as the bytes of a little-endian machine."""
 
     weight_OW: Tensor  # uint8
     scales_OG: Tensor
-    biases_OG: Tensor  # of the same dtype, in which the weight is shown
+    biases_OG: Tensor  # of the same dtype, which is also that of the unpacked weight
 
     @property
     def bits(self) -> int:
         return self.weight_OW.shape[-1] * 8 // (self.scales_OG.shape[-1] * GROUP_SIZE)
 
     def cast(self, dtype: torch.dtype) -> Packed:
-        """With scales and biases rounded to another dtype, as MLX does for its compute dtype."""
+        """Round scales and biases to another dtype, as MLX does for its compute dtype."""
         return Packed(self.weight_OW, self.scales_OG.to(dtype), self.biases_OG.to(dtype))
 
 
 def quantize(weight_OI: Tensor, bits: int) -> Packed:
-    """The bytes of `mx.quantize(weight, 64, bits)`; scales and biases have the weight's dtype."""
+    """Compute the bytes of `mx.quantize(weight, 64, bits)`. Scales and biases have the weight's dtype."""
     rows = max(1, WEIGHTS_AT_ONCE // weight_OI.shape[1])
     parts = [_quantized(part.float(), bits) for part in weight_OI.split(rows)]
     return Packed(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))).cast(weight_OI.dtype)
@@ -51,9 +50,9 @@ def quantize(weight_OI: Tensor, bits: int) -> Packed:
 def _quantized(weight_OI: Tensor, bits: int) -> Packed:
     weight_OGK = weight_OI.unflatten(1, (-1, GROUP_SIZE))
     low_OG, high_OG = weight_OGK.aminmax(dim=-1)
-    # The end that is further from zero is met exactly, and so is zero, wherever the group spans it.
+    # The end further from zero is represented exactly, and so is zero if the group spans it.
     low_is_further = low_OG.abs() > high_OG.abs()
-    # A tensor, because CUDA would multiply by the reciprocal of a number, which rounds otherwise.
+    # A tensor: CUDA would multiply by the reciprocal of a plain number, which rounds differently.
     steps = torch.tensor(2.0**bits - 1, device=weight_OI.device)
     scale_OG = ((high_OG - low_OG) / steps).clamp(min=EPS)
     scale_OG = torch.where(low_is_further, scale_OG, -scale_OG)
@@ -67,9 +66,9 @@ def _quantized(weight_OI: Tensor, bits: int) -> Packed:
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """The numbers of `mx.dequantize`, in the dtype of the scales: q · scale is rounded to it, and so is the sum.
+    """Compute `mx.dequantize` in the dtype of the scales: q · scale is rounded to it, and so is the sum.
 
-    Any dimensions may stand in place of O. MLX's matrix products need not round between the two in 16 bits.
+    O may be any number of dimensions. MLX's matrix products may skip the rounding between the two in 16 bits.
     """
     weight, scales, biases = packed
     if packed.bits == 4:
@@ -83,7 +82,7 @@ def dequantize(packed: Packed) -> Tensor:
 
 
 class AffineLayer(nn.Module):
-    """A frozen matrix in MLX's tensors and names."""
+    """A frozen matrix with MLX's tensors and names."""
 
     weight: Tensor
     scales: Tensor
@@ -100,7 +99,7 @@ class AffineLayer(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix that is packed."""
+        """The shape of the unpacked matrix."""
         return self.scales.shape[0], self.scales.shape[1] * GROUP_SIZE
 
     def extra_repr(self) -> str:
@@ -108,7 +107,7 @@ class AffineLayer(nn.Module):
 
 
 class AffineLinear(AffineLayer):
-    """In place of an nn.Linear."""
+    """Replaces an nn.Linear."""
 
     def __init__(self, packed: Packed, bias: nn.Parameter | None) -> None:
         super().__init__(packed)
@@ -120,7 +119,7 @@ class AffineLinear(AffineLayer):
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ + b of a frozen layer. Both passes unpack W for themselves: kept between them is nothing."""
+    """x Wᵀ + b of a frozen layer. Each pass unpacks W, and nothing is kept between them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: AffineLinear) -> Tensor:
@@ -133,12 +132,12 @@ class _Product(torch.autograd.Function):
 
 
 class AffineEmbedding(AffineLayer):
-    """In place of an nn.Embedding: only the rows of the tokens are unpacked."""
+    """Replaces an nn.Embedding: only the rows of the tokens are unpacked."""
 
     factor: Tensor | None
 
     def __init__(self, packed: Packed, factor: Tensor | None = None) -> None:
-        """`factor`: what all rows are multiplied by, in the models that do so in their embedding."""
+        """`factor` multiplies all rows, in models with a scaled embedding."""
         super().__init__(packed)
         self.register_buffer("factor", factor, persistent=False)
 

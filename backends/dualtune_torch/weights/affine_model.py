@@ -1,7 +1,7 @@
-"""Models in MLX's affine quantization: read from a directory that mlx-lm wrote, or made of a plain one.
+"""Models in MLX's affine quantization: read from a directory that mlx-lm wrote, or quantized from a plain one.
 
-The tensors are read one after the other and each is quantized before the next, so that the plain model is never in
-memory. Made are the bytes that `mlx_lm.convert` makes of the stored precision; those of a directory stay as they are.
+Each tensor is read and quantized before the next one, so the plain model is never in memory. Quantization produces the
+bytes that `mlx_lm.convert` produces from the stored precision; the bytes of a quantized directory do not change.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
-# Families whose models are quantized here layer by layer as mlx-lm quantizes them. It has rules of its own for others,
-# such as 8 bits for some layers of Granite. A family stands here once all its bytes were compared with mlx-lm's:
+# Model families that are quantized here layer by layer, exactly as in mlx-lm. It has special rules for others, such as
+# 8 bits for some layers of Granite. A family is listed once all its bytes were compared with mlx-lm's:
 # `pytest tests/parity/test_affine4.py`.
 FAMILIES = ("gemma", "gemma2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
-# What older files hold and no model reads.
+# Tensors of older files that no model reads.
 IGNORED = (".rotary_emb.inv_freq",)
 
 
 class Weights:
-    """The tensors of a model directory by name, read when asked for."""
+    """The tensors of a model directory by name, read on demand."""
 
     def __init__(self, model_dir: Path, files: Mapping[str, Any]) -> None:
         self.model_dir = model_dir
@@ -41,7 +41,7 @@ class Weights:
         return name in self._files
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
-        """EnvironmentFault if there is no such tensor, or another shape or dtype."""
+        """Read a tensor. Raises EnvironmentFault if it is missing or has another shape or dtype."""
         if name not in self._files:
             raise EnvironmentFault(
                 f"model.name: the weights in {self.model_dir} have no tensor '{name}', which transformers' model "
@@ -63,7 +63,7 @@ class Weights:
         return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None
 
     def check_all_read(self, needless: set[str]) -> None:
-        """EnvironmentFault for a tensor that nobody asked for: the model would not be the stored one."""
+        """Raise EnvironmentFault if a tensor was not read: the model would not be the stored one."""
         left = sorted(name for name in self._unread - needless if not name.endswith(IGNORED))
         if left:
             raise EnvironmentFault(
@@ -82,7 +82,7 @@ def open_weights(weights: BaseWeights) -> Iterator[Weights]:
 def load(
     model: PreTrainedModel, stored: BaseWeights, quantization: str | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Put the weights of a directory into a model without any. `quantization`: plain ones are packed on the way."""
+    """Load the weights of a directory into an empty model. With `quantization`, plain weights are quantized."""
 
     def made(path: str, module: nn.Module) -> nn.Module:
         if f"{path}.scales" in weights:
@@ -97,9 +97,9 @@ def load(
 
 
 def replace_modules(model: PreTrainedModel, made: Callable[[str, nn.Module], nn.Module]) -> None:
-    """Let `made` make each module that has weights of its own, one after the other; then tie what is tied."""
+    """Replace each module that directly holds weights by the result of `made`, one by one; then tie tied weights."""
     tied = model.all_tied_weights_keys
-    for path in [path for path, _ in model.named_modules()]:  # not the modules: a list of them would keep them all
+    for path in [path for path, _ in model.named_modules()]:  # not the modules: a list would keep all of them alive
         module = model.get_submodule(path)
         if any(f"{path}.{name}" not in tied for name in _own(module)):
             stands_there = made(path, module)
@@ -114,7 +114,7 @@ def replace_modules(model: PreTrainedModel, made: Callable[[str, nn.Module], nn.
 
 
 def _packed(weights: Weights, path: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> AffineLayer:
-    """A layer with the packed bytes of a directory in MLX format."""
+    """Read a layer with its packed bytes from a directory in MLX format."""
     rows, columns = cast(Tensor, module.weight).shape
     words = [(rows, columns * bits // 32) for bits in BITS.values()]
     shape = next((shape for shape in words if weights.shape(f"{path}.weight") == shape), words[0])
@@ -128,9 +128,9 @@ def _packed(weights: Weights, path: str, module: nn.Module, dtype: torch.dtype, 
 
 
 def finished(module: nn.Module, quantization: str | None, dtype: torch.dtype) -> nn.Module:
-    """A module that holds its stored weights, as it is to compute: quantized where mlx-lm does so, else cast.
+    """Prepare a module with its stored weights for computing: quantized where mlx-lm does so, else cast.
 
-    mlx-lm quantizes the weight of every linear layer and embedding whose rows are whole groups.
+    mlx-lm quantizes the weight of every linear layer and embedding if its rows consist of whole groups.
     """
     own, packed = _own(module), None
     if quantization is not None and isinstance(module, nn.Linear | nn.Embedding):
@@ -144,13 +144,13 @@ def finished(module: nn.Module, quantization: str | None, dtype: torch.dtype) ->
 
 
 def in_place_of(module: nn.Module, packed: Packed) -> AffineLayer:
-    """The layer that computes what the module does. ConfigError for one that is more than its matrix."""
+    """Return the packed layer for a module. Raises ConfigError for a module that is more than a plain matrix."""
     kind, factor = type(module), getattr(module, "embed_scale", None)
     if kind is nn.Linear:
         return AffineLinear(packed, cast(nn.Linear, module).bias)
     if kind is nn.Embedding:
         return AffineEmbedding(packed)
-    if kind.__name__.endswith("ScaledWordEmbedding") and isinstance(factor, Tensor):  # of Gemma: rows times a number
+    if kind.__name__.endswith("ScaledWordEmbedding") and isinstance(factor, Tensor):  # Gemma's: rows times a number
         return AffineEmbedding(packed, factor)
     raise ConfigError(
         f"model.quantization: transformers' {kind.__name__} is no plain matrix, and the backend 'torch' has no "
@@ -159,7 +159,7 @@ def in_place_of(module: nn.Module, packed: Packed) -> AffineLayer:
 
 
 def check_family(model_dir: Path, family: str) -> None:
-    """ConfigError for a model whose layers mlx-lm may choose otherwise than we do."""
+    """Raise ConfigError for a model family that mlx-lm may quantize differently."""
     if family not in FAMILIES:
         raise ConfigError(
             f"model.quantization: which layers of a {family} model mlx-lm quantizes, and how, the backend 'torch' does "
