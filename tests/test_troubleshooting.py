@@ -286,7 +286,7 @@ def parse(command: str) -> None:
     words = shlex.split(re.split(r" (?:>|2>|&|\|) ?", command)[0], comments=True)[1:]
     found: click.Command = cli
     context = click.Context(cli)
-    while isinstance(found, click.Group):
+    while isinstance(found, click.Group) and words:
         name, following, words = found.resolve_command(context, words)
         assert following is not None
         found, context = following, click.Context(following, info_name=name, parent=context)

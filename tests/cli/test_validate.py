@@ -147,7 +147,7 @@ def test_a_device_that_is_not_there_ends_with_4(validate):
 def test_the_device_may_come_from_the_environment(dualtune_main, monkeypatch):
     monkeypatch.setenv("DUALTUNE_DEVICE", "toaster")
     result = dualtune_main("validate", "--tier", "quick")
-    assert result.returncode == 2 and "'toaster' is not one of 'auto', 'cuda', 'mlx', 'cpu'" in result.stderr
+    assert result.returncode == 2 and "--platform: got 'toaster', allowed: auto, mlx, cuda, cpu" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def save_with(before, after, first, last):
     return f"""
 import resource
 from pathlib import Path
-from dualtune.train import checkpoint
+from dualtune.train.state import checkpoint
 made = 0
 def save(*args, save=checkpoint.save):
     global made

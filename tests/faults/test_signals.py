@@ -134,7 +134,7 @@ def test_a_hangup_under_nohup_is_ignored(box):
 )
 @pytest.mark.parametrize(
     ("where", "call", "steps"),
-    [("train.checkpoint.write_directory", 2, [2]), ("disk._write", 10, [2]), ("disk.fsync", 5, [2, 4])],
+    [("train.state.checkpoint.write_directory", 2, [2]), ("io.disk._write", 10, [2]), ("io.disk.fsync", 5, [2, 4])],
     ids=["before the first file", "after the second", "after the rename"],
 )  # fmt: skip
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])

@@ -22,7 +22,7 @@ PUSH = """
 import sys
 from pathlib import Path
 from dualtune import interrupt
-from dualtune.transfer.places import target
+from dualtune.transfer.remotes import target
 from dualtune.transfer.remotes.patience import Patience
 with interrupt.handled():
     target.parse("cluster:runs/a.tar").push(Path(sys.argv[1]), patience=Patience())

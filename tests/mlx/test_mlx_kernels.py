@@ -250,7 +250,7 @@ def test_long_rows_of_a_compiled_step_are_attended_to_in_chunks(tmp_path, open_b
     case = llama_case(open_backend("mlx"), tmp_path)
     packed = pack(documents, ROWS)
     expected = gradient(replace(case, kernels="reference").engine(), packed)
-    monkeypatch.setattr(attention, "CHUNK", 7)
+    monkeypatch.setattr(attention, "ATTENTION_CHUNK", 7)
     calls = []
     chunked = attention.chunked
     monkeypatch.setattr(attention, "chunked", lambda *args: calls.append(args) or chunked(*args, chunk=7))

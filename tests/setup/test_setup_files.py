@@ -15,7 +15,9 @@ from packaging.specifiers import SpecifierSet
 
 from dualtune.cli.main import cli
 from dualtune.config import Config
-from dualtune.preflight import environment, problems, thresholds
+from dualtune.preflight import environment
+from dualtune_mlx.card import checks as mlx_checks
+from dualtune_torch.card import checks as torch_checks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("setup_m4.sh", "scripts/setup_cuda.sh", "scripts/setup_common.sh")
@@ -58,11 +60,11 @@ def test_least_versions_are_the_same_everywhere():
     (python,) = re.findall(r"sys.version_info >= \((\d+), (\d+)\)", text_of("scripts/setup_common.sh"))
     assert PROJECT["requires-python"] == f">={'.'.join(python)}"
     (macos,) = re.findall(r"LEAST_MACOS=(\d+)", text_of("setup_m4.sh"))
-    assert (int(macos),) == thresholds.LEAST_MACOS
+    assert (int(macos),) == mlx_checks.LEAST_MACOS
     least, good = re.findall(r"LEAST_GIB=(\d+) GOOD_GIB=(\d+)", text_of("setup_m4.sh"))[0]
     target = environment.TARGETS["m4"]
     assert (target.least_memory, target.good_memory) == (int(least), int(good))
-    (wheels,) = re.findall(r"--index-url (\S+)", problems.OLD_TORCH)
+    (wheels,) = re.findall(r"--index-url (\S+)", torch_checks.OLD_TORCH)
     (base,) = re.findall(r"WHEELS=(\S+)", text_of("scripts/setup_cuda.sh"))
     (tag,) = re.findall(r"wheels=(cu\d+)", text_of("scripts/setup_cuda.sh"))
     assert wheels == f"{base}/{tag}" and wheels in text_of("environment-cuda.yml")
@@ -102,14 +104,9 @@ def test_files_and_config_keys_exist(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_messages_that_a_page_explains_are_printed_somewhere(name):
-    sources = [
-        *SCRIPTS,
-        *(
-            path.relative_to(ROOT)
-            for folder in ("platform", "preflight")
-            for path in (ROOT / "dualtune" / folder).glob("*.py")
-        ),
-    ]
+    folders = ("dualtune/platform", "dualtune/preflight", "backends/dualtune_torch/card", "backends/dualtune_mlx/card")
+    modules = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).glob("*.py")]
+    sources = [*SCRIPTS, *modules]
     printed = "".join(text_of(source) for source in sources)
     for message in re.findall(r"(?m)^\| `([^`]+)`[^|]*\| ", text_of(name)):
         fixed = max(re.split(r"\S*[\d.]\S*|\.venv", message), key=len)  # what is left without numbers and paths

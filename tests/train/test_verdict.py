@@ -40,10 +40,6 @@ def test_the_verdict_on_a_real_run(lab, word, write_rows):
     assert (event["event"], event["verdict"], event["message"]) == ("verdict", word, str(result.verdict))
     record = json.loads((result.adapter_dir / "dualtune.json").read_text())["training"]["verdict"]
     assert record == {"word": word, "because": result.verdict.because}
-    if word != "diverged":  # what a run that is not evaluated can tell
-        return
-    losses = [json.loads(line).get("loss") for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert judge([loss for loss in losses if loss is not None], {}).word == "diverged"
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)

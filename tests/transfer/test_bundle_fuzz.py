@@ -152,6 +152,6 @@ def test_a_list_of_empty_lists_is_small_too(peak_of, tmp_path):
 def test_the_measure_of_memory_can_tell(peak_of, tmp_path):
     """With pieces of 64 MiB the limit is passed."""
     write_bundle(tmp_path / "x.tar", LARGE["weights of 128 MiB"])
-    before = "from dualtune.transfer import archive\narchive.CHUNK = 64 << 20\n"
+    before = "from dualtune.transfer.bundles import archive\narchive.CHUNK = 64 << 20\n"
     code, _, peak_kib = peak_of("inspect", tmp_path / "x.tar", before)
     assert code == 6 and peak_kib > MAX_MEMORY_KIB

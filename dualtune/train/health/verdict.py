@@ -143,7 +143,9 @@ def _diverged(train: _Train, evals: _Evals) -> Verdict | None:
     is_sure = rise > (SURE + 2) * train.error and rise > BLOWN_UP * abs(low) and 2 * rise > train.start - low
     is_sure |= train.end - train.first > max(SURE * train.noise, BLOWN_UP * abs(train.first))
     if evals.known:
-        is_sure |= evals.end > (1 + BLOWN_UP) * evals.start and not train.has_fallen(train.start, NOTHING)
+        risen = evals.end > (1 + BLOWN_UP) * evals.start
+        is_sure |= risen and not train.has_fallen(train.start, NOTHING)
+        is_sure |= risen and train.end > (1 + BLOWN_UP) * train.first  # both curves are above those of the base model
     if train.num_steps < MIN_STEPS:  # too few to know the noise
         is_sure = train.end > 2 * abs(train.start) or (evals.known and evals.end > 1.5 * abs(evals.start))
     return Verdict("diverged", _both(train, evals), advice) if is_sure else None

@@ -36,11 +36,11 @@ from dualtune.io.disk import json_bytes, listing, remove_directory, write_direct
 from dualtune.io.untrusted import read_json, read_safetensors
 from dualtune.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.train.health.guards import GuardState
+from dualtune.train.state.checkpoint_files import FILES, MANIFEST, POLICY, slot_file
 
 # 1 has no fingerprints and no guards, 2 has AdamW's slots. 3 is written only for other slots: a dualtune that supports
 # only AdamW then reports that it is too old, instead of a damaged checkpoint.
 SCHEMA_VERSION, ADAMW_VERSION = 3, 2
-MANIFEST = "MANIFEST.json"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_STATE_BYTES = 4 << 20
 BYTES_PER_WEIGHT = 4  # float32
@@ -84,10 +84,6 @@ def path_of(directory: Path, step: int) -> Path:
 def bytes_per_weight(optimizer: OptimizerName) -> int:
     """Return the bytes of a checkpoint per weight of the adapter: the weight and its optimizer state."""
     return BYTES_PER_WEIGHT + OPTIMIZERS[optimizer].bytes_per_parameter
-
-
-def slot_file(slot: str) -> str:
-    return f"optimizer_{slot}.safetensors"
 
 
 def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:
@@ -263,8 +259,6 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-FILES = frozenset({"adapter.safetensors", "state.json"})  # and one for each slot of the optimizer
-POLICY = "policy.safetensors"  # optional, if the step policy has tensors
 _SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
@@ -306,10 +300,10 @@ def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, An
 
 
 def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
-    """Raise FormatError unless both are the same. A foreign manifest could name any file of this machine."""
+    """Raise FormatError unless both are the same, but for POLICY. A foreign manifest could name any file."""
     if missing := {*needed} - {*listed}:
         raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
-    if foreign := {*listed} - {*needed}:
+    if foreign := {*listed} - {*needed} - {POLICY}:
         names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
         raise FormatError(f"{MANIFEST} lists {names}, which a checkpoint does not have")
 
@@ -325,7 +319,7 @@ def _verify(path: Path) -> dict[str, Any]:
             f"was made by a newer dualtune: it has schema version {version}, this dualtune reads up to "
             f"{SCHEMA_VERSION}. Upgrade it"
         )
-    _check_listed({*files} - {POLICY}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
+    _check_listed({*files}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
     for name in files:
         if problem := _problem_of_file(path / name, fields.subtable(files, name, MANIFEST)):  # {} for null
             raise FormatError(problem)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 
 from dualtune.optimizer import OPTIMIZERS
-from dualtune.train.state.checkpoint import POLICY, slot_file
+from dualtune.train.state.checkpoint_files import POLICY, slot_file
 
 BUNDLE_FILE = "BUNDLE.json"
 IN_DIRECTORY = "bundle.tar"  # file name of a bundle if only its directory is given
