@@ -6,6 +6,7 @@ from dualtune.adapter.spec import LoraSpec
 from dualtune.backend import LoadRequest
 from dualtune.card import Card, Device, automatic_cards, card_of, driver_of, launch_on, platforms
 from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
 
 TWO = Card(
     "two",
@@ -63,6 +64,8 @@ def test_an_engine_is_what_its_card_says(open_backend, name, tiny_llama, tiny_so
     assert backend.capabilities() == card_of(name).capabilities(device.kind)
     model = tiny_softmax if name == "numpy" else tiny_llama
     spec = LoraSpec(2, 4.0, 0.0, ("all-linear",))
-    description = backend.load(LoadRequest(model, "auto", "auto", "pretrained", spec, 0.0, seed=1)).description
+    description = backend.load(
+        LoadRequest(model, "auto", "auto", "pretrained", spec, OptimizerSpec(), seed=1)
+    ).description
     assert (description.device, description.dtype) == (device.kind, device.auto_dtype)
     assert description.quantization in device.quantizations

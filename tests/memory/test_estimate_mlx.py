@@ -18,7 +18,7 @@ from dualtune.optimizer import OptimizerSpec
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
-from dualtune_mlx import memory, sizes  # noqa: E402
+from dualtune_mlx.card import memory, sizes  # noqa: E402
 from dualtune_mlx.kernels import attention, cross_entropy  # noqa: E402
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

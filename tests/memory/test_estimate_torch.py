@@ -18,7 +18,7 @@ from dualtune.optimizer import OptimizerSpec
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from dualtune_torch import memory, sizes  # noqa: E402
+from dualtune_torch.card import memory, sizes  # noqa: E402
 from dualtune_torch.kernels import attention, choose, cross_entropy  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -17,7 +17,7 @@ from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from dualtune_torch import affine, affine_model, frozen  # noqa: E402
+from dualtune_torch.weights import affine, affine_model, frozen  # noqa: E402
 from dualtune_torch.weights.affine import AffineEmbedding, AffineLayer, AffineLinear, dequantize, quantize  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -187,11 +187,11 @@ def test_every_matrix_of_whole_groups_is_packed(load, tmp_path, tied, quantizati
     assert isinstance(head, AffineLinear) and isinstance(embedding, AffineEmbedding)
     assert (head.weight.data_ptr() == embedding.weight.data_ptr()) == tied
     found, weights = engine.description, engine.description.adapted_weights
-    assert (found["quantization"], found["num_parameters"]) == (quantization, sum(w.size for w in stored.values()))
-    assert found["quantization_reason"] == "as configured; 2 linear layers are plain"
+    assert (found.quantization, found.num_parameters) == (quantization, sum(w.size for w in stored.values()))
+    assert found.quantization_reason == "as configured; 2 linear layers are plain"
     is_whole = weights["layers"] - 2  # down_proj of two layers is not
     assert weights["four_bit"] == (is_whole if bits == 4 else 0)
-    assert "loss" in found["kernels"].partition(";")[0], "the fused loss takes a packed head"
+    assert "loss" in found.kernels.partition(";")[0], "the fused loss takes a packed head"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -36,7 +36,7 @@ def gap(a, b):
 
 def test_the_loss_in_chunks_takes_weights(dtype, fuse, monkeypatch):
     """Fractions, 0, negative ones, and ones so small that float16 holds them only with its loss scale."""
-    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 13)
+    monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     rows, cap = 40, 3.0
     hidden, head = randn(rows, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype)
     labels = torch.arange(rows) * 31 % 97
@@ -54,7 +54,7 @@ def test_the_loss_in_chunks_takes_weights(dtype, fuse, monkeypatch):
 
 
 def test_the_logprobs_of_targets_come_in_chunks(dtype, fuse, monkeypatch):
-    monkeypatch.setitem(cross_entropy.ROWS, "cpu", 13)
+    monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     hidden, head, labels = randn(40, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype), torch.arange(40) * 31 % 97
     found = cross_entropy.target_logprobs(hidden, head, None, labels, 3.0, fuse)
     logits = attention.capped(hidden.float() @ head.float().T, 3.0)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.backend import ADAM_BETA1, get_backend
+from dualtune.backend import get_backend
 from dualtune.errors import EnvironmentFault
+from dualtune.optimizer import OPTIMIZERS
 from dualtune.testing import tolerances
 from dualtune.testing.conformance import assert_close, gradient, llama_case, norm_of, random_adapter, softmax_case
 from dualtune.testing.conformance_weights import WEIGHTS, weighted
@@ -54,7 +55,8 @@ def gradient_of(engine, batch, objective):
     """(the objective's value, its gradient) divided by 2.0, read from AdamW's first moment."""
     value = add_gradient(engine, batch, objective, num_targets=2.0)
     engine.optim_step(lr=0.0, max_grad_norm=None)
-    return value, {n: m.astype(np.float64) / (1 - ADAM_BETA1) for n, m in engine.optimizer_state().m.items()}
+    first = 1 - OPTIMIZERS["adamw"].defaults["beta1"]  # of the gradient, in the moment after one update
+    return value, {n: m.astype(np.float64) / first for n, m in engine.optimizer_state().slots["m"].items()}
 
 
 def slope(value_of, state, direction, epsilon=1e-3):

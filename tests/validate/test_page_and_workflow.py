@@ -78,7 +78,7 @@ def test_the_jobs_run_commands_that_exist(workflow):
         program, *words = command.split()
         if program == "make":
             assert all(re.search(rf"^{re.escape(word)}( .*)?:", makefile, re.M) for word in words)
-        else:
+        elif not program.startswith(".venv/"):  # those are held by tests/test_front_door.py
             assert (ROOT / program).is_file() and all(word in script for word in words)
 
 
