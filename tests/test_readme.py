@@ -61,7 +61,9 @@ def test_the_page_shows_commands_of_dualtune_and_the_demo():
 
 def test_make_demo_is_the_recorded_command():
     """`tests/cli/test_demo.py` runs it; what make does before is to install."""
-    made = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    made = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert made.splitlines()[-1].split() == [".venv/bin/dualtune", "train", "--demo"]
 
 

@@ -38,7 +38,7 @@ COMMANDS = {
     "bundle": ("adapters.bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),
     "push": (
         "adapters.push",
-        "Bring an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub.",
+        "Copy an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub.",
     ),
     "pull": ("adapters.pull", "Fetch what push has brought there, and verify it."),
     "adapter": ("adapters.adapter", "Inspect, convert, import, compare and merge adapter directories."),

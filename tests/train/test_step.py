@@ -283,9 +283,7 @@ def test_a_step_that_stands_for_too_many_is_an_error_of_the_policy(train, num_st
 def test_an_empty_state_leaves_a_checkpoint_as_it_was(train):
     saved = saved_after(train(Ordinary), 9)
     assert "policy" not in saved.state and saved.policy == {}
-    assert {file.name for file in saved.path.iterdir()} == {
-        checkpoint.MANIFEST, *checkpoint.FILES, checkpoint.slot_file("m"), checkpoint.slot_file("v"),
-    }  # fmt: skip
+    assert {file.name for file in saved.path.iterdir()} == {*checkpoint.files_of(saved)}
 
 
 def test_the_state_travels_in_a_bundle(train, tmp_path):
