@@ -92,9 +92,8 @@ class Card:
     devices: tuple[Device, ...] = ()  # best first
     platforms: tuple[str, ...] = ()  # values of --platform; with ":N" at the end if devices are numbered
     preference: int | None = None  # for --platform auto, the lowest first; None: only if chosen by name
-    honoured: Mapping[str, tuple[Any, ...]] = field(
-        default_factory=lambda: {}
-    )  # of BACKEND_KEYS, without those that each device states itself
+    # Of BACKEND_KEYS, without those that each device states itself.
+    honoured: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {})
     package: Package = field(default_factory=Package)
     memory: Memory | None = None
     launches: tuple[Launch, ...] = ()

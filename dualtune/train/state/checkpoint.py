@@ -36,13 +36,12 @@ from dualtune.io.disk import json_bytes, listing, remove_directory, write_direct
 from dualtune.io.untrusted import read_json, read_safetensors
 from dualtune.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.train.health.guards import GuardState
-from dualtune.train.state.checkpoint_files import FILES, MANIFEST, POLICY, slot_file
+from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
 
 # 1 has no fingerprints and no guards, 2 has AdamW's slots. 3 is written only for other slots: a dualtune that supports
 # only AdamW then reports that it is too old, instead of a damaged checkpoint.
 SCHEMA_VERSION, ADAMW_VERSION = 3, 2
 MAX_MANIFEST_BYTES = 1 << 20
-MAX_STATE_BYTES = 4 << 20
 BYTES_PER_WEIGHT = 4  # float32
 # The proof that a checkpoint belongs to this base model and these data; without these there is nothing to compare.
 FINGERPRINTS = frozenset(
@@ -162,10 +161,10 @@ def set_aside(directory: Path, after: int) -> list[Path]:
 
 def read(path: Path) -> Checkpoint:
     """Return a verified checkpoint, or raise FormatError with its problem."""
-    state = _verified_state(path)
+    manifest, state = _verified(path)
     adapter = read_safetensors(path / "adapter.safetensors")
     slots = {slot: read_safetensors(path / slot_file(slot)) for slot in OPTIMIZERS[optimizer_of(state)].slots}
-    policy = read_safetensors(path / POLICY) if POLICY in _read_manifest(path)["files"] else {}
+    policy = read_safetensors(path / POLICY) if POLICY in manifest["files"] else {}
     shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
     if any(shapes[0] != other for other in shapes):
         raise FormatError(f"{path}: the adapter and the state of its optimizer are not of the same tensors")
@@ -265,14 +264,14 @@ _SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 def problem_of(path: Path) -> str | None:
     """Return the problem of a checkpoint, found without reading its tensors; None if there is none."""
     try:
-        _verified_state(path)
+        _verified(path)
     except FormatError as error:
         return str(error).removeprefix(f"{path}: ")
     return None
 
 
-def _verified_state(path: Path) -> dict[str, Any]:
-    """Return state.json, after checking that every file has its size and hash, and that all have the same step."""
+def _verified(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the manifest and state.json, after checking the size and hash of every file and that all have one step."""
     try:
         manifest = _verify(path)
     except FormatError as problem:
@@ -282,7 +281,7 @@ def _verified_state(path: Path) -> dict[str, Any]:
     if manifest["schema_version"] > 1:
         _check_complete(path, state)
     _check_slots(path, manifest, state)
-    return state
+    return manifest, state
 
 
 def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:

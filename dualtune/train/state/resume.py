@@ -102,15 +102,16 @@ def differences(saved: Checkpoint, config: Config) -> list[Change]:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    for section, name in ((section, name) for section, table in new.items() for name in table):
-        key = f"{section}.{name}"
-        rule = RULES.get(key, "forbidden")
-        value, default = new[section][name], sections()[section].model_fields[name].default
-        if name in old.get(section, {}):
-            if old[section][name] != value:
-                yield Change(key, _show(old[section][name]), _show(value), rule)
-        elif value != default:
-            yield Change(key, _show(default) if key in DEFAULT_WHERE_ABSENT else UNKNOWN, _show(value), rule)
+    for section, table in new.items():
+        before = old.get(section, {})
+        for name, value in table.items():
+            key, default = f"{section}.{name}", sections()[section].model_fields[name].default
+            rule = RULES.get(key, "forbidden")
+            if name in before:
+                if before[name] != value:
+                    yield Change(key, _show(before[name]), _show(value), rule)
+            elif value != default:
+                yield Change(key, _show(default) if key in DEFAULT_WHERE_ABSENT else UNKNOWN, _show(value), rule)
 
 
 def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 
 from dualtune.optimizer import OPTIMIZERS
-from dualtune.train.state.checkpoint_files import POLICY, slot_file
+from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
 
 BUNDLE_FILE = "BUNDLE.json"
 IN_DIRECTORY = "bundle.tar"  # file name of a bundle if only its directory is given
@@ -18,7 +18,6 @@ MIB = 1 << 20
 MAX_BUNDLE_FILE_BYTES = MIB // 8
 MAX_LISTING_BYTES = MIB // 2  # of manifests that are parsed here: JSON takes up to sixty times its size in memory
 MAX_CONFIG_BYTES = MIB
-MAX_STATE_BYTES = 4 * MIB  # the limit of `dualtune.train.state.checkpoint`
 MAX_TEXT_BYTES = 64 * MIB  # of a tokenizer: the tokenizer.json of a vocabulary of 262,144 tokens has 33 MiB
 MAX_WEIGHTS_BYTES = (1 << 33) - 1  # the largest number of eleven octal digits
 MAX_TOTAL_BYTES = 32 << 30
@@ -29,7 +28,7 @@ TEMPLATE = "chat_template.jinja"  # of a run to resume
 ADAPTER_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json", TEMPLATE,
 )  # fmt: skip
-CHECKPOINT_FILES = ("MANIFEST.json", "adapter.safetensors", "state.json")  # and those of the optimizer's slots
+CHECKPOINT_FILES = FILES | {MANIFEST}  # and those of the optimizer's slots
 SLOT_FILES = frozenset(slot_file(slot) for optimizer in OPTIMIZERS.values() for slot in optimizer.slots)
 OPTIONAL_FILES = SLOT_FILES | {POLICY}  # POLICY: only if the step policy has tensors
 TOKENIZER_FILES = (
@@ -38,7 +37,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 _STEP = re.compile(r"checkpoints/step-(\d{8,12})/(.+)", re.ASCII)
-LISTINGS = ("MANIFEST.json", "dualtune.json")  # of checkpoint and adapter: they also hold hashes of the other files
+LISTINGS = (MANIFEST, "dualtune.json")  # of checkpoint and adapter: they also hold hashes of the other files
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1", ".js", ".pth")
 _PICKLES = (".pkl", ".pickle", ".bin", ".pt", ".ckpt", ".joblib", ".npy", ".npz")
 _ARCHIVES = (".tar", ".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".whl", ".rar")
@@ -54,15 +53,15 @@ def is_allowed(name: str) -> bool:
 def step_of(name: str) -> int | None:
     """Return the step of a checkpoint file; None for any other name, and for a file that no checkpoint has."""
     match = _STEP.fullmatch(name)
-    is_ours = match and match[2] in {*CHECKPOINT_FILES, *OPTIONAL_FILES} and match[1] == f"{int(match[1]):08d}"
+    is_ours = match and match[2] in CHECKPOINT_FILES | OPTIONAL_FILES and match[1] == f"{int(match[1]):08d}"
     return int(match[1]) if match and is_ours else None
 
 
-def files_of_checkpoint(found: Collection[str]) -> set[str]:
+def files_of_checkpoint(found: Collection[str]) -> frozenset[str]:
     """Return the files that a checkpoint with these files must have: of the slots of an optimizer, all or none."""
     optimizers = [{slot_file(slot) for slot in optimizer.slots} for optimizer in OPTIMIZERS.values()]
     fitting = [slots for slots in optimizers if SLOT_FILES & {*found} <= slots] or [SLOT_FILES]
-    return {*CHECKPOINT_FILES, *min(fitting, key=len)}
+    return CHECKPOINT_FILES | min(fitting, key=len)
 
 
 def max_bytes(name: str) -> int:
