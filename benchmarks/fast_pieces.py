@@ -24,10 +24,10 @@ import record
 import torch
 from peers_inputs import SHAPES
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import Backend, LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.optimizer import OptimizerSpec
 from dualtune_torch.kernels import attention, cross_entropy
@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     documents = in_memory(
         [(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in rng.integers(*LENGTHS, NUM_DOCUMENTS)]
     )
-    batches = micro_batches(documents, range(NUM_DOCUMENTS), Layout(2048, 2048), seed=0, step=0)
+    batches = micro_batches(documents, range(NUM_DOCUMENTS), SequenceLayout(2048, 2048), seed=0, step=0)
     backend = get_backend("torch", "cpu")
     steps = {name: stepper(backend, folder, batches, name) for name in args.variants}
     for step in steps.values():
@@ -98,7 +98,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
     if given:
         raise SystemExit(f"variant {variant!r}: there is no {', '.join(given)}")
     defaults = AdapterConfig()
-    spec = LoraSpec(defaults.rank, defaults.alpha, float(dropout), tuple(defaults.targets))
+    spec = AdapterSpec(defaults.rank, defaults.alpha, float(dropout), tuple(defaults.targets))
     engine = backend.load(LoadRequest(model, dtype, "auto", "random", spec, OptimizerSpec(), seed=1, kernels=kernels))
     num_targets = sum(batch.num_targets for batch in batches)
 
@@ -106,7 +106,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
         attention.ATTENTION_BLOCK, cross_entropy.LOSS_ROWS["cpu"] = block, rows
         began = time.perf_counter()
         for batch in batches:
-            engine.forward_backward(batch, num_targets=num_targets)
+            engine.forward_backward(batch, divisor=num_targets)
         float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
         return time.perf_counter() - began
 

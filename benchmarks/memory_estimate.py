@@ -21,10 +21,10 @@ import numpy as np
 import record
 from peers_inputs import SHAPES
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest, get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import KNOWN, decoder_of
@@ -72,7 +72,7 @@ def measure(case: str) -> dict[str, Any]:
     loaded = backend.memory().used_bytes
     backend.reset_peak_memory()
     for _ in range(3):
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
     peak_rss = backend.memory().peak_bytes
     found = memory_storages.found_in(engine, batch)
@@ -91,7 +91,7 @@ def measure(case: str) -> dict[str, Any]:
 
 
 def load(backend: Any, config: dict[str, Any], asked: Ask, spec: AdapterConfig) -> Any:
-    lora = LoraSpec(spec.rank, spec.alpha, spec.dropout, tuple(spec.targets))
+    lora = AdapterSpec(spec.rank, spec.alpha, spec.dropout, tuple(spec.targets))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         request = LoadRequest(Path(folder), asked.dtype, asked.quantization, "random", lora, OptimizerSpec(), seed=1)
@@ -101,7 +101,7 @@ def load(backend: Any, config: dict[str, Any], asked: Ask, spec: AdapterConfig) 
 def one_batch(lengths: list[int], vocab: int) -> Any:
     rng = np.random.default_rng(0)
     documents = in_memory([(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in lengths])
-    (batch,) = micro_batches(documents, range(len(lengths)), Layout(sum(lengths), sum(lengths)), seed=0, step=0)
+    (batch,) = micro_batches(documents, range(len(lengths)), SequenceLayout(sum(lengths), sum(lengths)), seed=0, step=0)
     return batch
 
 

@@ -26,7 +26,7 @@ def found_in(engine: Any, batch: Batch) -> dict[str, int]:
         "adapter": sum(of_adapter.values()),
         "optimizer": sum(storages([adapter.flat.grad, optimizer.count, *optimizer.slots.values()]).values()),
         "activations": sum(size for pointer, size in kept.items() if pointer not in weights),
-        "peak": peak_of(lambda: engine.forward_backward(batch, num_targets=batch.num_targets)),
+        "peak": peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets)),
     }
 
 
@@ -53,10 +53,10 @@ def kept_storages(engine: Any, batch: Batch) -> Storages:
         kept.update(storages([tensor]))
         return tensor
 
-    engine._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32))
+    engine._noise.dropout_seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = engine._loss_sum(batch)
-    engine._noise.noise_BT = None
+    engine._noise.dropout_seeds_BT = None
     assert loss.requires_grad
     return kept
 

@@ -19,7 +19,7 @@ import numpy as np
 from checkpoint_overhead import SHAPE
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.config import Config, parse_config
 from dualtune.data.batching.order import Order
 from dualtune.data.documents import Data
@@ -29,7 +29,7 @@ TOKENIZER = "tokenizers/smollm2"
 VOCABULARY = 49152  # of this tokenizer, for all shapes
 MAX_LENGTH = 1024
 DOCUMENTS_PER_STEP = 8
-SPEC = LoraSpec(
+SPEC = AdapterSpec(
     rank=16, alpha=32.0, dropout=0.0,
     targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )  # fmt: skip

@@ -60,7 +60,7 @@ def worker(model: str, home: str, sharding: str, quantization: str, dtype: str) 
     """One process of a run."""
     import torch
 
-    from dualtune.adapter.spec import LoraSpec
+    from dualtune.adapter.spec import AdapterSpec
     from dualtune.backend import LoadRequest, get_backend
     from dualtune.optimizer import OptimizerSpec
     from dualtune.testing.tiny_models import random_batch
@@ -69,7 +69,7 @@ def worker(model: str, home: str, sharding: str, quantization: str, dtype: str) 
     backend = get_backend("torch", "cpu")
     world = backend.world()
     batch = random_batch([64], 8192, seed=world.rank)
-    spec = LoraSpec(rank=8, alpha=16.0, dropout=0.0, targets=("all-linear",))
+    spec = AdapterSpec(rank=8, alpha=16.0, dropout=0.0, targets=("all-linear",))
     # Nothing is compiled: the compiler's own memory would be in the figures.
     request = LoadRequest(
         Path(model), dtype, quantization, "pretrained", spec, OptimizerSpec(), 0, kernels="reference", sharding=sharding
@@ -81,7 +81,7 @@ def worker(model: str, home: str, sharding: str, quantization: str, dtype: str) 
     base = sum(held(tensor) for name, tensor in all_tensors(engine.model) if ".lora_" not in name)
     with Peak() as training:
         for _ in range(STEPS):
-            engine.forward_backward(batch, num_targets=batch.num_targets * world.size)
+            engine.forward_backward(batch, divisor=batch.num_targets * world.size)
             float(engine.optim_step(lr=1e-4, max_grad_norm=None).loss)
     figures = {
         "base_bytes": base,

@@ -21,7 +21,7 @@ from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
-from dualtune.adapter.spec import LoraSpec, Tensors
+from dualtune.adapter.spec import AdapterSpec, Tensors
 from dualtune.base_model import BaseWeights, find_weights
 from dualtune.card import BACKENDS_GROUP, backend_names, card_of
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -55,7 +55,7 @@ class Batch:
     labels_BT: np.ndarray  # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]
     segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
     positions_BT: np.ndarray  # int32, position of the token inside its document
-    noise_BT: np.ndarray  # uint32, the token's dropout seed: a function of (seed, step, document, position)
+    dropout_seeds_BT: np.ndarray  # uint32, the token's dropout seed: a function of (seed, step, document, position)
     weights_BT: np.ndarray | None = None  # float32, loss weight of each target, may be negative; None: all are 1
 
     @property
@@ -110,7 +110,7 @@ class LossSum:
 class StepOutput:
     """Results of an optimizer step, still on the device: `float(...)` synchronizes it, so call it late."""
 
-    loss: SupportsFloat  # Σ −w·log p of the step, divided by the `num_targets` passed to `forward_backward`
+    loss: SupportsFloat  # Σ −w·log p of the step, divided by the `divisor` passed to `forward_backward`
     grad_norm: SupportsFloat  # global L2 norm before clipping
 
 
@@ -179,7 +179,7 @@ class LoadRequest:
     dtype: str  # "auto", "float32", "bfloat16" or "float16": the compute dtype
     quantization: str  # "auto" (as stored), "none", "nf4", ...
     init: str  # "pretrained" or "random"
-    adapter: LoraSpec
+    adapter: AdapterSpec
     optimizer: OptimizerSpec
     seed: int
     longest: int = 0  # tokens of the longest document the engine will get; 0: not known
@@ -234,7 +234,7 @@ class Engine(Protocol):
     """A base model with one LoRA adapter on a device. A new engine has the adapter `init_adapter` gives for its seed.
 
     Dropout is active in `forward_backward`, and in `target_logprobs` with `dropout`; its masks are a function of the
-    batch's `noise_BT`.
+    batch's `dropout_seeds_BT`.
     """
 
     @property
@@ -242,10 +242,10 @@ class Engine(Protocol):
 
     def evaluate(self, batch: Batch) -> LossSum: ...
 
-    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
-        """Add the gradient of Σ −w·log p over the targets of this micro-batch, divided by `num_targets`.
+    def forward_backward(self, batch: Batch, *, divisor: float) -> None:
+        """Add the gradient of Σ −w·log p over the targets of this micro-batch, divided by `divisor`.
 
-        `num_targets` is for the whole step: its number of targets, or the sum of their loss weights.
+        `divisor` is that of the whole step: its number of targets, or the sum of their loss weights.
         """
         ...
 

@@ -59,7 +59,7 @@ class Package:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryFormulas:
     """How much memory a training step takes, by formula."""
 
     parts: Parts
@@ -95,7 +95,7 @@ class Card:
     # Of BACKEND_KEYS, without those that each device states itself.
     honoured: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {})
     package: Package = field(default_factory=Package)
-    memory: Memory | None = None
+    memory: MemoryFormulas | None = None
     launches: tuple[Launch, ...] = ()
     problems: Rows | None = None  # what keeps its framework from working on a machine; no rows if nothing does
     environment: Rows | None = None  # rows of `dualtune check-env` on a machine with its accelerator

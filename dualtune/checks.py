@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dualtune.errors import EnvironmentFault
 from dualtune.text.show import in_columns
@@ -20,8 +20,14 @@ class Check:
     name: str
     level: Level
     found: str
-    mend: str | None = None  # the command that fixes it, or the next step if no command can
+    fix: str | None = None  # the command that fixes it, or the next step if no command can
     exit_code: int = EnvironmentFault.exit_code  # of the program if this check fails
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its row in `--json`, where the fix is called `mend`."""
+        return {
+            "name": self.name, "level": self.level, "found": self.found, "mend": self.fix, "exit_code": self.exit_code,
+        }  # fmt: skip
 
 
 def exit_code(checks: Sequence[Check]) -> int:
@@ -34,4 +40,4 @@ def table(checks: Sequence[Check]) -> str:
     lines = in_columns([(check.level, check.name, check.found) for check in checks]).splitlines()
     indent = " " * (2 + max((len(check.level) for check in checks), default=0))
     rows = zip(lines, checks, strict=True)
-    return "\n".join(line + (f"\n{indent}-> {check.mend}" if check.mend else "") for line, check in rows)
+    return "\n".join(line + (f"\n{indent}-> {check.fix}" if check.fix else "") for line, check in rows)

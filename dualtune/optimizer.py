@@ -25,7 +25,7 @@ Settings = Mapping[str, float]
 Slots = Mapping[str, "np.ndarray"]
 
 
-class Update(Protocol):
+class UpdateRule(Protocol):
     """Return (w, slots) after update number `step`, counted from 1, in the precision of the arguments."""
 
     def __call__(
@@ -37,7 +37,7 @@ class Update(Protocol):
 class Optimizer:
     """An entry of the table of optimizers."""
 
-    update: Update
+    update: UpdateRule
     slots: tuple[str, ...]  # its state: tensors with the names and shapes of the adapter, zero before the first update
     defaults: Settings  # its hyperparameters except the learning rate, which the schedule gives
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 import dualtune
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.optimizer import OptimizerSpec
@@ -47,8 +47,8 @@ def main():
         "model": {"name": str(args.model)}, "data": {"train": str(args.data), "eval": 0.1, "max_length": 256},
     })  # fmt: skip
     train, held_out = Data(config).train_and_eval(Tokenizer(args.model))
-    layout = Layout(max_tokens=2048, row_length=256)
-    spec = LoraSpec(rank=8, alpha=16, dropout=0.0, targets=("all-linear",))
+    layout = SequenceLayout(max_tokens=2048, row_length=256)
+    spec = AdapterSpec(rank=8, alpha=16, dropout=0.0, targets=("all-linear",))
     engine = open_backend(choose(args.platform)).load(
         LoadRequest(args.model, "auto", "auto", "pretrained", spec, OptimizerSpec(), SEED)
     )
@@ -63,7 +63,7 @@ def main():
         ids = [(step * DOCUMENTS_PER_STEP + i) % len(train) for i in range(DOCUMENTS_PER_STEP)]
         batches = micro_batches(train, ids, layout, seed=SEED, step=step)
         num_targets = sum(batch.num_targets for batch in batches)
-        loss = sum(add_gradient(engine, batch, focal, num_targets=num_targets) for batch in batches) / num_targets
+        loss = sum(add_gradient(engine, batch, focal, divisor=num_targets) for batch in batches) / num_targets
         engine.optim_step(lr=3e-3, max_grad_norm=1.0)
         if step % 5 == 4:
             print(f"step {step + 1:3}  focal loss {loss:.4f}")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import dualtune
 from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.io.disk import free_name
@@ -48,11 +48,11 @@ def main():
         "run": {"seed": SEED},
     })  # fmt: skip
     train, held_out = Data(config).train_and_eval(Tokenizer(args.model))
-    layout = Layout(max_tokens=2048, row_length=256)  # packed rows of 256 tokens, up to 2048 tokens at once
+    layout = SequenceLayout(max_tokens=2048, row_length=256)  # packed rows of 256 tokens, up to 2048 tokens at once
 
     # The engine: the frozen base model and a fresh adapter, on a device.
     backend = open_backend(choose(args.platform))
-    spec = LoraSpec(rank=8, alpha=16, dropout=0.0, targets=("all-linear",))
+    spec = AdapterSpec(rank=8, alpha=16, dropout=0.0, targets=("all-linear",))
     engine = backend.load(
         LoadRequest(
             args.model,
@@ -73,7 +73,7 @@ def main():
         batches = micro_batches(train, ids, layout, seed=SEED, step=step)
         num_targets = sum(batch.num_targets for batch in batches)
         for batch in batches:
-            engine.forward_backward(batch, num_targets=num_targets)
+            engine.forward_backward(batch, divisor=num_targets)
         output = engine.optim_step(lr=3e-3, max_grad_norm=1.0)
         if step % 5 == 4:
             print(f"step {step + 1:3}  loss {float(output.loss):.4f}  gradient norm {float(output.grad_norm):.3f}")
@@ -83,7 +83,7 @@ def main():
     # The adapter: one directory that PEFT, mlx-lm and dualtune load.
     names = tuple(sorted({name.split(".")[-3] for name in engine.adapter_state()}))
     path = free_name(args.out)
-    write_adapter(path, Adapter(LoraSpec(8, 16, 0.0, names), engine.adapter_state(), base_model=str(args.model)))
+    write_adapter(path, Adapter(AdapterSpec(8, 16, 0.0, names), engine.adapter_state(), base_model=str(args.model)))
     print(f"adapter: {path}")
 
 

@@ -270,6 +270,21 @@ def test_every_file_says_what_it_is_and_fits_a_reader():
     assert {name: number for name, number in lines.items() if number > MAX_LINES} == {}
 
 
+def test_one_idea_has_one_class_name():
+    """A class name stands once in the core and each backend, and a backend repeats only names of the other backend."""
+    packages = {"dualtune": CORE} | {
+        package: [file for file in BACKENDS if package in file.parts] for package in ("dualtune_torch", "dualtune_mlx")
+    }
+    named = {
+        package: [node.name for file in files for node in ast.walk(tree_of(file)) if isinstance(node, ast.ClassDef)]
+        for package, files in packages.items()
+    }
+    for package, names in named.items():
+        public = [name for name in names if not name.startswith("_") and name != "Model"]  # mlx-lm asks for a Model
+        others = set[str]() if package == "dualtune" else {*named["dualtune"]}
+        assert len(public) > 5 and [name for name in public if public.count(name) > 1 or name in others] == []
+
+
 def test_the_folders_of_the_backends_hold_the_same_files():
     """The same thing has the same name in both; either may have more."""
     torch, mlx = (

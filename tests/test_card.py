@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.card import Card, Device, automatic_cards, card_of, driver_of, launch_on, platforms
 from dualtune.errors import ConfigError
@@ -63,7 +63,7 @@ def test_an_engine_is_what_its_card_says(open_backend, name, tiny_llama, tiny_so
     assert device is not None
     assert backend.capabilities() == card_of(name).capabilities(device.kind)
     model = tiny_softmax if name == "numpy" else tiny_llama
-    spec = LoraSpec(2, 4.0, 0.0, ("all-linear",))
+    spec = AdapterSpec(2, 4.0, 0.0, ("all-linear",))
     description = backend.load(
         LoadRequest(model, "auto", "auto", "pretrained", spec, OptimizerSpec(), seed=1)
     ).description

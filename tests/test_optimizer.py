@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualtune import optimizer
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest, OptimizerState
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OPTIMIZERS, Optimizer, OptimizerSpec
@@ -16,7 +16,7 @@ from dualtune.testing.tiny_models import random_batch
 from dualtune.train.state import checkpoint
 
 DECAY = {"weight_decay": 0.1}
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -66,7 +66,7 @@ def test_all_backends_update_alike(name, open_backend, tiny_llama):
             good = engine.adapter_state()
             if step == 2:
                 engine.load_adapter_state({n: w * np.float32("nan") for n, w in good.items()})
-            engine.forward_backward(batch, num_targets=batch.num_targets)
+            engine.forward_backward(batch, divisor=batch.num_targets)
             engine.load_adapter_state(good)
             engine.optim_step(lr=0.05, max_grad_norm=0.1 if step % 2 else None)
         states.append(engine)
@@ -132,5 +132,5 @@ def test_a_checkpoint_of_an_optimizer_that_is_not_in_the_table_is_a_newer_one(
 def train(engine, seeds):
     for seed in seeds:
         batch = random_batch([9, 16, 5], 31, seed=seed)
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=0.01, max_grad_norm=1.0)

@@ -29,7 +29,7 @@ from dualtune.backend import (
     check_state,
     needs_positions,
 )
-from dualtune.base_model import copy_without_weights, learned_positions, read_config
+from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune_mlx import gpt2
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.kernels import cross_entropy
@@ -37,9 +37,9 @@ from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.losses import loss_sum, target_logprobs
-from dualtune_mlx.methods import Noise, add_layers, linear_shape, storage, weight_of
+from dualtune_mlx.methods import DropoutSeeds, add_layers, linear_shape, storage, weight_of
 from dualtune_mlx.model import check_names
-from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, Layout, clip
+from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, FlatLayout, clip
 from dualtune_mlx.packing import packed_cache
 
 
@@ -49,18 +49,18 @@ class MlxEngine:
     def __init__(self, model: nn.Module, request: LoadRequest, description: Mapping[str, Any]) -> None:
         self.model = model
         self._request = request
-        self._noise = Noise()
-        self._layers = add_layers(model, request.adapter, self._noise, group=request.kernels != "reference")
+        self._dropout_seeds = DropoutSeeds()
+        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=request.kernels != "reference")
         if (weights := request.base_weights()) is not None:
             check_names(weights, list(self._layers))
         fresh = self.neutral_state()
-        self._layout = Layout({name: tensor.shape for name, tensor in fresh.items()})
+        self._layout = FlatLayout({name: tensor.shape for name, tensor in fresh.items()})
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
         self._slots = {slot: mx.zeros_like(self._params) for slot in request.optimizer.entry.slots}
         self._grads = mx.zeros_like(self._params)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
-        self._num_positions = learned_positions(read_config(request.model_dir))
+        self._num_positions = position_table_size(read_config(request.model_dir))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._bind(self._layout.named(self._params))
         self._kernels = choose(model, request.kernels)
@@ -80,9 +80,9 @@ class MlxEngine:
         mx.async_eval(loss)
         return LossSum(loss, batch.num_targets)
 
-    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
+    def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         inputs = self._inputs(batch, dropout=True)
-        factor = mx.array(self._loss_scale / num_targets)
+        factor = mx.array(self._loss_scale / divisor)
         with self._documents(batch):
             self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, factor)
         self._bind(self._layout.named(self._params))  # the function above bound its own arguments
@@ -225,17 +225,17 @@ class MlxEngine:
             if weights_BT is not None:  # the padding has ignored labels, so its weights do not matter
                 inputs["weights_N"] = weights_BT.flat[inputs["index_N"]]
         if dropout and self._request.adapter.dropout:
-            inputs["noise_BT"] = batch.noise_BT
+            inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
         return {name: mx.array(values) for name, values in inputs.items()}
 
     @contextmanager
     def _dropout(self, inputs: Arrays) -> Iterator[None]:
         """Enable dropout with the seeds among the inputs, if there are any."""
-        self._noise.noise_BT = inputs.get("noise_BT")
+        self._dropout_seeds.seeds_BT = inputs.get("dropout_seeds_BT")
         try:
             yield
         finally:
-            self._noise.noise_BT = None
+            self._dropout_seeds.seeds_BT = None
 
     @contextmanager
     def _documents(self, batch: Batch) -> Iterator[None]:

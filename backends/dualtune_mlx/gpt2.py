@@ -30,7 +30,7 @@ class Model(gpt2.Model):
         return super().sanitize(bare)
 
 
-class PerToken:
+class PerTokenEmbedding:
     """A position embedding that also takes one offset per token, for packed rows.
 
     mlx-lm adds 0, 1, 2, … to the offset of a row. With offsets [B, T], the first of these sums is the token's position.

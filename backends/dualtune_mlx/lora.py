@@ -11,11 +11,11 @@ import mlx.core as mx
 from mlx import nn
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
-from dualtune.adapter.spec import LoraSpec
-from dualtune_mlx.methods import AdaptedLayer, Noise, linear_shape
+from dualtune.adapter.spec import AdapterSpec
+from dualtune_mlx.methods import AdaptedLayer, DropoutSeeds, linear_shape
 
 
-class Weights:
+class Factors:
     """The adapter's two matrices. Not a Module, so that the model's parameters are only the base's. They are bound to
     the arrays by which the current function is differentiated."""
 
@@ -30,20 +30,20 @@ class SharedInput:
     a separate product.
     """
 
-    def __init__(self, module: str, in_dim: int, dropout: float, noise: Noise) -> None:
-        self.members: list[Weights] = []
+    def __init__(self, module: str, in_dim: int, dropout: float, seeds: DropoutSeeds) -> None:
+        self.members: list[Factors] = []
         self.dropout = dropout
-        self.noise = noise
+        self.dropout_seeds = seeds
         self._keys_I = mx.array(channel_keys(module, in_dim))
         self._x_BTI: mx.array | None = None
         self._waiting: dict[int, mx.array] = {}  # products that their layers have not fetched yet
 
-    def product(self, weights: Weights, x_BTI: mx.array) -> mx.array:
+    def product(self, weights: Factors, x_BTI: mx.array) -> mx.array:
         """Return A x for one layer, [B, T, r], in the dtype of x."""
         if x_BTI is not self._x_BTI or id(weights) not in self._waiting:
             self._x_BTI = x_BTI
             stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)
-            dropped_BTI = self._dropped(x_BTI) if self.noise.noise_BT is not None and self.dropout else x_BTI
+            dropped_BTI = self._dropped(x_BTI) if self.dropout_seeds.seeds_BT is not None and self.dropout else x_BTI
             products = mx.split(dropped_BTI @ stacked_RI.T, len(self.members), axis=-1)
             self._waiting = {id(member): u_BTr for member, u_BTr in zip(self.members, products, strict=True)}
         u_BTr = self._waiting.pop(id(weights))
@@ -53,8 +53,8 @@ class SharedInput:
 
     def _dropped(self, x_BTI: mx.array) -> mx.array:
         """`dualtune.adapter.dropout.keep_mask` on the device."""
-        assert self.noise.noise_BT is not None
-        h_BTI = (self.noise.noise_BT[..., None] ^ self._keys_I) * mx.array(MIX1, mx.uint32)
+        assert self.dropout_seeds.seeds_BT is not None
+        h_BTI = (self.dropout_seeds.seeds_BT[..., None] ^ self._keys_I) * mx.array(MIX1, mx.uint32)
         h_BTI = (h_BTI ^ (h_BTI >> SHIFT)) * mx.array(MIX2, mx.uint32)
         keep_BTI = h_BTI.view(mx.int32) >= threshold(self.dropout)
         return x_BTI * keep_BTI * (1.0 / (1.0 - self.dropout))
@@ -67,13 +67,18 @@ class LoRALinear(AdaptedLayer):
     """
 
     def __init__(
-        self, base: nn.Module, module: str, spec: LoraSpec, noise: Noise, shared: SharedInput | None = None
+        self,
+        base: nn.Module,
+        module: str,
+        spec: AdapterSpec,
+        seeds: DropoutSeeds,
+        shared: SharedInput | None = None,
     ) -> None:
         super().__init__()
         self.base = base
         self.scale = spec.scale
-        self.weights = Weights()
-        self.shared = shared or SharedInput(module, linear_shape(base)[1], spec.dropout, noise)
+        self.weights = Factors()
+        self.shared = shared or SharedInput(module, linear_shape(base)[1], spec.dropout, seeds)
         self.shared.members.append(self.weights)
 
     def __call__(self, x_BTI: mx.array) -> mx.array:

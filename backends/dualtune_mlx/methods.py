@@ -15,17 +15,17 @@ from mlx.utils import tree_unflatten
 
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.formats.gpt2 import canonical_name
-from dualtune.adapter.spec import LoraSpec, select_modules
+from dualtune.adapter.spec import AdapterSpec, select_modules
 
 
-class Noise:
+class DropoutSeeds:
     """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
 
-    noise_BT: mx.array | None = None
+    seeds_BT: mx.array | None = None
 
 
 class AdaptedLayer(nn.Module):
-    """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, noise, what an earlier
+    """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, seeds, what an earlier
     layer with the same input shares)."""
 
     base: nn.Module
@@ -40,7 +40,7 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
 
-def add_layers(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -> dict[str, AdaptedLayer]:
+def add_layers(model: nn.Module, spec: AdapterSpec, seeds: DropoutSeeds, *, group: bool) -> dict[str, AdaptedLayer]:
     """Wrap the targeted linear layers in place. Returns canonical module path -> wrapper, sorted by path.
 
     With `group`, layers that read the same activations share the product with their stacked A; else each has a
@@ -55,7 +55,7 @@ def add_layers(model: nn.Module, spec: LoraSpec, noise: Noise, *, group: bool) -
     wrapped: dict[str, AdaptedLayer] = {}
     for path, (_, in_dim) in select_modules(shapes, spec.targets).items():
         reads = (input_of(path), in_dim)
-        wrapped[path] = make(linear[path], path, spec, noise, shared.get(reads) if group else None)
+        wrapped[path] = make(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
     model.update_modules(tree_unflatten([(paths[name], layer) for name, layer in wrapped.items()]))
     return wrapped

@@ -20,7 +20,7 @@ Arrays = dict[str, mx.array]
 NORM_BLOCK = 1024  # squares are summed in blocks of this many: one long float32 sum would lose digits
 
 
-class Layout:
+class FlatLayout:
     """Where each named tensor lies in the flat array."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -48,7 +48,7 @@ def one_minus_power(beta: float, step: mx.array) -> mx.array:
     return -mx.expm1(step * math.log(beta))
 
 
-class Update(Protocol):
+class ArrayUpdateRule(Protocol):
     """Returns (params, slots) after update number `step`, counted from 1. `shrink` = 1 − lr · decay, which the host
     computes with more digits."""
 
@@ -79,4 +79,4 @@ def sgd(
     return params * shrink - lr * grads, {}
 
 
-OPTIMIZERS: Mapping[OptimizerName, Update] = {"adamw": adamw, "sgd": sgd}
+OPTIMIZERS: Mapping[OptimizerName, ArrayUpdateRule] = {"adamw": adamw, "sgd": sgd}

@@ -45,7 +45,7 @@ def packed_cache(model: nn.Module, segments_BT: mx.array, positions_BT: mx.array
     return [PackedRows(segments_BT, positions_BT)] * len(make_prompt_cache(model))
 
 
-class PerToken:
+class PerTokenRotary:
     """A rotary embedding that also takes one offset per token, [B, T]."""
 
     def __call__(self, x_BHTd: mx.array, offset: Any = 0, **options: Any) -> mx.array:
@@ -62,10 +62,10 @@ def accept_positions(model: nn.Module) -> None:
     changes; its name and parameters stay."""
     for module in model.modules():
         if list(inspect.signature(type(module).__call__).parameters)[1:3] == ["x", "offset"]:
-            module.__class__ = _per_token(PerToken, type(module))
+            module.__class__ = _per_token(PerTokenRotary, type(module))
     if isinstance(model, gpt2.Model):
         table: Any = model.model.wpe
-        table.__class__ = _per_token(gpt2.PerToken, type(table))
+        table.__class__ = _per_token(gpt2.PerTokenEmbedding, type(table))
 
 
 @cache

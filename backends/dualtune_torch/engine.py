@@ -31,15 +31,15 @@ from dualtune.backend import (
     check_state,
     needs_positions,
 )
-from dualtune.base_model import copy_without_weights, learned_positions, read_config
+from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.distributed import add_up
 from dualtune_torch.kernels import cross_entropy
-from dualtune_torch.kernels.attention import Documents
+from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention
 from dualtune_torch.kernels.lora import add_groups
 from dualtune_torch.losses import loss_sum, target_logprobs
-from dualtune_torch.methods import Noise, add_layers, storage
+from dualtune_torch.methods import DropoutSeeds, add_layers, storage
 from dualtune_torch.optimizer import FlatOptimizer
 from dualtune_torch.sharding import check_whole, whole
 from dualtune_torch.weights.frozen import as_stored, compute_dtype, shape_of, weight_of
@@ -59,13 +59,13 @@ class TorchEngine:
         self.model = model
         self._together = together
         self._request = request
-        self._noise = Noise()
-        self._num_positions = learned_positions(read_config(request.model_dir))
-        self._layers = add_layers(model, request.adapter, self._noise)
+        self._dropout_seeds = DropoutSeeds()
+        self._num_positions = position_table_size(read_config(request.model_dir))
+        self._layers = add_layers(model, request.adapter, self._dropout_seeds)
         self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self._kernels = choose(model, request.kernels)
         if self._kernels.groups:
-            add_groups(self._layers, self._adapter, self._kernels.fuse)
+            add_groups(self._layers, self._adapter, self._kernels.maybe_compile)
         self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
@@ -86,9 +86,9 @@ class TorchEngine:
         with torch.no_grad(), self._together():
             return LossSum(self._loss_sum(batch), batch.num_targets)
 
-    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
+    def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         with self._dropout(batch), self._together():
-            loss = self._loss_sum(batch) / num_targets
+            loss = self._loss_sum(batch) / divisor
             if loss.requires_grad:  # else the micro-batch has no target
                 (loss * self._loss_scale).backward()
         self._loss += loss.detach()
@@ -102,7 +102,7 @@ class TorchEngine:
             with whole(head):
                 found_M = cross_entropy.target_logprobs(
                     hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap,
-                    self._kernels.fuse,
+                    self._kernels.maybe_compile,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT.flat[where_M] = _numpy(found_M)
@@ -181,11 +181,11 @@ class TorchEngine:
     @contextmanager
     def _dropout(self, batch: Batch) -> Iterator[None]:
         """Enable dropout with the seeds of this batch."""
-        self._noise.noise_BT = torch.from_numpy(batch.noise_BT.view(np.int32)).to(self.model.device)
+        self._dropout_seeds.seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32)).to(self.model.device)
         try:
             yield
         finally:
-            self._noise.noise_BT = None
+            self._dropout_seeds.seeds_BT = None
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
@@ -204,7 +204,7 @@ class TorchEngine:
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
                 hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap,
-                self._kernels.fuse, *weights,
+                self._kernels.maybe_compile, *weights,
             )  # fmt: skip
 
     def _targets(self, batch: Batch) -> tuple[np.ndarray, Tensor, Tensor]:
@@ -225,7 +225,7 @@ class TorchEngine:
             # by one, and masks the other documents (`masking_utils.find_packed_sequence_indices`).
             options["position_ids"] = self._tensor(batch.positions_BT)
         if self._kernels.attention:
-            options["documents"] = Documents.of(batch.segments_BT, self.model.device, self._kernels.fuse)
+            options["documents"] = DocumentBorders.of(batch.segments_BT, self.model.device, self._kernels.maybe_compile)
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
         return model(self._tensor(batch.tokens_BT), **options)
 

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
-from dualtune.adapter.spec import LoraSpec
-from dualtune_torch.methods import AdaptedLayer, Noise
+from dualtune.adapter.spec import AdapterSpec
+from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, shape_of
 
 
-class Group(Protocol):
+class GroupedForward(Protocol):
     """The fast path of layers that share an input: `dualtune_torch.kernels.lora`."""
 
     def __call__(self, layer: LoRALinear, x_BTI: Tensor, /) -> Tensor: ...
@@ -31,17 +31,17 @@ class LoRALinear(AdaptedLayer):
     """
 
     grouped = True
-    group: Group | None = None
+    group: GroupedForward | None = None
     keys_I: Tensor
 
-    def __init__(self, base: FrozenLinear, module: str, spec: LoraSpec, noise: Noise) -> None:
+    def __init__(self, base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         super().__init__()
         device = base.weight.device
         out_features, in_features = shape_of(base)
         self.base = base
         self.scale = spec.scale
         self.dropout = spec.dropout
-        self.noise = noise
+        self.dropout_seeds = seeds
         self.lora_A = nn.Parameter(torch.empty(spec.rank, in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(out_features, spec.rank, device=device))
         keys = torch.from_numpy(channel_keys(module, in_features).view("int32"))
@@ -51,8 +51,8 @@ class LoRALinear(AdaptedLayer):
         if self.group is not None:
             return self.group(self, x_BTI)
         y_BTO = self.base(x_BTI)
-        if self.noise.noise_BT is not None and self.dropout:
-            x_BTI = dropped(x_BTI, self.noise.noise_BT, self.keys_I, *drop_rule(self.dropout))
+        if self.dropout_seeds.seeds_BT is not None and self.dropout:
+            x_BTI = dropped(x_BTI, self.dropout_seeds.seeds_BT, self.keys_I, *drop_rule(self.dropout))
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
         return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
 
@@ -68,12 +68,12 @@ def drop_rule(p: float) -> tuple[int, float]:
     return threshold(p), 1.0 / (1.0 - p)
 
 
-def dropped(x: Tensor, noise: Tensor, keys_I: Tensor, lowest: int, factor: float) -> Tensor:
+def dropped(x: Tensor, seeds: Tensor, keys_I: Tensor, lowest: int, factor: float) -> Tensor:
     """Apply dropout to x [..., I]: zero channels by the tokens' seeds [...] and scale the others by `drop_rule`.
 
     `dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32).
     """
-    h = (noise[..., None] ^ keys_I) * _signed(MIX1)
+    h = (seeds[..., None] ^ keys_I) * _signed(MIX1)
     h = (h ^ ((h >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * _signed(MIX2)
     return x * (h >= lowest) * factor
 

@@ -13,18 +13,18 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.adapter.spec import LoraSpec, select_modules
+from dualtune.adapter.spec import AdapterSpec, select_modules
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes
 
 
-class Noise:
+class DropoutSeeds:
     """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
 
-    noise_BT: Tensor | None = None
+    seeds_BT: Tensor | None = None
 
 
 class AdaptedLayer(nn.Module):
-    """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, noise)."""
+    """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, seeds)."""
 
     base: FrozenLinear
     grouped: ClassVar[bool] = False  # whether `kernels.lora` may compute it
@@ -38,7 +38,7 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
 
-def add_layers(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str, AdaptedLayer]:
+def add_layers(model: PreTrainedModel, spec: AdapterSpec, seeds: DropoutSeeds) -> dict[str, AdaptedLayer]:
     """Wrap the targeted linear layers in place. Returns module path -> wrapper, sorted by path.
 
     An output head that shares its weight with the embedding is left out (MLX has no separate layer for it either): an
@@ -48,7 +48,7 @@ def add_layers(model: PreTrainedModel, spec: LoraSpec, noise: Noise) -> dict[str
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
     linear = {p: layer for p, layer in model.named_modules() if isinstance(layer, FrozenLinear) and p not in tied}
     shapes = {path: shape_of(layer) for path, layer in linear.items()}
-    wrapped = {path: make(linear[path], path, spec, noise) for path in select_modules(shapes, spec.targets)}
+    wrapped = {path: make(linear[path], path, spec, seeds) for path in select_modules(shapes, spec.targets)}
     for path, layer in wrapped.items():
         model.set_submodule(path, layer)
     return wrapped

@@ -1,9 +1,9 @@
 """LoRA dropout as a pure function, not a random stream: the same mask on every backend, and no state to save.
 
 An integer hash decides whether the input channel `i` of an adapted module is kept for a token. It combines the token's
-dropout seed (`Batch.noise_BT`, drawn by the core from (seed, step, document, position)) and the channel's key (drawn
-from the module's path; modules that read the same activations share a mask, so that these are dropped once). So a mask
-does not depend on the micro-batch size, the packing or the number of processes.
+dropout seed (`Batch.dropout_seeds_BT`, drawn by the core from (seed, step, document, position)) and the channel's key
+(drawn from the module's path; modules that read the same activations share a mask, so that these are dropped once). So
+a mask does not depend on the micro-batch size, the packing or the number of processes.
 
 The functions here are the reference; an engine computes `keep_mask` with four integer operations on its device.
 """
@@ -40,9 +40,9 @@ def threshold(dropout: float) -> int:
     return round(dropout * 2.0**32) - 2**31
 
 
-def keep_mask(noise: np.ndarray, keys: np.ndarray, dropout: float) -> np.ndarray:
+def keep_mask(seeds: np.ndarray, keys: np.ndarray, dropout: float) -> np.ndarray:
     """Return bool [..., in] from dropout seeds uint32 [...] and channel keys uint32 [in]."""
-    x = noise[..., None] ^ keys
+    x = seeds[..., None] ^ keys
     x = x * np.uint32(MIX1)
     x = x ^ (x >> np.uint32(SHIFT))
     x = x * np.uint32(MIX2)

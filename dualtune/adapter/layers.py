@@ -19,7 +19,7 @@ MAX_PATH = 512  # characters
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 
 
-class Place(NamedTuple):
+class LayerPosition(NamedTuple):
     stack: str  # model.layers
     layer: int  # 3
     name: str  # self_attn.q_proj
@@ -30,10 +30,10 @@ def is_module_path(text: str) -> bool:
     return len(text) <= MAX_PATH and _PATH.fullmatch(text) is not None
 
 
-def place_of(module: str) -> Place | None:
+def place_of(module: str) -> LayerPosition | None:
     """Return the module's position in a stack of layers; None outside of one, as for `lm_head`."""
     match = _PLACE.fullmatch(module)
-    return Place(match["stack"], int(match["layer"]), match["name"]) if match else None
+    return LayerPosition(match["stack"], int(match["layer"]), match["name"]) if match else None
 
 
 def uniform_names(modules: Iterable[str]) -> set[str]:

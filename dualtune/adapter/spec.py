@@ -37,7 +37,7 @@ _NAME = re.compile(rf"^base_model\.model\.(?P<module>.+)\.(?P<end>{'|'.join(map(
 
 
 @dataclass(frozen=True, slots=True)
-class LoraSpec:
+class AdapterSpec:
     """The hyperparameters of an adapter. `targets` are module names: a path, or the end of one (`q_proj`)."""
 
     rank: int

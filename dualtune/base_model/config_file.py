@@ -50,7 +50,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def learned_positions(config: Mapping[str, Any]) -> int | None:
+def position_table_size(config: Mapping[str, Any]) -> int | None:
     """Return the size of the position table, as in GPT-2; None if positions are computed and therefore unlimited."""
     key = "max_position_embeddings" if config.get("model_type") in TABLES_OF_POSITIONS else "n_positions"
     found = config.get(key)

@@ -11,7 +11,7 @@ from types import TracebackType
 import click
 
 from dualtune.cli.output.terminal import help_width, prepare_streams, say
-from dualtune.cli.suggest import Group
+from dualtune.cli.suggest import SuggestingGroup
 from dualtune.errors import DualtuneError, Preempted
 from dualtune.text.redaction import redact
 from dualtune.versions import VERSION
@@ -46,7 +46,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(Group):
+class LazyGroup(SuggestingGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 

@@ -56,7 +56,7 @@ def advice(name: str, commands: list[str], group: str) -> str:
     return f"{answer}." if answer[0].isupper() else f"Did you mean 'dualtune {answer}'?"
 
 
-class Group(click.Group):
+class SuggestingGroup(click.Group):
     """A group of commands that suggests the right name for a wrong one."""
 
     def resolve_command(

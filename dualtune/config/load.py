@@ -9,8 +9,8 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from dualtune.config.advice import unknown_key
-from dualtune.config.problem import KeyPath, Place, Problem, dotted
-from dualtune.config.reader import UNREADABLE, BadYaml, Document, read_yaml
+from dualtune.config.problem import ConfigProblem, KeyPath, Location, dotted
+from dualtune.config.reader import UNREADABLE, BadYaml, ParsedYaml, read_yaml
 from dualtune.config.schema import Config, sections
 from dualtune.config.words import examples, is_union, missing, wrong_value
 from dualtune.errors import ConfigError
@@ -23,7 +23,7 @@ MAPPING = "<mapping>"  # the name in messages of a config that is not a file
 def load_config(source: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Load a YAML file or a mapping. If overrides `section.key=value` repeat a key, the last one wins."""
     if isinstance(source, Mapping):
-        return _checked(Document(_plain(source), {(): Place(MAPPING)}), MAPPING, overrides)
+        return _checked(ParsedYaml(_plain(source), {(): Location(MAPPING)}), MAPPING, overrides)
     if not isinstance(source, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]  callers may be unchecked
         raise ConfigError(f"the config: got {type(source).__name__}, needed: the path of a YAML file, or a mapping")
     return parse_config(read_text(Path(source)), source=str(source), overrides=overrides)
@@ -38,7 +38,7 @@ def parse_config(text: str, *, source: str = "<string>", overrides: Iterable[str
     return _checked(document, source, overrides)
 
 
-def _checked(document: Document, source: str, overrides: Iterable[str]) -> Config:
+def _checked(document: ParsedYaml, source: str, overrides: Iterable[str]) -> Config:
     if document.data is None:
         raise ConfigError(f"{source}: is empty. `dualtune config` prints a commented default")
     if isinstance(document.data, dict):
@@ -49,7 +49,7 @@ def _checked(document: Document, source: str, overrides: Iterable[str]) -> Confi
             return config
     elif document.data is not UNREADABLE:
         names = ", ".join(sections())
-        document.problems.append(Problem(Place(source), (), f"must be a mapping with the sections {names}"))
+        document.problems.append(ConfigProblem(Location(source), (), f"must be a mapping with the sections {names}"))
     # In file order; then problems without a line: overrides and missing sections.
     problems = sorted(document.problems, key=lambda problem: problem.place.line or float("inf"))
     raise ConfigError(redact("\n".join(map(str, problems))))
@@ -107,14 +107,14 @@ def read_text(path: Path) -> str:
 # --- Overrides -------------------------------------------------------------------------------------------------------
 
 
-def _apply(override: str, document: Document) -> None:
+def _apply(override: str, document: ParsedYaml) -> None:
     """Set one key in the document, with the override as its place. Errors become problems of the document."""
     key, equals, text = override.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
-    place = Place(f"--set {dotted(parts)}")
+    place = Location(f"--set {dotted(parts)}")
     if not equals or not all(parts):
         message = "must have the form section.key=value, such as train.steps=100"
-        document.problems.append(Problem(Place(f"--set {override}"), (), message))
+        document.problems.append(ConfigProblem(Location(f"--set {override}"), (), message))
         return
     try:
         value = read_yaml(text, place.source, with_lines=False)
@@ -122,9 +122,11 @@ def _apply(override: str, document: Document) -> None:
         document.problems.append(error.problem)
         return
     if value.data is None and text.strip().lower() not in ("null", "~"):  # --set train.steps=$UNSET
-        document.problems.append(Problem(place, parts, "has no value; write null for none, '' for an empty string"))
+        document.problems.append(
+            ConfigProblem(place, parts, "has no value; write null for none, '' for an empty string")
+        )
         return
-    document.problems += [Problem(place, (*parts, *path), message) for _, path, message in value.problems]
+    document.problems += [ConfigProblem(place, (*parts, *path), message) for _, path, message in value.problems]
 
     node = cast(dict[str, Any], document.data)
     for depth, part in enumerate(parts[:-1], start=1):
@@ -133,7 +135,9 @@ def _apply(override: str, document: Document) -> None:
             if depth > 1:  # a created top-level section still counts as missing in the file
                 document.places[parts[:depth]] = place
         if not isinstance(node[part], dict):
-            document.problems.append(Problem(place, parts, f"'{dotted(parts[:depth])}' is a value, not a section"))
+            document.problems.append(
+                ConfigProblem(place, parts, f"'{dotted(parts[:depth])}' is a value, not a section")
+            )
             return
         node = node[part]
     node[parts[-1]] = value.data
@@ -145,7 +149,7 @@ def _apply(override: str, document: Document) -> None:
 # --- Validation ------------------------------------------------------------------------------------------------------
 
 
-def _validate(document: Document) -> Config | None:
+def _validate(document: ParsedYaml) -> Config | None:
     """Return the config, or None and add at least one problem to the document."""
     given = cast(dict[str, Any], document.data)
     # A section that is absent, or empty because all its keys are commented out, gets the defaults.
@@ -157,7 +161,7 @@ def _validate(document: Document) -> Config | None:
         found = dict(_faults(error, data))
     faulty = [*found, *(problem.path for problem in document.problems)]
     for path, message in (found | _impossible_pairs(data, faulty)).items():
-        document.problems.append(Problem(document.place(path), path, message))
+        document.problems.append(ConfigProblem(document.place(path), path, message))
     return None
 
 

@@ -9,7 +9,7 @@ KeyPath = tuple[str | int, ...]  # ("data", "train", 0, "weight")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """The origin of a value: a line of a file (0: unknown), or an override."""
 
     source: str
@@ -20,10 +20,10 @@ class Place:
         return ":".join([self.source, *(str(number) for number in (self.line, self.column) if number)])
 
 
-class Problem(NamedTuple):
+class ConfigProblem(NamedTuple):
     """One problem. The path is empty if it is not about a key."""
 
-    place: Place
+    place: Location
     path: KeyPath
     message: str
 

@@ -25,7 +25,7 @@ from yaml.events import (
     ScalarEvent,
 )
 
-from dualtune.config.problem import KeyPath, Place, Problem
+from dualtune.config.problem import ConfigProblem, KeyPath, Location
 
 UNREADABLE = object()  # replaces a value that has already been reported
 _MAX_EVENTS = 50_000  # a config has a few hundred
@@ -35,27 +35,27 @@ _MAX_DEPTH = 20  # a config is three levels deep; the limit protects our recursi
 class BadYaml(Exception):
     """The text is not one YAML document; it is not checked further."""
 
-    def __init__(self, place: Place, message: str) -> None:
+    def __init__(self, place: Location, message: str) -> None:
         super().__init__(message)
-        self.problem = Problem(place, (), message)
+        self.problem = ConfigProblem(place, (), message)
 
 
 @dataclass(slots=True)
-class Document:
+class ParsedYaml:
     """The data of a text, the place of each key and item, and their problems."""
 
     data: Any = None
-    places: dict[KeyPath, Place] = field(default_factory=dict[KeyPath, Place])
-    problems: list[Problem] = field(default_factory=list[Problem])
+    places: dict[KeyPath, Location] = field(default_factory=dict[KeyPath, Location])
+    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
 
-    def place(self, path: KeyPath) -> Place:
+    def place(self, path: KeyPath) -> Location:
         """Return the place of the path, or of the nearest part around it that has a place."""
         while path not in self.places and path:
             path = path[:-1]
         return self.places[path]
 
 
-def read_yaml(text: str, source: str, *, with_lines: bool = True) -> Document:
+def read_yaml(text: str, source: str, *, with_lines: bool = True) -> ParsedYaml:
     """Read one document. Raises BadYaml for a syntax error; all other problems are collected in `problems`.
 
     An empty text gives None. `with_lines=False` is for an override, which has no meaningful line number.
@@ -70,7 +70,7 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
     """Return the node events of the only document in the text."""
 
     def bad_yaml(line: int, column: int, message: str) -> BadYaml:
-        return BadYaml(Place(source, line + 1, column + 1) if with_lines else Place(source), message)
+        return BadYaml(Location(source, line + 1, column + 1) if with_lines else Location(source), message)
 
     events: list[Event] = []
     depth, documents = 0, 0
@@ -95,7 +95,7 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
         line, column = before.count("\n"), error.position - before.rfind("\n") - 1
         raise bad_yaml(line, column, f"character U+{ord(text[error.position]):04X} is not allowed") from None
     except (ValueError, OverflowError):  # PyYAML raises these for "\UFFFFFFFF" and for very long numbers
-        raise BadYaml(Place(source), "not valid YAML: an escape or a number is out of range") from None
+        raise BadYaml(Location(source), "not valid YAML: an escape or a number is out of range") from None
     return [event for event in events if isinstance(event, NodeEvent | CollectionEndEvent)]
 
 
@@ -151,9 +151,9 @@ class _Builder:
         self._events = iter(events)
         self._source = source
         self._with_lines = with_lines
-        self._document = Document(places={(): Place(source)})
+        self._document = ParsedYaml(places={(): Location(source)})
 
-    def build(self) -> Document:
+    def build(self) -> ParsedYaml:
         for event in self._events:
             self._document.data = self._node(event, ())
         return self._document
@@ -218,11 +218,11 @@ class _Builder:
             if depth == 0:
                 return
 
-    def _place(self, event: Event) -> Place:
-        return Place(self._source, _start(event)[0] + 1) if self._with_lines else Place(self._source)
+    def _place(self, event: Event) -> Location:
+        return Location(self._source, _start(event)[0] + 1) if self._with_lines else Location(self._source)
 
     def _report(self, event: Event, path: KeyPath, message: str) -> None:
-        self._document.problems.append(Problem(self._place(event), path, message))
+        self._document.problems.append(ConfigProblem(self._place(event), path, message))
 
 
 def _short(tag: str) -> str:

@@ -18,7 +18,7 @@ from dualtune.data.sources.bad_rows import BadRows, judge
 from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
 from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.tokens.cache import open_store
-from dualtune.data.tokens.store import INDEX, Document, Store, Writer, stored_in_memory
+from dualtune.data.tokens.store import INDEX, Document, TokenStore, Writer, stored_in_memory
 from dualtune.data.tokens.tokenize import State, TokenizedRow, Tokens, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
@@ -37,7 +37,7 @@ class Documents(Sequence[Document]):
     `weights` how often the documents of each store occur in an epoch.
     """
 
-    def __init__(self, stores: Sequence[Store], rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> None:
+    def __init__(self, stores: Sequence[TokenStore], rows: Sequence[np.ndarray], weights: Sequence[float] = ()) -> None:
         """Select the rows `rows[s]`, bool [num_rows of store s], from each store."""
         self.stores = tuple(stores)
         self.weights = tuple(weights) or (1.0,) * len(stores)
@@ -169,7 +169,7 @@ class Documents(Sequence[Document]):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedSource:
     """A source that exists; nothing has been read from it yet."""
 
     source: SourceConfig  # `format` and `columns` are set
@@ -199,7 +199,7 @@ class Opened:
             yield example
 
 
-def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[Opened], list[Opened]]:
+def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[OpenedSource], list[OpenedSource]]:
     """Open the training and evaluation sources. `eval_path` replaces the configured evaluation data."""
     data = config.data
     train = [open_one(source, "train") for source in data.sources()]
@@ -218,8 +218,8 @@ def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
     return data.eval_sources()
 
 
-def open_one(source: SourceConfig, role: Role) -> Opened:
-    return Opened(source, open_source(source.path, role=role, subset=source.subset, split=source.split))
+def open_one(source: SourceConfig, role: Role) -> OpenedSource:
+    return OpenedSource(source, open_source(source.path, role=role, subset=source.subset, split=source.split))
 
 
 class Data:
@@ -235,7 +235,7 @@ class Data:
             next(opened.trainable(), None)  # detects the format from the first row
 
     @property
-    def sources(self) -> list[Opened]:
+    def sources(self) -> list[OpenedSource]:
         """All sources, evaluation sources last."""
         return [*self.train, *self._eval]
 
@@ -279,7 +279,7 @@ class Data:
         found = (e for opened in self._eval or self.train for e in opened.trainable() if isinstance(e, Example))
         return [example for example in found if (example.path, example.line) in wanted]
 
-    def _store(self, opened: Opened, tokenizer: Tokenizer, show: Show = lambda what, share: None) -> Store:
+    def _store(self, opened: OpenedSource, tokenizer: Tokenizer, show: Show = lambda what, share: None) -> TokenStore:
         source, files = opened.source, opened.files
         data = self._config.data
         key = {

@@ -9,25 +9,27 @@ import numpy as np
 from dualtune import interrupt
 from dualtune.backend import IGNORE_INDEX, Engine, LossSum
 from dualtune.config import Config
-from dualtune.data.batching.batches import Layout, make_batch, micro_batches, share
+from dualtune.data.batching.batches import SequenceLayout, make_batch, micro_batches, share
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Documents, tokenize
 from dualtune.distributed.team import Team
-from dualtune.evaluate.inference import Model
+from dualtune.evaluate.inference import LoadedModel
 from dualtune.hooks import EvalRecord
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, tokens_at_once
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(config: Config) -> SequenceLayout:
     """Return the sequence layout of a config."""
     longest = config.data.max_length
-    return Layout(tokens_at_once(config.train.micro_batch_tokens, longest), longest if config.data.packing else None)
+    return SequenceLayout(
+        tokens_at_once(config.train.micro_batch_tokens, longest), longest if config.data.packing else None
+    )
 
 
 def evaluate(
     engine: Engine,
     documents: Documents,
-    layout: Layout,
+    layout: SequenceLayout,
     step: int = 0,
     show: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
@@ -58,7 +60,7 @@ def evaluate(
 
 
 def exact_match(
-    model: Model, examples: Sequence[Example], max_length: int,
+    model: LoadedModel, examples: Sequence[Example], max_length: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> float:  # fmt: skip
     """Return the share of examples with a last answer that greedy decoding reproduces exactly, end token included.
@@ -69,7 +71,7 @@ def exact_match(
     documents = tokenize(examples, model.tokenizer, "last", max_length)
     whole = np.flatnonzero(documents.lengths < max_length)
     exact = 0
-    batches = micro_batches(documents, whole.tolist(), Layout(AUTO_MICRO_BATCH_TOKENS), seed=0, step=0)
+    batches = micro_batches(documents, whole.tolist(), SequenceLayout(AUTO_MICRO_BATCH_TOKENS), seed=0, step=0)
     for done, batch in enumerate(batches):
         show(done, len(batches))
         interrupt.poll()

@@ -14,20 +14,20 @@ import numpy as np
 from dualtune import interrupt
 from dualtune.adapter.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
 from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_adapter
-from dualtune.adapter.spec import LoraSpec, modules_of
+from dualtune.adapter.spec import AdapterSpec, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
-from dualtune.base_model import learned_positions, read_config, resolve_model
+from dualtune.base_model import position_table_size, read_config, resolve_model
 from dualtune.data.chat.formats import Example
 from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
 
-BASE_ONLY = LoraSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
+BASE_ONLY = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LoadedModel:
     """A loaded model, with an adapter or without."""
 
     engine: Engine
@@ -48,7 +48,7 @@ def load_model(
     kernels: str = "auto",
     init: str = "pretrained",
     seed: int = 0,
-) -> Model:
+) -> LoadedModel:
     """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
 
     `template` is as in data.template, but "auto" is the template of the adapter's training, if known. With `init`
@@ -67,7 +67,7 @@ def load_model(
     if start is not None:
         load_adapter(engine, start, name)
     note = mismatch(start.template_hash, tokenizer.template_hash) if start and template != own else None
-    return Model(engine, tokenizer, note, learned_positions(read_config(model_dir)))
+    return LoadedModel(engine, tokenizer, note, position_table_size(read_config(model_dir)))
 
 
 def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
@@ -87,7 +87,13 @@ def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
 
 
 def stream_text(
-    model: Model, prompt: np.ndarray, *, max_tokens: int, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
+    model: LoadedModel,
+    prompt: np.ndarray,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> Iterator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy.
 
@@ -151,7 +157,7 @@ class Answer:
     got: str
 
 
-def answer(model: Model, example: Example, max_tokens: int = 256) -> Answer:
+def answer(model: LoadedModel, example: Example, max_tokens: int = 256) -> Answer:
     """Generate the last answer of an example greedily."""
     tokenizer = model.tokenizer
     if tokenizer.template is not None and example.messages:

@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 
 from dualtune.data.chat.formats import Example
 from dualtune.errors import DataError
-from dualtune.evaluate.inference import Model, answer
+from dualtune.evaluate.inference import LoadedModel, answer
 
 TASKS = {"gsm8k": r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)"}
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
@@ -29,7 +29,7 @@ class Answers:
 
 
 def check_answers(
-    model: Model, examples: Sequence[Example], pattern: re.Pattern[str], *, max_tokens: int,
+    model: LoadedModel, examples: Sequence[Example], pattern: re.Pattern[str], *, max_tokens: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answers:  # fmt: skip
     """Generate greedily and compare. DataError if a row's expected answer has no match of the pattern."""

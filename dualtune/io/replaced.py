@@ -8,7 +8,7 @@ from pathlib import Path
 from dualtune.io.disk import free_name
 
 
-class Opened:
+class OpenDirectory:
     """A directory that stays open, so that its inode number is not reused."""
 
     def __init__(self, path: Path) -> None:

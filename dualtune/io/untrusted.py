@@ -38,7 +38,7 @@ _NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # bfl
 FLOAT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a header; begin and end are bytes from the end of the header."""
 
     begin: int
@@ -158,7 +158,7 @@ def open_file(path: Path) -> BufferedReader:
 
 def read_header(
     file: BufferedReader, path: Path, dtype_bits: Mapping[str, int] = FLOAT_BITS
-) -> tuple[list[Entry], int]:
+) -> tuple[list[TensorEntry], int]:
     """Return the entries in file order, checked to cover the rest of the file exactly, and where that rest begins."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
@@ -196,7 +196,7 @@ def read_header(
     return entries, 8 + header_bytes
 
 
-def _parse_entry(name: str, info: Any, path: Path, dtype_bits: Mapping[str, int]) -> Entry:
+def _parse_entry(name: str, info: Any, path: Path, dtype_bits: Mapping[str, int]) -> TensorEntry:
     match info:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
@@ -216,10 +216,10 @@ def _parse_entry(name: str, info: Any, path: Path, dtype_bits: Mapping[str, int]
         )
     if not num_bytes:
         raise FormatError(f"{where}: got shape {tuple(shape)}, which is empty")
-    return Entry(begin, end, name, dtype, tuple(shape))
+    return TensorEntry(begin, end, name, dtype, tuple(shape))
 
 
-def _read_tensor(file: BufferedReader, entry: Entry) -> np.ndarray:
+def _read_tensor(file: BufferedReader, entry: TensorEntry) -> np.ndarray:
     raw = np.fromfile(file, _NUMPY_DTYPES[entry.dtype], count=math.prod(entry.shape)).reshape(entry.shape)
     if entry.dtype == "BF16":  # the upper half of a float32
         return (raw.astype(np.uint32) << 16).view(np.float32)

@@ -60,7 +60,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     name: str
     bytes: int
     formula: str  # with the numbers filled in
@@ -70,7 +70,7 @@ class Part:
 class Estimate:
     """The peak of a training step, by part."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -128,21 +128,21 @@ def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, .
     return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets).shapes)
 
 
-def optimizer(decoder: Decoder, ask: Ask) -> Part:
+def optimizer(decoder: Decoder, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, slots = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer].slots
     what = " and ".join(("gradient", *slots))
-    return Part("optimizer", (1 + len(slots)) * MASTER_BYTES * n, f"{what} × {n:,} weights × {MASTER_BYTES} B")
+    return MemoryPart("optimizer", (1 + len(slots)) * MASTER_BYTES * n, f"{what} × {n:,} weights × {MASTER_BYTES} B")
 
 
-def affine_weights(decoder: Decoder, ask: Ask) -> Part:
+def affine_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
     """Return the bytes of a base in MLX's quantization, with embedding and output head: the same on every backend."""
     c, bits, n = ask.item_bytes, AFFINE_BITS[ask.quantization], decoder.num_parameters
     matrices = [(layer.out, layer.in_) for layer in decoder.linears().values()] * decoder.layers
     matrices += [(decoder.vocab, decoder.hidden)] * (1 if decoder.tied else 2) + [(decoder.positions, decoder.hidden)]
     packed = sum(affine_bytes(out, in_, bits, c) for out, in_ in matrices)
     formula = f"{n - decoder.vector_parameters:,} parameters × ({bits} bits + 2 × {c} B for each {AFFINE_GROUP})"
-    return Part("weights", packed + c * decoder.vector_parameters, f"{formula}, norms × {c} B")
+    return MemoryPart("weights", packed + c * decoder.vector_parameters, f"{formula}, norms × {c} B")
 
 
 def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:

@@ -11,15 +11,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from dualtune.card import Memory, card_of
+from dualtune.card import MemoryFormulas, card_of
 from dualtune.errors import ConfigError
-from dualtune.memory.ask import Adapted, Ask, Estimate, Part, adapted, padded, tokens_at_once
+from dualtune.memory.ask import Adapted, Ask, Estimate, adapted, padded, tokens_at_once
 from dualtune.memory.shapes import Decoder
 
 if TYPE_CHECKING:
     from dualtune.config import Config
 
-__all__ = ["Adapted", "Ask", "Estimate", "Part", "adapted", "ask_of", "estimate", "longest_that_fits", "padded"]
+__all__ = ["Adapted", "Ask", "Estimate", "adapted", "ask_of", "estimate", "longest_that_fits", "padded"]
 
 SHORTEST, LONGEST = 64, 1 << 20  # tokens; the range of `longest_that_fits`
 
@@ -29,7 +29,7 @@ def estimate(decoder: Decoder, ask: Ask) -> Estimate:
     return Estimate(_formulas(ask.backend).parts(decoder, ask))
 
 
-def _formulas(backend: str) -> Memory:
+def _formulas(backend: str) -> MemoryFormulas:
     found = card_of(backend).memory
     if found is None:
         raise ConfigError(f"memory: the backend '{backend}' has no formulas, so there is no estimate for it")

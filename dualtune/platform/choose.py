@@ -14,18 +14,18 @@ from dualtune.platform.machine import Machine
 if TYPE_CHECKING:
     from dualtune.backend import Backend
 
-__all__ = ["Choice", "choose", "is_installed", "open_backend"]
+__all__ = ["PlatformChoice", "choose", "is_installed", "open_backend"]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlatformChoice:
     platform: str  # a value of --platform: "cuda", "cuda:1", "cpu", or the name of a backend
     backend: str
     device: str  # to open the backend with
     reason: str
 
 
-def choose(platform: str, machine: Machine | None = None) -> Choice:
+def choose(platform: str, machine: Machine | None = None) -> PlatformChoice:
     """Return the backend and device for `--platform`. EnvironmentFault if no backend that can train is installed."""
     if platform == "auto":
         return _automatic(machine or detect())
@@ -35,17 +35,17 @@ def choose(platform: str, machine: Machine | None = None) -> Choice:
     raise ConfigError(f"--platform: got '{platform}', allowed: {', '.join(platforms())}")
 
 
-def open_backend(choice: Choice) -> Backend:
+def open_backend(choice: PlatformChoice) -> Backend:
     from dualtune.backend import get_backend
 
     return get_backend(choice.backend, choice.device)
 
 
-def _choice(card: Card, platform: str, reason: str) -> Choice:
-    return Choice(platform, card.name, "auto" if platform == card.name else platform, reason)
+def _choice(card: Card, platform: str, reason: str) -> PlatformChoice:
+    return PlatformChoice(platform, card.name, "auto" if platform == card.name else platform, reason)
 
 
-def _automatic(machine: Machine) -> Choice:
+def _automatic(machine: Machine) -> PlatformChoice:
     """Choose the preferred installed backend, for the machine's accelerator or else for its CPU."""
     known = automatic_cards()
     installed = [card for card in known if card.package.framework in (None, *machine.packages)]

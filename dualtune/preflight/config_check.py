@@ -21,12 +21,12 @@ from dualtune.memory.ask import num_trained
 from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import Decoder
 from dualtune.platform.budget import budget
-from dualtune.platform.choose import Choice, choose
+from dualtune.platform.choose import PlatformChoice, choose
 from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
 from dualtune.platform.machines import named
 from dualtune.preflight.config_data import look_at_data, step_rows
-from dualtune.preflight.config_memory import Memory, memory_row
+from dualtune.preflight.config_memory import MemoryNeed, memory_row
 from dualtune.preflight.config_model import (
     BaseModel,
     failure,
@@ -47,16 +47,16 @@ LEAST_TARGETS = 4
 
 
 @dataclass(slots=True)
-class Report:
+class ConfigReport:
     """The rows in the order of the checks, and the memory if it could be estimated."""
 
     checks: list[Check] = field(default_factory=lambda: [])
-    memory: Memory | None = None
+    memory: MemoryNeed | None = None
 
 
 def check_config(
     path: Path, overrides: Iterable[str] = (), *, platform: str = "auto", machine_name: str | None = None
-) -> Report:
+) -> ConfigReport:
     """Check a config for this machine, or for one of `machines.MACHINES`.
 
     ConfigError for an unknown machine or platform; problems of the config itself are rows.
@@ -67,9 +67,11 @@ def check_config(
     except ConfigError as error:
         lines = str(error).splitlines()
         rows = [Check("schema", "fail", line, exit_code=error.exit_code) for line in lines]
-        return Report(rows)
+        return ConfigReport(rows)
     config, start = _with_start(config)
-    report = Report([Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start])
+    report = ConfigReport(
+        [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
+    )
     choice = _choice(platform, machine, report)
     if choice is not None:
         device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
@@ -92,7 +94,7 @@ def check_config(
 
 def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     """Return rows with advice on the adapter."""
-    rows = [Check("adapter", "advice", found, mend) for found, mend in _advice(adapter)]
+    rows = [Check("adapter", "advice", found, fix) for found, fix in _advice(adapter)]
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
     scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"
     usual = f"rank {adapter.rank}, alpha {adapter.alpha:g}{scaling}, dropout {adapter.dropout:g}, {targets}"
@@ -128,7 +130,7 @@ def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
 # --- platform and backend --------------------------------------------------------------------------------------------
 
 
-def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
+def _choice(platform: str, machine: Machine, report: ConfigReport) -> PlatformChoice | None:
     """Choose the backend and device, and add their row."""
     try:
         choice = choose(platform, machine)
@@ -137,14 +139,14 @@ def _choice(platform: str, machine: Machine, report: Report) -> Choice | None:
         return None
     if choice.platform.startswith("cuda") and not machine.gpus:
         found = f"cuda, and there is no NVIDIA GPU: {machine.gpu_problem or 'none is visible'}"
-        mend = "dualtune check-gpu, or look at another machine with --machine, such as h100-80"
-        report.checks.append(Check("platform", "fail", found, mend, EnvironmentFault.exit_code))
+        fix = "dualtune check-gpu, or look at another machine with --machine, such as h100-80"
+        report.checks.append(Check("platform", "fail", found, fix, EnvironmentFault.exit_code))
     else:
         report.checks.append(Check("platform", "ok", f"{choice.platform}: {choice.reason}"))
     return choice
 
 
-def _backend_rows(config: Config, choice: Choice, device: str, *, is_here: bool) -> list[Check]:
+def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_here: bool) -> list[Check]:
     """Check that the backend can be loaded and honours every key."""
     try:
         # Load the backend for a GPU: its framework may be built without support for it. A CPU needs no such check.
@@ -165,8 +167,8 @@ def _backend_rows(config: Config, choice: Choice, device: str, *, is_here: bool)
 
 
 def _memory(
-    config: Config, decoder: Decoder | None, reason: str, choice: Choice, machine: Machine
-) -> tuple[Check, Memory | None]:
+    config: Config, decoder: Decoder | None, reason: str, choice: PlatformChoice, machine: Machine
+) -> tuple[Check, MemoryNeed | None]:
     """Return the row, and the estimate if there is one."""
     card = card_of(choice.backend)
     kind = card.kind_for(choice.platform, machine.kinds)
@@ -179,7 +181,7 @@ def _memory(
         needed = estimate(decoder, ask)
     except ConfigError as error:  # adapter.targets that the model does not have
         return failure("memory", error), None
-    memory = Memory(needed, budget(machine, choice.platform if kind == "cuda" else kind))
+    memory = MemoryNeed(needed, budget(machine, choice.platform if kind == "cuda" else kind))
     return memory_row(memory, decoder, ask), memory
 
 

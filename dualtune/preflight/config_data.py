@@ -16,7 +16,7 @@ from dualtune.config import Config
 from dualtune.config.schema import SourceConfig
 from dualtune.data.batching.batches import plan
 from dualtune.data.batching.order import MOST_TOKENS, Order
-from dualtune.data.documents import Opened, eval_sources, open_one
+from dualtune.data.documents import OpenedSource, eval_sources, open_one
 from dualtune.data.held_out import held_out
 from dualtune.data.sources.hub import is_hub_name
 from dualtune.data.sources.kinds import kind_of
@@ -77,32 +77,32 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
         first = list(islice(_first(config, opened, tokenizer), FIRST_ROWS))
         num_rows = _count(opened)
     except DualtuneError as error:
-        mend = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
-        return replace(failure(name, error), mend=mend), nothing
+        fix = None if Path(source.path).exists() else f"Put the data there, or name other data.{KEYS[role]}"
+        return replace(failure(name, error), fix=fix), nothing
     bad = [row for row in first if isinstance(row, BadRow)]
     whole = num_rows == len(first)
     found = f"{source.path}: {'all' if whole else 'the first'} {len(first)} rows can be read"
     found += f", {num_rows} in all" if num_rows is not None and not whole else ""
-    mend = f"dualtune check-data {source.path}"
+    fix = f"dualtune check-data {source.path}"
     tokenized = [row for row in first if isinstance(row, TokenizedRow)]
     seen = Seen(source.weight, num_rows, tuple(len(ids) for row in tokenized for ids, _ in row.documents))
     if bad and config.data.on_bad_row == "error":
         found = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
-        return Check(name, "fail", found, mend, DataError.exit_code), seen
+        return Check(name, "fail", found, fix, DataError.exit_code), seen
     if bad:
-        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", mend), seen
+        return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", fix), seen
     row = Check(name, "ok", found)
     return _judge_tokens(config, row, tokenized, seen.lengths, whole=whole) if tokenized else row, seen
 
 
-def _first(config: Config, opened: Opened, tokenizer: Tokenizer | None) -> Iterator[object]:
+def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) -> Iterator[object]:
     examples = islice(opened.trainable(), FIRST_ROWS)
     if tokenizer is None:
         return examples
     return tokenize_rows(examples, tokenizer, config.data.loss_on, config.data.max_length)
 
 
-def _count(opened: Opened) -> int | None:
+def _count(opened: OpenedSource) -> int | None:
     """Count the rows of files that are small enough to read; None for others."""
     if sum(path.stat().st_size for path in opened.files.files) > CHEAP_BYTES:
         return None
@@ -116,8 +116,8 @@ def _judge_tokens(
     states = Counter(found.state for found in tokenized)
     if not lengths:
         found = f"{row.found}, and none has a token to learn within data.max_length = {config.data.max_length}"
-        mend = "Raise data.max_length, or check data.loss_on"
-        return Check(row.name, "fail" if whole else "advice", found, mend, DataError.exit_code)
+        fix = "Raise data.max_length, or check data.loss_on"
+        return Check(row.name, "fail" if whole else "advice", found, fix, DataError.exit_code)
     text = f"{row.found}; up to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average"
     cut, dropped = states[State.CUT], states[State.UNTRAINED] + states[State.TOO_LONG]
     if not cut + dropped:
@@ -192,8 +192,8 @@ def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.nd
     held = f", {held_out_rows} rows held out" if held_out_rows else ""
     found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}"
     if train.warmup >= number:
-        mend = f"--set train.warmup={max(1, number // 10)}"
-        return Check("steps", "advice", f"{found}, and train.warmup takes {train.warmup} of them", mend)
+        fix = f"--set train.warmup={max(1, number // 10)}"
+        return Check("steps", "advice", f"{found}, and train.warmup takes {train.warmup} of them", fix)
     if number < FEW_STEPS:
         return Check("steps", "advice", f"{found}; so few steps teach little", _more_steps(config, number))
     return Check("steps", "ok", found)

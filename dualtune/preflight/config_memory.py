@@ -16,7 +16,7 @@ GRANULE = 64  # tokens; suggestions are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryNeed:
     """The memory that a run needs, by part, and the memory that it may use."""
 
     estimate: Estimate
@@ -38,7 +38,7 @@ class Smaller:
         return " ".join([*(f"--set {key}={value}" for key, value in self.settings.items()), self.remark])
 
 
-def memory_row(memory: Memory, decoder: Decoder, ask: Ask) -> Check:
+def memory_row(memory: MemoryNeed, decoder: Decoder, ask: Ask) -> Check:
     need, have = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
     if not memory.budget.bytes:  # no such device: another row reports it
         return Check("memory", "skipped", f"needs {need}; {memory.budget.reason}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.targets import select_modules
-from dualtune.base_model import has_weights, learned_positions, read_config, resolve_model
+from dualtune.base_model import has_weights, position_table_size, read_config, resolve_model
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.data.sources.hub import is_hub_name
@@ -110,17 +110,17 @@ def length_row(config: Config, model: BaseModel) -> Check:
     """Compare data.max_length with the positions that the model was trained on."""
     length = config.data.max_length
     text = (model.config or {}).get("text_config", model.config or {})
-    learned = learned_positions(text)
+    learned = position_table_size(text)
     longest = learned or text.get("max_position_embeddings")
     if not isinstance(longest, int):
         return Check("length", "skipped", "the model's config does not say how long a text it takes")
     found = f"data.max_length is {length}, the model has positions up to {longest}"
     if length <= longest:
         return Check("length", "ok", found)
-    mend = f"--set data.max_length={longest}"
+    fix = f"--set data.max_length={longest}"
     if learned:
-        return Check("length", "fail", f"{found} and no others", mend, ConfigError.exit_code)
-    return Check("length", "advice", f"{found}; it was not trained on longer texts", mend)
+        return Check("length", "fail", f"{found} and no others", fix, ConfigError.exit_code)
+    return Check("length", "advice", f"{found}; it was not trained on longer texts", fix)
 
 
 def targets_rows(config: Config, model: BaseModel) -> list[Check]:
@@ -144,5 +144,5 @@ def failure(name: str, error: DualtuneError) -> Check:
     return Check(name, "fail", "; ".join(str(error).splitlines()), exit_code=error.exit_code)
 
 
-def _fails(name: str, found: str, mend: str | None = None) -> Check:
-    return Check(name, "fail", found, mend, EnvironmentFault.exit_code)
+def _fails(name: str, found: str, fix: str | None = None) -> Check:
+    return Check(name, "fail", found, fix, EnvironmentFault.exit_code)

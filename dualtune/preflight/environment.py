@@ -26,7 +26,7 @@ from dualtune.versions import versions_of
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetMachine:
     """A kind of machine, and what the configs for it require."""
 
     device: str  # a kind, as in `Machine.kinds`
@@ -38,10 +38,10 @@ class Target:
 
 SMALLER = "take a smaller model; dualtune check-gpu says which fits, and dualtune check-config whether a config does"
 TARGETS = {
-    "h100": Target("cuda", 60, 60, 30, "Use --for rtx, and configs/rtx_24gb.yaml"),
-    "m4": Target("metal", 16, 32, 20, f"Set data.max_length and train.micro_batch_tokens to 1024, or {SMALLER}"),
-    "rtx": Target("cuda", 12, 16, 20, SMALLER.capitalize()),
-    "cpu": Target("cpu", 4, 4, 5, SMALLER.capitalize()),
+    "h100": TargetMachine("cuda", 60, 60, 30, "Use --for rtx, and configs/rtx_24gb.yaml"),
+    "m4": TargetMachine("metal", 16, 32, 20, f"Set data.max_length and train.micro_batch_tokens to 1024, or {SMALLER}"),
+    "rtx": TargetMachine("cuda", 12, 16, 20, SMALLER.capitalize()),
+    "cpu": TargetMachine("cpu", 4, 4, 5, SMALLER.capitalize()),
 }
 
 
@@ -54,7 +54,7 @@ def suited_target(machine: Machine) -> str:
     return "cpu"
 
 
-def target_of(name: str, machine: Machine) -> tuple[Target, Card]:
+def target_of(name: str, machine: Machine) -> tuple[TargetMachine, Card]:
     """Return a target and its backend, by the name of either. For a backend, the best of its devices here counts."""
     if name in TARGETS:
         return TARGETS[name], driver_of(TARGETS[name].device)
@@ -95,7 +95,7 @@ def python_check(found: str) -> Check:
 # --- the accelerator --------------------------------------------------------------------------------------------------
 
 
-def cuda_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
+def cuda_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Check]:
     """Check the driver, the first visible GPU, and what the backend adds."""
     if not machine.gpus:
         reason = machine.gpu_problem or "no NVIDIA GPU is visible"
@@ -117,7 +117,7 @@ def _capability_check(gpu: Gpu) -> Check:
     return Check(name, "ok", found)
 
 
-def metal_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
+def metal_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Check]:
     """Check the chip, what the backend adds, and the unified memory."""
     chip = Check("Apple silicon", "ok", machine.cpu)
     if not machine.is_apple_silicon:
@@ -130,7 +130,7 @@ def metal_checks(machine: Machine, target: Target, card: Card) -> list[Check]:
     return [chip, *(card.environment(machine) if card.environment else ()), memory]
 
 
-def _memory(name: str, found: float, unit: str, target: Target) -> Check:
+def _memory(name: str, found: float, unit: str, target: TargetMachine) -> Check:
     text = f"{found:.0f} {unit}, {target.good_memory} or more wanted"
     if found >= target.good_memory:
         return Check(name, "ok", text)
@@ -142,7 +142,7 @@ def _memory(name: str, found: float, unit: str, target: Target) -> Check:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def place_checks(target: Target, config: Config | None) -> list[Check]:
+def place_checks(target: TargetMachine, config: Config | None) -> list[Check]:
     """Check disk, directories, data, model and the hub token."""
     run_dir = Path((config.run if config else RunConfig()).dir).expanduser()
     download = config is None or local_model(config.model.name) is None

@@ -22,13 +22,13 @@ NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drive
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class KnownProblem:
     """A possible problem. `found` returns a sentence, or None on a machine without the problem."""
 
     name: str
     level: Level
     found: Callable[[Machine], str | None]
-    mend: str | Callable[[Machine], str]
+    fix: str | Callable[[Machine], str]
 
 
 def problems(machine: Machine) -> list[Check]:
@@ -37,13 +37,13 @@ def problems(machine: Machine) -> list[Check]:
     return [*found_on(machine, PROBLEMS), *chain.from_iterable(own)]
 
 
-def found_on(machine: Machine, table: Sequence[Problem]) -> list[Check]:
+def found_on(machine: Machine, table: Sequence[KnownProblem]) -> list[Check]:
     """Return a row for each problem in a table that this machine has."""
     rows: list[Check] = []
     for problem in table:
         if found := problem.found(machine):
-            mend = problem.mend if isinstance(problem.mend, str) else problem.mend(machine)
-            rows.append(Check(problem.name, problem.level, found, mend))
+            fix = problem.fix if isinstance(problem.fix, str) else problem.fix(machine)
+            rows.append(Check(problem.name, problem.level, found, fix))
     return rows
 
 
@@ -181,38 +181,42 @@ def dotted(numbers: tuple[int, ...]) -> str:
 PASS_THROUGH = "docker run --gpus all … (podman: --device nvidia.com/gpu=all)"
 MAKE_SLICE = "sudo nvidia-smi mig -lgip; sudo nvidia-smi mig -cgi PROFILE -C"
 PROBLEMS = (
-    Problem("NVML", "fail", _no_binding, "pip install --force-reinstall nvidia-ml-py"),
-    Problem("driver", "fail", _wsl_path, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
-    Problem(
+    KnownProblem("NVML", "fail", _no_binding, "pip install --force-reinstall nvidia-ml-py"),
+    KnownProblem("driver", "fail", _wsl_path, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
+    KnownProblem(
         "driver",
         "fail",
         _wsl_driver,
         "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown",
     ),
-    Problem("container", "fail", _not_passed_through, PASS_THROUGH),
-    Problem("container", "advice", _hidden_by_container, f"where the host has one: {PASS_THROUGH}"),
-    Problem(
+    KnownProblem("container", "fail", _not_passed_through, PASS_THROUGH),
+    KnownProblem("container", "advice", _hidden_by_container, f"where the host has one: {PASS_THROUGH}"),
+    KnownProblem(
         "driver",
         "fail",
         _no_driver,
         "sudo ubuntu-drivers install && sudo reboot (elsewhere: https://www.nvidia.com/drivers)",
     ),
-    Problem("driver", "fail", _not_loaded, "sudo modprobe nvidia; if that fails, install the driver anew and reboot"),
-    Problem("driver", "fail", _mismatch, "sudo reboot (a container: start it anew)"),
-    Problem(
+    KnownProblem(
+        "driver", "fail", _not_loaded, "sudo modprobe nvidia; if that fails, install the driver anew and reboot"
+    ),
+    KnownProblem("driver", "fail", _mismatch, "sudo reboot (a container: start it anew)"),
+    KnownProblem(
         "driver",
         "fail",
         _no_permission,
         "sudo usermod -aG video,render $USER, and log in again; under Slurm, ask for a GPU: srun --gres=gpu:1 …",
     ),
-    Problem("driver", "fail", _other_fault, "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"),
-    Problem("driver", "fail", _old_driver, NEW_DRIVER),
-    Problem("MIG", "fail", _mig_alone, MAKE_SLICE),
-    Problem("MIG", "advice", _mig_among_others, MAKE_SLICE),
-    Problem("visibility", "fail", _all_hidden, "unset CUDA_VISIBLE_DEVICES"),
-    Problem("visibility", "advice", _some_ignored, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists what there is"),
-    Problem("compute capability", "fail", _old_gpu, "Take a newer GPU, or train small models with --platform cpu"),
-    Problem(
+    KnownProblem("driver", "fail", _other_fault, "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"),
+    KnownProblem("driver", "fail", _old_driver, NEW_DRIVER),
+    KnownProblem("MIG", "fail", _mig_alone, MAKE_SLICE),
+    KnownProblem("MIG", "advice", _mig_among_others, MAKE_SLICE),
+    KnownProblem("visibility", "fail", _all_hidden, "unset CUDA_VISIBLE_DEVICES"),
+    KnownProblem(
+        "visibility", "advice", _some_ignored, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists what there is"
+    ),
+    KnownProblem("compute capability", "fail", _old_gpu, "Take a newer GPU, or train small models with --platform cpu"),
+    KnownProblem(
         "pynvml", "advice", _deprecated_binding, "pip uninstall -y pynvml; pip install --force-reinstall nvidia-ml-py"
     ),
 )

@@ -12,7 +12,7 @@ from dualtune.memory.estimate import Estimate, ask_of, estimate
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
 from dualtune.platform.budget import Budget, budget
 from dualtune.platform.machine import Machine
-from dualtune.preflight.config_memory import Memory, Smaller, smaller
+from dualtune.preflight.config_memory import MemoryNeed, Smaller, smaller
 from dualtune.preflight.thresholds import device_of
 from dualtune.text.show import in_bytes
 
@@ -31,7 +31,7 @@ class Question:
     estimate: Estimate | None = None
 
     @property
-    def mend(self) -> str | None:
+    def fix(self) -> str | None:
         return str(self.smaller) if self.smaller else None
 
     @property
@@ -75,7 +75,7 @@ def about_config(machine: Machine, path: Path) -> Question:
     kind = device_of(machine)
     decoder = _decoder(config)
     ask = ask_of(config, decoder, driver_of(kind).name, kind)
-    memory = Memory(estimate(decoder, ask), budget(machine, kind))
+    memory = MemoryNeed(estimate(decoder, ask), budget(machine, kind))
     less = None if memory.fits else smaller(decoder, ask, memory.budget.bytes)
     return Question(str(path), memory.estimate.total_bytes, memory.budget, less, memory.estimate)
 

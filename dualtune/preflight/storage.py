@@ -45,8 +45,8 @@ def _writable(name: str, path: Path, other: str) -> Check:
         with tempfile.TemporaryFile(dir=place):  # not os.access, which ignores read-only file systems
             return Check(name, "ok", f"{path}{made}")
     except OSError as error:
-        mend = f"Make it writable, or {other} to a directory that is"
-        return Check(name, "fail", f"{path}: {place} cannot be written: {error.strerror}", mend)
+        fix = f"Make it writable, or {other} to a directory that is"
+        return Check(name, "fail", f"{path}: {place} cannot be written: {error.strerror}", fix)
 
 
 def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
@@ -60,8 +60,8 @@ def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
         free = shutil.disk_usage(existing(path)).free
         text = f"{free / GB:.0f} GB free at {path}, {need_gb} GB needed"
         enough = free >= need_gb * GB
-        mend = None if enough else "Make room, or set HF_HOME and run.dir to directories on a larger disk"
-        rows.append(Check(name, "ok" if enough else "fail", text, mend))
+        fix = None if enough else "Make room, or set HF_HOME and run.dir to directories on a larger disk"
+        rows.append(Check(name, "ok" if enough else "fail", text, fix))
     return rows
 
 

@@ -19,7 +19,7 @@ from dualtune.text.show import in_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class MachineReport:
     """The full report on a machine."""
 
     label: str  # of its class
@@ -37,7 +37,7 @@ class Report:
         return exit_code(self.checks)
 
 
-def judge(machine: Machine, question: Question | None = None, probed: Check | None = None) -> Report:
+def judge(machine: Machine, question: Question | None = None, probed: Check | None = None) -> MachineReport:
     """Return the rows and the verdict. A question replaces the thresholds: only it and a failed probe decide then."""
     platform, reason = _platform(machine)
     largest, longest = largest_model(machine), longest_of_7b(machine)
@@ -48,10 +48,10 @@ def judge(machine: Machine, question: Question | None = None, probed: Check | No
     rows += [_largest_row(machine, largest), _config_row(start)]
     if question is not None:
         rows = [replace(row, level="advice") if row.level == "fail" else row for row in rows]
-        rows.append(Check("asked", "ok" if question.fits else "fail", str(question), question.mend))
+        rows.append(Check("asked", "ok" if question.fits else "fail", str(question), question.fix))
     if probed is not None:
         rows.append(probed)
-    return Report(
+    return MachineReport(
         label=kind.label,
         sentence=_sentence(machine, kind, longest, largest, start) if question is None else _answer(question),
         checks=tuple(rows),
@@ -168,8 +168,8 @@ def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | No
     begin = f"Begin with configs/{start.config}" if start else "No example config fits"
     begin += ", made smaller as said at config" if start and start.smaller else ""
     first = next((row for row in problems(machine) if row.level == "fail"), None)
-    mend = f". Before that: {first.found} -> {first.mend}" if first else ""
-    return f"{what}; {fits}. {begin}{mend}"
+    fix = f". Before that: {first.found} -> {first.fix}" if first else ""
+    return f"{what}; {fits}. {begin}{fix}"
 
 
 def _answer(question: Question) -> str:

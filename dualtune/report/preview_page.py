@@ -13,7 +13,7 @@ from html import escape
 
 from dualtune.data.preview.samples import Kind, Sample, kinds_of
 from dualtune.data.preview.survey import Bar, ShownToken, SourceNumbers, Survey
-from dualtune.data.preview.turns import Part, Turn
+from dualtune.data.preview.turns import Turn, TurnPart
 from dualtune.report.preview_style import STYLE, filter_style
 from dualtune.text.escape import visible
 
@@ -177,7 +177,7 @@ def _turn(turn: Turn) -> str:
     return f'<section class="turn {role}"><h4>{role}</h4>\n{parts}</section>\n'
 
 
-def _part(part: Part) -> str:
+def _part(part: TurnPart) -> str:
     """Return a part as a block, or within the line if it is a frame, because frames are short."""
     tag = "span" if part.kind == "frame" else "div"
     return f'<{tag} class="part {part.kind}" dir="auto">{"".join(map(_token, part.tokens))}</{tag}>\n'

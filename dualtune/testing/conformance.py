@@ -156,7 +156,7 @@ def check_step_output(case: Case) -> None:
     expected_loss = engine.evaluate(batch).loss_sum / batch.num_targets
     expected_norm = norm_of(gradient(case.engine(), batch))
     for b in range(4):
-        engine.forward_backward(row_of(batch, b), num_targets=batch.num_targets)
+        engine.forward_backward(row_of(batch, b), divisor=batch.num_targets)
     output = engine.optim_step(lr=0.0, max_grad_norm=0.01)
     assert abs(float(output.loss) - expected_loss) <= tolerances.LOGPROBS
     assert abs(float(output.grad_norm) - expected_norm) <= tolerances.GRADIENT * expected_norm
@@ -169,7 +169,7 @@ def check_clipping(case: Case) -> None:
     norm = norm_of(free)
     for max_norm in (norm / 3, norm * 3):
         engine = case.engine()
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=0.0, max_grad_norm=max_norm)
         scale = min(1.0, max_norm / (norm + CLIP_EPS))
         assert_close(
@@ -192,7 +192,7 @@ def check_optimizer_is_its_formula(case: Case) -> None:
         twin.load_adapter_state(engine.adapter_state())
         g = in_float64(gradient(twin, batch))
         clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm_of(g) + CLIP_EPS))
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=lr, max_grad_norm=max_norm)
         for n in w:
             w[n], slots[n] = optimizer.entry.update(
@@ -212,7 +212,7 @@ def check_weight_decay_without_gradient(case: Case) -> None:
     engine = case.engine()
     before, lr = engine.adapter_state(), 0.1
     none = replace(case.batch(), labels_BT=np.full_like(case.batch().labels_BT, IGNORE_INDEX))
-    engine.forward_backward(none, num_targets=1)
+    engine.forward_backward(none, divisor=1)
     engine.optim_step(lr=lr, max_grad_norm=1.0)
     assert_close(engine.adapter_state(), {n: w * (1 - lr * DECAY) for n, w in before.items()}, tolerances.UPDATE)
 
@@ -261,7 +261,7 @@ def check_base_stays_frozen(case: Case) -> None:
     start, before = engine.adapter_state(), engine.logprobs(batch)
     for seed in range(3):
         other = case.batch(seed=seed)
-        engine.forward_backward(other, num_targets=other.num_targets)
+        engine.forward_backward(other, divisor=other.num_targets)
         engine.optim_step(lr=1e-1, max_grad_norm=None)
     assert np.abs(engine.logprobs(batch) - before).max() > 1e-3, "nothing was learned, so nothing is shown"
     engine.load_adapter_state(start)
@@ -271,7 +271,7 @@ def check_base_stays_frozen(case: Case) -> None:
 def check_dropout_is_a_function_of_the_noise(case: Case) -> None:
     """The same dropout seeds give the same gradient, others give another; evaluation has no dropout."""
     batch = case.batch()
-    other = replace(batch, noise_BT=batch.noise_BT[:, ::-1].copy())
+    other = replace(batch, dropout_seeds_BT=batch.dropout_seeds_BT[:, ::-1].copy())
     first, again, else_ = (gradient(case.engine(dropout=0.4), b) for b in (batch, batch, other))
     assert_equal(first, again)
     assert norm_of({n: first[n] - else_[n] for n in first}) > 1e-3 * norm_of(first)
@@ -315,7 +315,7 @@ def check_the_backend_can_be_measured(case: Case) -> None:
 
     def work() -> None:
         calls.append(None)
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         case.backend.synchronize()
 
     found = case.backend.profile(work, case.model_dir.parent)

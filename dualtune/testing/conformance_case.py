@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.adapter.spec import LoraSpec, Tensors
+from dualtune.adapter.spec import AdapterSpec, Tensors
 from dualtune.backend import Backend, Batch, Engine, LoadRequest, OptimizerState
 from dualtune.optimizer import OPTIMIZERS, OptimizerName, OptimizerSpec
 from dualtune.testing import tolerances
 from dualtune.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is not an integer
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is not an integer
 DECAY = 0.1
 
 
@@ -29,7 +29,7 @@ class Case:
     model_dir: Path
     oracle: Oracle
     vocab: int
-    spec: LoraSpec = field(default=SPEC)
+    spec: AdapterSpec = field(default=SPEC)
     kernels: str = "auto"
     optimizer: OptimizerName = "adamw"
 
@@ -86,7 +86,7 @@ def gradient(engine: Engine, *batches: Batch) -> Tensors:
     """Return the gradient of the mean loss over all targets of the batches. The engine has AdamW and changes state."""
     num_targets = sum(batch.num_targets for batch in batches)
     for batch in batches:
-        engine.forward_backward(batch, num_targets=num_targets)
+        engine.forward_backward(batch, divisor=num_targets)
     engine.optim_step(lr=0.0, max_grad_norm=None)
     return gradient_in(engine.optimizer_state())
 

@@ -16,7 +16,7 @@ from dualtune.testing.tiny_models import row_of
 def train(engine: Engine, *batches: Batch) -> None:
     """Train one step on each batch."""
     for batch in batches:
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
 
 
@@ -27,7 +27,7 @@ def spoil(engine: Engine, batch: Batch, value: float, *, num_targets: int) -> No
     next(iter(bad.values())).flat[0] = value
     engine.load_adapter_state(bad)
     with np.errstate(invalid="ignore"):  # a NumPy engine would warn, but the value is intended
-        engine.forward_backward(batch, num_targets=num_targets)
+        engine.forward_backward(batch, divisor=num_targets)
     engine.load_adapter_state(good)
 
 
@@ -68,12 +68,12 @@ def check_state_round_trip(case: Case) -> None:
 def check_states_are_copies(case: Case) -> None:
     """More training does not change a state that was returned before."""
     engine, batch = case.engine(), case.batch()
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     engine.optim_step(lr=1e-2, max_grad_norm=1.0)
     adapter, optimizer = engine.adapter_state(), engine.optimizer_state()
     handed_out = (adapter, *optimizer.slots.values())
     kept = [{n: w.copy() for n, w in tensors.items()} for tensors in handed_out]
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     engine.optim_step(lr=1e-2, max_grad_norm=1.0)
     for now, then in zip(handed_out, kept, strict=True):
         assert_equal(now, then)
@@ -130,7 +130,7 @@ def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
             if b in spoiled:
                 spoil(engine, row_of(bad, b), value, num_targets=bad.num_targets)
             else:
-                engine.forward_backward(row_of(bad, b), num_targets=bad.num_targets)
+                engine.forward_backward(row_of(bad, b), divisor=bad.num_targets)
         output = engine.optim_step(lr=1e-2, max_grad_norm=max_norm)
         assert not math.isfinite(float(output.loss)), f"the loss was reported as {float(output.loss)}"
         assert not math.isfinite(float(output.grad_norm)), f"the norm was reported as {float(output.grad_norm)}"
@@ -149,7 +149,7 @@ def check_a_gradient_alone_that_is_not_finite_changes_nothing(case: Case) -> Non
     engine, batch = case.engine(), case.batch()
     train(engine, batch)
     adapter, optimizer = state_of(engine)
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
     spoil(engine, none, math.nan, num_targets=batch.num_targets)
     output = engine.optim_step(lr=1e-2, max_grad_norm=1.0)

@@ -43,7 +43,7 @@ def check_weighted_loss_is_the_oracle_s(case: Case) -> None:
     expected = loss_of(case.oracle(batch, engine.adapter_state(), case.spec.scale), batch)
     allowed = tolerances.LOGPROBS * batch.num_targets
     assert abs(engine.evaluate(batch).loss_sum - expected) <= allowed
-    engine.forward_backward(batch, num_targets=2.5)
+    engine.forward_backward(batch, divisor=2.5)
     reported = float(engine.optim_step(lr=0.0, max_grad_norm=None).loss)
     assert abs(reported - expected / 2.5) <= allowed
 
@@ -100,7 +100,7 @@ def check_target_logprobs_with_dropout_are_those_of_the_gradient(case: Case) -> 
     engine, batch = case.engine(dropout=0.4), case.batch()
     found = engine.target_logprobs(batch, dropout=True)
     assert np.array_equal(found, engine.target_logprobs(batch, dropout=True))
-    engine.forward_backward(batch, num_targets=1)
+    engine.forward_backward(batch, divisor=1)
     loss = float(engine.optim_step(lr=0.0, max_grad_norm=None).loss)
     assert abs(loss + float(found.sum(dtype=np.float64))) <= tolerances.LOGPROBS * batch.num_targets
     assert np.abs(found - engine.target_logprobs(batch)).max() > 100 * tolerances.LOGPROBS

@@ -109,18 +109,18 @@ class NumpyEngine:
 
     # --- forward and backward -------------------------------------------------------------------------------------
 
-    def _linear(self, module: str, x_ND: np.ndarray, noise_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    def _linear(self, module: str, x_ND: np.ndarray, seeds_N: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """Return W x + scale · B (A x̃), and x̃, which is x after dropout."""
         y_NO = x_ND @ self._weights[f"{module}.weight"].T
         if module not in self._keys:
             return y_NO, x_ND
         spec = self._request.adapter
-        if noise_N is not None and spec.dropout:
-            x_ND = x_ND * keep_mask(noise_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
+        if seeds_N is not None and spec.dropout:
+            x_ND = x_ND * keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
         a_rI, b_Or = (self._params[tensor_name(module, part)].astype(np.float64) for part in ("A", "B"))
         return y_NO + spec.scale * (x_ND @ a_rI.T) @ b_Or.T, x_ND
 
-    def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, noise_N: np.ndarray) -> np.ndarray:
+    def _linear_backward(self, module: str, g_NO: np.ndarray, x_NI: np.ndarray, seeds_N: np.ndarray) -> np.ndarray:
         """Add the gradients of A and B for the output gradient g, and return the gradient of the layer's input."""
         g_NI = g_NO @ self._weights[f"{module}.weight"]
         if module not in self._keys:
@@ -132,13 +132,13 @@ class NumpyEngine:
         self._grads[tensor_name(module, "A")] += v_Nr.T @ x_NI
         through_adapter = v_Nr @ a_rI
         if spec.dropout:
-            through_adapter *= keep_mask(noise_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
+            through_adapter *= keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
         return g_NI + through_adapter
 
-    def _forward(self, tokens_N: np.ndarray, noise_N: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        mixed, x = self._linear("mixer", self._weights["embedding.weight"][tokens_N], noise_N)
+    def _forward(self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        mixed, x = self._linear("mixer", self._weights["embedding.weight"][tokens_N], seeds_N)
         h = np.tanh(mixed)
-        logits, h_dropped = self._linear("head", h, noise_N)
+        logits, h_dropped = self._linear("head", h, seeds_N)
         logits = logits - logits.max(-1, keepdims=True)
         return {"x": x, "h": h, "h_dropped": h_dropped, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
 
@@ -148,23 +148,23 @@ class NumpyEngine:
         return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
-        tokens_N, labels_N, noise_N = _targets(batch)
-        logp_NV = self._forward(tokens_N, noise_N if dropout else None)["logp"]
+        tokens_N, labels_N, seeds_N = _targets(batch)
+        logp_NV = self._forward(tokens_N, seeds_N if dropout else None)["logp"]
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.labels_BT != IGNORE_INDEX] = logp_NV[np.arange(len(labels_N)), labels_N]
         return logprobs_BT
 
-    def forward_backward(self, batch: Batch, *, num_targets: float) -> None:
-        tokens_N, labels_N, noise_N = _targets(batch)
+    def forward_backward(self, batch: Batch, *, divisor: float) -> None:
+        tokens_N, labels_N, seeds_N = _targets(batch)
         n = np.arange(len(labels_N))
-        f = self._forward(tokens_N, noise_N)
-        self._loss += float(-_weighted(f["logp"][n, labels_N], batch).sum()) / num_targets
+        f = self._forward(tokens_N, seeds_N)
+        self._loss += float(-_weighted(f["logp"][n, labels_N], batch).sum()) / divisor
         g_NV = np.exp(f["logp"])
         g_NV[n, labels_N] -= 1
         g_NV = _weighted(g_NV, batch)
-        g_NV /= num_targets
-        g_ND = self._linear_backward("head", g_NV, f["h_dropped"], noise_N)
-        self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], noise_N)
+        g_NV /= divisor
+        g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
+        self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
 
     # --- optimizer ------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class NumpyEngine:
 def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return tokens, labels and dropout seeds of the targets. In this model a prediction depends only on its token."""
     where = batch.labels_BT != IGNORE_INDEX
-    return batch.tokens_BT[where], batch.labels_BT[where], batch.noise_BT[where]
+    return batch.tokens_BT[where], batch.labels_BT[where], batch.dropout_seeds_BT[where]
 
 
 def _weighted(values: np.ndarray, batch: Batch) -> np.ndarray:

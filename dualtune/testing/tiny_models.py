@@ -116,14 +116,14 @@ def random_batch(lengths: Sequence[int], vocab: int, *, seed: int = 0, pad: int 
     """
     shape = (len(lengths), max(lengths) + pad)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    labels, noise = np.full(shape, IGNORE_INDEX, np.int32), np.zeros(shape, np.uint32)
+    labels, seeds = np.full(shape, IGNORE_INDEX, np.int32), np.zeros(shape, np.uint32)
     for b, n in enumerate(lengths):
         rng = np.random.default_rng([seed, b])
         row = rng.integers(3, vocab, n)
         tokens[b, :n], segments[b, :n], positions[b, :n] = row, 1, np.arange(n)
         labels[b, prompt - 1 : n - 1] = row[prompt:]
-        noise[b, :n] = rng.integers(0, 1 << 32, n, np.uint32)
-    return Batch(tokens, labels, segments, positions, noise)
+        seeds[b, :n] = rng.integers(0, 1 << 32, n, np.uint32)
+    return Batch(tokens, labels, segments, positions, seeds)
 
 
 def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
@@ -154,7 +154,7 @@ def with_rubbish(batch: Batch) -> Batch:
         np.concatenate([batch.labels_BT, empty + IGNORE_INDEX]),
         np.concatenate([batch.segments_BT, empty]),
         np.concatenate([batch.positions_BT, empty]),
-        np.concatenate([batch.noise_BT, empty.astype(np.uint32)]),
+        np.concatenate([batch.dropout_seeds_BT, empty.astype(np.uint32)]),
         None if batch.weights_BT is None else np.concatenate([batch.weights_BT, empty.astype(np.float32)]),
     )
 

@@ -38,14 +38,14 @@ def sft(logprobs_BT: np.ndarray, batch: Batch, /) -> tuple[float, np.ndarray]:
     return -float((weights_BT * logprobs_BT).sum(dtype=np.float64)), weights_BT
 
 
-def add_gradient(engine: Engine, batch: Batch, objective: Objective, *, num_targets: float) -> float:
-    """Add the gradient of objective / num_targets for this micro-batch, and return the objective's value.
+def add_gradient(engine: Engine, batch: Batch, objective: Objective, *, divisor: float) -> float:
+    """Add the gradient of objective / divisor for this micro-batch, and return the objective's value.
 
     The engine runs the forward pass twice with the same dropout masks, because the weights must match the
-    log-probabilities that are differentiated. `optim_step` reports Σ −w·log p / num_targets, which differs from the
+    log-probabilities that are differentiated. `optim_step` reports Σ −w·log p / divisor, which differs from the
     value of a non-linear objective: report the returned value instead.
     """
     logprobs_BT = engine.target_logprobs(batch, dropout=True)
     value, weights_BT = objective(logprobs_BT, batch)
-    engine.forward_backward(replace(batch, weights_BT=weights_BT.astype(np.float32)), num_targets=num_targets)
+    engine.forward_backward(replace(batch, weights_BT=weights_BT.astype(np.float32)), divisor=divisor)
     return value

@@ -10,19 +10,19 @@ from typing import Any, cast
 
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, mismatch
 from dualtune.adapter.formats.directory import Adapter, read_adapter
-from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, modules_of
+from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, modules_of
 from dualtune.backend import Backend, Batch
 from dualtune.base_model import (
     BaseWeights,
     find_weights,
     fingerprint,
-    learned_positions,
+    position_table_size,
     read_config,
     resolve_model,
 )  # fmt: skip
 from dualtune.capabilities import check_capabilities
 from dualtune.config import Config
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.batching.order import Order, without
 from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.held_out import probe_documents
@@ -49,8 +49,8 @@ class Prepared:
     train: Documents
     eval: Documents
     order: Order
-    layout: Layout
-    spec: LoraSpec
+    layout: SequenceLayout
+    spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
     base: dict[str, Any]  # what identifies the base model…
     fingerprints: dict[str, str]  # …and, in short, base model, tokenizer and data
@@ -169,7 +169,7 @@ def _prepare(
 
 
 def _check_length(config: Config, model_dir: Path) -> None:
-    positions = learned_positions(read_config(model_dir))
+    positions = position_table_size(read_config(model_dir))
     if positions is not None and config.data.max_length > positions:
         raise ConfigError(
             f"data.max_length: got {config.data.max_length}, but this model has positions up to {positions} and no "
@@ -232,11 +232,11 @@ def _unordered(value: Any) -> Any:
     return frozenset(cast(tuple[str, ...], value)) if isinstance(value, tuple) else value
 
 
-def _spec(config: Config, start: Adapter | None) -> LoraSpec:
+def _spec(config: Config, start: Adapter | None) -> AdapterSpec:
     targets = config.adapter.targets
     if targets == ALL_LINEAR:
         targets = (ALL_LINEAR,)
     elif start is not None:
         targets = tuple(modules_of(start.tensors))  # exactly these modules, even if the targets would select others
     adapter = config.adapter
-    return LoraSpec(adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method)
+    return AdapterSpec(adapter.rank, adapter.alpha, adapter.dropout, tuple(targets), adapter.scaling, adapter.method)

@@ -14,7 +14,7 @@ from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
-from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Tensors, modules_of
+from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import read_config
 from dualtune.card import by_preference
@@ -28,7 +28,7 @@ from dualtune.hooks import Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
 from dualtune.optimizer import OptimizerSpec
 from dualtune.train.health.guards import Guards
-from dualtune.train.health.verdict import Verdict, judge
+from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.saver import Saver, check_space
@@ -52,7 +52,7 @@ class TrainResult:
     final_loss: float
     eval_loss_before: float | None
     eval_loss: float | None
-    verdict: Verdict
+    verdict: RunVerdict
     was_finished: bool = False  # by an earlier call; this call did nothing…
     without_effect: tuple[Change, ...] = ()  # …although these keys have other values now
 
@@ -152,7 +152,7 @@ def _result(place: RunDir, num_steps: int, history: History) -> TrainResult:
     return TrainResult(place.path, place.adapter, num_steps, *losses, _verdict(history))
 
 
-def _verdict(history: History) -> Verdict:
+def _verdict(history: History) -> RunVerdict:
     return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
 
 
@@ -275,7 +275,7 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _written_spec(prepared: Prepared, tensors: Tensors) -> LoraSpec:
+def _written_spec(prepared: Prepared, tensors: Tensors) -> AdapterSpec:
     """Return the spec with short target names instead of "all-linear" or a list of all modules."""
     if prepared.start is not None:
         return replace(prepared.spec, targets=prepared.start.spec.targets)

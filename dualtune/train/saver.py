@@ -13,7 +13,7 @@ from dualtune.config import Config, to_yaml
 from dualtune.errors import DiskError, FormatError
 from dualtune.hooks import Event
 from dualtune.io.disk import free_name, write_file
-from dualtune.io.replaced import Opened, set_aside
+from dualtune.io.replaced import OpenDirectory, set_aside
 from dualtune.text.show import in_bytes
 from dualtune.train.health.guards import Guards
 from dualtune.train.policies import entry_of
@@ -44,7 +44,7 @@ class Saver:
         self._saved_step = prepared.saved.step if prepared.saved else None
         self.newest = prepared.saved.path if prepared.saved else None
         self.failure: DiskError | None = None  # of the last attempt
-        self._opened: Opened | None = None  # the directory of the checkpoints
+        self._opened: OpenDirectory | None = None  # the directory of the checkpoints
         self._open_checkpoints()
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Saver:
 
     def _open_checkpoints(self) -> None:
         if self._opened is None and self._team.is_first and self._place.checkpoints.is_dir():
-            self._opened = Opened(self._place.checkpoints)
+            self._opened = OpenDirectory(self._place.checkpoints)
 
     def _read(self, step: int) -> Checkpoint | None:
         with contextlib.suppress(FormatError):

@@ -102,7 +102,7 @@ class TrainingStep:
         weight, _, _ = self._totals()
         with self._phase(GRADIENT):
             for batch in self._until_stopped(self.batches):
-                self.engine.forward_backward(batch, num_targets=weight)
+                self.engine.forward_backward(batch, divisor=weight)
 
     def update(self) -> Update:
         """Apply the optimizer update with the accumulated gradient."""

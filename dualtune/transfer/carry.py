@@ -19,8 +19,8 @@ from dualtune.io.folder import umask
 from dualtune.train.state.listing import list_runs
 from dualtune.train.state.run_dir import METRICS, is_run_dir
 from dualtune.transfer.bundles import bundle, signature
-from dualtune.transfer.bundles.binding import Wanted
-from dualtune.transfer.bundles.bundle import Report
+from dualtune.transfer.bundles.binding import RequiredBinding
+from dualtune.transfer.bundles.bundle import BundleReport
 from dualtune.transfer.bundles.manifest import ADAPTER
 from dualtune.transfer.bundles.names import IN_DIRECTORY
 from dualtune.transfer.bundles.pack import pack
@@ -28,14 +28,14 @@ from dualtune.transfer.bundles.signature import Trust
 from dualtune.transfer.remotes import hub, target
 from dualtune.transfer.remotes.hub import Hub
 from dualtune.transfer.remotes.patience import AbsentFault, Patience
-from dualtune.transfer.remotes.target import Target
+from dualtune.transfer.remotes.target import RemoteTarget
 
 RUNS = Path("runs")
 SIGNATURE_ENDING = ".sig"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PushRequest:
     """What to push: the options of `dualtune bundle pack`, or an existing bundle."""
 
     source: Path
@@ -49,7 +49,7 @@ class Choice:
 class Pushed:
     where: str
     is_new: bool  # False: the remote had the same already
-    report: Report
+    report: BundleReport
     notes: list[str]
 
 
@@ -57,7 +57,7 @@ class Pushed:
 class Pulled:
     where: str
     path: Path  # the directory, or the bundle
-    report: Report
+    report: BundleReport
 
 
 def newest_run() -> Path:
@@ -73,7 +73,7 @@ def _written_at(run: Path) -> float:
     return (file if file.exists() else run).stat().st_mtime
 
 
-def push(text: str, choice: Choice, *, force: bool, public: bool, patience: Patience) -> Pushed:
+def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience: Patience) -> Pushed:
     """Copy a bundle to a remote, or an adapter to the hub. Another try resumes from what was sent.
 
     ConfigError if another file is there, unless `force`; FormatError if there is nothing valid to push.
@@ -105,7 +105,7 @@ def _notes_on_name(bound: str | None, name: str) -> list[str]:
 
 
 def pull(
-    text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None, wanted: Wanted, patience: Patience
+    text: str, dest: Path | None, *, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding, patience: Patience
 ) -> Pulled:
     """Fetch a bundle, verify it, and unpack it into a new directory, or keep the file.
 
@@ -130,7 +130,13 @@ def pull(
 
 
 def _pull_bundle(
-    place: Target, dest: Path, *, keep_packed: bool, trust: Trust | None, wanted: Wanted, patience: Patience
+    place: RemoteTarget,
+    dest: Path,
+    *,
+    keep_packed: bool,
+    trust: Trust | None,
+    wanted: RequiredBinding,
+    patience: Patience,
 ) -> Pulled:
     file = place.pull(dest, patience=patience)
     signed = signature.path_of(file)
@@ -148,7 +154,9 @@ def _pull_bundle(
     return done
 
 
-def _settled(file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None, wanted: Wanted) -> Pulled:
+def _settled(
+    file: Path, dest: Path, where: str, *, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding
+) -> Pulled:
     """Verify the pulled file, and unpack it or give it its final name."""
     try:
         if not keep_packed:
@@ -181,12 +189,12 @@ def _quiet(patience: Patience) -> Patience:
     return Patience(patience.retries, say=patience.say)
 
 
-def _place(text: str) -> Target | Hub:
+def _place(text: str) -> RemoteTarget | Hub:
     return hub.parse(text) if text.startswith(hub.SCHEME) else target.parse(text)
 
 
 @contextlib.contextmanager
-def _bundle_of(choice: Choice, place: Target | Hub) -> Generator[tuple[Path, list[str]]]:
+def _bundle_of(choice: PushRequest, place: RemoteTarget | Hub) -> Generator[tuple[Path, list[str]]]:
     """Yield the bundle to push, and notes. One packed for the push is bound to the remote's name and then removed."""
     source, for_hub = choice.source, isinstance(place, Hub)
     if not source.exists():
@@ -210,7 +218,9 @@ def _bundle_of(choice: Choice, place: Target | Hub) -> Generator[tuple[Path, lis
         yield file, notes
 
 
-def _push_to_hub(place: Hub, file: Path, report: Report, *, public: bool, force: bool, patience: Patience) -> bool:
+def _push_to_hub(
+    place: Hub, file: Path, report: BundleReport, *, public: bool, force: bool, patience: Patience
+) -> bool:
     if report.bundle.kind != ADAPTER:
         raise ConfigError(f"{file}: holds a checkpoint, and the hub takes an adapter. Push the run with --adapter")
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:

@@ -41,7 +41,7 @@ class Criterion:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CriterionResult:
     """A criterion, the measured value, and whether the criterion is met."""
 
     criterion: Criterion
@@ -66,18 +66,18 @@ class NotMeasured(Exception):
     """The run ended before there was enough to measure. The message says what is missing."""
 
 
-def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> Verdict:
+def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> CriterionResult:
     """Measure and compare. A criterion that cannot be measured is not met."""
     if criterion.learns and random_weights:
-        return Verdict(criterion, "skipped", None, "random weights know nothing to build upon")
+        return CriterionResult(criterion, "skipped", None, "random weights know nothing to build upon")
     try:
         measured = MEASURES[criterion.measure](observed)
     except NotMeasured as reason:
-        return Verdict(criterion, "fail", None, str(reason))
+        return CriterionResult(criterion, "fail", None, str(reason))
     if criterion.not_judged is not None:
-        return Verdict(criterion, "skipped", measured, criterion.not_judged)
+        return CriterionResult(criterion, "skipped", measured, criterion.not_judged)
     is_met = _RELATIONS[criterion.relation](measured, criterion.limit)  # false for NaN
-    return Verdict(criterion, "ok" if is_met else "fail", measured)
+    return CriterionResult(criterion, "ok" if is_met else "fail", measured)
 
 
 def shown(value: float, unit: Unit) -> str:

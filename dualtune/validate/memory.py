@@ -10,11 +10,11 @@ from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.platform.budget import Budget, budget
 from dualtune.platform.machine import Machine
-from dualtune.validate.plan import Place, Plan
+from dualtune.validate.plan import Plan, ValidationSetup
 from dualtune.validate.tiers import MB
 
 
-def check_memory(plan: Plan, place: Place, machine: Machine) -> Check:
+def check_memory(plan: Plan, place: ValidationSetup, machine: Machine) -> Check:
     """Return a row: available, needed, and the difference. EnvironmentFault if there is no such model."""
     model_dir = resolve_model(plan.config.model.name, weights=False)
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
@@ -32,6 +32,6 @@ def compare(there: Budget, needed_bytes: int) -> Check:
     free, needed = there.bytes // MB, -(-needed_bytes // MB)
     if needed > free:
         found = f"{free} MB free, {needed} MB needed → short by {needed - free} MB ({there.reason})"
-        mend = "free memory on the device, choose a smaller tier, or take a machine with more"
-        return Check("memory", "fail", found, mend)
+        fix = "free memory on the device, choose a smaller tier, or take a machine with more"
+        return Check("memory", "fail", found, fix)
     return Check("memory", "ok", f"{free} MB free, {needed} MB needed → {free - needed} MB buffer ({there.reason})")

@@ -15,7 +15,7 @@ from dualtune.config.examples import example_path
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.io.disk import write_file
 from dualtune.memory.shapes import KNOWN
-from dualtune.platform.choose import Choice, open_backend
+from dualtune.platform.choose import PlatformChoice, open_backend
 from dualtune.validate import tiers
 from dualtune.validate.concepts import FILE, write_rows
 from dualtune.validate.criteria import Criterion
@@ -25,7 +25,7 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValidationSetup:
     """The backend, the output directory and the options of a validation."""
 
     platform: str  # as in `dualtune.platform.choose`
@@ -44,12 +44,12 @@ class Place:
         return self.on_cpu and not self.random_weights
 
 
-def open_place(choice: Choice, out: Path, *, random_weights: bool = False) -> Place:
+def open_place(choice: PlatformChoice, out: Path, *, random_weights: bool = False) -> ValidationSetup:
     """Open the backend. EnvironmentFault if there is no such device."""
     if choice.platform == "cpu" and not random_weights:
         # Must be set before torch loads: for a twin's small matrices, threads mostly wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    place = Place(choice.platform, open_backend(choice), free_directory(out), random_weights)
+    place = ValidationSetup(choice.platform, open_backend(choice), free_directory(out), random_weights)
     return replace(place, before_bytes=place.backend.memory().used_bytes) if place.on_cpu else place
 
 
@@ -66,7 +66,7 @@ class Plan:
     is_twin: bool
 
 
-def plan(tier: Tier, place: Place) -> Plan:
+def plan(tier: Tier, place: ValidationSetup) -> Plan:
     """Complete a tier's config for a place, and write its inputs: data, and a model directory for random weights."""
     directory = place.out / tier.name
     source = example_path(tier.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from dualtune.errors import EnvironmentFault, NonFiniteError
 from dualtune.hooks import Hook
 from dualtune.platform.detect import detect
 from dualtune.train.run import environment, run
-from dualtune.validate.criteria import Verdict, judge
+from dualtune.validate.criteria import CriterionResult, judge
 from dualtune.validate.losses import Decrease, decrease_of
-from dualtune.validate.plan import Place, Plan
+from dualtune.validate.plan import Plan, ValidationSetup
 from dualtune.validate.watch import Observed, Watch, unchanged_tensors, verified_checkpoints
 
 
@@ -28,7 +28,7 @@ class TierResult:
 
     plan: Plan
     observed: Observed | None  # None: it did not run
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[CriterionResult, ...]
     checks: tuple[Check, ...]  # one row per verdict, or for the reason why the tier did not run
     environment: Mapping[str, Any]
 
@@ -49,7 +49,7 @@ class TierResult:
         return decrease_of(losses) if len(losses) >= 20 else None
 
 
-def run_tier(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> TierResult:
+def run_tier(plan: Plan, place: ValidationSetup, hooks: Sequence[Hook] = ()) -> TierResult:
     """Train with the tier's config as `dualtune train` does, and judge. EnvironmentFault if there is no such model."""
     observed = observe(plan, place, hooks)
     verdicts = tuple(judge(each, observed, random_weights=place.random_weights) for each in plan.criteria)
@@ -59,12 +59,12 @@ def run_tier(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> TierResult
     return TierResult(plan, observed, verdicts, checks, environment(place.backend, observed.engine or {}))
 
 
-def not_run(plan: Plan, place: Place, check: Check) -> TierResult:
+def not_run(plan: Plan, place: ValidationSetup, check: Check) -> TierResult:
     """Return the result of a tier that cannot run."""
     return TierResult(plan, None, (), (check,), environment(place.backend, {}))
 
 
-def observe(plan: Plan, place: Place, hooks: Sequence[Hook] = ()) -> Observed:
+def observe(plan: Plan, place: ValidationSetup, hooks: Sequence[Hook] = ()) -> Observed:
     """Train, and collect everything that criteria use."""
     backend, config = place.backend, plan.config
     assert config.train.steps is not None  # every tier's config has it
@@ -129,7 +129,7 @@ def report(result: TierResult) -> dict[str, Any]:
         "config": _shareable(plan.config, plan.model),
         "environment": dict(result.environment),
         "criteria": [_row(verdict) for verdict in result.verdicts],
-        "checks": [asdict(check) for check in result.checks],
+        "checks": [check.to_json() for check in result.checks],
     } | ({} if observed is None else _measured(observed))
 
 
@@ -147,7 +147,7 @@ def _measured(observed: Observed) -> dict[str, Any]:
     }
 
 
-def _row(verdict: Verdict) -> dict[str, Any]:
+def _row(verdict: CriterionResult) -> dict[str, Any]:
     criterion = verdict.criterion
     return {
         "name": criterion.name,

@@ -20,7 +20,7 @@ State = Literal["same", "note", "differs", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ComparedPart:
     """One part of a base model, compared with its record."""
 
     name: str
@@ -31,7 +31,7 @@ class Part:
 def compare(
     recorded: Mapping[str, Any], training: Mapping[str, Any], entries: list[Entry], base: Path,
     template: str | None = None,
-) -> list[Part]:  # fmt: skip
+) -> list[ComparedPart]:  # fmt: skip
     """Compare config, tokenizer, template, weights and quantization of the model in `base` with dualtune.json.
 
     `template` is that of the adapter.
@@ -43,28 +43,28 @@ def compare(
         _tokenizer(recorded.get("tokenizer_sha256"), here["tokenizer_sha256"], entries, tokenizer),
         _template(recorded, training, here, tokenizer, template),
         _weights(recorded, here, requantized),
-        Part("quantization", "note", f"recorded {_form(recorded)}, here {_form(here)}")
+        ComparedPart("quantization", "note", f"recorded {_form(recorded)}, here {_form(here)}")
         if requantized
-        else Part("quantization", "same", _form(here)),
+        else ComparedPart("quantization", "same", _form(here)),
     ]
 
 
-def _by_hash(name: str, before: object, now: object, requantized: bool) -> Part:
+def _by_hash(name: str, before: object, now: object, requantized: bool) -> ComparedPart:
     if before is None:
-        return Part(name, "unknown", "not recorded")
+        return ComparedPart(name, "unknown", "not recorded")
     if before == now:
-        return Part(name, "same", "the same hashes")
+        return ComparedPart(name, "same", "the same hashes")
     if requantized:
-        return Part(name, "unknown", "stored in another quantization, so that the hashes cannot be compared")
+        return ComparedPart(name, "unknown", "stored in another quantization, so that the hashes cannot be compared")
     if isinstance(before, dict) and isinstance(now, dict):
         then, here = cast("dict[str, str]", before), cast("dict[str, str]", now)
         different = sorted(key for key in then.keys() | here.keys() if then.get(key) != here.get(key))
         text = f"{len(different)} of {len(then)} sampled tensors differ, such as {different[0]}"
-        return Part(name, "differs", text)
-    return Part(name, "differs", "another hash")
+        return ComparedPart(name, "differs", text)
+    return ComparedPart(name, "differs", "another hash")
 
 
-def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: bool) -> Part:
+def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: bool) -> ComparedPart:
     """Compare the sampled tensors, which show what differs, then the hash over all, which older versions lack."""
     by_tensor = _by_hash("weights", recorded.get("tensors"), here["tensors"], requantized)
     if by_tensor.state != "same" or "weights_sha256" not in recorded:
@@ -72,34 +72,36 @@ def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: 
     return _by_hash("weights", recorded["weights_sha256"], here["weights_sha256"], requantized)
 
 
-def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tokenizer) -> Part:
+def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tokenizer) -> ComparedPart:
     """Compare the tokens of fixed prompts: the same tokenizer may be saved in different files."""
     for i, entry in enumerate(entries):
         prompt = entry.get("prompt") or (PROMPTS[i] if i < len(PROMPTS) else None)  # an older dualtune: in this order
         if prompt is not None and (ids := tokenizer.encode(prompt, special=True).tolist()) != entry["tokens"]:
             found = f"{prompt!r} becomes {_shown(ids)}, recorded was {_shown(entry['tokens'])}"
-            return Part("tokenizer", "differs", found)
+            return ComparedPart("tokenizer", "differs", found)
     if before is None or before == now:
-        return Part("tokenizer", "same", "the same hash" if before else "encodes the fixed prompts alike")
-    return Part("tokenizer", "note", "another file, which encodes the fixed prompts alike")
+        return ComparedPart("tokenizer", "same", "the same hash" if before else "encodes the fixed prompts alike")
+    return ComparedPart("tokenizer", "note", "another file, which encodes the fixed prompts alike")
 
 
 def _template(
     recorded: Mapping[str, Any], training: Mapping[str, Any], here: Mapping[str, Any], tokenizer: Tokenizer,
     brought: str | None,
-) -> Part:  # fmt: skip
+) -> ComparedPart:  # fmt: skip
     before, now = training.get("template_hash"), tokenizer.template_hash
     if before == now:
-        return Part("template", "same", "none" if now == "none" else "the same hash")
+        return ComparedPart("template", "same", "none" if now == "none" else "the same hash")
     if training.get("template") == "none":
-        return Part("template", "same", "the adapter was trained without one")
+        return ComparedPart("template", "same", "the adapter was trained without one")
     if before is None:
-        return Part("template", "unknown", "not recorded")
+        return ComparedPart("template", "unknown", "not recorded")
     if brought is not None:
-        return Part("template", "note", "not the base's: the adapter brings its own")
+        return ComparedPart("template", "note", "not the base's: the adapter brings its own")
     if recorded.get("chat_template_sha256") == here["chat_template_sha256"]:
-        return Part("template", "note", "the base's is unchanged; the training used one of its own (data.template)")
-    return Part("template", "differs", f"trained with {before[:19]}, here {now[:19]}")
+        return ComparedPart(
+            "template", "note", "the base's is unchanged; the training used one of its own (data.template)"
+        )
+    return ComparedPart("template", "differs", f"trained with {before[:19]}, here {now[:19]}")
 
 
 def _form(base: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from dualtune.evaluate.fingerprints import Effect, Gap
-from dualtune.verify.identity import Fit, Part
+from dualtune.verify.identity import ComparedPart, Fit
 from dualtune.verify.thresholds import Limit, Precision
 
 Kind = Literal["same", "precision-gap", "wrong-base", "broken-adapter", "nothing-recorded"]
@@ -29,7 +29,7 @@ class Function:
     idle: bool  # the adapter's effect is too small to check: the base without it is as near to the adapter's record
 
 
-class Verdict(NamedTuple):
+class VerifyVerdict(NamedTuple):
     kind: Kind
     ok: bool  # the same function, within the precisions
     sentence: str
@@ -43,7 +43,7 @@ def effect_is_within(found: Effect | None, limit: Limit) -> bool:
     return limit.effect is None or found is None or found.error <= limit.effect
 
 
-def judge(parts: Sequence[Part], fit: Fit, function: Function) -> Verdict:
+def judge(parts: Sequence[ComparedPart], fit: Fit, function: Function) -> VerifyVerdict:
     """Return the verdict on a compared base and an adapter that fits its shapes."""
     differing = [part for part in parts if part.state == "differs"]
     # config and weights are files: only the computation shows whether another file is another model.
@@ -55,7 +55,7 @@ def judge(parts: Sequence[Part], fit: Fit, function: Function) -> Verdict:
         return _wrong_base(decisive + files, "texts reach the model in another form than in training")
     if limit is None or adapter_limit is None:
         text = f"nobody has measured how far {function.pair} may be apart. {_advice(function.recorded)}"
-        return Verdict("precision-gap", False, text)
+        return VerifyVerdict("precision-gap", False, text)
     if not within(function.base, limit):
         if files:
             return _wrong_base(files, "it computes something else")
@@ -65,32 +65,36 @@ def judge(parts: Sequence[Part], fit: Fit, function: Function) -> Verdict:
         text = (
             f"the gap of the base alone is beyond what was measured for {function.pair}. {_advice(function.recorded)}"
         )
-        return Verdict("precision-gap", False, f"the base is the same, its precision is not, and {text}")
+        return VerifyVerdict("precision-gap", False, f"the base is the same, its precision is not, and {text}")
     if [part for part in files if part.name == "weights"] and not same_base:
         return _wrong_base(files, f"a gap of {function.pair} could hide what other weights compute")
     if not (within(function.adapter, adapter_limit) and effect_is_within(function.effect, adapter_limit)):
-        return Verdict("broken-adapter", False, _broken(fit, function))
+        return VerifyVerdict("broken-adapter", False, _broken(fit, function))
     if function.recorded == function.here:
-        return Verdict("same", True, f"the same function, within the limits of {function.pair}{_doubts(function)}")
+        return VerifyVerdict(
+            "same", True, f"the same function, within the limits of {function.pair}{_doubts(function)}"
+        )
     text = f"the same function up to precision: recorded as {function.recorded}, here {function.here}; base and adapter"
-    return Verdict(
+    return VerifyVerdict(
         "precision-gap", True, f"{text} are apart as far as {function.pair} explains, and no further{_doubts(function)}"
     )
 
 
-def does_not_fit(parts: Sequence[Part], fit: Fit) -> Verdict:
+def does_not_fit(parts: Sequence[ComparedPart], fit: Fit) -> VerifyVerdict:
     """Return the verdict on an adapter that does not fit the shapes of the base: nothing needs to be computed."""
     files = [part for part in parts if part.state == "differs"]
     shown = "; ".join(fit.problems[:3]) + (f" and {len(fit.problems) - 3} more" if len(fit.problems) > 3 else "")
     if files or any(part.name == "weights" and part.state == "unknown" for part in parts):
         return _wrong_base(files, f"the adapter does not fit it: {shown}")
-    return Verdict("broken-adapter", False, f"the base is the recorded one, and the adapter does not fit it: {shown}")
+    return VerifyVerdict(
+        "broken-adapter", False, f"the base is the recorded one, and the adapter does not fit it: {shown}"
+    )
 
 
-def _wrong_base(parts: Sequence[Part], why: str) -> Verdict:
+def _wrong_base(parts: Sequence[ComparedPart], why: str) -> VerifyVerdict:
     names = ", ".join(f"{part.name} ({part.found})" for part in parts)
     differs = f" It differs in {names}." if parts else ""
-    return Verdict("wrong-base", False, f"this is not the base that the adapter was trained on: {why}.{differs}")
+    return VerifyVerdict("wrong-base", False, f"this is not the base that the adapter was trained on: {why}.{differs}")
 
 
 def _broken(fit: Fit, function: Function) -> str:

@@ -21,12 +21,12 @@ from dualtune.checks import Check, Level
 from dualtune.evaluate.fingerprints import Gap, effect, gap, recompute, recorded_tops, without_adapter
 from dualtune.evaluate.inference import load_model
 from dualtune.transfer.bundles import unpacked
-from dualtune.transfer.bundles.binding import ANY, Wanted
+from dualtune.transfer.bundles.binding import ANY, RequiredBinding
 from dualtune.verify import identity
-from dualtune.verify.identity import Fit, Part
+from dualtune.verify.identity import ComparedPart, Fit
 from dualtune.verify.recorded import Recorded, recorded_in
 from dualtune.verify.thresholds import LEAST_EFFECT_IN_16_BITS, Limit, Precision, limit_for, pair_of, with_control
-from dualtune.verify.verdict import Function, Kind, Verdict, does_not_fit, effect_is_within, judge, within
+from dualtune.verify.verdict import Function, Kind, VerifyVerdict, does_not_fit, effect_is_within, judge, within
 
 LEVELS: dict[identity.State, Level] = {"same": "ok", "note": "advice", "differs": "fail", "unknown": "skipped"}
 
@@ -56,7 +56,7 @@ def verify(
     *,
     dtype: str = "auto",
     quantization: str = "auto",
-    wanted: Wanted = ANY,
+    wanted: RequiredBinding = ANY,
 ) -> Verification:
     """Verify an adapter directory, or an unpacked bundle of one, on a base model given by directory or hub id.
 
@@ -72,9 +72,9 @@ def verify(
         return _nothing_recorded(adapter, fit, origin)
     if recorded.base_model.get("init") == "random":
         text = "it was trained on random weights (model.init: random), which nobody can load again"
-        return _result(Verdict("nothing-recorded", False, text), origin)
+        return _result(VerifyVerdict("nothing-recorded", False, text), origin)
     if problem := _beyond_vocabulary(recorded, vocabulary_size(model_dir)):
-        verdict = Verdict("wrong-base", False, f"the base is not the recorded one: {problem}")
+        verdict = VerifyVerdict("wrong-base", False, f"the base is not the recorded one: {problem}")
         return _result(verdict, [*origin, _fit_check(fit), Check("vocabulary", "fail", problem)])
     parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir, adapter.template)
     checks = [*origin, Check("files", "ok", f"as {MANIFEST_FILE} lists them"), *_part_checks(parts), _fit_check(fit)]
@@ -105,7 +105,7 @@ def compute(engine: Engine, recorded: Recorded) -> Function:
     )  # fmt: skip
 
 
-def _result(verdict: Verdict, checks: Sequence[Check], function: Function | None = None) -> Verification:
+def _result(verdict: VerifyVerdict, checks: Sequence[Check], function: Function | None = None) -> Verification:
     return Verification(verdict.kind, verdict.ok, verdict.sentence, tuple(checks), function)
 
 
@@ -132,18 +132,18 @@ def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verifi
         f"there is nothing to compare with: no fingerprints in {MANIFEST_FILE}, which `dualtune train` writes. "
         "What could be looked at is above; whether the function is the trained one is not known"
     )
-    return _result(Verdict("nothing-recorded", False, text), checks)
+    return _result(VerifyVerdict("nothing-recorded", False, text), checks)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _part_checks(parts: Sequence[Part]) -> list[Check]:
+def _part_checks(parts: Sequence[ComparedPart]) -> list[Check]:
     # Another config or other weights fail only by their results: until then they are only an advice.
     return [Check(part.name, "advice" if _is_file(part) else LEVELS[part.state], part.found) for part in parts]
 
 
-def _is_file(part: Part) -> bool:
+def _is_file(part: ComparedPart) -> bool:
     return part.state == "differs" and part.name in ("config", "weights")
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from dualtune.adapter.formats.canonical import to_pairs
 from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 
@@ -19,7 +19,7 @@ def make_adapter():
         rng = np.random.default_rng(0)
         tensors = init_adapter(shapes, rank, seed=0)
         tensors = {n: x if x.any() else rng.normal(size=x.shape).astype(np.float32) for n, x in tensors.items()}
-        return Adapter(LoraSpec(rank, alpha, 0.1, tuple(targets)), tensors, **fields)
+        return Adapter(AdapterSpec(rank, alpha, 0.1, tuple(targets)), tensors, **fields)
 
     return make
 

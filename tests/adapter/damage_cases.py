@@ -1,7 +1,7 @@
 """Broken and foreign adapter directories, all made from one adapter that PEFT itself saved.
 
-Each case says how the directory is made and what import must do with it: read it as it is (exact), mend it with
---repair (mended), or refuse it even then (refused), in words that name what is wrong.
+Each case says how the directory is made and what import must do with it: read it as it is (exact), repair it with
+--repair (repaired), or refuse it even then (refused), in words that name what is wrong.
 """
 
 import json
@@ -29,8 +29,8 @@ class Reference(NamedTuple):
 
 class Case(NamedTuple):
     name: str
-    expected: str  # exact | mended | refused
-    words: str  # a regular expression found in the message; of the finding, where it is mended
+    expected: str  # exact | repaired | refused
+    words: str  # a regular expression found in the message; of the finding, where it is repaired
     make: Callable[[Path, Reference], None]
     base: bool = False  # whether --base is given
 
@@ -159,9 +159,9 @@ def shifted(by):
 def with_manifest_of(change):
     def make(path, ref):
         from dualtune.adapter.formats.directory import Adapter, write_adapter
-        from dualtune.adapter.spec import LoraSpec
+        from dualtune.adapter.spec import AdapterSpec
 
-        adapter = Adapter(LoraSpec(RANK, ALPHA, 0.0, TARGETS), dict(ref.tensors))
+        adapter = Adapter(AdapterSpec(RANK, ALPHA, 0.0, TARGETS), dict(ref.tensors))
         path.rmdir()
         write_adapter(path, adapter)
         change(path)
@@ -203,7 +203,7 @@ CASES = [
     peft_case("peft_rank_stabilized", "exact", use_rslora=True, lora_alpha=3),
     peft_case("peft_alpha_pattern", "exact", lora_alpha=12, alpha_pattern={"q_proj": 6, ".*v_proj": 6, "mlp.*": 6}),
     peft_case("peft_of_soup", "exact", soup_converted_from="mlx", lora_alpha=6.0),
-    peft_case("peft_names_in_mlx_spelling_are_transposes", "mended", "mlx-lm's lora_a and lora_b",
+    peft_case("peft_names_in_mlx_spelling_are_transposes", "repaired", "mlx-lm's lora_a and lora_b",
               tensors=lambda t: {PREFIX + n: x for n, x in as_mlx(t).items()}),
     mlx_case("mlx", "exact"),
     mlx_case("mlx_with_base", "exact", base=True),
@@ -218,50 +218,50 @@ CASES = [
     dual_case("dual_without_hashes", "exact"),
     Case("ours", "exact", "", with_manifest_of(lambda path: None)),
     # --- names ---
-    peft_case("names_with_default", "mended", r"the name of the adapter \(default\) in 24 names",
+    peft_case("names_with_default", "repaired", r"the name of the adapter \(default\) in 24 names",
               tensors=renamed((".weight", ".default.weight"))),
-    peft_case("names_without_weight", "mended", "no .weight after 24", tensors=renamed((".weight", ""))),
-    peft_case("names_without_prefix", "mended", r"no base_model\.model\. before", tensors=renamed((PREFIX, ""))),
-    peft_case("names_with_two_prefixes", "mended", r"base_model\.model\. before 24",
+    peft_case("names_without_weight", "repaired", "no .weight after 24", tensors=renamed((".weight", ""))),
+    peft_case("names_without_prefix", "repaired", r"no base_model\.model\. before", tensors=renamed((PREFIX, ""))),
+    peft_case("names_with_two_prefixes", "repaired", r"base_model\.model\. before 24",
               tensors=renamed((PREFIX, PREFIX * 2))),
-    peft_case("names_of_ddp_and_compile", "mended", r"module\._orig_mod\. before 24",
+    peft_case("names_of_ddp_and_compile", "repaired", r"module\._orig_mod\. before 24",
               tensors=renamed((PREFIX, "module._orig_mod." + PREFIX))),
     peft_case("names_two_adapters", "refused", r"several adapters \(first, second\)",
               tensors=lambda t: renamed((".weight", ".first.weight"))(t) | renamed((".weight", ".second.weight"))(t)),
-    peft_case("names_twice_alike", "mended", "a second copy of 2 names",
+    peft_case("names_twice_alike", "repaired", "a second copy of 2 names",
               tensors=lambda t: t | renamed((".weight", ".default.weight"))(only("layers.0.self_attn.q_proj")(t))),
     peft_case("names_twice_otherwise", "refused", "twice, under two names and with different numbers",
               tensors=lambda t: t | renamed((".weight", ".default.weight"))(each(lambda x: 2 * x)(t))),
-    peft_case("names_model_level_dropped", "mended", "other names than in the base model: layers.0",
+    peft_case("names_model_level_dropped", "repaired", "other names than in the base model: layers.0",
               tensors=renamed((f"{PREFIX}model.", PREFIX)), base=True),
     peft_case("names_model_level_twice_without_base", "refused", "begins with model. twice. Give --base",
               tensors=renamed((f"{PREFIX}model.", f"{PREFIX}model.model."))),
-    peft_case("names_model_level_twice", "mended", "other names than in the base model: model.model.layers.0",
+    peft_case("names_model_level_twice", "repaired", "other names than in the base model: model.model.layers.0",
               tensors=renamed((f"{PREFIX}model.", f"{PREFIX}model.model.")), base=True),
-    mlx_case("names_of_a_vision_model", "mended", "other names than in the base model: language_model.model",
+    mlx_case("names_of_a_vision_model", "repaired", "other names than in the base model: language_model.model",
              tensors=renamed(("model.layers", "language_model.model.layers")), base=True),
-    mlx_case("full_paths_of_a_vision_model", "mended", "other names than in the base model: language_model.model",
+    mlx_case("full_paths_of_a_vision_model", "repaired", "other names than in the base model: language_model.model",
              tensors=renamed(("model.layers", "language_model.model.layers")), base=True,
              config=lambda: mlx_config(num_layers=-1, parameters={"keys": [
                  f"language_model.model.layers.{i}.{name}" for i in range(NUM_LAYERS)
                  for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")]})),
-    mlx_case("mlx_names_with_peft_prefix", "mended", r"base_model\.model\. before 24",
+    mlx_case("mlx_names_with_peft_prefix", "repaired", r"base_model\.model\. before 24",
              tensors=renamed(("model.layers", PREFIX + "model.layers"))),
-    mlx_case("mlx_names_with_weight", "mended", ".weight after 24",
+    mlx_case("mlx_names_with_weight", "repaired", ".weight after 24",
              tensors=renamed(("lora_a", "lora_a.weight"), ("lora_b", "lora_b.weight"))),
     peft_case("another_model", "refused", "is no linear layer of the base model. Is --base the model",
               tensors=renamed(("self_attn.q_proj", "attention.wq")), target_modules=["wq", "v_proj", "down_proj"],
               base=True),
     # --- orientation ---
-    peft_case("transposed", "mended", "lora_A and lora_B are transposed in all modules", tensors=each(transposed)),
-    peft_case("transposed_with_rank_pattern", "mended", "are transposed in all modules", tensors=each(transposed), r=8,
-              rank_pattern={".*_proj": 4}),
-    mlx_case("mlx_transposed", "mended", "lora_A and lora_B are transposed in all modules", tensors=each(transposed)),
-    peft_case("only_A_transposed", "mended", "lora_A is transposed in all", tensors=each(transposed, "lora_A")),
-    peft_case("only_B_transposed", "mended", "lora_B is transposed in all", tensors=each(transposed, "lora_B")),
-    peft_case("exchanged", "mended", "lora_A and lora_B are exchanged in all", tensors=exchanged, base=True),
-    peft_case("exchanged_without_base", "mended", "lora_A and lora_B are exchanged in all", tensors=exchanged),
-    peft_case("one_wide_layer_transposed", "mended", r"are transposed in 1 modules \(model.layers.1.self_attn.v_proj",
+    peft_case("transposed", "repaired", "lora_A and lora_B are transposed in all modules", tensors=each(transposed)),
+    peft_case("transposed_with_rank_pattern", "repaired", "are transposed in all modules",
+              tensors=each(transposed), r=8, rank_pattern={".*_proj": 4}),
+    mlx_case("mlx_transposed", "repaired", "lora_A and lora_B are transposed in all modules", tensors=each(transposed)),
+    peft_case("only_A_transposed", "repaired", "lora_A is transposed in all", tensors=each(transposed, "lora_A")),
+    peft_case("only_B_transposed", "repaired", "lora_B is transposed in all", tensors=each(transposed, "lora_B")),
+    peft_case("exchanged", "repaired", "lora_A and lora_B are exchanged in all", tensors=exchanged, base=True),
+    peft_case("exchanged_without_base", "repaired", "lora_A and lora_B are exchanged in all", tensors=exchanged),
+    peft_case("one_wide_layer_transposed", "repaired", r"are transposed in 1 modules \(model.layers.1.self_attn.v_proj",
               tensors=each(transposed, "layers.1.self_attn.v_proj")),
     peft_case("square_transposed_alone", "refused", "transposed or .* exchanged: the shapes allow both",
               tensors=lambda t: each(transposed)(only("q_proj")(t)), target_modules=["q_proj"]),
@@ -272,31 +272,31 @@ CASES = [
     peft_case("no_way_to_read", "refused", r"lora_A \[5, 32\]", tensors=each(lambda x: np.pad(x, ((0, 1), (0, 0))),
               "layers.2.self_attn.q_proj.lora_A")),
     # --- rank and scale ---
-    peft_case("rank_missing", "mended", "r: missing, the matrices have rank 4", drop=["r"]),
+    peft_case("rank_missing", "repaired", "r: missing, the matrices have rank 4", drop=["r"]),
     peft_case("rank_wrong", "refused", "r: got 8, the matrices have rank 4.*1.5; if .* resized later, 0.75", r=8),
     peft_case("rank_wrong_and_transposed", "refused", "r: got 8", r=8, tensors=each(transposed)),
-    peft_case("rank_as_text", "mended", "r: got '4', must be a number", r="4"),
+    peft_case("rank_as_text", "repaired", "r: got '4', must be a number", r="4"),
     peft_case("alpha_missing", "refused", r"lora_alpha: missing.*PEFT takes 8", drop=["lora_alpha"]),
-    peft_case("alpha_missing_beside_scale", "mended", "lora_alpha: missing", drop=["lora_alpha"],
+    peft_case("alpha_missing_beside_scale", "repaired", "lora_alpha: missing", drop=["lora_alpha"],
               lora_parameters={"rank": 4, "scale": 1.5}),
-    peft_case("type_missing", "mended", "peft_type: missing", drop=["peft_type"]),
-    mlx_case("mlx_rank_missing", "mended", "rank: got nothing, the matrices have rank 4",
+    peft_case("type_missing", "repaired", "peft_type: missing", drop=["peft_type"]),
+    mlx_case("mlx_rank_missing", "repaired", "rank: got nothing, the matrices have rank 4",
              config=lambda: mlx_config(parameters={"rank": None})),
-    mlx_case("mlx_rank_wrong", "mended", "rank: got 16, the matrices have rank 4",
+    mlx_case("mlx_rank_wrong", "repaired", "rank: got 16, the matrices have rank 4",
              config=lambda: mlx_config(parameters={"rank": 16})),
-    mlx_case("mlx_rank_missing_and_transposed", "mended", "transposed in all", tensors=each(transposed),
+    mlx_case("mlx_rank_missing_and_transposed", "repaired", "transposed in all", tensors=each(transposed),
              config=lambda: mlx_config(parameters={"rank": None})),
     mlx_case("mlx_scale_missing", "refused", "scale: missing, and mlx-lm ignores 'alpha'",
              config=lambda: mlx_config(parameters={"scale": None, "alpha": 6})),
-    mlx_case("mlx_dropout_missing", "mended", "dropout: missing",
+    mlx_case("mlx_dropout_missing", "repaired", "dropout: missing",
              config=lambda: mlx_config(parameters={"dropout": None})),
-    mlx_case("alpha_taken_for_scale", "mended", "alpha was taken for scale",
+    mlx_case("alpha_taken_for_scale", "repaired", "alpha was taken for scale",
              config=lambda: mlx_config(parameters={"scale": 6.0}, **PEFT_KEYS)),
-    mlx_case("mlx_scale_missing_beside_alpha", "mended", "lora_parameters.scale: missing",
+    mlx_case("mlx_scale_missing_beside_alpha", "repaired", "lora_parameters.scale: missing",
              config=lambda: mlx_config(parameters={"scale": None}, **PEFT_KEYS)),
     mlx_case("alpha_perhaps_taken_for_scale", "refused", "scale and alpha are both 6",
              config=lambda: mlx_config(parameters={"scale": 6.0, "alpha": 6.0})),
-    peft_case("scale_taken_for_alpha", "mended", "scale was taken for alpha", lora_alpha=1.5,
+    peft_case("scale_taken_for_alpha", "repaired", "scale was taken for alpha", lora_alpha=1.5,
               lora_parameters={"rank": 4, "scale": 1.5}),
     peft_case("scales_contradict", "refused", "nothing here says which", lora_parameters={"rank": 4, "scale": 20.0}),
     dual_case("dual_scales_contradict", "refused", "nothing here says which",
@@ -313,28 +313,28 @@ CASES = [
     peft_case("B_is_zero", "refused", "lora_B is zero in all modules", tensors=each(np.zeros_like, "lora_B")),
     peft_case("B_holds_nan", "refused", "NaN or Inf", tensors=each(nan_at_first, "lora_B")),
     mlx_case("mlx_lost_layers", "refused", "tensors of 2 layers only", tensors=LAST),
-    mlx_case("num_layers_missing", "mended", "num_layers: missing",
+    mlx_case("num_layers_missing", "repaired", "num_layers: missing",
              config=lambda: {k: v for k, v in mlx_config().items() if k != "num_layers"}),
-    mlx_case("num_layers_too_small", "mended", "num_layers: 2 means the last 2",
+    mlx_case("num_layers_too_small", "repaired", "num_layers: 2 means the last 2",
              config=lambda: mlx_config(num_layers=2)),
     # --- storage and second files ---
-    peft_case("bfloat16_as_integers", "mended", "16-bit integers.*only read as BF16",
+    peft_case("bfloat16_as_integers", "repaired", "16-bit integers.*only read as BF16",
               tensors=each(lambda x: as_bfloat16_bits(x))),
-    peft_case("float16_as_integers", "mended", "16-bit integers.*only read as F16", tensors=each(as_float16_bits)),
+    peft_case("float16_as_integers", "repaired", "16-bit integers.*only read as F16", tensors=each(as_float16_bits)),
     peft_case("integers_of_no_format", "refused", "they could be anything",
               tensors=each(lambda x: np.full(x.shape, 7, np.uint16))),
-    mlx_case("one_snapshot", "mended", "snapshot of a run that did not end", file="0000100_adapters.safetensors"),
+    mlx_case("one_snapshot", "repaired", "snapshot of a run that did not end", file="0000100_adapters.safetensors"),
     Case("two_snapshots", "refused", "2 snapshots", two_snapshots),
-    dual_case("twin_is_a_copy", "mended", "PEFT's lora_A and lora_B in 24",
+    dual_case("twin_is_a_copy", "repaired", "PEFT's lora_A and lora_B in 24",
               mlx=lambda t: {PREFIX + n.replace("lora_a", "lora_A.weight").replace("lora_b", "lora_B.weight"): x.T
                              for n, x in t.items()}),
-    dual_case("twin_not_transposed", "mended", "adapters.safetensors: .* transposed in all", mlx=each(transposed)),
-    dual_case("square_twin_not_transposed", "mended", "adapters.safetensors: .* transposed in all",
+    dual_case("twin_not_transposed", "repaired", "adapters.safetensors: .* transposed in all", mlx=each(transposed)),
+    dual_case("square_twin_not_transposed", "repaired", "adapters.safetensors: .* transposed in all",
               peft=only("q_proj"), mlx=lambda t: each(transposed)(only("q_proj")(t)), target_modules=["q_proj"]),
     dual_case("square_twins_both_not_transposed", "refused", "the shapes allow both", target_modules=["q_proj"],
               peft=lambda t: each(transposed)(only("q_proj")(t)), mlx=lambda t: each(transposed)(only("q_proj")(t))),
-    dual_case("twin_transposed_in_name_only", "mended", "not in memory", mlx=each(scrambled)),
-    dual_case("twin_lost_a_layer", "mended", "adapters.safetensors lacks 6 tensors", mlx=without("layers.3.")),
+    dual_case("twin_transposed_in_name_only", "repaired", "not in memory", mlx=each(scrambled)),
+    dual_case("twin_lost_a_layer", "repaired", "adapters.safetensors lacks 6 tensors", mlx=without("layers.3.")),
     dual_case("twins_that_each_lost_a_layer", "refused", "each lack modules of the other", num_layers=-1,
               peft=without("layers.3."), mlx=without("layers.1.", "layers.2.mlp")),
     dual_case("twin_of_another_training", "refused", "hold different adapters", mlx=each(lambda x: x + 1)),
@@ -352,7 +352,7 @@ REMAINING = {"square_twin_not_transposed": only("q_proj")}
 PARTIAL = [
     mlx_case("last_layers_by_num_layers", "exact", tensors=LAST, config=lambda: mlx_config(num_layers=2)),
     mlx_case("last_layers_with_base", "exact", tensors=LAST, config=lambda: mlx_config(num_layers=2), base=True),
-    mlx_case("first_layers_misread_as_last", "mended", "means the last 2 layers, but .* of layers 0 to 1",
+    mlx_case("first_layers_misread_as_last", "repaired", "means the last 2 layers, but .* of layers 0 to 1",
              tensors=FIRST, config=lambda: mlx_config(num_layers=2), base=True),
     peft_case("layers_to_transform", "exact", tensors=LAST, layers_to_transform=[2, 3]),
     peft_case("layers_by_expression", "exact", tensors=LAST, target_modules=r".*\.[23]\..*_proj"),

@@ -53,7 +53,7 @@ def archived(tmp_path, make_adapter):
 
 def assert_imported(path, expected, out):
     found = import_adapter(path)
-    assert found.mended == ()
+    assert found.repaired == ()
     write_adapter(out, found.adapter, metadata=found.metadata)
     read = read_adapter(out)
     assert read.spec.scale == expected.spec.scale and read.tensors.keys() == expected.tensors.keys()
@@ -178,10 +178,10 @@ def test_a_damaged_archive_is_refused(archived, at):
         import_adapter(path, repair=True)
 
 
-# --- what is damaged inside is found and mended as in one file -------------------------------------------------------
+# --- what is damaged inside is found and repaired as in one file -----------------------------------------------------
 
 
-def test_damage_in_shards_is_mended_on_repair_and_not_before(sharded, make_adapter):
+def test_damage_in_shards_is_repaired_on_repair_and_not_before(sharded, make_adapter):
     weight_map = json.loads((sharded / INDEX).read_text())["weight_map"]
     for shard in {*weight_map.values()}:
         tensors = safetensors.numpy.load_file(sharded / shard)
@@ -191,12 +191,12 @@ def test_damage_in_shards_is_mended_on_repair_and_not_before(sharded, make_adapt
     with pytest.raises(FormatError, match=r"the name of the adapter \(default\) in 4 names"):
         import_adapter(sharded)
     found = import_adapter(sharded, repair=True)
-    assert len(found.mended) == 1
+    assert len(found.repaired) == 1
     for name, x in make_adapter().tensors.items():
         np.testing.assert_array_equal(found.adapter.tensors[name], x)
 
 
-def test_the_config_of_an_old_mlx_lm_is_mended_on_repair(archived, make_adapter):
+def test_the_config_of_an_old_mlx_lm_is_repaired_on_repair(archived, make_adapter):
     """`lora_layers` is what `num_layers` was called then, and alpha stood beside scale, which counts."""
     path = archived()
     config = json.loads((path / "adapter_config.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 from dualtune.adapter.formats.canonical import to_pairs
 from dualtune.adapter.formats.directory import write_adapter
 from dualtune.adapter.inspection.diff import diff_adapters, render_difference
-from dualtune.adapter.spec import LoraSpec, tensor_name
+from dualtune.adapter.spec import AdapterSpec, tensor_name
 
 Q0, Q1 = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"
 SHAPES = {Q0: (24, 40), Q1: (24, 40)}
@@ -50,7 +50,7 @@ def test_another_rank_scale_and_layout_can_be_the_same_function(write, make_adap
     wider = {m: (np.pad(p.A_rI, ((0, 2), (0, 0))), np.pad(p.B_Or, ((0, 0), (0, 2)))) for m, p in
              to_pairs(ours.tensors, "").items()}  # fmt: skip
     tensors = {tensor_name(m, part): x for m, (A, B) in wider.items() for part, x in (("A", A), ("B", 4 * B))}
-    theirs = type(ours)(LoraSpec(5, 2.5, 0.1, ("q_proj",)), tensors)  # scale 1/2 in place of 2
+    theirs = type(ours)(AdapterSpec(5, 2.5, 0.1, ("q_proj",)), tensors)  # scale 1/2 in place of 2
     found = diff_adapters(write("a", ours), write("b", theirs, layout="mlx"))
     assert found.is_same_function
     assert found.settings == {"rank": (3, 5), "alpha": (6.0, 2.5), "scale": (2.0, 0.5)}

@@ -150,11 +150,11 @@ WRITER = """
     import os, resource, signal, sys
     import numpy as np
     from dualtune.adapter.formats.directory import Adapter, write_adapter
-    from dualtune.adapter.spec import LoraSpec, tensor_name
+    from dualtune.adapter.spec import AdapterSpec, tensor_name
     from dualtune.errors import DualtuneError
     x = np.arange(1, 20001, dtype=np.float32)
     tensors = {tensor_name("lm_head", "A"): x.reshape(2, -1), tensor_name("lm_head", "B"): x.reshape(-1, 2)}
-    adapter = Adapter(LoraSpec(2, 4.0, 0.0, ("lm_head",)), tensors)
+    adapter = Adapter(AdapterSpec(2, 4.0, 0.0, ("lm_head",)), tensors)
 """
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.importing.repair import import_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.testing.tiny_models import write_tiny_gpt2
 
 D = 64
@@ -24,7 +24,7 @@ def peft_directory(tmp_path):
     def write(linear, names):
         shapes = {f"transformer.h.{i}.{name}": linear[name] for i in range(2) for name in names}
         tensors = {name: x + 0.01 for name, x in init_adapter(shapes, 4, seed=0).items()}
-        write_adapter(tmp_path / "peft", Adapter(LoraSpec(4, 8.0, 0.0, tuple(names)), tensors), layout="peft")
+        write_adapter(tmp_path / "peft", Adapter(AdapterSpec(4, 8.0, 0.0, tuple(names)), tensors), layout="peft")
         config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
         assert config["fan_in_fan_out"] is False
         return tmp_path / "peft"
@@ -59,7 +59,7 @@ def test_the_base_model_says_what_the_adapter_leaves_open(peft_directory, tmp_pa
     }
     source = peft_directory(GPT2, ["mlp.c_fc", "mlp.c_proj"])
     found = import_adapter(source, base=base)
-    assert found.mended == () and found.adapter.fan_in_fan_out
+    assert found.repaired == () and found.adapter.fan_in_fan_out
     tensors = read_adapter(source).tensors
     assert all(np.array_equal(x, found.adapter.tensors[name]) for name, x in tensors.items())
     assert "model.h.0.mlp.c_fc.lora_a" in names_for_mlx_lm(found.adapter, tmp_path / "out")[0]
@@ -68,7 +68,7 @@ def test_the_base_model_says_what_the_adapter_leaves_open(peft_directory, tmp_pa
 def test_a_single_layer_is_named_by_its_whole_path(tmp_path):
     shapes = {"transformer.h.1.attn.c_attn": GPT2["attn.c_attn"]}
     tensors = {name: x + 0.01 for name, x in init_adapter(shapes, 4, seed=0).items()}
-    adapter = Adapter(LoraSpec(4, 8.0, 0.0, tuple(shapes)), tensors, fan_in_fan_out=True)
+    adapter = Adapter(AdapterSpec(4, 8.0, 0.0, tuple(shapes)), tensors, fan_in_fan_out=True)
     _, config = names_for_mlx_lm(adapter, tmp_path / "out")
     assert config["target_modules"] == ["transformer.h.1.attn.c_attn"]
     assert config["lora_parameters"]["keys"] == ["model.h.1.attn.c_attn"]

@@ -1,4 +1,4 @@
-"""Every broken or foreign directory is read exactly, mended exactly, or refused by name. The oracle is PEFT."""
+"""Every broken or foreign directory is read exactly, repaired exactly, or refused by name. The oracle is PEFT."""
 
 import contextlib
 import importlib.util
@@ -87,12 +87,12 @@ def test_there_are_at_least_forty_of_them_each_with_its_own_name():
     names = [case.name for case in damage.CASES]
     assert len(names) == len(set(names)) and len(names) >= 40
     kinds = [case.expected for case in damage.CASES]
-    assert min(kinds.count(kind) for kind in ("exact", "mended", "refused")) >= 10
+    assert min(kinds.count(kind) for kind in ("exact", "repaired", "refused")) >= 10
     assert all(case.words for case in damage.CASES if case.expected != "exact")
 
 
 @pytest.mark.parametrize("case", damage.CASES, ids=lambda case: case.name)
-def test_a_directory_is_read_mended_or_refused(case, tmp_path, base, reference, logprobs, dualtune_main):
+def test_a_directory_is_read_repaired_or_refused(case, tmp_path, base, reference, logprobs, dualtune_main):
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     case.make(source, reference)
@@ -109,12 +109,12 @@ def test_a_directory_is_read_mended_or_refused(case, tmp_path, base, reference, 
         assert plain.returncode == 6 and [path.name for path in tmp_path.iterdir()] == ["source"], plain.stdout
         return
     assert plain.returncode == 0, plain.stderr
-    mended = [line for line in plain.stdout.splitlines() if line.startswith("mended")]
-    assert bool(mended) == (case.expected == "mended"), plain.stdout
-    assert case.expected == "exact" or re.search(case.words, " ".join(mended))
+    repaired = [line for line in plain.stdout.splitlines() if line.startswith("repaired")]
+    assert bool(repaired) == (case.expected == "repaired"), plain.stdout
+    assert case.expected == "exact" or re.search(case.words, " ".join(repaired))
 
     adapter = read_adapter(out)
-    assert len(adapter.metadata["import"]["mended"]) == len(mended)
+    assert len(adapter.metadata["import"]["mended"]) == len(repaired)
     expected = damage.REMAINING.get(case.name, dict)(reference.tensors)
     expected = {name: ROUNDED.get(case.name, np.asarray)(x) for name, x in expected.items()}
     gap = np.abs(logprobs(adapter.tensors, adapter.spec.scale) - logprobs(expected)).max()
@@ -179,9 +179,9 @@ def test_the_base_decides_what_is_missing():
     base = dict.fromkeys([name(1), name(3), "model.layers.3.mlp.experts.0.up_proj"], (8, 8))
     pairs = {name(1): pair, name(3): pair}
     assert missing_modules(config, pairs, base) == []
-    assert [finding.mend for finding in missing_modules(config, pairs, {})] == [None, None]
+    assert [finding.repair for finding in missing_modules(config, pairs, {})] == [None, None]
     [lost] = missing_modules(config, {name(1): pair}, base)
-    assert lost.fault.startswith(f"the weights of {name(3)} are missing") and lost.mend is None
+    assert lost.fault.startswith(f"the weights of {name(3)} are missing") and lost.repair is None
 
 
 json_values = st.recursive(

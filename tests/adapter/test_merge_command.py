@@ -7,7 +7,7 @@ import pytest
 import safetensors.numpy
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 
 torch = pytest.importorskip("torch")
@@ -35,7 +35,9 @@ def adapter_dir(tmp_path_factory):
     tensors, noise = init_adapter(SHAPES, 4, seed=0), np.random.default_rng(0)
     tensors = {n: x if x.any() else noise.normal(0, 0.1, x.shape).astype(np.float32) for n, x in tensors.items()}
     metadata = {"base": {"loaded_as": "nf4"}}
-    write_adapter(path, Adapter(LoraSpec(4, 6.0, 0.0, ("q_proj", "v_proj", "down_proj")), tensors), metadata=metadata)
+    write_adapter(
+        path, Adapter(AdapterSpec(4, 6.0, 0.0, ("q_proj", "v_proj", "down_proj")), tensors), metadata=metadata
+    )
     return path
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from dualtune.adapter.formats.peft import REFUSED
 from dualtune.adapter.methods import METHODS, NOT_THERE
-from dualtune.adapter.spec import LoraSpec, init_adapter, parse_name, tensor_name
+from dualtune.adapter.spec import AdapterSpec, init_adapter, parse_name, tensor_name
 from dualtune.config.schema import AdapterConfig
 
 WEIGHT, RANK = (6, 10), 4
@@ -66,4 +66,4 @@ def test_config_and_readers_know_the_table():
 
 @pytest.mark.parametrize(("scaling", "scale"), [("standard", 1.5), ("rank_stabilized", 3.0)])
 def test_the_scale_is_alpha_over_the_rank_or_over_its_root(scaling, scale):
-    assert LoraSpec(4, 6.0, 0.0, (), scaling).scale == scale
+    assert AdapterSpec(4, 6.0, 0.0, (), scaling).scale == scale

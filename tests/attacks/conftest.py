@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.transfer.bundles.signature import Trust
 from dualtune.transfer.remotes import connection
 from dualtune.transfer.remotes.ssh import SshStore
@@ -22,7 +22,7 @@ def place(tmp_path, monkeypatch):
     for name, number in (("adapter", 1), ("other", 2)):
         tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=number)
         tensors = {key: x + np.float32(number) for key, x in tensors.items()}
-        write_adapter(tmp_path / name, Adapter(LoraSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
+        write_adapter(tmp_path / name, Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
     return tmp_path
 
 

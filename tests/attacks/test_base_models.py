@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dualtune.adapter.importing.foreign import base_shapes
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.base_model import fingerprint, resolve_model
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
@@ -22,7 +22,7 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.train.run import run
 
-SPEC = LoraSpec(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj",))
+SPEC = AdapterSpec(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj",))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.layers.1.input_layernorm.weight"
 

@@ -11,7 +11,7 @@ import pytest
 from dualtune.errors import ConfigError, FormatError
 from dualtune.transfer import carry
 from dualtune.transfer.bundles import bundle, manifest, signature
-from dualtune.transfer.bundles.binding import ANY, Wanted, check, parse_age
+from dualtune.transfer.bundles.binding import ANY, RequiredBinding, check, parse_age
 from dualtune.transfer.bundles.bundle import inspect, unpack
 from dualtune.transfer.bundles.pack import pack
 from dualtune.transfer.remotes.patience import Patience
@@ -36,9 +36,9 @@ def test_an_old_signed_bundle_under_a_new_name_is_refused(place, keys, trust):
     with pytest.raises(FormatError, match="is the bundle 'old', found under the name 'new': renamed, or exchanged"):
         pull("new.tar", place / "there", trust=trust)
     with pytest.raises(FormatError, match=r"is the bundle 'old', and --name asks for 'new'"):
-        unpack(place / "new.tar", place / "there", trust, Wanted(name="new"))
+        unpack(place / "new.tar", place / "there", trust, RequiredBinding(name="new"))
     assert not (place / "there").exists()
-    assert pull("new.tar", place / "there", trust=trust, wanted=Wanted(name="old")).report.notes == []
+    assert pull("new.tar", place / "there", trust=trust, wanted=RequiredBinding(name="old")).report.notes == []
 
 
 def test_without_a_signature_another_name_is_told(place):
@@ -85,7 +85,7 @@ def test_a_date_that_is_to_come_is_refused_and_a_clock_that_is_a_little_fast_is_
     pack(place / "adapter", place / "a.tar")
     found = inspect(place / "a.tar").bundle
     written = datetime.fromisoformat(found.created)
-    wanted = Wanted(max_age=parse_age("7d"))
+    wanted = RequiredBinding(max_age=parse_age("7d"))
     assert check(found, wanted, "a", "x", is_signed=True, now=written - timedelta(minutes=50)) == []
     with pytest.raises(FormatError, match=r"which is to come\. Compare the clocks"):
         check(found, wanted, "a", "x", is_signed=True, now=written - timedelta(hours=2))
@@ -109,7 +109,7 @@ def test_a_bundle_of_the_first_version_is_read_and_said_to_bind_nothing(place, k
         (place / "old.tar.sig").write_text(signature.sign(file, keys / "key")[0])
     done = unpack(place / "old.tar", place / "there", trust)
     assert done.notes == ["neither its name nor a date is in what is signed: an older dualtune packed it"]
-    for wanted in (Wanted(name="old"), Wanted(max_age=timedelta(days=1))):
+    for wanted in (RequiredBinding(name="old"), RequiredBinding(max_age=timedelta(days=1))):
         with pytest.raises(FormatError, match="an older dualtune packed it, and --name or --max-age asks for them"):
             inspect(place / "old.tar", trust, wanted)
 

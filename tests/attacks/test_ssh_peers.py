@@ -15,7 +15,7 @@ from dualtune.errors import DiskError, EnvironmentFault, FormatError, Preempted
 from dualtune.transfer import carry
 from dualtune.transfer.bundles.binding import ANY
 from dualtune.transfer.bundles.pack import pack
-from dualtune.transfer.carry import Choice
+from dualtune.transfer.carry import PushRequest
 from dualtune.transfer.remotes import ssh_script, store
 from dualtune.transfer.remotes.chunks import Chunks
 from dualtune.transfer.remotes.pace import Pace
@@ -155,7 +155,7 @@ def test_the_free_space_is_looked_at_wherever_a_file_goes(place, monkeypatch, ki
     if kind == "a directory to push to":
         monkeypatch.setattr(os, "statvfs", lambda fd: full)
         with pytest.raises(DiskError, match="the disk has 1 B free"):
-            carry.push("share/a.tar", Choice(place / "a.tar"), force=False, public=False, patience=Patience(0))
+            carry.push("share/a.tar", PushRequest(place / "a.tar"), force=False, public=False, patience=Patience(0))
         return
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.pipe_file("/b/a.tar", (place / "a.tar").read_bytes())

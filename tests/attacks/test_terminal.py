@@ -199,12 +199,12 @@ def test_an_adapter_of_a_stranger_steers_nothing(dualtune_main, tmp_path):
     import numpy as np
 
     from dualtune.adapter.formats.directory import Adapter, write_adapter
-    from dualtune.adapter.spec import LoraSpec, init_adapter
+    from dualtune.adapter.spec import AdapterSpec, init_adapter
 
     tensors = {
         key: x + np.float32(1) for key, x in init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, 0).items()
     }
-    write_adapter(tmp_path / "a", Adapter(LoraSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
+    write_adapter(tmp_path / "a", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
     (tmp_path / "a" / "dualtune.json").unlink()
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     for key in ("base_model_name_or_path", "peft_type", "task_type", "revision", "target_modules", EVIL):

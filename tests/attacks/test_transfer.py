@@ -14,7 +14,7 @@ from dualtune.transfer.bundles import bundle, signature
 from dualtune.transfer.bundles.binding import ANY
 from dualtune.transfer.bundles.bundle import inspect, unpack
 from dualtune.transfer.bundles.pack import pack
-from dualtune.transfer.carry import Choice
+from dualtune.transfer.carry import PushRequest
 from dualtune.transfer.remotes import store, target
 from dualtune.transfer.remotes.chunks import chunks_of
 from dualtune.transfer.remotes.patience import Patience
@@ -190,7 +190,7 @@ def test_a_bundle_that_is_exchanged_after_it_was_verified_is_not_pushed(place, m
 
     monkeypatch.setattr(bundle, "inspect", exchanged)
     with pytest.raises(FormatError, match=r"was changed after it was verified\. Nothing was sent"):
-        carry.push("share/a.tar", Choice(place / "a.tar"), force=False, public=False, patience=Patience(0))
+        carry.push("share/a.tar", PushRequest(place / "a.tar"), force=False, public=False, patience=Patience(0))
     assert not (place / "share").exists()
 
 

@@ -65,7 +65,7 @@ def test_either_number_alone_stops_the_step(spoiled, case):
     engine, batch = case.engine(), case.batch()
     train(engine, batch)
     before = state_of(engine)
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     loss = engine._loss + 0  # a copy: torch adds in place
     if spoiled == "loss":
         engine._loss = loss + math.inf

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.backend import IGNORE_INDEX
-from dualtune.data.batching.batches import MOST_PADDING, Layout, fill, level, micro_batches, pack, padded, plan
+from dualtune.data.batching.batches import MOST_PADDING, SequenceLayout, fill, level, micro_batches, pack, padded, plan
 from dualtune.data.tokens.store import Document
 
 lengths_ = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -37,7 +37,7 @@ def documents_of(lengths) -> Listed:
 
 def batches_of(lengths, ids=None, *, max_tokens=64, row_length=None, seed=1, step=3):
     ids = range(len(lengths)) if ids is None else ids
-    return micro_batches(documents_of(lengths), ids, Layout(max_tokens, row_length), seed=seed, step=step)
+    return micro_batches(documents_of(lengths), ids, SequenceLayout(max_tokens, row_length), seed=seed, step=step)
 
 
 def contents(batches) -> dict[int, dict]:
@@ -53,7 +53,7 @@ def contents(batches) -> dict[int, dict]:
                 assert id not in found, "a document comes once"
                 found[id] = {
                     "tokens": batch.tokens_BT[b, cut].tolist(), "labels": batch.labels_BT[b, cut].tolist(),
-                    "positions": batch.positions_BT[b, cut].tolist(), "noise": batch.noise_BT[b, cut].tolist(),
+                    "positions": batch.positions_BT[b, cut].tolist(), "seeds": batch.dropout_seeds_BT[b, cut].tolist(),
                 }  # fmt: skip
     return found
 
@@ -86,7 +86,7 @@ def test_a_padded_batch_by_hand():
         Document(np.array([7, 8, 9], np.int32), np.array([True, False, True])),
         Document(np.array([5, 6], np.int32), np.array([False, True])),
     ])  # fmt: skip
-    (batch,) = micro_batches(documents, [1, 0], Layout(32), seed=1, step=0)
+    (batch,) = micro_batches(documents, [1, 0], SequenceLayout(32), seed=1, step=0)
     pad, ignored = [0] * 13, [IGNORE_INDEX]
     assert batch.tokens_BT.tolist() == [[7, 8, 9, *pad], [5, 6, 0, *pad]]
     # The label of a token is the next token where that one is trained; nothing predicts the first token.
@@ -94,7 +94,7 @@ def test_a_padded_batch_by_hand():
     assert batch.segments_BT.tolist() == [[1, 1, 1, *pad], [1, 1, 0, *pad]]
     assert batch.positions_BT.tolist() == [[0, 1, 2, *pad], [0, 1, 0, *pad]]
     assert {array.dtype.name for array in (batch.tokens_BT, batch.labels_BT, batch.segments_BT)} == {"int32"}
-    assert batch.noise_BT.dtype == np.uint32
+    assert batch.dropout_seeds_BT.dtype == np.uint32
     assert (batch.num_targets, batch.num_tokens) == (2, 5)
 
 
@@ -103,7 +103,7 @@ def test_a_packed_row_by_hand():
         Document(np.array([5, 6], np.int32), np.array([False, True])),
         Document(np.array([7, 8, 9], np.int32), np.array([True, False, True])),
     ])  # fmt: skip
-    (batch,) = micro_batches(documents, [0, 1], Layout(32, row_length=16), seed=1, step=0)
+    (batch,) = micro_batches(documents, [0, 1], SequenceLayout(32, row_length=16), seed=1, step=0)
     pad = [0] * 11
     assert batch.tokens_BT.tolist() == [[7, 8, 9, 5, 6, *pad]]
     # No document predicts the first token of the next one, although that one is trained.
@@ -118,7 +118,7 @@ def test_the_longest_document_comes_first():
 
 def test_a_short_row_is_not_padded_to_a_long_one():
     lengths = np.array([1000, 990, 1000 - MOST_PADDING, 1000 - MOST_PADDING - 1])
-    assert plan(lengths, range(4), Layout(100_000)) == [[[0], [1], [2]], [[3]]]
+    assert plan(lengths, range(4), SequenceLayout(100_000)) == [[[0], [1], [2]], [[3]]]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(60, 200))
@@ -139,10 +139,10 @@ def test_a_document_goes_into_the_fullest_row_that_has_room():
 def test_a_short_last_row_is_shared_out_if_that_saves_a_micro_batch():
     lengths = np.array([500, 400, 90, 300, 200])  # full rows: 990 and 500, too different for one micro-batch
     assert pack(lengths, [0, 1, 3, 4, 2], 1000) == [[0, 1, 2], [3, 4]]
-    assert plan(lengths, range(5), Layout(2000, row_length=1000)) == [[[0, 4, 2], [1, 3]]]  # 790 and 700
+    assert plan(lengths, range(5), SequenceLayout(2000, row_length=1000)) == [[[0, 4, 2], [1, 3]]]  # 790 and 700
     # Where even rows save nothing, or would be too long, they stay as full as can be.
-    assert plan(lengths, range(5), Layout(1000, row_length=1000)) == [[[0, 1, 2]], [[3, 4]]]
-    assert plan(np.array([55, 45, 34, 33, 33]), range(5), Layout(300, row_length=100)) == [[[0, 1], [2, 3, 4]]]
+    assert plan(lengths, range(5), SequenceLayout(1000, row_length=1000)) == [[[0, 1, 2]], [[3, 4]]]
+    assert plan(np.array([55, 45, 34, 33, 33]), range(5), SequenceLayout(300, row_length=100)) == [[[0, 1], [2, 3, 4]]]
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), st.integers(1, 9))
@@ -176,7 +176,7 @@ def test_the_fill_is_tokens_over_cells():
 
 def shares_of(lengths, size, *, max_tokens=64, row_length=None):
     """The micro-batches of each process."""
-    documents, layout = documents_of(lengths), Layout(max_tokens, row_length)
+    documents, layout = documents_of(lengths), SequenceLayout(max_tokens, row_length)
     ids = range(len(lengths))
     return [micro_batches(documents, ids, layout, seed=1, step=3, rank=rank, size=size) for rank in range(size)]
 
@@ -211,18 +211,18 @@ def test_a_process_without_rows_computes_real_tokens_that_count_nothing():
 # --- dropout keys ----------------------------------------------------------------------------------------------------
 
 
-def noise(lengths, **options):
-    return {i: part["noise"] for i, part in contents(batches_of(lengths, **options)).items()}
+def seeds(lengths, **options):
+    return {i: part["seeds"] for i, part in contents(batches_of(lengths, **options)).items()}
 
 
 @given(lengths_, st.data())
 def test_noise_of_a_prefix_is_a_prefix_of_the_noise(lengths, data):
     """A document that is cut shorter keeps the keys of what remains."""
     shorter = [data.draw(st.integers(1, n)) for n in lengths]
-    whole, cut = noise(lengths), noise(shorter)
+    whole, cut = seeds(lengths), seeds(shorter)
     assert cut == {i: keys[: shorter[i]] for i, keys in whole.items()}
 
 
 def test_noise_is_another_for_every_seed_step_and_document():
-    variants = [noise([8, 8]), noise([8, 8], seed=2), noise([8, 8], step=4)]
+    variants = [seeds([8, 8]), seeds([8, 8], seed=2), seeds([8, 8], step=4)]
     assert len({tuple(keys) for variant in variants for keys in variant.values()}) == 6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dualtune.backend import IGNORE_INDEX
-from dualtune.data.batching.batches import Layout, make_batch, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, make_batch, micro_batches
 from dualtune.data.chat.conversations import Message, read_messages
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, in_memory, tokenize
@@ -114,7 +114,7 @@ def test_a_batch_has_the_weights_at_the_labels_of_weighted_documents(tokenizer):
 def test_a_step_has_the_same_weight_however_it_is_divided():
     masks = [np.float32([0, 0, 0.5, 2.0]), np.array([False, True, True, True]), np.float32([0, 0.25, 0, 0])]
     documents = in_memory([(np.arange(4, dtype=np.int32), mask) for mask in masks])
-    for layout in (Layout(16), Layout(64), Layout(16, 16)):
+    for layout in (SequenceLayout(16), SequenceLayout(64), SequenceLayout(16, 16)):
         for size in (1, 2, 3):
             shares = [
                 micro_batches(documents, range(3), layout, seed=0, step=0, rank=r, size=size) for r in range(size)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.config import parse_config
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.batching.order import Order
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, tokenize
@@ -159,7 +159,9 @@ def test_the_cells_that_hold_a_token_are_those_of_the_batches(bare, packing):
         batches = [
             batch
             for step in range(4)
-            for batch in micro_batches(train, order.step(step).documents, Layout(64, row_length), seed=0, step=step)
+            for batch in micro_batches(
+                train, order.step(step).documents, SequenceLayout(64, row_length), seed=0, step=step
+            )
         ]
         used = sum(int((batch.segments_BT > 0).sum()) for batch in batches)
         assert share == used / sum(batch.segments_BT.size for batch in batches)

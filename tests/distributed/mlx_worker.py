@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest, get_backend
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.distributed.team import Team
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance_case import random_adapter
 
 LENGTHS = (9, 30, 5, 14, 22, 7, 17)
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
 
 
 def main(model: Path, out: Path) -> None:
@@ -27,12 +27,12 @@ def main(model: Path, out: Path) -> None:
     documents = in_memory([(rng.integers(3, 96, n, np.int32), np.arange(n) > 1) for n in LENGTHS])
     results = {}
     for name, row_length in (("packed", 32), ("padded", None)):
-        layout = Layout(64, row_length)
+        layout = SequenceLayout(64, row_length)
         share = micro_batches(documents, range(len(LENGTHS)), layout, seed=1, step=0, rank=team.rank, size=team.size)
         (num_targets,) = team.total(sum(batch.num_targets for batch in share))
         before = engine.adapter_state()
         for batch in share:
-            engine.forward_backward(batch, num_targets=int(num_targets))
+            engine.forward_backward(batch, divisor=int(num_targets))
         output = engine.optim_step(lr=1.0, max_grad_norm=None)  # w ← w − g
         results[f"{name} loss"], results[f"{name} norm"] = float(output.loss), float(output.grad_norm)
         results |= {f"{name} {n}": before[n] - w for n, w in engine.adapter_state().items()}

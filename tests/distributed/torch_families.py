@@ -40,5 +40,5 @@ def gradients(backend, model, spec, batches, sharding):
     )
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     for batch in batches:
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
     return {"kernels": engine.description.kernels, "gradient": engine._adapter.flat.grad.tolist()}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest, get_backend
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.distributed.team import Team
 from dualtune.optimizer import OptimizerSpec
@@ -15,9 +15,9 @@ from dualtune.testing.conformance_case import random_adapter
 from dualtune.testing.tiny_models import random_batch
 
 LENGTHS = (9, 30, 5, 14, 22, 7, 17)
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
 # Micro-batches of several rows, rows of several documents, and a document for one process alone.
-LAYOUTS = {"padded": (Layout(64), 7), "packed": (Layout(32, 32), 7), "single": (Layout(64), 1)}
+LAYOUTS = {"padded": (SequenceLayout(64), 7), "packed": (SequenceLayout(32, 32), 7), "single": (SequenceLayout(64), 1)}
 # name: dtype, quantization, kernels, how a process that is not alone holds the base, and what is computed with it
 ENGINES = {
     "data": ("float32", "none", "auto", "none", ("padded", "packed", "single")),
@@ -78,7 +78,7 @@ def step(engine, team, documents, layout, count):
     (weight,) = team.total(sum(batch.total_weight for batch in share))
     before = engine.adapter_state()
     for batch in share:
-        engine.forward_backward(batch, num_targets=weight)
+        engine.forward_backward(batch, divisor=weight)
     output = engine.optim_step(lr=1.0, max_grad_norm=None)
     gradient = {n: before[n] - w for n, w in engine.adapter_state().items()}
     (after,) = team.total(sum(engine.evaluate(batch).loss_sum for batch in share))

@@ -17,7 +17,7 @@ import pytest
 
 from dualtune.errors import LockedError
 from dualtune.train.state import lock as lock_module
-from dualtune.train.state.lock import Lock, Note
+from dualtune.train.state.lock import Lock, LockRecord
 
 
 def wait_for(is_true, seconds=1800):
@@ -71,8 +71,8 @@ def neighbour():
         process.stdin.close()
 
 
-def leave_note(directory: Path, **changes) -> Note:
-    note = replace(Note.of_this_process(), **changes)
+def leave_note(directory: Path, **changes) -> LockRecord:
+    note = replace(LockRecord.of_this_process(), **changes)
     (directory / "lock").write_text(json.dumps(asdict(note)))
     return note
 
@@ -130,12 +130,12 @@ def overtaken(tmp_path, monkeypatch, neighbour):
     """Let a neighbour take the lock at the moment when this process enters a function of the lock's module."""
 
     def overtake(where):
-        original, here = pkgutil.resolve_name(where), Note.of_this_process()
+        original, here = pkgutil.resolve_name(where), LockRecord.of_this_process()
 
         def entered(*args):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(where, original)
-                patch.setattr(Note, "of_this_process", lambda: replace(here, pid=neighbour.pid))
+                patch.setattr(LockRecord, "of_this_process", lambda: replace(here, pid=neighbour.pid))
                 Lock(tmp_path)
             return original(*args)
 

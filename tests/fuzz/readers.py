@@ -31,7 +31,7 @@ from dualtune.adapter.formats.manifest import read_manifest
 from dualtune.adapter.importing.repair import import_adapter
 from dualtune.adapter.inspection.diff import diff_adapters
 from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.base_model import find_weights, fingerprint, resolve_model, staged
 from dualtune.config import load_config, parse_config, to_yaml
 from dualtune.io.disk import json_bytes, listing
@@ -66,7 +66,7 @@ def adapter_seeds() -> list[Files]:
     """dualtune's three layouts, and the same numbers as PEFT, mlx-lm and others have them."""
     rng = np.random.default_rng(0)
     tensors = {n: x + rng.normal(0, 1, x.shape).astype(np.float32) for n, x in init_adapter(SHAPES, 2, 0).items()}
-    adapter = Adapter(LoraSpec(2, 4.0, 0.1, ("q_proj", "up_proj")), tensors, "org/base")
+    adapter = Adapter(AdapterSpec(2, 4.0, 0.1, ("q_proj", "up_proj")), tensors, "org/base")
     top = [{"tokens": [1, 2], "top": [[3, -0.5], [4, -1.5]], "dtype": "float32", "prompt": "x"}]
     record = {
         "base": {"name": "b", "loaded_as": "none"},

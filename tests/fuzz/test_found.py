@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.adapter.importing.repair import import_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.base_model import fingerprint, resolve_model
 from dualtune.config import parse_config
 from dualtune.errors import ConfigError, FormatError
@@ -30,7 +30,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
 @pytest.fixture
 def adapter(tmp_path):
     tensors = {n: x + 1 for n, x in init_adapter({"model.layers.0.q_proj": (6, 4)}, 2, seed=0).items()}
-    write_adapter(tmp_path / "a", Adapter(LoraSpec(2, 4.0, 0.0, ("q_proj",)), tensors), layout="peft")
+    write_adapter(tmp_path / "a", Adapter(AdapterSpec(2, 4.0, 0.0, ("q_proj",)), tensors), layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
     return tmp_path / "a"
 

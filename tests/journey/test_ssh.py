@@ -158,7 +158,7 @@ def test_what_is_not_there_cannot_be_fetched(cluster, tmp_path):
         (("StrictHostKeyChecking yes", "NoSuchOption yes"), "[Bb]ad configuration option"),
     ],
 )
-def test_what_no_other_attempt_mends_ends_at_once(cluster, file, monkeypatch, patience, change, words):
+def test_what_no_other_attempt_fixes_ends_at_once(cluster, file, monkeypatch, patience, change, words):
     patient, lines = patience
     other = cluster.folder / "other_config"
     text = (cluster.folder / "ssh_config").read_text().replace("ControlMaster auto", "ControlPath none")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
@@ -43,7 +43,7 @@ def measure(open_backend, tmp_path):
     def measure_(lengths=SHORT, *, asked=ASK, steps=3, **changes):
         backend, config = open_backend("mlx"), CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
-        spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
+        spec = AdapterSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
         before = active()
         engine = backend.load(
             LoadRequest(
@@ -61,7 +61,9 @@ def measure(open_backend, tmp_path):
         documents = in_memory(
             [(rng.integers(0, config["vocab_size"], n).astype(np.int32), np.ones(n, bool)) for n in lengths]
         )
-        (batch,) = micro_batches(documents, range(len(lengths)), Layout(sum(lengths), sum(lengths)), seed=0, step=0)
+        (batch,) = micro_batches(
+            documents, range(len(lengths)), SequenceLayout(sum(lengths), sum(lengths)), seed=0, step=0
+        )
         take_step(engine, batch)
         held = active() - before
         backend.reset_peak_memory()
@@ -81,7 +83,7 @@ def active():
 
 
 def take_step(engine, batch):
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     mx.synchronize()  # so that the step of the optimizer is not counted together with this one
     float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
     mx.synchronize()

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
@@ -50,7 +50,7 @@ def measure(open_backend, tmp_path, monkeypatch):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0 if compiles else 10**12)
         config = CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
-        spec = LoraSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, targets_of(asked))
+        spec = AdapterSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, targets_of(asked))
         request = LoadRequest(
             tmp_path,
             asked.dtype,
@@ -78,13 +78,13 @@ def targets_of(asked):
 def one_batch(lengths, asked, vocab):
     rng = np.random.default_rng(0)
     documents = in_memory([(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in lengths])
-    layout = Layout(sum(lengths), sum(lengths) if asked.packing else None)
+    layout = SequenceLayout(sum(lengths), sum(lengths) if asked.packing else None)
     (batch,) = micro_batches(documents, range(len(lengths)), layout, seed=0, step=0)
     return batch
 
 
 def take_step(engine, batch):
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
 
 

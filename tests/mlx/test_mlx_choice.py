@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -20,7 +20,7 @@ llama = pytest.importorskip("mlx_lm.models.llama")
 mlx_utils = pytest.importorskip("mlx_lm.utils")
 attention = importlib.import_module("dualtune_mlx.kernels.attention")
 
-SPEC = LoraSpec(4, 6.0, 0.1, ("q_proj", "v_proj"))
+SPEC = AdapterSpec(4, 6.0, 0.1, ("q_proj", "v_proj"))
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
@@ -109,7 +109,7 @@ def test_attention_is_by_document_while_learning_and_evaluating_alone(load, monk
     engine = load()
     for batch in (DOCUMENTS, pack(DOCUMENTS, [[2, 0, 3], [1]])):
         engine.evaluate(batch)
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         assert len(calls) == 4 and all(sum(is_document for _, is_document in pieces) == 4 for pieces in calls)
         calls.clear()
         engine.logprobs(batch)
@@ -122,7 +122,7 @@ def test_an_evaluation_between_micro_batches_changes_nothing(kernels, load):
     """What was traced for the gradient must not be left in the layers."""
     found, expected = load(kernels=kernels), load(kernels=kernels)
     for engine in (found, expected):
-        engine.forward_backward(DOCUMENTS, num_targets=DOCUMENTS.num_targets)
+        engine.forward_backward(DOCUMENTS, divisor=DOCUMENTS.num_targets)
         if engine is found:
             assert np.isfinite(engine.evaluate(DOCUMENTS).loss_sum) and np.isfinite(engine.logprobs(DOCUMENTS)).all()
     assert_close(gradient(found, DOCUMENTS), gradient(expected, DOCUMENTS), 1e-12)

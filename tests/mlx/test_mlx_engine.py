@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -19,7 +19,7 @@ nn = pytest.importorskip("mlx.nn")
 tree_flatten = pytest.importorskip("mlx.utils").tree_flatten
 mlx_utils = pytest.importorskip("mlx_lm.utils")
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("q_proj", "o_proj", "down_proj"))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("q_proj", "o_proj", "down_proj"))
 BATCH = random_batch([9, 16, 5, 12], 96)
 
 
@@ -58,7 +58,7 @@ def base_bytes(model):
 def train(engine, steps=3):
     for seed in range(steps):
         batch = random_batch([9, 16], 96, seed=seed)
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
 
 
@@ -90,7 +90,7 @@ def test_master_weights_are_float32_whatever_the_model_computes_in(load, tmp_pat
     """A step of 1e-7 is lost in bfloat16 numbers, and kept here."""
     engine = load(write_tiny_llama(tmp_path / "model"), dtype="bfloat16")
     before = engine.adapter_state()
-    engine.forward_backward(BATCH, num_targets=BATCH.num_targets)
+    engine.forward_backward(BATCH, divisor=BATCH.num_targets)
     engine.optim_step(lr=1e-7, max_grad_norm=None)
     moved = [n for n, w in engine.adapter_state().items() if "lora_B" in n and not np.array_equal(w, before[n])]
     assert len(moved) == 6
@@ -164,7 +164,7 @@ def test_a_module_that_mlx_lm_renames_is_refused(open_backend, tmp_path):
     transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rotary_pct": 0.25, "rotary_emb_base": 10000}))
-    spec = LoraSpec(4, 6.0, 0.0, ("query_key_value",))
+    spec = AdapterSpec(4, 6.0, 0.0, ("query_key_value",))
     with pytest.raises(ConfigError, match="mlx-lm calls 1 of the adapted modules otherwise"):
         open_backend("mlx").load(LoadRequest(tmp_path, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=0))
 

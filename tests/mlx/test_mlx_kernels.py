@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest
 from dualtune.optimizer import OPTIMIZERS, OptimizerSpec
 from dualtune.testing import conformance, conformance_packing
@@ -32,7 +32,7 @@ HEADS = {
     "4-bit": lambda: nn.QuantizedLinear(64, 97, bias=False, bits=4),
     "tied 4-bit": lambda: nn.QuantizedEmbedding(97, 64, bits=4),
 }
-SPEC = LoraSpec(4, 6.0, 0.3, ("all-linear",))
+SPEC = AdapterSpec(4, 6.0, 0.3, ("all-linear",))
 ROWS = [[2, 0, 3], [1]]
 
 
@@ -275,11 +275,11 @@ def test_layers_with_the_same_input_drop_and_multiply_it_once(monkeypatch):
     results, dropped = [], []
     for group in (False, True):
         mx.random.seed(0)
-        block, noise = Block(), lora.Noise()
-        layers = methods.add_layers(block, SPEC, noise, group=group)
+        block, seeds = Block(), lora.DropoutSeeds()
+        layers = methods.add_layers(block, SPEC, seeds, group=group)
         for seed, layer in enumerate(layers.values()):
             layer.weights.lora_A_rI, layer.weights.lora_B_Or = normal(4, 8, seed=seed), normal(8, 4, seed=seed + 9)
-        noise.noise_BT = mx.arange(6, dtype=mx.uint32).reshape(2, 3)
+        seeds.seeds_BT = mx.arange(6, dtype=mx.uint32).reshape(2, 3)
         for other in (None, normal(2, 3, 8, seed=20)):
             times = []
             plain = lora.SharedInput._dropped

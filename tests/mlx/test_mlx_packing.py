@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -22,7 +22,7 @@ mlx_utils = pytest.importorskip("mlx_lm.utils")
 make_prompt_cache = pytest.importorskip("mlx_lm.models.cache").make_prompt_cache
 packing = importlib.import_module("dualtune_mlx.packing")
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 ROWS = [[2, 0, 3], [1]]
 SCALINGS = {

@@ -90,8 +90,8 @@ class Material:
         for b, (ids, targets) in enumerate(documents):
             n = len(ids)
             tokens[b, :n], segments[b, :n], positions[b, :n], labels[b, : n - 1] = ids, 1, np.arange(n), targets[1:]
-        noise = np.random.default_rng(0).integers(0, 1 << 32, shape, np.uint32)
-        return Batch(tokens, labels, segments, positions, noise)
+        seeds = np.random.default_rng(0).integers(0, 1 << 32, shape, np.uint32)
+        return Batch(tokens, labels, segments, positions, seeds)
 
 
 @pytest.fixture(scope="session")

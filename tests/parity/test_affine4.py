@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest, get_backend
 from dualtune.errors import EnvironmentFault
 from dualtune.hooks import Hook
@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 from dualtune_torch.weights.affine_model import FAMILIES  # noqa: E402
 
 LOGITS = 1e-4
-ALL = LoraSpec(8, 12.0, 0.0, ("all-linear",))
+ALL = AdapterSpec(8, 12.0, 0.0, ("all-linear",))
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_the_same_layers_of_a_family_are_quantized_to_the_same_bytes(load, tmp_p
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **small))
     model.save_pretrained(tmp_path / family)
-    spec = LoraSpec(4, 6.0, 0.0, ("o_proj",))
+    spec = AdapterSpec(4, 6.0, 0.0, ("o_proj",))
     here, there = (load(name, tmp_path / family, spec=spec) for name in ("torch", "mlx"))
     assert base_bytes(here) == base_bytes(there)
     assert any(name.endswith("lm_head.scales") for name in base_bytes(here)) == (not family.startswith("gemma"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.evaluate.inference import load_model
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # scale 1.5
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # scale 1.5
 BATCH = random_batch([9, 16, 5, 12], 96)
 REAL = BATCH.segments_BT > 0
 SEEN = 1e-3  # what a wrong config must change at least
@@ -100,7 +100,7 @@ def test_float16_gradients_do_not_underflow(backend, llama):
     grads = []
     for dtype in ("float16", "float32"):
         engine = load(backend, llama, dtype=dtype)
-        engine.forward_backward(BATCH, num_targets=100_000)
+        engine.forward_backward(BATCH, divisor=100_000)
         engine.optim_step(lr=0.0, max_grad_norm=None)
         grads.append(engine.optimizer_state().slots["m"])
     assert cosine(*grads) > 0.999
@@ -110,39 +110,39 @@ def test_float16_gradients_do_not_underflow(backend, llama):
 # --- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def observed_mask(backend, module, noise_BT, channels, dropout):
+def observed_mask(backend, module, dropout_seeds_BT, channels, dropout):
     """What the engine's own layer keeps: with W = 0, A = B = I and x = 1 its output is mask / (1 − p)."""
-    spec = LoraSpec(channels, float(channels), dropout, ())
+    spec = AdapterSpec(channels, float(channels), dropout, ())
     eye = np.eye(channels, dtype=np.float32)
     if backend.name == "torch":
-        from dualtune_torch.lora import LoRALinear, Noise
+        from dualtune_torch.lora import DropoutSeeds, LoRALinear
 
-        noise, base = Noise(), torch.nn.Linear(channels, channels, bias=False)
+        seeds, base = DropoutSeeds(), torch.nn.Linear(channels, channels, bias=False)
         torch.nn.init.zeros_(base.weight)
-        layer = LoRALinear(base, module, spec, noise)
+        layer = LoRALinear(base, module, spec, seeds)
         layer.lora_A.data, layer.lora_B.data = torch.from_numpy(eye), torch.from_numpy(eye)
-        noise.noise_BT = torch.from_numpy(noise_BT.view(np.int32))
-        y = layer(torch.ones(*noise_BT.shape, channels)).detach().numpy()
+        seeds.seeds_BT = torch.from_numpy(dropout_seeds_BT.view(np.int32))
+        y = layer(torch.ones(*dropout_seeds_BT.shape, channels)).detach().numpy()
     else:
         import mlx.core as mx
         from mlx import nn
 
-        from dualtune_mlx.lora import LoRALinear, Noise
+        from dualtune_mlx.lora import DropoutSeeds, LoRALinear
 
-        noise, base = Noise(), nn.Linear(channels, channels, bias=False)
+        seeds, base = DropoutSeeds(), nn.Linear(channels, channels, bias=False)
         base.weight = mx.zeros((channels, channels))
-        layer = LoRALinear(base, module, spec, noise)
+        layer = LoRALinear(base, module, spec, seeds)
         layer.weights.lora_A_rI, layer.weights.lora_B_Or = mx.array(eye), mx.array(eye)
-        noise.noise_BT = mx.array(noise_BT)
-        y = np.array(layer(mx.ones((*noise_BT.shape, channels))))
+        seeds.seeds_BT = mx.array(dropout_seeds_BT)
+        y = np.array(layer(mx.ones((*dropout_seeds_BT.shape, channels))))
     kept = y != 0
     assert np.allclose(y[kept], 1 / (1 - dropout), rtol=1e-6)
     return kept
 
 
-def hash_keeps(noise, key, dropout):
+def hash_keeps(seeds, key, dropout):
     """The rule of docs/decisions/0001 in Python's integers."""
-    x = (noise ^ key) * 0x85EBCA6B % 2**32
+    x = (seeds ^ key) * 0x85EBCA6B % 2**32
     x = (x ^ (x >> 15)) * 0xC2B2AE35 % 2**32
     return (x if x < 2**31 else x - 2**32) >= round(dropout * 2**32) - 2**31
 
@@ -151,18 +151,18 @@ def hash_keeps(noise, key, dropout):
 def test_the_dropout_mask_is_the_documented_hash(dropout, backend):
     from dualtune.adapter.dropout import channel_keys, keep_mask
 
-    noise_BT = np.random.default_rng(0).integers(0, 1 << 32, (2, 128), np.uint32)
-    mask = observed_mask(backend, "model.layers.0.q", noise_BT, 64, dropout)
+    dropout_seeds_BT = np.random.default_rng(0).integers(0, 1 << 32, (2, 128), np.uint32)
+    mask = observed_mask(backend, "model.layers.0.q", dropout_seeds_BT, 64, dropout)
     keys = channel_keys("model.layers.0.q", 64)
-    assert np.array_equal(mask, keep_mask(noise_BT, keys, dropout))
+    assert np.array_equal(mask, keep_mask(dropout_seeds_BT, keys, dropout))
     for b, t, i in np.ndindex(2, 16, 16):
-        assert mask[b, t, i] == hash_keeps(int(noise_BT[b, t]), int(keys[i]), dropout)
+        assert mask[b, t, i] == hash_keeps(int(dropout_seeds_BT[b, t]), int(keys[i]), dropout)
 
 
 def test_the_dropout_mask_looks_like_chance(backend):
     """The right share is kept, and tokens, channels and modules do not go together."""
-    noise_BT = np.random.default_rng(1).integers(0, 1 << 32, (1, 384), np.uint32)
-    masks = [observed_mask(backend, name, noise_BT, 384, 0.1)[0] for name in ("a.q_proj", "a.o_proj")]
+    dropout_seeds_BT = np.random.default_rng(1).integers(0, 1 << 32, (1, 384), np.uint32)
+    masks = [observed_mask(backend, name, dropout_seeds_BT, 384, 0.1)[0] for name in ("a.q_proj", "a.o_proj")]
     for mask in (masks[0], masks[0].T):
         assert abs(mask.mean() - 0.9) < 0.01
         assert np.abs(mask.mean(0) - 0.9).max() < 6 * np.sqrt(0.09 / 384)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dualtune.adapter.formats.directory import read_adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, modules_of
+from dualtune.adapter.spec import AdapterSpec, modules_of
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.evaluate.inference import load_model, stream_text
@@ -34,7 +34,7 @@ ROWS = [[3, 0, 2], [1]]
 
 
 def engine_of(backend, model_dir, *, quantization="auto", init="pretrained", dropout=0.1):
-    spec = LoraSpec(4, 6.0, dropout, ("all-linear",))
+    spec = AdapterSpec(4, 6.0, dropout, ("all-linear",))
     engine = backend.load(LoadRequest(model_dir, "float32", quantization, init, spec, OptimizerSpec(), seed=4))
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     return engine

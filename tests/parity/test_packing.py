@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import IGNORE_INDEX, LoadRequest, LossSum
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -14,7 +14,7 @@ from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.tiny_models import pack, random_batch, row_of, write_softmax_model, write_tiny_llama
 from dualtune.train.packing import check_packing
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
 ROWS = [[3, 0, 2], [1]]
 QUANTIZED = {"torch": "nf4", "mlx": "affine4"}
 

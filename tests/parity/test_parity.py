@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.backend import LoadRequest
 from dualtune.data.batching.order import Order
 from dualtune.optimizer import OptimizerSpec
@@ -102,14 +102,14 @@ def test_dropout_is_the_same_on_both_backends(material, backends, tmp_path):
 @pytest.mark.parametrize(("first", "second"), [("mlx", "torch"), ("torch", "mlx")])
 def test_training_continues_on_the_other_backend(first, second, tiny, backends):
     """Ten steps here, ten there, dropout included, are twenty steps in one place."""
-    spec = LoraSpec(8, 16.0, 0.1, tuple(TARGETS))
+    spec = AdapterSpec(8, 16.0, 0.1, tuple(TARGETS))
     request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5)
 
     def train(engine, steps):
         losses = []
         for step in steps:
             batch = random_batch([9, 16, 5, 12], 46, seed=step % 4)
-            engine.forward_backward(batch, num_targets=batch.num_targets)
+            engine.forward_backward(batch, divisor=batch.num_targets)
             losses.append(float(engine.optim_step(lr=3e-3, max_grad_norm=0.3).loss))
         return losses
 
@@ -128,18 +128,18 @@ def test_training_continues_on_the_other_backend(first, second, tiny, backends):
 
 def test_forgotten_moments_would_be_seen(tiny, backends):
     """The tolerance of the test above is not so wide that an optimizer state left behind could hide in it."""
-    spec = LoraSpec(8, 16.0, 0.0, tuple(TARGETS))
+    spec = AdapterSpec(8, 16.0, 0.0, tuple(TARGETS))
     request = LoadRequest(tiny.model_dir, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=5)
     batch = random_batch([9, 16, 5, 12], 46)
     engines = [backends["torch"].load(request) for _ in range(2)]
     engines[0].load_adapter_state(random_adapter(engines[0].adapter_state()))
     for _ in range(10):
-        engines[0].forward_backward(batch, num_targets=batch.num_targets)
+        engines[0].forward_backward(batch, divisor=batch.num_targets)
         engines[0].optim_step(lr=3e-3, max_grad_norm=0.3)
     engines[1].load_adapter_state(engines[0].adapter_state())
     for _ in range(2):
         outputs = []
         for engine in engines:
-            engine.forward_backward(batch, num_targets=batch.num_targets)
+            engine.forward_backward(batch, divisor=batch.num_targets)
             outputs.append(float(engine.optim_step(lr=3e-3, max_grad_norm=0.3).loss))
     assert abs(outputs[0] - outputs[1]) > 2 * CARRIED

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -26,7 +26,7 @@ FOUR_BITS = {"torch": "nf4", "mlx": "affine4"}
 
 
 def load(backend, model_dir, quantization, *, trained=True):
-    spec = LoraSpec(8, 12.0, 0.0, ("all-linear",))
+    spec = AdapterSpec(8, 12.0, 0.0, ("all-linear",))
     engine = backend.load(LoadRequest(model_dir, "float32", quantization, "pretrained", spec, OptimizerSpec(), seed=4))
     if trained:
         engine.load_adapter_state(random_adapter(engine.adapter_state()))
@@ -93,7 +93,7 @@ def test_training_changes_the_adapter_and_nothing_else(backend, material):
     before, start = base_bytes(engine), engine.adapter_state()
     first = engine.evaluate(batch).loss_sum
     for _ in range(8):
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
         engine.evaluate(batch)
     assert engine.evaluate(batch).loss_sum < 0.9 * first

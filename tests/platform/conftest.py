@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dualtune.config.examples import example_path
-from dualtune.preflight.config_check import Report, check_config
+from dualtune.preflight.config_check import ConfigReport, check_config
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 MIB = 2**20
@@ -124,7 +124,9 @@ def check(tmp_path, monkeypatch):
     """check_config of an example for a machine, with the demo's data and a run directory of its own."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*overrides: str, name: str = "training_config_h100", machine: str | None = "h100-80", **options) -> Report:
+    def run(
+        *overrides: str, name: str = "training_config_h100", machine: str | None = "h100-80", **options
+    ) -> ConfigReport:
         here = [f"data.train={DEMO / 'data' / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}", *overrides]
         return check_config(example_path(name), here, machine_name=machine, **options)
 

@@ -6,7 +6,7 @@ import pytest
 
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.platform import choose as module
-from dualtune.platform.choose import Choice, choose
+from dualtune.platform.choose import PlatformChoice, choose
 from dualtune.platform.machines import named
 
 MAC, H100, BARE = named("m4-32"), named("h100-80"), named("cpu-64")
@@ -20,14 +20,14 @@ def having(machine, *names):
 @pytest.mark.parametrize(
     ("machine", "names", "expected"),
     [
-        (MAC, ("mlx",), Choice("mlx", "mlx", "auto", "Apple silicon (Apple M4) with MLX installed")),
-        (MAC, ("torch", "mlx"), Choice("mlx", "mlx", "auto", "Apple silicon (Apple M4) with MLX installed")),
-        (MAC, ("torch",), Choice("cpu", "torch", "cpu", "MLX is not installed; torch on the CPU")),
+        (MAC, ("mlx",), PlatformChoice("mlx", "mlx", "auto", "Apple silicon (Apple M4) with MLX installed")),
+        (MAC, ("torch", "mlx"), PlatformChoice("mlx", "mlx", "auto", "Apple silicon (Apple M4) with MLX installed")),
+        (MAC, ("torch",), PlatformChoice("cpu", "torch", "cpu", "MLX is not installed; torch on the CPU")),
         (H100, ("torch", "mlx"),
-         Choice("cuda", "torch", "cuda", "NVIDIA GPU (NVIDIA H100 80GB HBM3) with torch installed")),
-        (BARE, ("torch", "mlx"), Choice("cpu", "torch", "cpu", "no NVIDIA GPU; torch on the CPU")),
+         PlatformChoice("cuda", "torch", "cuda", "NVIDIA GPU (NVIDIA H100 80GB HBM3) with torch installed")),
+        (BARE, ("torch", "mlx"), PlatformChoice("cpu", "torch", "cpu", "no NVIDIA GPU; torch on the CPU")),
         (BARE, ("mlx",),
-         Choice("mlx", "mlx", "auto", "no NVIDIA GPU and no torch; MLX on the CPU, which is slow")),
+         PlatformChoice("mlx", "mlx", "auto", "no NVIDIA GPU and no torch; MLX on the CPU, which is slow")),
     ],
 )  # fmt: skip
 def test_auto_chooses_what_suits_and_says_why(machine, names, expected):
@@ -53,7 +53,7 @@ def test_without_any_framework_the_line_that_installs_one_is_given(machine, extr
      ("numpy", "numpy", "auto")],
 )  # fmt: skip
 def test_what_is_asked_for_is_taken(asked, backend, device):
-    assert choose(asked, BARE) == Choice(asked, backend, device, "as asked")
+    assert choose(asked, BARE) == PlatformChoice(asked, backend, device, "as asked")
 
 
 @pytest.mark.parametrize("unknown", ["tpu", "cuda:", "cuda:a", "cuda:-1", "mlx:0", ""])

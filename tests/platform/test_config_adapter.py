@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.preflight.config_check import check_config
 from dualtune.testing.tiny_models import write_tiny_gpt2
 
@@ -59,7 +59,7 @@ def test_a_rank_stabilized_scale_is_shown(check, tmp_path):
 def test_a_run_from_an_adapter_of_another_scaling_is_refused(check, tmp_path):
     model = write_tiny_gpt2(tmp_path / "gpt2")
     tensors = {name: x + 0.01 for name, x in init_adapter({"transformer.h.0.attn.c_attn": (96, 32)}, 4, seed=0).items()}
-    spec = LoraSpec(4, 8.0, 0.0, ("c_attn",), "rank_stabilized")
+    spec = AdapterSpec(4, 8.0, 0.0, ("c_attn",), "rank_stabilized")
     write_adapter(tmp_path / "a", Adapter(spec, tensors))
     settings = ("data.max_length=128", f"adapter.init_from={tmp_path / 'a'}")
     assert check(model, *settings)[0]["start"].level == "ok"
@@ -77,7 +77,7 @@ def test_a_run_from_an_adapter_is_reported_and_estimated_with_that_adapter_s_ran
         for name, rows in {"q_proj": 4096, "v_proj": 1024}.items()
     }
     tensors = {name: x + 0.01 for name, x in init_adapter(shapes, 48, seed=0).items()}
-    write_adapter(tmp_path / "a", Adapter(LoraSpec(48, 96.0, 0.0, ("q_proj", "v_proj")), tensors))
+    write_adapter(tmp_path / "a", Adapter(AdapterSpec(48, 96.0, 0.0, ("q_proj", "v_proj")), tensors))
     settings = ("mistralai/Mistral-7B-Instruct-v0.3", "model.quantization=nf4", f"adapter.init_from={tmp_path / 'a'}")
     rows, memory = check(*settings)
     assert rows["start"].found == f"training continues from {tmp_path / 'a'}: rank 48, alpha 96"

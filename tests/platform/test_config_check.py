@@ -1,4 +1,4 @@
-"""What check-config says of a config: one test for each kind of thing that can be wrong, and what mends it."""
+"""What check-config says of a config: one test for each kind of thing that can be wrong, and what fixes it."""
 
 import json
 import shutil
@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from dualtune.checks import exit_code
-from dualtune.preflight.config_check import Report, check_config
+from dualtune.preflight.config_check import ConfigReport, check_config
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "dualtune" / "demo"
 
 
-def row(report: Report, name: str):
+def row(report: ConfigReport, name: str):
     """The one row of this name."""
     (found,) = [check for check in report.checks if check.name == name]
     return found
 
 
-def faults(report: Report) -> dict[str, int]:
+def faults(report: ConfigReport) -> dict[str, int]:
     """name -> exit code of what fails."""
     return {check.name: check.exit_code for check in report.checks if check.level == "fail"}
 
@@ -136,7 +136,7 @@ def test_the_platform_follows_the_machine(check, open_backend):
 def test_cuda_without_a_gpu_fails_and_names_the_way_to_check_for_another_machine(check):
     report = check(machine="cpu-64", platform="cuda")
     assert faults(report) == {"platform": 4}
-    assert "--machine" in row(report, "platform").mend
+    assert "--machine" in row(report, "platform").fix
     assert row(report, "memory").level == "skipped"
 
 
@@ -191,7 +191,7 @@ def test_a_directory_that_is_not_there_fails(check, name):
 def test_a_model_of_unknown_shape_is_advice_until_it_is_downloaded(check):
     report = check("model.name=some/model")
     assert (row(report, "model").level, exit_code(report.checks)) == ("advice", 0)
-    assert row(report, "model").mend == "hf download some/model --include '*.json'"
+    assert row(report, "model").fix == "hf download some/model --include '*.json'"
     assert (row(report, "memory").level, report.memory) == ("skipped", None)
 
 
@@ -249,7 +249,7 @@ def test_a_length_beyond_the_models_positions_is_advice_and_fails_where_they_are
     (model / "config.json").write_text(json.dumps(described | {key: 1024}))
     report = check(f"model.name={model}", "data.max_length=1025", "train.micro_batch_tokens=2048")
     assert (row(report, "length").level, exit_code(report.checks)) == (level, code)
-    assert row(report, "length").mend == "--set data.max_length=1024"
+    assert row(report, "length").fix == "--set data.max_length=1024"
     assert row(check(f"model.name={model}", "data.max_length=1024"), "length").level == "ok"
 
 
@@ -264,7 +264,7 @@ def test_targets_that_the_model_lacks_are_told(check):
 def test_data_that_are_not_there_fail(check):
     report = check("data.train=data/train.jsonl", "data.eval=data/valid.jsonl")
     assert faults(report) == {"data": 3, "eval data": 3}
-    assert row(report, "eval data").mend == "Put the data there, or name other data.eval"
+    assert row(report, "eval data").fix == "Put the data there, or name other data.eval"
     assert row(report, "steps").level == "skipped"
 
 

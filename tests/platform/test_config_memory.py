@@ -11,7 +11,7 @@ from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machines import named
-from dualtune.preflight.config_memory import Memory, memory_row
+from dualtune.preflight.config_memory import MemoryNeed, memory_row
 
 # machine, changes of the H100 config -> the settings that are named
 CASES = {
@@ -31,12 +31,12 @@ def look(machine: str, *overrides: str) -> Check:
     config = load_config(example_path("training_config_h100"), overrides)
     decoder = decoder_of(KNOWN[config.model.name])
     ask = ask_of(config, decoder, "torch", "cuda")
-    return memory_row(Memory(estimate(decoder, ask), budget(named(machine))), decoder, ask)
+    return memory_row(MemoryNeed(estimate(decoder, ask), budget(named(machine))), decoder, ask)
 
 
 def settings_of(row: Check) -> list[str]:
-    assert (row.level, row.exit_code) == ("fail", 4) and row.mend
-    return re.findall(r"--set (\S+)", row.mend)
+    assert (row.level, row.exit_code) == ("fail", 4) and row.fix
+    return re.findall(r"--set (\S+)", row.fix)
 
 
 @pytest.mark.parametrize(("machine", "overrides"), CASES)
@@ -64,4 +64,4 @@ def test_the_base_is_left_as_it_is_where_that_can_fit(machine, overrides):
 
 def test_where_nothing_fits_that_is_said():
     row = look("rtx-5080-16", "model.name=meta-llama/Llama-3.3-70B-Instruct")
-    assert not settings_of(row) and row.mend.startswith("Not even the shortest documents fit")
+    assert not settings_of(row) and row.fix.startswith("Not even the shortest documents fit")

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from dualtune.config.examples import example_path
-from dualtune.preflight.config_check import Report
+from dualtune.preflight.config_check import ConfigReport
 
 DEMO = Path(__file__).parents[2] / "dualtune" / "demo"
 
 
-def row(report: Report, name: str):
+def row(report: ConfigReport, name: str):
     """The one row of this name."""
     (found,) = [check for check in report.checks if check.name == name]
     return found
@@ -43,18 +43,18 @@ def test_the_documents_of_a_step_are_those_that_fit(check, tiny_llama, write_row
 
 
 @pytest.mark.parametrize(
-    ("overrides", "mend"),
+    ("overrides", "fix"),
     [
         (["train.documents_per_step=8"], "--set train.documents_per_step=null"),
         (["train.documents_per_step=null", "train.tokens_per_step=16384"], "--set train.tokens_per_step=auto"),
         (["train.documents_per_step=null"], "More rows, or --set train.epochs=4"),
     ],
 )
-def test_few_steps_are_told_with_a_way_to_more(check, tiny_llama, write_rows, qa_rows, overrides, mend):
+def test_few_steps_are_told_with_a_way_to_more(check, tiny_llama, write_rows, qa_rows, overrides, fix):
     here = [f"model.name={tiny_llama}", f"data.train={write_rows(qa_rows[:14])}"]
     steps = row(check(*here, *overrides), "steps")
     assert steps.level == "advice" and "; so few steps teach little" in steps.found
-    assert steps.mend is not None and steps.mend.startswith(mend)
+    assert steps.fix is not None and steps.fix.startswith(fix)
     assert row(check(*here, "train.documents_per_step=null", "train.epochs=12"), "steps").level == "ok"
 
 
@@ -77,4 +77,4 @@ def test_the_number_of_steps_is_that_of_the_run(check, tiny_llama, open_backend,
 
 def test_a_warm_up_longer_than_the_run_is_told(check, write_rows, qa_rows):
     report = check(f"data.train={write_rows(qa_rows)}", "train.warmup=3")
-    assert (row(report, "steps").level, row(report, "steps").mend) == ("advice", "--set train.warmup=1")
+    assert (row(report, "steps").level, row(report, "steps").fix) == ("advice", "--set train.warmup=1")

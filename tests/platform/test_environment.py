@@ -70,15 +70,15 @@ def test_versions_are_compared_as_numbers(found, least, enough):
 def test_a_package_must_be_there_and_new_enough(found, level):
     (check,) = package_checks([Requirement("peft>=0.7")], "pip install x", {"peft": found} if found else {})
     assert check.level == level
-    assert (check.mend is None) == (level == "ok")
+    assert (check.fix is None) == (level == "ok")
 
 
 def test_a_package_that_is_missing_or_old_comes_with_the_line_that_installs_it():
     missing, old = package_checks(
         [Requirement("peft>=0.7"), Requirement("mlx>=1")], "pip install 'dualtune[mlx]'", {"mlx": "0.30"}
     )
-    assert (missing.found, missing.mend) == ("not installed, peft>=0.7 is needed", "pip install 'dualtune[mlx]'")
-    assert (old.found, old.mend) == ("got 0.30, mlx>=1 is needed", "pip install --upgrade 'mlx>=1'")
+    assert (missing.found, missing.fix) == ("not installed, peft>=0.7 is needed", "pip install 'dualtune[mlx]'")
+    assert (old.found, old.fix) == ("got 0.30, mlx>=1 is needed", "pip install --upgrade 'mlx>=1'")
 
 
 @pytest.mark.parametrize(
@@ -144,20 +144,20 @@ def test_a_machine_with_everything_passes_for_its_target():
 def test_each_row_for_a_gpu(changes, row, level, word):
     check = only(cuda_checks(with_gpu(**changes), TARGETS["h100"], card_of("torch")), row)
     assert (check.level, word in check.found) == (level, True), check
-    assert check.mend or level != "fail"
+    assert check.fix or level != "fail"
 
 
 @pytest.mark.parametrize(
     ("changes", "older"),
     [({"cuda": "12.9"}, True), ({"capability": "7.0"}, True), ({"capability": "8.9"}, False)],
 )
-def test_a_torch_without_cuda_is_mended_by_the_wheels_that_this_driver_and_gpu_can_run(changes, older):
+def test_a_torch_without_cuda_is_fixed_by_the_wheels_that_this_driver_and_gpu_can_run(changes, older):
     check = only(
         cuda_checks(with_gpu(torch="2.13.0+cpu", built="none", **changes), TARGETS["rtx"], card_of("torch")),
         "CUDA of torch",
     )
     assert check.level == "fail"
-    assert ("whl/cu126" in check.mend) is older
+    assert ("whl/cu126" in check.fix) is older
 
 
 @pytest.mark.parametrize(("gb", "level"), [(8.6, "fail"), (11.9, "fail"), (12.9, "advice"), (16.1, "ok"), (25.8, "ok")])
@@ -169,7 +169,7 @@ def test_without_a_gpu_the_driver_s_words_are_the_only_row():
     machine = replace(named("cpu-64"), gpu_problem="NVML Shared Library Not Found")
     (check,) = cuda_checks(machine, TARGETS["h100"], card_of("torch"))
     assert (check.level, check.found) == ("fail", "NVML Shared Library Not Found")
-    assert "dualtune check-gpu" in check.mend
+    assert "dualtune check-gpu" in check.fix
 
 
 # --- Apple silicon ----------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_each_row_for_a_mac(changes, row, level):
 def test_a_python_under_rosetta_is_called_that():
     machine = replace(M4, arch="x86_64", surroundings=Surroundings(rosetta=True))
     (check,) = metal_checks(machine, TARGETS["m4"], card_of("mlx"))
-    assert check.level == "fail" and "Rosetta" in check.found and "setup_m4.sh" in check.mend
+    assert check.level == "fail" and "Rosetta" in check.found and "setup_m4.sh" in check.fix
     assert suited_target(machine) == "m4"
 
 
@@ -263,7 +263,7 @@ def test_a_directory_is_tried_by_writing_to_it_and_nothing_is_left(home):
 def test_a_directory_that_cannot_be_written_is_found(home):
     (home / "runs").write_text("a file where a directory should be")
     check = only(storage.directory_checks(home / "runs" / "first"), "run directory")
-    assert check.level == "fail" and "set run.dir" in check.mend and str(home / "runs") in check.found
+    assert check.level == "fail" and "set run.dir" in check.fix and str(home / "runs") in check.found
 
 
 # --- data, model, keys ------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_a_model_in_the_cache_is_whole_or_what_it_lacks_is_named(home, make_conf
     rows = storage.model_checks(make_config("x.jsonl", model="acme/tiny"))
     assert levels(rows) == expected
     failed = [check for check in rows if check.level == "fail"]
-    assert all(word in check.found and check.mend == "hf download acme/tiny" for check in failed)
+    assert all(word in check.found and check.fix == "hf download acme/tiny" for check in failed)
 
 
 def test_a_model_with_random_weights_needs_none(home, make_config):
@@ -331,7 +331,7 @@ def test_a_model_that_is_not_here_is_advice_online_and_a_failure_offline(home, m
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     (offline,) = storage.model_checks(config)
     assert (online.level, offline.level) == ("advice", "fail")
-    assert online.mend == "hf download acme/absent" and offline.mend == f"HF_HUB_OFFLINE=0 {online.mend}"
+    assert online.fix == "hf download acme/absent" and offline.fix == f"HF_HUB_OFFLINE=0 {online.fix}"
 
 
 def test_a_model_directory_that_is_not_there_is_a_failure(home, make_config):

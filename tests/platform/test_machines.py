@@ -76,7 +76,7 @@ def pair(first: str, second: str, *, visible=None):
 
 
 WSL = replace(MACHINES["cpu-64"], surroundings=Surroundings(wsl=True, wsl_driver=True))
-CROOKED = [  # what is wrong, machine, label, exit code, config, the rows that are no "ok", in words of the first mend
+CROOKED = [  # what is wrong, machine, label, exit code, config, the rows that are no "ok", in words of the first fix
     ("two cards, the small one first", pair("rtx-3060-12", "rtx-4090-24"), "low", 0, RTX16,
      {"GPU 0", "larger GPU"}, "export CUDA_VISIBLE_DEVICES=GPU-NVIDIA GeForce RTX 4090"),
     ("two cards, the large one first", pair("rtx-4090-24", "rtx-3060-12"), "adequate", 0, RTX24, set(), None),
@@ -118,16 +118,16 @@ def test_every_machine_is_in_the_table():
 
 
 @pytest.mark.parametrize(
-    ("machine", "label", "code", "config", "notable", "mend"),
+    ("machine", "label", "code", "config", "notable", "fix"),
     [row[1:] for row in CROOKED],
     ids=[row[0] for row in CROOKED],
 )
-def test_what_is_wrong_with_a_machine_is_a_row_with_what_mends_it(machine, label, code, config, notable, mend):
+def test_what_is_wrong_with_a_machine_is_a_row_with_what_fixes_it(machine, label, code, config, notable, fix):
     report = judge(machine)
     rows = {row.name: row for row in report.checks if row.level not in ("ok",)}
     assert (report.label, report.exit_code, report.config) == (label, code, config)
     assert notable <= rows.keys() and rows.keys() <= notable | {"config"}
-    assert mend is None or any(row.mend and mend in row.mend for row in rows.values())
+    assert fix is None or any(row.fix and fix in row.fix for row in rows.values())
 
 
 def test_the_largest_model_fits_and_the_next_longer_document_does_not():
@@ -174,7 +174,7 @@ def test_where_nothing_fits_no_model_is_named():
 def test_of_several_larger_gpus_the_largest_is_named():
     cards = [named(name).gpus[0] for name in ("t4", "l4", "h100-80", "a100-40")]
     rows = judge(replace(named("t4"), gpus=cards[:2], hidden_gpus=tuple(cards[2:]))).checks
-    assert next(row for row in rows if row.name == "larger GPU").mend.endswith("GPU-NVIDIA H100 80GB HBM3")
+    assert next(row for row in rows if row.name == "larger GPU").fix.endswith("GPU-NVIDIA H100 80GB HBM3")
 
 
 def test_an_unknown_machine_is_answered_with_those_that_there_are():

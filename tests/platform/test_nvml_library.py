@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs a C compiler"),
     pytest.mark.skipif(sys.platform != "linux", reason="pynvml loads libnvidia-ml.so.1"),
 ]
-ERRORS = [  # NVML's code, our word for it, what mends it
+ERRORS = [  # NVML's code, our word for it, what fixes it
     (18, "mismatch", "sudo reboot"),
     (9, "not loaded", "sudo modprobe nvidia"),
     (4, "no permission", "usermod -aG video,render"),
@@ -100,13 +100,13 @@ def test_an_empty_list_of_visible_gpus_is_named(check_gpu):
     assert row(report, "visibility")["mend"] == "unset CUDA_VISIBLE_DEVICES"
 
 
-@pytest.mark.parametrize(("number", "fault", "mend"), ERRORS)
-def test_a_driver_that_fails_is_told_by_its_code(check_gpu, number, fault, mend):
+@pytest.mark.parametrize(("number", "fault", "fix"), ERRORS)
+def test_a_driver_that_fails_is_told_by_its_code(check_gpu, number, fault, fix):
     code, report = check_gpu(FAKE_NVML_ERROR=str(number))
     assert (code, report["machine"]["gpu_fault"]) == (4, fault)
-    mends = [check["mend"] for check in report["checks"] if check["level"] == "fail" and check["mend"]]
+    fixes = [check["mend"] for check in report["checks"] if check["level"] == "fail" and check["mend"]]
     if not report["machine"]["surroundings"]["nvidia_card"]:  # a container without its card would be blamed
-        assert any(mend in text for text in mends)
+        assert any(fix in text for text in fixes)
 
 
 def test_without_a_library_there_is_no_driver(check_gpu):

@@ -1,4 +1,4 @@
-"""What stands in the way of a GPU: each problem is told from its neighbours, with the command that mends it."""
+"""What stands in the way of a GPU: each problem is told from its neighbours, with the command that fixes it."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def at(fault="no library", **around):
     return replace(BARE, gpu_fault=fault, surroundings=Surroundings(**around))
 
 
-CASES = [  # machine, the name and level of the only row, words of what is found, words of what mends it
+CASES = [  # machine, the name and level of the only row, words of what is found, words of what fixes it
     (at(**CARD), "driver", "fail", "no driver (NVML says)", "sudo ubuntu-drivers install"),
     (at("not loaded", **CARD), "driver", "fail", "has not loaded it", "sudo modprobe nvidia"),
     (at("mismatch"), "driver", "fail", "was updated while an older one is loaded", "sudo reboot"),
@@ -54,11 +54,11 @@ CASES = [  # machine, the name and level of the only row, words of what is found
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("machine", "name", "level", "found", "mend"), CASES)
-def test_a_problem_is_named_alone_with_what_mends_it(machine, name, level, found, mend):
+@pytest.mark.parametrize(("machine", "name", "level", "found", "fix"), CASES)
+def test_a_problem_is_named_alone_with_what_fixes_it(machine, name, level, found, fix):
     (row,) = problems(machine)
     assert (row.name, row.level) == (name, level)
-    assert found in row.found and mend in row.mend
+    assert found in row.found and fix in row.fix
 
 
 @pytest.mark.parametrize(

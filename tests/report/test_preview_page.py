@@ -13,7 +13,7 @@ import pytest
 
 from dualtune.data.preview.samples import Sample
 from dualtune.data.preview.survey import Bar, Lengths, ShownToken, SourceNumbers, Survey
-from dualtune.data.preview.turns import Part, Turn
+from dualtune.data.preview.turns import Turn, TurnPart
 from dualtune.report.preview_page import FOLDED, Page, preview_page
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>\" ' & </style> \x1b[31m"
@@ -28,13 +28,14 @@ def tokens(text, trained=False, special=False):
 
 def sample(line, *kinds, text=SAID, lost=0, twin=None, repeat=1):
     turns = [
-        Turn("template", [Part("tools", tokens('{"name": "f"}'))]),
-        Turn("user", [Part("frame", tokens("<|start|>", special=True)), Part("content", tokens(text))]),
+        Turn("template", [TurnPart("tools", tokens('{"name": "f"}'))]),
+        Turn("user", [TurnPart("frame", tokens("<|start|>", special=True)), TurnPart("content", tokens(text))]),
         Turn("assistant", [
-            Part("content", tokens(f"{text} " * repeat, trained=True)), Part("call", tokens('{"f": 1}', trained=True)),
-            Part("frame", tokens("<|end|>", trained=True, special=True)),
+            TurnPart("content", tokens(f"{text} " * repeat, trained=True)),
+            TurnPart("call", tokens('{"f": 1}', trained=True)),
+            TurnPart("frame", tokens("<|end|>", trained=True, special=True)),
         ]),
-        Turn("tool", [Part("content", tokens("x" * 300))]),
+        Turn("tool", [TurnPart("content", tokens("x" * 300))]),
     ]  # fmt: skip
     number = sum(len(part.tokens) for turn in turns for part in turn.parts)
     return Sample(f"{LONG}:{line}", frozenset(kinds), turns, number, 3, lost, twin)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.optimizer import OptimizerSpec
@@ -34,7 +34,7 @@ def load(open_backend):
     backend = open_backend("torch")
 
     def load_(model_dir, quantization="auto", dtype="float32", init="pretrained", kernels="auto"):
-        spec = LoraSpec(4, 6.0, 0.0, ("all-linear",))
+        spec = AdapterSpec(4, 6.0, 0.0, ("all-linear",))
         return backend.load(
             LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=4, kernels=kernels)
         )
@@ -239,7 +239,7 @@ def test_no_more_than_one_weight_is_unpacked_at_a_time(load, tmp_path, monkeypat
 
     for module in (affine, frozen):
         monkeypatch.setattr(module, "dequantize", watched)
-    engine.forward_backward(BATCH, num_targets=BATCH.num_targets)
+    engine.forward_backward(BATCH, divisor=BATCH.num_targets)
     least = 14 + 1 + 11  # forward, head, and backward: below the first three adapters nothing is asked for
     assert len(others) >= least and max(others) == 0
 

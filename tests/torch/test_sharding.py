@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.numpy import load_file
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 
 def request(model, asked, quantization="none"):
-    spec = LoraSpec(2, 4.0, 0.0, ("all-linear",))
+    spec = AdapterSpec(2, 4.0, 0.0, ("all-linear",))
     return LoadRequest(model, "float32", quantization, "pretrained", spec, OptimizerSpec(), seed=0, sharding=asked)
 
 

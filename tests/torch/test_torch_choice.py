@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -21,7 +21,7 @@ from dualtune_torch.kernels import choose, compiled  # noqa: E402
 
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 PACKED = pack(DOCUMENTS, [[2, 0, 3], [1]])
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("all-linear",))
 SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
@@ -111,7 +111,7 @@ def test_fused_is_all_or_an_error_that_names_the_rest(load):
 
 def test_without_a_compiler_the_rest_is_fast_and_it_is_said(load, monkeypatch):
     monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
-    monkeypatch.setattr(compiled, "fuse", lambda function: broken)
+    monkeypatch.setattr(compiled, "compile_function", lambda function: broken)
     engine = load("Llama")
     assert used(engine) == ALL
     assert "nothing is compiled (torch.compile: no C++ compiler)" in engine.description.kernels
@@ -194,7 +194,7 @@ def kept_bytes(engine):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    engine._noise.noise_BT = torch.from_numpy(PACKED.noise_BT.view(np.int32))
+    engine._noise.dropout_seeds_BT = torch.from_numpy(PACKED.dropout_seeds_BT.view(np.int32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         loss = engine._loss_sum(PACKED)
     weights = {w.untyped_storage().data_ptr() for w in engine.model.state_dict().values()}

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -16,7 +16,7 @@ from dualtune.testing.tiny_models import random_batch, write_tiny_llama
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.1, targets=("q_proj", "o_proj", "down_proj"))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.1, targets=("q_proj", "o_proj", "down_proj"))
 BATCH = random_batch([9, 16, 5, 12], 96)
 
 
@@ -47,7 +47,7 @@ def base_bytes(engine):
 def train(engine, steps=3):
     for seed in range(steps):
         batch = random_batch([9, 16], 96, seed=seed)
-        engine.forward_backward(batch, num_targets=batch.num_targets)
+        engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
 
 
@@ -67,7 +67,7 @@ def test_the_adapter_alone_is_trained(model_dir, load):
     before = base_bytes(engine)
     train(engine)
     batch = random_batch([9, 16], 96)
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     trained = {n: p for n, p in engine.model.named_parameters() if p.requires_grad}
     config = json.loads((model_dir / "config.json").read_text())
     assert len(trained) == 2 * len(SPEC.targets) * config["num_hidden_layers"]
@@ -81,7 +81,7 @@ def test_master_weights_are_float32_whatever_the_model_computes_in(load, tmp_pat
     """A step of 1e-7 is lost in bfloat16 numbers, and kept here."""
     engine = load(write_tiny_llama(tmp_path / "model"), dtype="bfloat16")
     before = engine.adapter_state()
-    engine.forward_backward(BATCH, num_targets=BATCH.num_targets)
+    engine.forward_backward(BATCH, divisor=BATCH.num_targets)
     engine.optim_step(lr=1e-7, max_grad_norm=None)
     moved = [n for n, w in engine.adapter_state().items() if "lora_B" in n and not np.array_equal(w, before[n])]
     assert len(moved) == 6
@@ -100,7 +100,7 @@ def test_a_step_is_made_without_waiting_for_the_device(load, tmp_path):
     names = []
     engine = load(write_tiny_llama(tmp_path / "model"))
     for max_norm in (None, 1.0):
-        engine.forward_backward(BATCH, num_targets=BATCH.num_targets)
+        engine.forward_backward(BATCH, divisor=BATCH.num_targets)
         with Operations():
             output = engine.optim_step(lr=1e-2, max_grad_norm=max_norm)
     assert any("_fused_adamw_" in name for name in names)

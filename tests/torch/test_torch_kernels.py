@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,16 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from dualtune_torch.adapter import AdapterBuffer  # noqa: E402
 from dualtune_torch.kernels import attention, blocks, compiled, cross_entropy  # noqa: E402
 from dualtune_torch.kernels.lora import add_groups  # noqa: E402
-from dualtune_torch.lora import LoRALinear, Noise  # noqa: E402
+from dualtune_torch.lora import DropoutSeeds, LoRALinear  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLOSE = {"float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # relative, by norm
-FUSE = {"plain": lambda function: function, "compiled": compiled.fuse}
+COMPILE = {"plain": lambda function: function, "compiled": compiled.compile_function}
 
 
-@pytest.fixture(params=FUSE)
-def fuse(request):
-    return FUSE[request.param]
+@pytest.fixture(params=COMPILE)
+def maybe_compile(request):
+    return COMPILE[request.param]
 
 
 @pytest.fixture(params=DTYPES)
@@ -71,14 +71,14 @@ def segments_of(rows):
     ],
 )  # fmt: skip
 def test_attention_inside_documents_is_the_masked_one(rows, heads, groups, window, cap, how, dtype):
-    segments, fuse = segments_of(rows), FUSE[how]
+    segments, maybe_compile = segments_of(rows), COMPILE[how]
     B, T, d = *segments.shape, 8
     shapes = [(B, T, heads, d), (B, T, groups, d), (B, T, groups, d)]
     inputs = [randn(*shape, seed=i, dtype=dtype).transpose(1, 2) for i, shape in enumerate(shapes)]
     real = torch.from_numpy(segments > 0)[..., None, None]
     weights = randn(B, T, heads, d, seed=9) * real  # nothing is asked of the padding
     found, expected = [leaf(x) for x in inputs], [leaf(x.float()) for x in inputs]
-    where = attention.Documents.of(segments, torch.device("cpu"), fuse)
+    where = attention.DocumentBorders.of(segments, torch.device("cpu"), maybe_compile)
     out, _ = attention.attend(
         torch.nn.Module(), *found, None, scaling=0.3, sliding_window=window, softcap=cap, documents=where
     )
@@ -104,7 +104,7 @@ def test_attention_does_no_work_between_documents():
 
     def work(rows):
         segments = segments_of(rows)
-        where = attention.Documents.of(segments, torch.device("cpu"), FUSE["plain"])
+        where = attention.DocumentBorders.of(segments, torch.device("cpu"), COMPILE["plain"])
         q, k, v = (leaf(randn(1, 2, segments.shape[1], 8)) for _ in range(3))
         with FlopCounterMode(display=False, custom_mapping={FLASH: flash_flop}) as counter:
             out, _ = attention.attend(torch.nn.Module(), q, k, v, None, documents=where)
@@ -124,13 +124,13 @@ def test_products_come_again_in_the_same_shapes():
 
     def shapes(lengths, chunk):
         segments = segments_of([[*lengths, 50]])
-        where = attention.Documents.of(segments, torch.device("cpu"), FUSE["plain"])
+        where = attention.DocumentBorders.of(segments, torch.device("cpu"), COMPILE["plain"])
         q, k, v = (leaf(randn(1, 2, segments.shape[1], 8)) for _ in range(3))
         hidden, labels = leaf(randn(chunk, 8)), torch.arange(chunk)
         with Products() as products:
             out, _ = attention.attend(torch.nn.Module(), q, k, v, None, documents=where)
             out.sum().backward()
-            cross_entropy.LinearCrossEntropy.apply(hidden, randn(300, 8), None, labels, None, FUSE["plain"])
+            cross_entropy.LinearCrossEntropy.apply(hidden, randn(300, 8), None, labels, None, COMPILE["plain"])
         return products.shapes
 
     assert shapes([33, 40, 47], 17) == shapes([48, 34, 41], 30)
@@ -154,7 +154,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "value"), [("s_aux", "sinks"), ("position_bias", "slopes"), ("dropout", 0.1)])
 def test_what_attention_does_not_know_is_refused(name, value):
-    where = attention.Documents.of(segments_of([[4]]), torch.device("cpu"), FUSE["plain"])
+    where = attention.DocumentBorders.of(segments_of([[4]]), torch.device("cpu"), COMPILE["plain"])
     q = randn(1, 1, 4, 8)
     with pytest.raises(attention.NotCovered, match=f"Module asks for more .*{name}"):
         attention.attend(torch.nn.Module(), q, q, q, None, documents=where, **{name: value})
@@ -165,13 +165,13 @@ def test_what_attention_does_not_know_is_refused(name, value):
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 131])
 @pytest.mark.parametrize(("bias", "cap"), [(False, None), (True, None), (False, 3.0)], ids=["", "bias", "cap"])
-def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, fuse, monkeypatch):
+def test_the_loss_in_chunks_is_the_plain_one(rows, bias, cap, dtype, maybe_compile, monkeypatch):
     monkeypatch.setitem(cross_entropy.LOSS_ROWS, "cpu", 13)
     hidden, head = randn(rows, 24, dtype=dtype), randn(97, 24, seed=1, dtype=dtype)
     offsets = randn(97, seed=2, dtype=dtype) if bias else None
     labels = torch.arange(rows) * 31 % 97
     a, b = leaf(hidden), leaf(hidden.float())
-    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, cap, fuse)
+    loss = cross_entropy.LinearCrossEntropy.apply(a, head, offsets, labels, cap, maybe_compile)
     plain = cross_entropy.reference(b, head.float(), offsets.float() if bias else None, labels, cap)
     assert loss.dtype == torch.float32
     assert gap(loss, plain) <= CLOSE[dtype]
@@ -192,9 +192,9 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 
     hidden, head = leaf(randn(160, 8)), randn(500, 8)
     with Sizes():
-        loss = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(160), None, FUSE["plain"])
+        loss = cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(160), None, COMPILE["plain"])
         loss.backward()
-        cross_entropy.target_logprobs(hidden, head, None, torch.arange(160), None, FUSE["plain"])
+        cross_entropy.target_logprobs(hidden, head, None, torch.arange(160), None, COMPILE["plain"])
     assert 16 * 500 in sizes
     assert max(sizes) == 16 * 500
 
@@ -202,7 +202,7 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch):
 def test_the_loss_alone_takes_half_the_products():
     hidden, head = randn(48, 8), randn(500, 8)
     with FlopCounterMode(display=False) as counter:
-        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(48), None, FUSE["plain"])
+        cross_entropy.LinearCrossEntropy.apply(hidden, head, None, torch.arange(48), None, COMPILE["plain"])
     assert counter.get_total_flops() == 2 * 48 * 8 * 500
 
 
@@ -213,7 +213,7 @@ WIDTHS = {"q_proj": 24, "k_proj": 8, "v_proj": 8}  # outputs
 
 def make_layers(dtype, *, dropout=0.0, bias=False, rank=3, inputs=40):
     """Two copies of three layers with the same weights: plain ones, and a group with its buffer."""
-    noise, sides = Noise(), []
+    seeds, sides = DropoutSeeds(), []
     for _ in range(2):
         layers = {}
         for i, (name, out) in enumerate(WIDTHS.items()):
@@ -222,17 +222,17 @@ def make_layers(dtype, *, dropout=0.0, bias=False, rank=3, inputs=40):
             if bias:
                 base.bias.copy_(randn(out, seed=30 + i))
             path = f"model.layers.0.self_attn.{name}"
-            layers[path] = LoRALinear(base.to(DTYPES[dtype]), path, LoraSpec(rank, 2.0 * rank, dropout, ()), noise)
+            layers[path] = LoRALinear(base.to(DTYPES[dtype]), path, AdapterSpec(rank, 2.0 * rank, dropout, ()), seeds)
         buffer = AdapterBuffer(layers, torch.device("cpu"), DTYPES[dtype])
         for i, layer in enumerate(layers.values()):
             layer.lora_A.data.copy_(randn(rank, inputs, seed=10 + i))
             layer.lora_B.data.copy_(randn(layer.base.out_features, rank, seed=20 + i))
         buffer.refresh()
         sides.append((list(layers.values()), buffer))
-    return noise, *sides
+    return seeds, *sides
 
 
-def run(layers, x, noise):
+def run(layers, x, seeds):
     """The outputs, added up with weights of their own, and the gradient by x."""
     x = leaf(x)
     outputs = [layer(x) for layer in layers]
@@ -243,12 +243,12 @@ def run(layers, x, noise):
 @pytest.mark.parametrize("dropout", [0.0, 0.3, 0.05])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 7), (1, 33)])
-def test_a_group_computes_what_its_layers_do(shape, bias, dropout, dtype, fuse):
-    noise, (plain, _), (layers, buffer) = make_layers(dtype, dropout=dropout, bias=bias)
-    add_groups(paths(layers), buffer, fuse)
-    noise.noise_BT = torch.from_numpy(np.random.default_rng(0).integers(-(1 << 31), 1 << 31, shape).astype(np.int32))
+def test_a_group_computes_what_its_layers_do(shape, bias, dropout, dtype, maybe_compile):
+    seeds, (plain, _), (layers, buffer) = make_layers(dtype, dropout=dropout, bias=bias)
+    add_groups(paths(layers), buffer, maybe_compile)
+    seeds.seeds_BT = torch.from_numpy(np.random.default_rng(0).integers(-(1 << 31), 1 << 31, shape).astype(np.int32))
     x = randn(*shape, 40, seed=50, dtype=dtype)
-    (expected, dx_plain), (found, dx) = run(plain, x, noise), run(layers, x, noise)
+    (expected, dx_plain), (found, dx) = run(plain, x, seeds), run(layers, x, seeds)
     for y, z in zip(found, expected, strict=True):
         assert gap(y, z) <= CLOSE[dtype]
     assert gap(dx, dx_plain) <= CLOSE[dtype]
@@ -268,9 +268,9 @@ def addmm_flop(y, a, b, **options):
 
 
 def make_group(**options):
-    noise, (plain, _), (layers, buffer) = make_layers("float32", **options)
-    add_groups(paths(layers), buffer, FUSE["plain"])
-    return noise, plain, layers
+    seeds, (plain, _), (layers, buffer) = make_layers("float32", **options)
+    add_groups(paths(layers), buffer, COMPILE["plain"])
+    return seeds, plain, layers
 
 
 def test_layers_of_a_group_may_be_called_alone_and_with_other_inputs():
@@ -308,10 +308,10 @@ def test_the_backward_pass_takes_the_least_work():
 
 
 def test_a_group_keeps_its_input_once_and_no_mask():
-    """Saved for the backward pass: the dropped x [M, in], u [M, 3r] and the noise [M]. Plain layers keep far more."""
+    """Saved for the backward pass: the dropped x [M, in], u [M, 3r] and the seeds [M]. Plain layers keep far more."""
     tokens = 64
-    noise, plain, layers = make_group(dropout=0.3)
-    noise.noise_BT = torch.arange(tokens, dtype=torch.int32)[None]
+    seeds, plain, layers = make_group(dropout=0.3)
+    seeds.seeds_BT = torch.arange(tokens, dtype=torch.int32)[None]
 
     def saved(layers):
         kept = {}
@@ -335,14 +335,14 @@ def test_a_group_keeps_its_input_once_and_no_mask():
 
 
 @pytest.mark.parametrize("r", [8, 4], ids=["all channels", "half of them"])
-def test_rotation_and_its_gradient_are_those_of_transformers(r, dtype, fuse):
+def test_rotation_and_its_gradient_are_those_of_transformers(r, dtype, maybe_compile):
     from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
     angles = torch.arange(10)[None, :, None] / 3.0 ** torch.arange(r // 2)
     cos, sin = (torch.cat((f(angles), f(angles)), -1).to(DTYPES[dtype]) for f in (torch.cos, torch.sin))
     inputs = [randn(1, 10, heads, 8, seed=heads, dtype=dtype).transpose(1, 2) for heads in (4, 2)]
     found, expected = [leaf(x) for x in inputs], [leaf(x.float()) for x in inputs]
-    ours = blocks.rotate_both(*found, cos, sin, fuse=fuse)
+    ours = blocks.rotate_both(*found, cos, sin, maybe_compile=maybe_compile)
     theirs = apply_rotary_pos_emb(*expected, cos.float(), sin.float())
     for y, z in zip(ours, theirs, strict=True):
         assert gap(y, z) <= CLOSE[dtype]
@@ -373,7 +373,7 @@ def test_compiled_norms_and_mlps_are_the_plain_ones(kind, dtype):
     for part, install in ((layer.input_layernorm, blocks.compile_norms), (layer.mlp, blocks.compile_mlps)):
         x, y = (leaf(randn(2, 7, 24, dtype=dtype)) for _ in range(2))
         plain = part(x)
-        assert install(layer, compiled.fuse)
+        assert install(layer, compiled.compile_function)
         fused = part(y)
         assert "forward" in part.__dict__
         assert gap(fused, plain) <= CLOSE[dtype]

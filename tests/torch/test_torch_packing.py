@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
@@ -17,7 +17,7 @@ from dualtune.train.packing import check_packing
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-SPEC = LoraSpec(rank=4, alpha=6.0, dropout=0.0, targets=("q_proj", "o_proj", "down_proj"))
+SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("q_proj", "o_proj", "down_proj"))
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 ROWS = [[2, 0, 3], [1]]
 SHAPE = {
@@ -72,7 +72,7 @@ def assert_packed_is_separate(engine):
 
 def slope(engine, batch):
     engine.model.zero_grad(set_to_none=False)
-    engine.forward_backward(batch, num_targets=batch.num_targets)
+    engine.forward_backward(batch, divisor=batch.num_targets)
     return {name: p.grad.numpy() for name, p in engine.model.named_parameters() if p.requires_grad}
 
 

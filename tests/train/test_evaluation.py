@@ -3,7 +3,7 @@
 import numpy as np
 
 from dualtune.backend import LossSum
-from dualtune.data.batching.batches import Layout
+from dualtune.data.batching.batches import SequenceLayout
 from dualtune.data.documents import in_memory
 from dualtune.evaluate.evaluation import evaluate
 
@@ -32,7 +32,7 @@ class Lazy:
 def test_a_loss_is_read_when_the_next_micro_batch_is_on_the_device():
     engine = Engine()
     documents = in_memory([(np.arange(8, dtype=np.int32), np.ones(8, bool))] * 3)
-    record = evaluate(engine, documents, Layout(max_tokens=32))
+    record = evaluate(engine, documents, SequenceLayout(max_tokens=32))
     assert engine.log == [("queued", 0), ("queued", 1), ("read", 0), ("read", 1)]
     assert record.eval_targets == 3 * 7
     assert record.eval_loss == (0.5 * 14 + 1.0 * 7) / 21

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import Model, chooser, load_model, stream_text
+from dualtune.evaluate.inference import LoadedModel, chooser, load_model, stream_text
 
 STORY = "Once upon a time, there was a little girl"
 GREEDY = " named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
@@ -65,7 +65,7 @@ def test_pieces_join_to_the_whole_and_split_no_character():
         def generate(self, prompt, *, choose):
             yield from "aé€!".encode()
 
-    model = Model(Engine(), Bytes())
+    model = LoadedModel(Engine(), Bytes())
     pieces = list(stream_text(model, np.zeros(1, int), max_tokens=9))
     assert [piece for piece in pieces if piece] == ["a", "é", "€", "!"]
 
@@ -145,7 +145,7 @@ def test_the_end_of_the_answer_is_not_shown(torch_model, stop):
                     return
                 yield token
 
-    model = Model(Scripted(), torch_model.tokenizer)
+    model = LoadedModel(Scripted(), torch_model.tokenizer)
     assert generated(model, "Hi", max_tokens=20) == "ok"
 
 

@@ -53,7 +53,7 @@ def case(request, tmp_path):
 
 def gradient_of(engine, batch, objective):
     """(the objective's value, its gradient) divided by 2.0, read from AdamW's first moment."""
-    value = add_gradient(engine, batch, objective, num_targets=2.0)
+    value = add_gradient(engine, batch, objective, divisor=2.0)
     engine.optim_step(lr=0.0, max_grad_norm=None)
     first = 1 - OPTIMIZERS["adamw"].defaults["beta1"]  # of the gradient, in the moment after one update
     return value, {n: m.astype(np.float64) / first for n, m in engine.optimizer_state().slots["m"].items()}

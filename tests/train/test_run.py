@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.config import load_config
-from dualtune.data.batching.batches import Layout, micro_batches
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import Data
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, NonFiniteError
@@ -81,7 +81,7 @@ def test_the_losses_are_those_of_an_independent_forward_pass(lab, rows_of):
     oracle = (softmax_oracle if lab.backend.name == "numpy" else llama_oracle)(lab.model)
     expected = []
     for documents in Data(lab.config(data__eval=0.25)).train_and_eval(Tokenizer(lab.model)):
-        batches = [micro_batches(documents, [i], Layout(64), seed=0, step=0)[0] for i in range(len(documents))]
+        batches = [micro_batches(documents, [i], SequenceLayout(64), seed=0, step=0)[0] for i in range(len(documents))]
         total = sum(loss_of(oracle(batch, {}, 1.0), batch) for batch in batches)
         expected.append(total / sum(batch.num_targets for batch in batches))
     steps, evals = rows_of(result.run_dir)
@@ -103,7 +103,7 @@ def test_with_message_weights_the_loss_is_the_weighted_mean(lab, write_rows, row
     expected = []
     for documents in Data(lab.config(data__eval=0.25)).train_and_eval(Tokenizer(lab.model)):
         assert documents.has_message_weights
-        batches = [micro_batches(documents, [i], Layout(64), seed=0, step=0)[0] for i in range(len(documents))]
+        batches = [micro_batches(documents, [i], SequenceLayout(64), seed=0, step=0)[0] for i in range(len(documents))]
         total = sum(loss_of(oracle(batch, {}, 1.0), batch) for batch in batches)
         expected.append(total / sum(batch.total_weight for batch in batches))
     steps, evals = rows_of(result.run_dir)
@@ -172,12 +172,12 @@ def test_the_micro_batch_does_not_change_the_losses(lab, rows_of):
 
 
 def test_dropout_is_another_at_every_step(lab):
-    """Two epochs of one step each: the same documents with other noise, and the same noise when asked again."""
+    """Two epochs of one step each: the same documents with other seeds, and the same seeds when asked again."""
     prepared = prepare(lab.config(train__documents_per_step=16, train__micro_batch_tokens=4096), lab.backend)
     first, second, again = (prepared.batches(step)[0] for step in (0, 1, 0))
     assert sorted(first.tokens_BT.tolist()) == sorted(second.tokens_BT.tolist())
-    assert not set(first.noise_BT[first.segments_BT > 0]) & set(second.noise_BT[second.segments_BT > 0])
-    assert first.noise_BT.tolist() == again.noise_BT.tolist()
+    assert not set(first.dropout_seeds_BT[first.segments_BT > 0]) & set(second.dropout_seeds_BT[second.segments_BT > 0])
+    assert first.dropout_seeds_BT.tolist() == again.dropout_seeds_BT.tolist()
 
 
 def test_training_lowers_the_loss(lab):

@@ -42,14 +42,14 @@ TRAPS = [b"\x80\x04.", b"PK\x03\x04", b"#!/bin/sh", b'{"auto_map": {}}', b"\x7fE
 def seeds() -> list[bytes]:
     """A bundle of an adapter and one of a checkpoint, made by another process so that its memory is not counted."""
     from dualtune.adapter.formats.directory import Adapter, write_adapter
-    from dualtune.adapter.spec import LoraSpec, init_adapter
+    from dualtune.adapter.spec import AdapterSpec, init_adapter
     from dualtune.transfer.bundles.pack import pack
 
     golden = Path(__file__).parents[1] / "golden" / "checkpoint_v1"
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         tensors = {n: x + 1 for n, x in init_adapter({"m.layers.0.q_proj": (4, 4)}, 2, seed=0).items()}
-        write_adapter(place / "a", Adapter(LoraSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
+        write_adapter(place / "a", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
         step = json.loads((golden / "MANIFEST.json").read_text())["step"]
         shutil.copytree(golden, place / "run" / "checkpoints" / f"step-{step:08d}")
         config = json.loads((golden / "state.json").read_text())["config"]

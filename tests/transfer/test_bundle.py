@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.data.tokens.tokenizer import TOKENIZER_FILES
 from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.optimizer import OPTIMIZERS
@@ -33,7 +33,7 @@ def adapter(tmp_path):
     """A directory with a base model that lies in somebody's home."""
     tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=0)
     tensors = {name: x + np.float32(1) for name, x in tensors.items()}
-    write_adapter(tmp_path / "a", Adapter(LoraSpec(2, 4, 0.0, ("q_proj",)), tensors, "/home/somebody/models/base"))
+    write_adapter(tmp_path / "a", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, "/home/somebody/models/base"))
     return tmp_path / "a"
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen (OpenSSH's client)")
 
@@ -17,7 +17,7 @@ def place(tmp_path):
     """An adapter, keys of alice and mallory, and a file that allows alice's."""
     tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=0)
     tensors = {name: x + np.float32(1) for name, x in tensors.items()}
-    write_adapter(tmp_path / "adapter", Adapter(LoraSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
+    write_adapter(tmp_path / "adapter", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, "org/base"))
     for name in ("alice", "mallory"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", tmp_path / name]
         subprocess.run(command, check=True)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
-from dualtune.adapter.spec import LoraSpec, init_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.config import parse_config
 from dualtune.transfer.bundles.bundle import inspect
 from dualtune.transfer.remotes.model_card import card
@@ -141,7 +141,7 @@ def hub(tmp_path, python):
 def adapter(tmp_path):
     def write(name="a", seed=0, layout="dual"):
         tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=seed)
-        spec = LoraSpec(2, 4, 0.0, ("q_proj",))
+        spec = AdapterSpec(2, 4, 0.0, ("q_proj",))
         metadata = {"training": TRAINING, "base": {"name": "Qwen/Qwen3-0.6B"}}
         write_adapter(tmp_path / name, Adapter(spec, tensors, "Qwen/Qwen3-0.6B"), layout=layout, metadata=metadata)
         return tmp_path / name
@@ -250,7 +250,7 @@ def test_the_card_says_what_was_recorded_and_nothing_else(adapter):
 
 def test_a_card_of_what_was_not_recorded_invents_nothing(tmp_path):
     tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=0)
-    write_adapter(tmp_path / "a", Adapter(LoraSpec(2, 4, 0.0, ("q_proj",)), tensors, None), layout="peft")
+    write_adapter(tmp_path / "a", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, None), layout="peft")
     (tmp_path / "a" / "dualtune.json").unlink()
     text = card("me/tiny", read_adapter(tmp_path / "a"), None)
     assert "Nothing was recorded." in text and "base model that was not recorded" in text

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualtune.validate.plan import Place, Plan, plan
+from dualtune.validate.plan import Plan, ValidationSetup, plan
 from dualtune.validate.run import run_tier
 from dualtune.validate.tiers import TIERS
 
@@ -28,12 +28,12 @@ class FaultyBackend:
 def place(open_backend, tmp_path):
     """Where tiers run, on a backend by name."""
 
-    def make(name: str, *, engine=None, change=None, random_weights=False) -> Place:
+    def make(name: str, *, engine=None, change=None, random_weights=False) -> ValidationSetup:
         backend = open_backend(name)
         before_bytes = backend.memory().used_bytes
         if engine or change:
             backend = FaultyBackend(backend, engine or (lambda inner: inner), change or (lambda request: request))
-        return Place(PLATFORMS[name], backend, tmp_path / "out", random_weights, before_bytes)
+        return ValidationSetup(PLATFORMS[name], backend, tmp_path / "out", random_weights, before_bytes)
 
     return make
 

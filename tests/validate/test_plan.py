@@ -15,7 +15,7 @@ from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import Budget
 from dualtune.validate.concepts import KEYWORDS, NUM_KEYWORDS, NUM_ROWS, rows, write_rows
 from dualtune.validate.memory import compare
-from dualtune.validate.plan import DEMO_MODEL, Place, free_directory, plan, random_model
+from dualtune.validate.plan import DEMO_MODEL, ValidationSetup, free_directory, plan, random_model
 from dualtune.validate.tiers import ALL, TIERS, tiers_of
 
 STEPS = {"quick": 10, "convergence": 100, "memory": 50, "extended": 500, "full": 1000}
@@ -35,7 +35,7 @@ class OnGpu:
 
 @pytest.fixture
 def on_gpu(tmp_path):
-    return Place("cuda", OnGpu(), tmp_path / "out")
+    return ValidationSetup("cuda", OnGpu(), tmp_path / "out")
 
 
 def settings(config) -> dict:
@@ -147,7 +147,7 @@ def test_the_buffer_is_what_is_free_less_what_is_needed():
 def test_a_machine_that_is_short_is_never_said_to_have_a_negative_buffer():
     check = compare(Budget(1_500_000_000, "of 2 GB"), 2_000_000_001)
     assert (check.level, check.exit_code) == ("fail", 4)
-    assert check.found == "1500 MB free, 2001 MB needed → short by 501 MB (of 2 GB)" and check.mend
+    assert check.found == "1500 MB free, 2001 MB needed → short by 501 MB (of 2 GB)" and check.fix
     assert compare(Budget(2_000_000_000, ""), 2_000_000_000).found.startswith(
         "2000 MB free, 2000 MB needed → 0 MB buffer"
     )

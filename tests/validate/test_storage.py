@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.adapter.spec import LoraSpec
+from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.optimizer import OptimizerSpec
 from dualtune.validate.plan import DEMO_MODEL
@@ -28,7 +28,7 @@ def affine4(count: int) -> int:
      ("mlx", "affine8", lambda count: affine4(count) + count // 2), ("mlx", "none", lambda count: 4 * count)],
 )  # fmt: skip
 def test_the_weights_under_an_adapter_take_what_their_format_takes(open_backend, name, quantization, num_bytes):
-    spec = LoraSpec(8, 16, 0.0, ("q_proj", "v_proj"))
+    spec = AdapterSpec(8, 16, 0.0, ("q_proj", "v_proj"))
     request = LoadRequest(DEMO_MODEL, "auto", quantization, "pretrained", spec, OptimizerSpec(), 1)
     assert open_backend(name).load(request).description.adapted_weights == {
         "layers": len(LAYERS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualtune.card import Card, Device, Launch, Memory, Package, Twin
+from dualtune.card import Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, memory
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 
@@ -28,7 +28,7 @@ CARD = Card(
     },
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
-    memory=Memory(memory.parts, borders=(ATTENTION_CHUNK,)),
+    memory=MemoryFormulas(memory.parts, borders=(ATTENTION_CHUNK,)),
     launches=(Launch(("mlx",), "mlx.launch", ("mlx",)),),
     problems=checks.problems,
     environment=checks.environment,

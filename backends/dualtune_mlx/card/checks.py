@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dualtune.checks import Check
 from dualtune.platform.machine import Machine
-from dualtune.preflight.problems import Problem, dotted, found_on, row_or_problem
+from dualtune.preflight.problems import KnownProblem, dotted, found_on, row_or_problem
 from dualtune.preflight.thresholds import version
 
 LEAST_MACOS = (14,)  # ml-explore.github.io/mlx/build/html/install.html
@@ -38,7 +38,9 @@ def _old_macos(machine: Machine) -> str | None:
 
 
 PROBLEMS = (
-    Problem("Python", "fail", _rosetta, "Install Python for arm64 (brew install python@3.12), and run ./setup_m4.sh"),
-    Problem("macOS", "fail", _old_macos, "System Settings > General > Software Update"),
-    Problem("MLX", "fail", _no_mlx, "pip install 'dualtune[mlx]'"),
+    KnownProblem(
+        "Python", "fail", _rosetta, "Install Python for arm64 (brew install python@3.12), and run ./setup_m4.sh"
+    ),
+    KnownProblem("macOS", "fail", _old_macos, "System Settings > General > Software Update"),
+    KnownProblem("MLX", "fail", _no_mlx, "pip install 'dualtune[mlx]'"),
 )

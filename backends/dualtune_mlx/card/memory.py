@@ -13,7 +13,7 @@ from __future__ import annotations
 from dualtune.memory.ask import (
     MASTER_BYTES,
     Ask,
-    Part,
+    MemoryPart,
     adapted,
     affine_weights,
     has_plain_loss,
@@ -34,34 +34,34 @@ GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, MLX and Metal")}
 
 
-def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
+def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
     kept = activations(decoder, ask)
     moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask), update(decoder, ask, kept))
     most = max(moments, key=lambda part: part.bytes)
-    return (*always, kept, most, Part("reserve", *RESERVE[ask.device]))
+    return (*always, kept, most, MemoryPart("reserve", *RESERVE[ask.device]))
 
 
-def weights(decoder: Decoder, ask: Ask) -> Part:
+def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
     if ask.quantization != "none":
         return affine_weights(decoder, ask)
     c, n = ask.item_bytes, decoder.num_parameters
     # On a CPU there is also a transposed copy of the head.
     copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not has_plain_loss(decoder, ask) else 0
     copy = f" + {copied:,} of the head, transposed" if copied else ""
-    return Part("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
+    return MemoryPart("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
 
 
-def adapter(decoder: Decoder, ask: Ask) -> Part:
+def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     on = adapted(decoder, ask.targets)
     n, keys = num_trained(decoder, ask), on.layers * _read(decoder, ask)
-    return Part(
+    return MemoryPart(
         "adapter", MASTER_BYTES * n + 4 * keys, f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B"
     )
 
 
-def activations(decoder: Decoder, ask: Ask) -> Part:
+def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
     """What the forward pass keeps for the backward pass."""
     on, T, c = adapted(decoder, ask.targets), ask.cells, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
@@ -74,7 +74,7 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
         kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
     if not _is_chunked(ask):
         kept += decoder.heads * _row(ask)  # probabilities
-    return Part("activations", T * on.layers * kept * c, f"{T:,} tokens × {on.layers} layers × {kept:,} × {c} B")
+    return MemoryPart("activations", T * on.layers * kept * c, f"{T:,} tokens × {on.layers} layers × {kept:,} × {c} B")
 
 
 def _read(decoder: Decoder, ask: Ask) -> int:
@@ -100,42 +100,42 @@ def _is_compiled(ask: Ask) -> bool:
 # --- the moments with the most additional memory ----------------------------------------------------------------------
 
 
-def loss(decoder: Decoder, ask: Ask) -> Part:
+def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
     c, T, V = ask.item_bytes, ask.cells, decoder.vocab
     if has_plain_loss(decoder, ask):
-        return Part("loss", 14 * T * V, f"{T:,} tokens × {V:,} logits × 14 B")
+        return MemoryPart("loss", 14 * T * V, f"{T:,} tokens × {V:,} logits × 14 B")
     rows = min(T, max(1, LOSS_LOGITS[ask.device] // V))
     each = 4 * min(LOGITS_OF_A_CHUNK * -(-T // rows), LOGITS_AT_MOST) + (3 * c if c < MASTER_BYTES else 0)
     hidden = 8 * decoder.hidden * c
-    return Part(
+    return MemoryPart(
         "loss", each * rows * V + T * hidden, f"{rows:,} tokens × {V:,} logits × {each} B + {T:,} × {hidden:,} B"
     )
 
 
-def attention(decoder: Decoder, ask: Ask) -> Part:
+def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's attention."""
     c, H, L, T = ask.item_bytes, decoder.heads, _row(ask), ask.cells
     if _is_chunked(ask):
         whole = L // ATTENTION_CHUNK * ATTENTION_CHUNK  # queries in full chunks; a chunk sees the keys before its end
         scores = max(ATTENTION_CHUNK * whole, (L - whole) * L) * max(1, T // padded(L))
-        return Part(
+        return MemoryPart(
             "attention", SCORES_OF_A_CHUNK * H * scores * c, f"{SCORES_OF_A_CHUNK} × {H} heads × {scores:,} × {c} B"
         )
     size = SCORES_OF_A_ROW * H * T * L * c
-    return Part("attention", size, f"{SCORES_OF_A_ROW} × {H} heads × {T:,} queries × {L:,} keys × {c} B")
+    return MemoryPart("attention", size, f"{SCORES_OF_A_ROW} × {H} heads × {T:,} queries × {L:,} keys × {c} B")
 
 
-def feed_forward(decoder: Decoder, ask: Ask) -> Part:
+def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's feed-forward block."""
     c, T = ask.item_bytes, ask.cells
     each = c * (5 * decoder.inner + 8 * decoder.hidden)
-    return Part("workspace", T * each, f"{T:,} tokens × {each:,} B of the feed-forward block")
+    return MemoryPart("workspace", T * each, f"{T:,} tokens × {each:,} B of the feed-forward block")
 
 
-def update(decoder: Decoder, ask: Ask, kept: Part) -> Part:
+def update(decoder: Decoder, ask: Ask, kept: MemoryPart) -> MemoryPart:
     """The optimizer step, when the activations are freed."""
     n = num_trained(decoder, ask)
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
     alive = always + for_slot * len(OPTIMIZERS[ask.optimizer].slots)
     formula = f"update of {n:,} weights × {alive:g} × {MASTER_BYTES} B, less the activations, which are gone by then"
-    return Part("workspace", int(alive * MASTER_BYTES * n) - kept.bytes, formula)
+    return MemoryPart("workspace", int(alive * MASTER_BYTES * n) - kept.bytes, formula)

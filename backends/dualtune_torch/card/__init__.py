@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualtune.card import Card, Device, Launch, Memory, Package, Twin
+from dualtune.card import Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, memory
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,7 +30,7 @@ CARD = Card(
         recorded=("torch", "bitsandbytes", "accelerate"),
         detected=("torch", "bitsandbytes", "transformers", "peft"),
     ),
-    memory=Memory(memory.parts),
+    memory=MemoryFormulas(memory.parts),
     launches=(Launch(("local", "slurm"), "torchrun", ("cuda", "cpu"), agent="dualtune_torch.torchrun"),),
     problems=checks.problems,
     environment=checks.environment,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dualtune.checks import Check
 from dualtune.platform.machine import Gpu, Machine
-from dualtune.preflight.problems import NEW_DRIVER, Problem, found_on, row_or_problem
+from dualtune.preflight.problems import NEW_DRIVER, KnownProblem, found_on, row_or_problem
 from dualtune.preflight.requirements import at_least
 from dualtune.preflight.thresholds import (
     BFLOAT16_CAPABILITY,
@@ -83,10 +83,10 @@ def _built(machine: Machine) -> tuple[int, ...]:
 
 
 PROBLEMS = (
-    Problem("torch", "fail", _no_torch, "pip install 'dualtune[torch]'"),
-    Problem("torch", "fail", _cpu_torch, _torch_for),
-    Problem("torch", "fail", _torch_too_new, lambda machine: f"{NEW_DRIVER}. Or: {_torch_for(machine)}"),
-    Problem("torch", "fail", _no_code, _torch_for),
+    KnownProblem("torch", "fail", _no_torch, "pip install 'dualtune[torch]'"),
+    KnownProblem("torch", "fail", _cpu_torch, _torch_for),
+    KnownProblem("torch", "fail", _torch_too_new, lambda machine: f"{NEW_DRIVER}. Or: {_torch_for(machine)}"),
+    KnownProblem("torch", "fail", _no_code, _torch_for),
 )
 
 # --- rows of check-env -----------------------------------------------------------------------------------------------

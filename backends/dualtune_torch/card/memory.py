@@ -13,7 +13,7 @@ from dualtune.memory.ask import (
     AFFINE_BITS,
     MASTER_BYTES,
     Ask,
-    Part,
+    MemoryPart,
     adapted,
     affine_weights,
     has_plain_loss,
@@ -32,24 +32,24 @@ GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its
 RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "Python, torch and transformers")}
 
 
-def parts(decoder: Decoder, ask: Ask) -> tuple[Part, ...]:
+def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
     moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask))
     most = max(moments, key=lambda part: part.bytes)
-    return (*always, activations(decoder, ask), most, Part("reserve", *RESERVE[ask.device]))
+    return (*always, activations(decoder, ask), most, MemoryPart("reserve", *RESERVE[ask.device]))
 
 
-def weights(decoder: Decoder, ask: Ask) -> Part:
+def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
     c, n = ask.item_bytes, decoder.num_parameters
     if ask.quantization == "none":
-        return Part("weights", c * n, f"{n:,} parameters × {c} B")
+        return MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
     if ask.quantization in AFFINE_BITS:
         return affine_weights(decoder, ask)
     plain = decoder.table_parameters + decoder.vector_parameters
     packed = decoder.layers * sum(nf4_bytes(layer.out * layer.in_) for layer in decoder.linears().values())
     formula = f"{n - plain:,} parameters in NF4, {plain:,} in embedding, head and norms × {c} B"
-    return Part("weights", packed + c * plain, formula)
+    return MemoryPart("weights", packed + c * plain, formula)
 
 
 def nf4_bytes(n: int) -> int:
@@ -58,18 +58,18 @@ def nf4_bytes(n: int) -> int:
     return -(-n // 2) + blocks + 4 * -(-blocks // NF4_BLOCKS_A_SCALE) + NF4_TABLES_BYTES
 
 
-def adapter(decoder: Decoder, ask: Ask) -> Part:
+def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     on, c = adapted(decoder, ask.targets), ask.item_bytes
     n, copy = num_trained(decoder, ask), 0 if ask.item_bytes == MASTER_BYTES else c
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
-    return Part("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
+    return MemoryPart("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
 
 
 # --- what the forward pass keeps for the backward pass ----------------------------------------------------------------
 
 
-def activations(decoder: Decoder, ask: Ask) -> Part:
+def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
     on, c, T = adapted(decoder, ask.targets), ask.item_bytes, ask.cells
     is_plain = ask.kernels == "reference"
     layer = _plain_layer(decoder, ask) if is_plain else _fused_layer(decoder, ask)
@@ -83,7 +83,7 @@ def activations(decoder: Decoder, ask: Ask) -> Part:
     elif not ask.packing and ask.cells > ask.max_length:
         layer += angles  # rows with one document each share positions, and every layer copies them
     size = T * (on.layers * layer + around) + copies
-    return Part("activations", size, f"{T:,} tokens × ({on.layers} layers × {layer:,} B + {around:,} B)")
+    return MemoryPart("activations", size, f"{T:,} tokens × ({on.layers} layers × {layer:,} B + {around:,} B)")
 
 
 def _fused_layer(decoder: Decoder, ask: Ask) -> int:
@@ -143,36 +143,36 @@ def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
 # --- the moments with the most additional memory ----------------------------------------------------------------------
 
 
-def loss(decoder: Decoder, ask: Ask) -> Part:
+def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
     """A chunk of logits, and its gradient. Plain: the logits of all tokens, in float32, and their gradient."""
     c, T, V = ask.item_bytes, ask.cells, decoder.vocab
     if has_plain_loss(decoder, ask):
-        return Part("loss", 8 * T * V, f"{T:,} tokens × {V:,} logits × 2 × 4 B")
+        return MemoryPart("loss", 8 * T * V, f"{T:,} tokens × {V:,} logits × 2 × 4 B")
     rows = min(LOSS_ROWS[ask.device], T)
     # The plain code has two temporaries in float32, and a copy from which they are computed.
     each = 2 * c if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
     unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
     size = rows * V * each + 2 * T * decoder.hidden * c + unpacked
     formula = f"{rows:,} tokens × {V:,} logits × {each} B + 2 × {T:,} × {decoder.hidden:,} × {c} B"
-    return Part("loss", size, formula + (f" + a head of {unpacked:,} B unpacked" if unpacked else ""))
+    return MemoryPart("loss", size, formula + (f" + a head of {unpacked:,} B unpacked" if unpacked else ""))
 
 
-def attention(decoder: Decoder, ask: Ask) -> Part:
+def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's attention."""
     c, T, q, kv, H = ask.item_bytes, ask.cells, decoder.width, decoder.kv_width, decoder.heads
     if ask.kernels == "reference" or (ask.device == "cuda" and c < MASTER_BYTES):
         # FlashAttention: the gradient of q in float32 and then in c bytes, those of k and v for every query head.
         each = 4 * q + 4 * H + c * (3 * q + 2 * kv)
-        return Part("attention", T * each, f"{T:,} tokens × {each:,} B of gradients")
+        return MemoryPart("attention", T * each, f"{T:,} tokens × {each:,} B of gradients")
     L = min(ask.max_length, T)
     block = min(L, ATTENTION_BLOCK)
     each = 4 * c if _is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
     before = L - block or (L if T >= 2 * L else 0)  # of this document or another one
     size = H * block * (each * L + 2 * c * before)  # two are still alive
-    return Part("attention", size, f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before")
+    return MemoryPart("attention", size, f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before")
 
 
-def feed_forward(decoder: Decoder, ask: Ask) -> Part:
+def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's down_proj, or of the code between it and its neighbours."""
     c, T, i = ask.item_bytes, ask.cells, decoder.inner
     drops = ask.dropout and "inner" in adapted(decoder, ask.targets).reads
@@ -181,4 +181,4 @@ def feed_forward(decoder: Decoder, ask: Ask) -> Part:
         each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12
     unpacked = c * decoder.hidden * i if ask.quantization != "none" else 0
     formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {unpacked:,} B unpacked" if unpacked else "")
-    return Part("workspace", T * i * each + unpacked, formula)
+    return MemoryPart("workspace", T * i * each + unpacked, formula)

@@ -38,17 +38,17 @@ class NotCovered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class DocumentBorders:
     """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
 
     spans: tuple[tuple[int, int, int], ...]  # row, first token, end; without padding
     cu_seqlens: Tensor | None  # on a GPU: the borders in the flattened rows, int32; padding counts as documents
     longest: int
-    fuse: Callable[[Any], Any]  # `compiled.fuse`, or the identity
+    maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
     windows: set[int | None] = field(default_factory=set)  # filled by `attend`: what the model asked for
 
     @classmethod
-    def of(cls, segments_BT: np.ndarray, device: torch.device, fuse: Callable[[Any], Any]) -> Documents:
+    def of(cls, segments_BT: np.ndarray, device: torch.device, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
         B, T = segments_BT.shape
         rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
         borders = np.append(rows * T + starts, B * T)  # in the concatenated rows; the end of a row is also a border
@@ -62,7 +62,7 @@ class Documents:
         if device.type == "cuda":
             cu_seqlens = torch.from_numpy(borders.astype(np.int32)).pin_memory().to(device, non_blocking=True)
         longest = int(lengths.max())
-        return cls(spans, cu_seqlens, longest, fuse)
+        return cls(spans, cu_seqlens, longest, maybe_compile)
 
 
 def attend(
@@ -76,7 +76,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    documents: Documents | None = None,
+    documents: DocumentBorders | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, T, d], key and value [B, G, T, d] -> [B, T, H, d].
@@ -94,14 +94,16 @@ def attend(
     if documents.cu_seqlens is not None and query.dtype != torch.float32 and softcap is None:
         return _varlen(query, key, value, documents, scale, sliding_window), None
     window = EVERYTHING if sliding_window is None else sliding_window
-    return DocumentAttention.apply(query, key, value, documents.spans, scale, window, softcap, documents.fuse), None
+    return DocumentAttention.apply(
+        query, key, value, documents.spans, scale, window, softcap, documents.maybe_compile
+    ), None
 
 
 AttentionInterface.register(NAME, attend)
 
 
 def _varlen(
-    q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, where: Documents, scale: float, window: int | None
+    q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, where: DocumentBorders, scale: float, window: int | None
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -196,7 +198,7 @@ class DocumentAttention(torch.autograd.Function):
         scale: float,
         window: int,
         cap: float | None,
-        fuse: Callable[[Any], Any],
+        maybe_compile: Callable[[Any], Any],
     ) -> Tensor:
         B, H, T, d = q_BHTd.shape
         out_BTHd = q_BHTd.new_zeros(B, T, H, d)  # padding stays zero
@@ -207,17 +209,17 @@ class DocumentAttention(torch.autograd.Function):
             if q_BHTd.device.type == "cpu" and cap is None and window >= beyond - start:
                 out_HLd, lse_HL = _flash(q_HLd, k_GLd, v_GLd, scale)
             else:
-                out_HLd, lse_HL = _in_blocks(q_HLd, k_GLd, v_GLd, scale, window, cap, fuse)
+                out_HLd, lse_HL = _in_blocks(q_HLd, k_GLd, v_GLd, scale, window, cap, maybe_compile)
             out_BTHd[b, start:end] = out_HLd[:, :L].transpose(0, 1)
             lse_BHT[b, :, start:end] = lse_HL[:, :L]
         ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT)
-        ctx.rest = spans, scale, window, cap, fuse
+        ctx.rest = spans, scale, window, cap, maybe_compile
         return out_BTHd
 
     @staticmethod
     def backward(ctx: Any, dout_BTHd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT = ctx.saved_tensors
-        spans, scale, window, cap, fuse = ctx.rest
+        spans, scale, window, cap, maybe_compile = ctx.rest
         (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
         at_T = torch.arange(T, device=q_BHTd.device)
         delta_BTH = (dout_BTHd.float() * out_BTHd).sum(-1)
@@ -230,7 +232,7 @@ class DocumentAttention(torch.autograd.Function):
             q_GRd, k_GKd, v_GKd = q_BHTd[b, :, queries].reshape(G, -1, d), k_BGTd[b, :, keys], v_BGTd[b, :, keys]
             dout_GRd = dout_BTHd[b, queries].transpose(0, 1).reshape(G, -1, d)
             scores_GRK, dprobs_GRK = q_GRd @ k_GKd.mT, dout_GRd @ v_GKd.mT
-            probs_HQK, dscores_HQK = fuse(gradients)(
+            probs_HQK, dscores_HQK = maybe_compile(gradients)(
                 scores_GRK.view(H, Q, -1), dprobs_GRK.view(H, Q, -1), lse_BHT[b, :, queries, None],
                 delta_BTH[b, queries].T[..., None], at_T[queries], at_T[keys], end, scale, window, cap,
             )  # fmt: skip
@@ -262,7 +264,7 @@ def _in_blocks(
     scale: float,
     window: int,
     cap: float | None,
-    fuse: Callable[[Any], Any],
+    maybe_compile: Callable[[Any], Any],
 ) -> tuple[Tensor, Tensor]:
     """Compute what `_flash` does, with a window and a soft cap."""
     (H, L, d), G = q_HLd.shape, len(k_GLd)
@@ -271,7 +273,9 @@ def _in_blocks(
     for queries, keys in _blocks(0, L, window):
         scores_GRK = q_HLd[:, queries].reshape(G, -1, d) @ k_GLd[:, keys].mT
         scores_HQK = scores_GRK.view(H, -1, scores_GRK.shape[-1])
-        probs_HQK, lse_HL1[:, queries] = fuse(probabilities)(scores_HQK, at_L[queries], at_L[keys], scale, window, cap)
+        probs_HQK, lse_HL1[:, queries] = maybe_compile(probabilities)(
+            scores_HQK, at_L[queries], at_L[keys], scale, window, cap
+        )
         out_HLd[:, queries] = (probs_HQK.view_as(scores_GRK) @ v_GLd[:, keys]).view(H, -1, d)
     return out_HLd, lse_HL1.squeeze(-1)
 

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 from dualtune_torch.kernels.attention import NotCovered
 
-Fuse = Callable[[Any], Any]  # `compiled.fuse`, or the identity
+Compile = Callable[[Any], Any]  # `compiled.compile_function`, or the identity
 
 ROTARY = "apply_rotary_pos_emb"  # the function that transformers' attention modules call
 MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
-def compile_norms(model: nn.Module, fuse: Fuse) -> bool:
+def compile_norms(model: nn.Module, maybe_compile: Compile) -> bool:
     """Compile every RMSNorm. This and the next two functions return whether they found one."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return fuse(type(self).forward)(self, x.reshape(-1, x.shape[-1])).view(x.shape)
+        return maybe_compile(type(self).forward)(self, x.reshape(-1, x.shape[-1])).view(x.shape)
 
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     for norm in norms:
@@ -39,14 +39,14 @@ def compile_norms(model: nn.Module, fuse: Fuse) -> bool:
     return bool(norms)
 
 
-def compile_mlps(model: nn.Module, fuse: Fuse) -> bool:
+def compile_mlps(model: nn.Module, maybe_compile: Compile) -> bool:
     """Compile the code between the matrix products of every MLP of the form down(act(gate(x)) · up(x))."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
 
         def inner(gate: Tensor, up: Tensor) -> Tensor:
-            return fuse(gated)(self.act_fn, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+            return maybe_compile(gated)(self.act_fn, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
         group = getattr(self.down_proj, "group", None)  # of LoRA layers; gate and up are kept anyway
         if group is not None:
@@ -59,14 +59,14 @@ def compile_mlps(model: nn.Module, fuse: Fuse) -> bool:
     return bool(mlps)
 
 
-def compile_rotary(model: nn.Module, fuse: Fuse) -> bool:
+def compile_rotary(model: nn.Module, maybe_compile: Compile) -> bool:
     """Rotate queries and keys by `Rotate` in every attention module with an equivalent function."""
     found = False
     for module in model.modules():
         forward: Any = type(module).forward
         if ROTARY not in _names_in(module) or not _rotates_alike(forward.__globals__[ROTARY]):
             continue
-        names = {**forward.__globals__, ROTARY: partial(rotate_both, fuse=fuse)}
+        names = {**forward.__globals__, ROTARY: partial(rotate_both, maybe_compile=maybe_compile)}
         own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
         module.forward = MethodType(own, module)
         found = True
@@ -90,31 +90,31 @@ class Rotate(torch.autograd.Function):
     """`rotated` for [B, H, T, d], laid out by token. Its gradient is the inverse rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, fuse: Fuse) -> Tensor:
+    def forward(ctx: Any, x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, maybe_compile: Compile) -> Tensor:
         ctx.save_for_backward(cos_Nr, sin_Nr)
-        ctx.fuse = fuse
-        return _rotate(x_BHTd, cos_Nr, sin_Nr, fuse)
+        ctx.maybe_compile = maybe_compile
+        return _rotate(x_BHTd, cos_Nr, sin_Nr, maybe_compile)
 
     @staticmethod
     def backward(ctx: Any, grad_BHTd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos_Nr, sin_Nr = ctx.saved_tensors
-        return _rotate(grad_BHTd, cos_Nr, -sin_Nr, ctx.fuse), None, None, None
+        return _rotate(grad_BHTd, cos_Nr, -sin_Nr, ctx.maybe_compile), None, None, None
 
 
-def _rotate(x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, fuse: Fuse) -> Tensor:
+def _rotate(x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, maybe_compile: Compile) -> Tensor:
     x_BTHd = x_BHTd.detach().transpose(1, 2)
-    return fuse(rotated)(x_BTHd.flatten(0, 1), cos_Nr, sin_Nr).view(x_BTHd.shape).transpose(1, 2)
+    return maybe_compile(rotated)(x_BTHd.flatten(0, 1), cos_Nr, sin_Nr).view(x_BTHd.shape).transpose(1, 2)
 
 
 def rotate_both(
-    q_BHTd: Tensor, k_BGTd: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, fuse: Fuse
+    q_BHTd: Tensor, k_BGTd: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, maybe_compile: Compile
 ) -> tuple[Tensor, Tensor]:
     """Replace transformers' function, with the same arguments; cosines and sines [B or 1, T, r]."""
     if unsqueeze_dim != 1:
         raise NotCovered(f"rotates heads along dimension {unsqueeze_dim}")
     B, _, T, _ = q_BHTd.shape
     cos_Nr, sin_Nr = (x.expand(B, T, -1).flatten(0, 1) for x in (cos, sin))
-    return Rotate.apply(q_BHTd, cos_Nr, sin_Nr, fuse), Rotate.apply(k_BGTd, cos_Nr, sin_Nr, fuse)
+    return Rotate.apply(q_BHTd, cos_Nr, sin_Nr, maybe_compile), Rotate.apply(k_BGTd, cos_Nr, sin_Nr, maybe_compile)
 
 
 def _rotates_alike(theirs: Callable[..., Any]) -> bool:
@@ -122,7 +122,7 @@ def _rotates_alike(theirs: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (torch.randn(*s, generator=generator) for s in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 4), (1, 3, 4)))
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    ours = rotate_both(q, k, cos, sin, fuse=lambda function: function)
+    ours = rotate_both(q, k, cos, sin, maybe_compile=lambda function: function)
     try:
         return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs(q, k, cos, sin), strict=True))
     except (TypeError, ValueError, RuntimeError):  # it takes other arguments

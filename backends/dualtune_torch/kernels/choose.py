@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from dualtune.errors import ConfigError
 from dualtune_torch.card.sizes import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
-from dualtune_torch.kernels.attention import Documents, NotCovered
+from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.sharding import class_of, is_split
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
@@ -40,7 +40,7 @@ BLOCKS = {"norms": blocks.compile_norms, "mlp": blocks.compile_mlps, "rotary": b
 
 
 def plainly(function: Any) -> Any:
-    """Return the function unchanged, in place of `compiled.fuse`."""
+    """Return the function unchanged, in place of `compiled.compile_function`."""
     return function
 
 
@@ -53,7 +53,7 @@ class Kernels:
     head: FrozenLinear | None = None  # the output head, if it is computed together with the loss…
     cap: float | None = None  # …and the soft cap of its logits
     groups: bool = False  # of LoRA layers
-    fuse: Callable[[Any], Any] = plainly
+    maybe_compile: Callable[[Any], Any] = plainly
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why
 
@@ -74,13 +74,13 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
     elif reason := compiled.why_not(model.device):
         chosen.plain.append(f"nothing is compiled ({reason})")
     else:
-        chosen.fuse = compiled.fuse
+        chosen.maybe_compile = compiled.compile_function
     expected = _alone(model)
     chosen.groups = True
     chosen.used.append("lora")
     _try_attention(model, chosen, expected)
     _try_head(model, chosen, expected)
-    if chosen.fuse is compiled.fuse:
+    if chosen.maybe_compile is compiled.compile_function:
         for name, install in BLOCKS.items():
             _try_block(model, chosen, expected, name, install)
     if kernels == "fused" and chosen.plain:
@@ -105,7 +105,7 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
 
 
 def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
-    chosen.own_attention, where = model.config._attn_implementation, _documents(model, chosen.fuse)
+    chosen.own_attention, where = model.config._attn_implementation, _documents(model, chosen.maybe_compile)
     chosen.attention = True
     try:
         if not model._supports_attention_backend:
@@ -129,7 +129,7 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None
     try:
         if head is None or class_of(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
             raise NotCovered("the output head is adapted, or no plain linear layer")
-        hidden_BTD = _packed(model.base_model, _documents(model, chosen.fuse) if chosen.attention else None)
+        hidden_BTD = _packed(model.base_model, _documents(model, chosen.maybe_compile) if chosen.attention else None)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         _compare(model, attention.capped(head(hidden_BTD), cap), expected)
     except TROUBLE as error:
@@ -144,9 +144,9 @@ def _try_block(
 ) -> None:
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     try:
-        if not install(model, chosen.fuse):
+        if not install(model, chosen.maybe_compile):
             raise NotCovered("of no known form")
-        _compare(model, _packed(model, _documents(model, chosen.fuse) if chosen.attention else None), expected)
+        _compare(model, _packed(model, _documents(model, chosen.maybe_compile) if chosen.attention else None), expected)
     except TROUBLE as error:
         for module, forward in before.items():
             module.__dict__.pop("forward", None)
@@ -167,7 +167,7 @@ def _alone(model: PreTrainedModel) -> Tensor:
         return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
 
 
-def _packed(model: nn.Module, where: Documents | None) -> Tensor:
+def _packed(model: nn.Module, where: DocumentBorders | None) -> Tensor:
     """Return logits, or the last hidden state of a model without a head, of all test documents in one row.
 
     Gradients are on, so that this compiles the code that training runs.
@@ -189,9 +189,9 @@ def _tokens(model: nn.Module) -> Tensor:
     return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.vocab_size)[None]  # type: ignore[union-attr]
 
 
-def _documents(model: PreTrainedModel, fuse: Callable[[Any], Any]) -> Documents:
+def _documents(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
     segments_1T = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS)[None]
-    return Documents.of(segments_1T, model.device, fuse)
+    return DocumentBorders.of(segments_1T, model.device, maybe_compile)
 
 
 def _has_window(model: PreTrainedModel) -> bool:

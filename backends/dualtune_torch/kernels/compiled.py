@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
-def fuse(function: Function) -> Function:
+def compile_function(function: Function) -> Function:
     """Return the function, compiled at its first call, forward and backward."""
     os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # reuse earlier compilations from disk
     # A size of 1 and a dtype are not symbolic: each combination is compiled separately, which takes a second.
@@ -32,7 +32,7 @@ def fuse(function: Function) -> Function:
 def why_not(device: torch.device) -> str | None:
     """Return why nothing can be compiled for this device, or None."""
     try:
-        fuse(_probe)(torch.ones(2, 3, device=device))
+        compile_function(_probe)(torch.ones(2, 3, device=device))
     except (RuntimeError, OSError, ImportError) as error:  # no C++ compiler, no headers, no Triton for this GPU
         return f"torch.compile: {str(error).strip().splitlines()[0]}"
     return None

@@ -74,14 +74,14 @@ def target_logprobs(
     bias_V: Tensor | None,
     labels_M: Tensor,
     cap: float | None,
-    fuse: Callable[[Any], Any],
+    maybe_compile: Callable[[Any], Any],
 ) -> Tensor:
     """log softmax(capped(hidden · headᵀ + bias))[label], float32 [M], by the same products as the loss."""
     logprobs_M = torch.empty(len(labels_M), device=hidden_MD.device)
     for rows in _chunks(hidden_MD):
         hidden_RD, labels_R = hidden_MD[rows], labels_M[rows]
         logits_PV = _padded_logits(hidden_RD, head_VD, bias_V)
-        logprobs_M[rows] = fuse(logprobs_of_logits)(logits_PV[: len(labels_R)], labels_R, cap)
+        logprobs_M[rows] = maybe_compile(logprobs_of_logits)(logits_PV[: len(labels_R)], labels_R, cap)
     return logprobs_M
 
 
@@ -109,7 +109,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         labels_M: Tensor,
         cap: float | None,
-        fuse: Callable[[Any], Any],
+        maybe_compile: Callable[[Any], Any],
         weights_M: Tensor | None = None,
     ) -> Tensor:
         loss = torch.zeros((), device=hidden_MD.device)
@@ -119,9 +119,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             R, weights = len(labels_R), () if weights_M is None else (weights_M[rows],)
             logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
             if grad_MD is None:
-                loss += fuse(loss_of_logits)(logits_PV[:R], labels_R, cap, *weights)
+                loss += maybe_compile(loss_of_logits)(logits_PV[:R], labels_R, cap, *weights)
             else:
-                loss += fuse(loss_and_gradient)(logits_PV[:R], labels_R, cap, *weights)
+                loss += maybe_compile(loss_and_gradient)(logits_PV[:R], labels_R, cap, *weights)
                 grad_MD[rows] = (logits_PV @ head_VD)[:R]
         ctx.save_for_backward(grad_MD, weights_M)
         return loss

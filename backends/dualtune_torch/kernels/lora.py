@@ -32,14 +32,16 @@ from dualtune_torch.weights.frozen import weight_of
 class LoRAGroup:
     """Layers that are called with the same tensor, one after another. The first call computes all of them."""
 
-    def __init__(self, layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]
+    ) -> None:
         """Become the `group` of the layers, which come by module path in the order of the buffer."""
         self.layers = list(layers.values())
         self.A_SI = _stacked([adapter.compute[tensor_name(path, "A")] for path in layers])
         self.dA_SI = _stacked([adapter.grads[tensor_name(path, "A")] for path in layers])
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
-        self.fuse = fuse
+        self.maybe_compile = maybe_compile
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
         self.remake: Callable[[], Tensor] | None = None
         self._input: Tensor | None = None
@@ -50,7 +52,7 @@ class LoRAGroup:
     def __call__(self, layer: LoRALinear, x_BTI: Tensor) -> Tensor:
         if self._input is not x_BTI or layer not in self._outputs:
             anchor = self.layers[0].lora_A  # without a trainable input, autograd would skip the function
-            outputs = _GroupedLoRA.apply(x_BTI, anchor, self, layer.noise.noise_BT)
+            outputs = _GroupedLoRA.apply(x_BTI, anchor, self, layer.dropout_seeds.seeds_BT)
             self._input, self._outputs = x_BTI, dict(zip(self.layers, outputs, strict=True))
         y_BTO = self._outputs.pop(layer)
         if not self._outputs:
@@ -58,14 +60,14 @@ class LoRAGroup:
         return y_BTO
 
 
-def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, fuse: Callable[[Any], Any]) -> None:
+def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]) -> None:
     """Compute every plain LoRA layer by a group. Most groups have one layer."""
     groups: dict[str, dict[str, LoRALinear]] = {}
     for path, layer in sorted(layers.items()):
         if isinstance(layer, LoRALinear) and layer.grouped:
             groups.setdefault(input_of(path), {})[path] = layer
     for group in groups.values():
-        LoRAGroup(group, adapter, fuse)
+        LoRAGroup(group, adapter, maybe_compile)
 
 
 def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
@@ -75,38 +77,38 @@ def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
 
 
 def add_undropped(
-    dx_MI: Tensor, dlora_MI: Tensor, noise_M: Tensor, keys_I: Tensor, lowest: int, factor: float
+    dx_MI: Tensor, dlora_MI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowest: int, factor: float
 ) -> Tensor:
     """Add the gradient through the dropout to dx."""
-    return dx_MI + dropped(dlora_MI, noise_M, keys_I, lowest, factor)
+    return dx_MI + dropped(dlora_MI, seeds_M, keys_I, lowest, factor)
 
 
 class _GroupedLoRA(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTI: Tensor, anchor: Tensor, group: LoRAGroup, noise_BT: Tensor | None
+        ctx: Any, x_BTI: Tensor, anchor: Tensor, group: LoRAGroup, dropout_seeds_BT: Tensor | None
     ) -> tuple[Tensor, ...]:
         r = group.B_Or[0].shape[1]
         x_MI = x_BTI.reshape(-1, x_BTI.shape[-1])
-        noise_M = noise_BT.flatten() if noise_BT is not None and group.layers[0].dropout else None
-        kept_MI = _after_dropout(x_MI, group, noise_M)
+        seeds_M = dropout_seeds_BT.flatten() if dropout_seeds_BT is not None and group.layers[0].dropout else None
+        kept_MI = _after_dropout(x_MI, group, seeds_M)
         u_MS = kept_MI @ group.A_SI.T
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
             outputs.append(y_MO.view(*x_BTI.shape[:-1], -1))
         ctx.group, ctx.remake, group.remake = group, group.remake, None
-        ctx.save_for_backward(kept_MI if ctx.remake is None else None, u_MS, noise_M)
+        ctx.save_for_backward(kept_MI if ctx.remake is None else None, u_MS, seeds_M)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        kept_MI, u_MS, noise_M = ctx.saved_tensors
+        kept_MI, u_MS, seeds_M = ctx.saved_tensors
         group: LoRAGroup = ctx.group
         first, r = group.layers[0], group.B_Or[0].shape[1]
         if kept_MI is None:
             x_BTI = ctx.remake()
-            kept_MI = _after_dropout(x_BTI.reshape(-1, x_BTI.shape[-1]), group, noise_M)
+            kept_MI = _after_dropout(x_BTI.reshape(-1, x_BTI.shape[-1]), group, seeds_M)
         v_MS = torch.empty_like(u_MS)
         dx_MI = None
         u, v = u_MS.split(r, dim=1), v_MS.split(r, dim=1)
@@ -125,17 +127,17 @@ class _GroupedLoRA(torch.autograd.Function):
         group.dA_SI += v_MS.T @ kept_MI
         if dx_MI is None:
             return None, None, None, None
-        if noise_M is None:
+        if seeds_M is None:
             dx_MI.addmm_(v_MS, group.A_SI)
         else:
-            dx_MI = group.fuse(add_undropped)(
-                dx_MI, v_MS @ group.A_SI, noise_M, first.keys_I, *drop_rule(first.dropout)
+            dx_MI = group.maybe_compile(add_undropped)(
+                dx_MI, v_MS @ group.A_SI, seeds_M, first.keys_I, *drop_rule(first.dropout)
             )
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
 
 
-def _after_dropout(x_MI: Tensor, group: LoRAGroup, noise_M: Tensor | None) -> Tensor:
+def _after_dropout(x_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Tensor:
     first = group.layers[0]
-    if noise_M is None:
+    if seeds_M is None:
         return x_MI
-    return group.fuse(dropped)(x_MI, noise_M, first.keys_I, *drop_rule(first.dropout))
+    return group.maybe_compile(dropped)(x_MI, seeds_M, first.keys_I, *drop_rule(first.dropout))

@@ -29,7 +29,7 @@ FAMILIES = ("gemma", "gemma2", "llama", "mistral", "olmo2", "phi3", "qwen2", "qw
 IGNORED = (".rotary_emb.inv_freq",)
 
 
-class Weights:
+class TensorReader:
     """The tensors of a model directory by name, read on demand."""
 
     def __init__(self, model_dir: Path, files: Mapping[str, Any]) -> None:
@@ -73,10 +73,10 @@ class Weights:
 
 
 @contextmanager
-def open_weights(weights: BaseWeights) -> Iterator[Weights]:
+def open_weights(weights: BaseWeights) -> Iterator[TensorReader]:
     with ExitStack() as opened:
         files = {path: opened.enter_context(safe_open(path, framework="pt")) for path in weights.files}
-        yield Weights(weights.directory, {name: files[tensor.file] for name, tensor in weights.tensors.items()})
+        yield TensorReader(weights.directory, {name: files[tensor.file] for name, tensor in weights.tensors.items()})
 
 
 def load(
@@ -113,7 +113,9 @@ def replace_modules(model: PreTrainedModel, made: Callable[[str, nn.Module], nn.
             model.tie_weights()
 
 
-def _packed(weights: Weights, path: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> AffineLayer:
+def _packed(
+    weights: TensorReader, path: str, module: nn.Module, dtype: torch.dtype, device: torch.device
+) -> AffineLayer:
     """Read a layer with its packed bytes from a directory in MLX format."""
     rows, columns = cast(Tensor, module.weight).shape
     words = [(rows, columns * bits // 32) for bits in BITS.values()]

@@ -17,7 +17,7 @@ import numpy as np
 
 from dualtune.adapter.layers import is_module_path
 from dualtune.adapter.methods.method import Method
-from dualtune.adapter.spec import LoraSpec, Scaling, Tensors, divisor, parse_name, tensor_name
+from dualtune.adapter.spec import AdapterSpec, Scaling, Tensors, divisor, parse_name, tensor_name
 from dualtune.errors import FormatError
 
 PAIR = "AB"  # the parts that form a low-rank update
@@ -41,7 +41,7 @@ Pairs = dict[str, Pair]  # by module path
 class Parts(NamedTuple):
     """The contents of another tool's files, in canonical form."""
 
-    spec: LoraSpec
+    spec: AdapterSpec
     tensors: Tensors
     base_model: str | None
     notes: tuple[str, ...]
@@ -120,7 +120,7 @@ def alpha_of(scale: float, rank: int, scaling: Scaling = "standard") -> float:
     return float(round(alpha)) if math.isclose(alpha, round(alpha), rel_tol=ALPHA_RELATIVE_ERROR) else alpha
 
 
-def rescaled(spec: LoraSpec, scaling: Scaling) -> LoraSpec:
+def rescaled(spec: AdapterSpec, scaling: Scaling) -> AdapterSpec:
     """Return the same scale as alpha / rank or alpha / √rank."""
     if scaling == spec.scaling:
         return spec
@@ -138,7 +138,7 @@ def integral_alpha(scale: float, rank: int, scaling: Scaling = "standard") -> tu
     return nearest, alpha / nearest
 
 
-def with_integral_alpha(spec: LoraSpec, tensors: Tensors) -> tuple[LoraSpec, Tensors, list[str]]:
+def with_integral_alpha(spec: AdapterSpec, tensors: Tensors) -> tuple[AdapterSpec, Tensors, list[str]]:
     """Return the same function with an integer alpha, and a note if lora_B was rescaled for it."""
     alpha, factor = integral_alpha(spec.scale, spec.rank, spec.scaling)
     notes: list[str] = []

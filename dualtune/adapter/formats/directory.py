@@ -24,7 +24,7 @@ from dualtune.adapter.formats import canonical, mlx_lm, peft
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, read_template, recorded_hash
 from dualtune.adapter.formats.containers import INDEX_FILE, NPZ_FILE
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
-from dualtune.adapter.spec import LoraSpec, Tensors, modules_of
+from dualtune.adapter.spec import AdapterSpec, Tensors, modules_of
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
 from dualtune.io.disk import json_bytes, write_directory
 from dualtune.io.untrusted import read_json, read_safetensors
@@ -41,7 +41,7 @@ SAME_FUNCTION = 1e-5  # largest ‖ΔW₁ − ΔW₂‖ / ‖ΔW‖ of two files
 class Adapter:
     """A LoRA adapter in canonical form: PEFT names -> float32, lora_A [r, in], lora_B [out, r], one rank for all."""
 
-    spec: LoraSpec
+    spec: AdapterSpec
     tensors: Tensors
     base_model: str | None = None
     layout: str = "dual"  # dual | peft | mlx: the layout it was read from
@@ -175,12 +175,12 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
     return problems
 
 
-def _kind(spec: LoraSpec) -> dict[str, str]:
+def _kind(spec: AdapterSpec) -> dict[str, str]:
     """Return method and scaling for dualtune.json; mlx-lm's config has no key for the scaling."""
     return {"method": spec.method, "scaling": spec.scaling}
 
 
-def _with_scaling(spec: LoraSpec, contents: Contents) -> LoraSpec:
+def _with_scaling(spec: AdapterSpec, contents: Contents) -> AdapterSpec:
     """Return the spec with the original alpha: the config of our mlx-lm directories has only the scale."""
     kind = (contents.manifest or {}).get("adapter")
     if contents.layout != "mlx" or kind != {"method": spec.method, "scaling": "rank_stabilized"}:

@@ -29,7 +29,7 @@ from dualtune.adapter.formats.canonical import (
 from dualtune.adapter.layers import exact_targets, place_of, short_targets
 from dualtune.adapter.methods import METHODS
 from dualtune.adapter.methods.method import Method
-from dualtune.adapter.spec import LoraSpec, Tensors, tensor_name
+from dualtune.adapter.spec import AdapterSpec, Tensors, tensor_name
 from dualtune.errors import FormatError
 from dualtune.io import fields
 
@@ -64,7 +64,7 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
         if keys is not None and not _is_selected(module, keys):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by lora_parameters.keys")
     check_beside(method, beside, pairs, directory / WEIGHTS_FILE)
-    spec = LoraSpec(
+    spec = AdapterSpec(
         rank=rank,
         alpha=alpha_of(scale, rank),
         dropout=fields.probability(parameters, "dropout", where_parameters),
@@ -76,7 +76,7 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
     return Parts(spec, to_tensors(pairs) | beside, base_model, notes, any(map(gpt2.is_mlx_name, named)))
 
 
-def mlx_config(spec: LoraSpec, modules: Collection[str], *, fan_in_fan_out: bool = False) -> dict[str, Any]:
+def mlx_config(spec: AdapterSpec, modules: Collection[str], *, fan_in_fan_out: bool = False) -> dict[str, Any]:
     """Return mlx-lm's keys of adapter_config.json.
 
     `num_layers` counts from the end, so only -1 (all layers) is right without knowing the model. `keys` are always

@@ -29,7 +29,7 @@ from dualtune.adapter.formats.patterns import full_match, matches_end
 from dualtune.adapter.layers import exact_targets, is_module_path, place_of, short_targets
 from dualtune.adapter.methods import METHODS, NOT_THERE
 from dualtune.adapter.methods.method import Method
-from dualtune.adapter.spec import ALL_LINEAR, LoraSpec, Scaling, Tensors, divisor, is_target, parse_name
+from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Scaling, Tensors, divisor, is_target, parse_name
 from dualtune.errors import FormatError
 from dualtune.io import fields
 
@@ -101,7 +101,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
 
     pairs, scale, conversions = unify(pairs, scales)
     rank = max(ranks.values())
-    spec = LoraSpec(
+    spec = AdapterSpec(
         rank=rank,
         alpha=alpha_of(scale, rank, scaling),
         dropout=fields.probability({"lora_dropout": 0.0, **config}, "lora_dropout", where),
@@ -116,7 +116,7 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
 
 
 def peft_config(
-    spec: LoraSpec, modules: Collection[str], base_model: str | None, *, fan_in_fan_out: bool = False
+    spec: AdapterSpec, modules: Collection[str], base_model: str | None, *, fan_in_fan_out: bool = False
 ) -> dict[str, Any]:
     """Return the adapter_config.json of a canonical adapter that has an integer alpha."""
     assert spec.alpha == int(spec.alpha), spec

@@ -57,16 +57,16 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30 else None
 
 
-def mend_types(config: Config, findings: list[Finding]) -> Config:
+def repair_types(config: Config, findings: list[Finding]) -> Config:
     """Fix numbers that a tool wrote as strings, and integers that it wrote as floats."""
     parameters = config.get("lora_parameters")
     if isinstance(parameters, dict):
-        config = config | {"lora_parameters": _mend_numbers(cast("Config", parameters), findings)}
-    return _mend_numbers(config, findings)
+        config = config | {"lora_parameters": _repair_numbers(cast("Config", parameters), findings)}
+    return _repair_numbers(config, findings)
 
 
-def _mend_numbers(table: Config, findings: list[Finding]) -> Config:
-    mended = dict(table)
+def _repair_numbers(table: Config, findings: list[Finding]) -> Config:
+    repaired = dict(table)
     for key, kind in _TYPED.items():
         value = table.get(key)
         if not isinstance(value, str) and not (kind is int and isinstance(value, float)):
@@ -76,12 +76,12 @@ def _mend_numbers(table: Config, findings: list[Finding]) -> Config:
         except ValueError:
             continue  # the strict reader checks it
         if math.isfinite(number) and (kind is float or number == int(number)):
-            mended[key] = int(number) if kind is int else number
-            findings.append(Finding(f"{key}: got {value!r:.100}, must be a number", f"writes {mended[key]}"))
-    return mended
+            repaired[key] = int(number) if kind is int else number
+            findings.append(Finding(f"{key}: got {value!r:.100}, must be a number", f"writes {repaired[key]}"))
+    return repaired
 
 
-def mend_rank(config: Config, rank: int | None, findings: list[Finding]) -> Config:
+def repair_rank(config: Config, rank: int | None, findings: list[Finding]) -> Config:
     """Fix a rank that is missing or differs from the matrices. `rank` is theirs, None if they have different ranks."""
     said, patterns = stated(config), config.get("rank_pattern")
     if rank is None:
@@ -95,7 +95,7 @@ def mend_rank(config: Config, rank: int | None, findings: list[Finding]) -> Conf
     if said.r is None:
         findings.append(Finding(f"r: missing, the matrices have rank {rank}", f"writes {rank}"))
         return config | {"r": rank}
-    return _mend_wrong_r(config, said, rank, findings)
+    return _repair_wrong_r(config, said, rank, findings)
 
 
 def _is_absent_or_number(value: object) -> bool:
@@ -103,11 +103,11 @@ def _is_absent_or_number(value: object) -> bool:
     return value is None or _rank(value) is not None
 
 
-def _mend_wrong_r(config: Config, said: Stated, rank: int, findings: list[Finding]) -> Config:
+def _repair_wrong_r(config: Config, said: Stated, rank: int, findings: list[Finding]) -> Config:
     """Fix a wrong r. Only mlx-lm's scale shows whether the update was scaled by alpha / r or by alpha / rank."""
     what = f"r: got {said.r}, the matrices have rank {rank}"
     if said.lora_alpha is None:
-        return config | {"r": rank}  # a missing alpha is reported by `mend_scale`
+        return config | {"r": rank}  # a missing alpha is reported by `repair_scale`
     root = math.sqrt(rank) if config.get("use_rslora") else rank
     if said.scale is not None and math.isclose(said.scale, said.lora_alpha / root, rel_tol=1e-6):
         findings.append(Finding(what, f"writes {rank}: alpha / {rank} is lora_parameters.scale"))
@@ -121,7 +121,7 @@ def _mend_wrong_r(config: Config, said: Stated, rank: int, findings: list[Findin
     return config
 
 
-def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
+def repair_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
     """Fix an alpha used as scale, or a scale used as alpha, and a missing scale that another key has.
 
     A directory with the weights of one tool and the config keys of both was converted: the keys of the *other* tool are
@@ -132,9 +132,9 @@ def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
         findings.append(Finding("peft_type: missing beside r and lora_alpha", "writes LORA"))
         config = config | {"peft_type": "LORA"}
     if has_peft_keys(config) and config.get("lora_alpha") is None:
-        return _mend_missing_alpha(config, said, findings)
+        return _repair_missing_alpha(config, said, findings)
     if has_mlx_keys(config):
-        config = _mend_dropout(config, findings)
+        config = _repair_dropout(config, findings)
         if layout == "mlx" and said.peft_scale and config["lora_parameters"].get("scale") is None:
             fault = "lora_parameters.scale: missing"
             findings.append(Finding(fault, f"writes {said.peft_scale:g}, from lora_alpha and r"))
@@ -143,10 +143,10 @@ def mend_scale(config: Config, layout: str, findings: list[Finding]) -> Config:
         return _check_alpha_inside(config, findings)
     if math.isclose(said.peft_scale, said.scale, rel_tol=1e-6):
         return config
-    return _mend_contradiction(config, layout, said, said.peft_scale, said.scale, findings)
+    return _repair_contradiction(config, layout, said, said.peft_scale, said.scale, findings)
 
 
-def _mend_contradiction(
+def _repair_contradiction(
     config: Config, layout: str, said: Stated, peft_scale: float, scale: float, findings: list[Finding]
 ) -> Config:
     """Resolve two different factors of the update, if one number was used for the other."""
@@ -166,7 +166,7 @@ def _mend_contradiction(
     return config
 
 
-def _mend_missing_alpha(config: Config, said: Stated, findings: list[Finding]) -> Config:
+def _repair_missing_alpha(config: Config, said: Stated, findings: list[Finding]) -> Config:
     if said.scale is not None and said.r:
         root = math.sqrt(said.r) if config.get("use_rslora") else said.r
         findings.append(Finding("lora_alpha: missing", f"writes {said.scale * root:g}, from lora_parameters.scale"))
@@ -176,7 +176,7 @@ def _mend_missing_alpha(config: Config, said: Stated, findings: list[Finding]) -
     return config
 
 
-def _mend_dropout(config: Config, findings: list[Finding]) -> Config:
+def _repair_dropout(config: Config, findings: list[Finding]) -> Config:
     if "dropout" in config["lora_parameters"]:
         return config
     findings.append(Finding("lora_parameters.dropout: missing", "writes 0.0: it acts in training alone"))
@@ -198,15 +198,15 @@ def _check_alpha_inside(config: Config, findings: list[Finding]) -> Config:
     return config
 
 
-def mend_num_layers(config: Config, pairs: Pairs, depth: int | None, findings: list[Finding]) -> Config:
+def repair_num_layers(config: Config, pairs: Pairs, depth: int | None, findings: list[Finding]) -> Config:
     """Fix `num_layers`: mlx-lm adapts the *last* `num_layers` layers. `depth` is the base model's number, if known."""
     if not has_mlx_keys(config):
         return config
     count, layers = config.get("num_layers"), sorted({p.layer for m in pairs if (p := place_of(m))})
-    mended = config | {"num_layers": -1}
+    repaired = config | {"num_layers": -1}
     if count is None:
         findings.append(Finding("num_layers: missing, which mlx-lm requires", "names the layers of the tensors"))
-        return mended
+        return repaired
     if type(count) is not int or count <= 0 or not layers:
         return config
     last = list(range(max(0, depth - count), depth)) if depth else None
@@ -218,7 +218,7 @@ def mend_num_layers(config: Config, pairs: Pairs, depth: int | None, findings: l
         findings.append(
             Finding(f"{what}, but the tensors are those of layers {span}", "takes the names of the tensors")
         )
-        return mended
+        return repaired
     return config
 
 

@@ -45,13 +45,13 @@ MOST_SPREAD, FEWEST_SMALL = 64.0, 0.02  # largest / median magnitude; share of m
 
 
 class Finding(NamedTuple):
-    """A fault, and how --repair fixes it; `mend` is None if there is not exactly one right answer."""
+    """A fault, and how --repair fixes it; `repair` is None if there is not exactly one right answer."""
 
     fault: str
-    mend: str | None = None
+    repair: str | None = None
 
 
-class Weights(NamedTuple):
+class WeightFile(NamedTuple):
     """One tool's weights: the matrices, and other tensors that are not part of a plain LoRA adapter."""
 
     layout: str  # peft | mlx
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
     foreign: Tensors
 
 
-def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], dict[str, Weights], dict[str, Any]]:
+def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], dict[str, WeightFile], dict[str, Any]]:
     """Return (config, weight files by layout, dualtune.json) of a directory. FormatError if it cannot be repaired."""
     usual = _present(path, WEIGHTS)
     files = usual or _present(path, OTHER_CONTAINERS)
@@ -140,7 +140,9 @@ def _only_snapshot(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_names(tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Path, findings: list[Finding]) -> Weights:
+def _read_names(
+    tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Path, findings: list[Finding]
+) -> WeightFile:
     """Return the matrices by module, and add a finding for each deviation from the format's names."""
     halves, foreign, habits, adapters = Halves(), Tensors(), defaultdict[str, int](int), set[str]()
     for name, tensor in tensors.items():
@@ -174,9 +176,9 @@ def _read_names(tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Pa
     if len(adapters) > 1:
         names = ", ".join(sorted(adapters))
         findings.append(Finding(f"{file.name}: holds several adapters ({names}). Save the one you want alone"))
-    mend = "gives them the names of the format"
-    findings += [Finding(f"{file.name}: {habit} {n} names", mend) for habit, n in habits.items() if n]
-    return Weights(layout, file, parts, halves, foreign)
+    repair = "gives them the names of the format"
+    findings += [Finding(f"{file.name}: {habit} {n} names", repair) for habit, n in habits.items() if n]
+    return WeightFile(layout, file, parts, halves, foreign)
 
 
 def _unwrapped(module: str) -> tuple[str, str]:

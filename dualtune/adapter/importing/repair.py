@@ -22,7 +22,7 @@ from dualtune.adapter.formats.chat_template import read_template
 from dualtune.adapter.formats.directory import SAME_FUNCTION, Adapter, adapter_directory
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.importing import diagnose
-from dualtune.adapter.importing.foreign import Finding, Weights, base_shapes, config_of, open_source
+from dualtune.adapter.importing.foreign import Finding, WeightFile, base_shapes, config_of, open_source
 from dualtune.adapter.importing.orientation import Reading, Shapes, common_rank, readings, unscrambled
 from dualtune.adapter.spec import Tensors, tensor_name
 from dualtune.errors import FormatError
@@ -30,17 +30,17 @@ from dualtune.io.untrusted import sha256_of
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportedAdapter:
     """An adapter in canonical form, the repairs that were made, and notes."""
 
     adapter: Adapter
     source: str  # PEFT, mlx-lm, both, or a tool that is recognized by its keys
-    mended: tuple[Finding, ...]
+    repaired: tuple[Finding, ...]
     warnings: tuple[str, ...]
     metadata: dict[str, Any]  # for dualtune.json
 
 
-def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, repair: bool = False) -> Imported:
+def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, repair: bool = False) -> ImportedAdapter:
     """Return the adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
 
     `base` is a model directory; its names and shapes decide what the adapter itself leaves open. FormatError with all
@@ -49,9 +49,9 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
     shapes = base_shapes(base) if base is not None else {}
-    mended, found = _mend(config, weights, shapes, findings)
+    repaired, found = _repair(config, weights, shapes, findings)
     _refuse(directory, findings, repair=True)  # faults without a repair
-    layout, parts = _agreeing(mended, weights, found, shapes, findings)
+    layout, parts = _agreeing(repaired, weights, found, shapes, findings)
     pairs = canonical.to_pairs(parts.tensors, directory)
     if not any(pair.B_Or.any() for pair in pairs.values()):
         fault = (
@@ -65,22 +65,24 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     record = {
         "source": source,
         "files": {part.name: sha256_of(part) for w in weights.values() for part in w.parts},
-        "mended": [{"fault": finding.fault, "repair": finding.mend} for finding in findings],
+        "mended": [{"fault": finding.fault, "repair": finding.repair} for finding in findings],
     }
     template = read_template(directory)
     turned = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
     adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes, template, turned)
-    return Imported(adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record})
+    return ImportedAdapter(
+        adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record}
+    )
 
 
-def _mend(
-    config: dict[str, Any], weights: dict[str, Weights], shapes: Shapes, findings: list[Finding]
+def _repair(
+    config: dict[str, Any], weights: dict[str, WeightFile], shapes: Shapes, findings: list[Finding]
 ) -> tuple[dict[str, Any], dict[str, Pairs]]:
     """Return the config after repair, and the pairs of each file under their names in it."""
     layout = "dual" if len(weights) > 1 else next(iter(weights))
     modules = dict.fromkeys(module for w in weights.values() for module, _ in w.halves)
     renamed = diagnose.rename_by_base(modules, shapes, findings)
-    config = diagnose.mend_types(diagnose.rename_in_config(config, renamed), findings)
+    config = diagnose.repair_types(diagnose.rename_in_config(config, renamed), findings)
     found, lone = dict[str, Pairs](), dict[str, list[str]]()
     for name, w in weights.items():
         found[name], lone[name] = _pair_up(w, renamed)
@@ -91,16 +93,16 @@ def _mend(
     stated = diagnose.stated(config)
     ranks = dict.fromkeys(found[main], stated.r or stated.rank)
     if not config.get("rank_pattern") and (None in ranks.values() or not readings(found[main], ranks, shapes)):
-        config = diagnose.mend_rank(config, common_rank(found[main]), findings)
+        config = diagnose.repair_rank(config, common_rank(found[main]), findings)
     elif stated.r and stated.rank and stated.r != stated.rank:
-        config = diagnose.mend_rank(config, stated.r, findings)
-    config = diagnose.mend_scale(config, layout, findings)
+        config = diagnose.repair_rank(config, stated.r, findings)
+    config = diagnose.repair_scale(config, layout, findings)
     depth = len({p.layer for m in shapes if (p := diagnose.place_of(m))}) or None
     findings += diagnose.missing_modules(config, found[main], shapes)
-    return diagnose.mend_num_layers(config, found[main], depth, findings), found
+    return diagnose.repair_num_layers(config, found[main], depth, findings), found
 
 
-def _pair_up(weights: Weights, renamed: Mapping[str, str]) -> tuple[Pairs, list[str]]:
+def _pair_up(weights: WeightFile, renamed: Mapping[str, str]) -> tuple[Pairs, list[str]]:
     """Return the pairs of a file under their right names, and errors about matrices without a partner."""
     pairs, lone = Pairs(), list[str]()
     for module in sorted({module for module, _ in weights.halves}):
@@ -126,7 +128,7 @@ def _main(found: Mapping[str, Pairs]) -> str:
 
 def _agreeing(
     config: dict[str, Any],
-    weights: dict[str, Weights],
+    weights: dict[str, WeightFile],
     found: dict[str, Pairs],
     shapes: Shapes,
     findings: list[Finding],
@@ -165,7 +167,7 @@ def _agreeing(
     return "dual", parts
 
 
-def _parse(config: dict[str, Any], weights: Weights, way: Reading) -> Parts:
+def _parse(config: dict[str, Any], weights: WeightFile, way: Reading) -> Parts:
     """Read the matrices with the strict reader of the layout, or of the only tool in the config."""
     is_peft, is_mlx = diagnose.has_peft_keys(config), diagnose.has_mlx_keys(config)
     as_peft = is_peft and (weights.layout == "peft" or not is_mlx)
@@ -191,14 +193,14 @@ def _distance(ours: Parts, theirs: Parts) -> float:
     return float(max(gaps, default=np.inf))
 
 
-def _say_turns(weights: Weights, reading: Reading, findings: list[Finding]) -> None:
+def _say_turns(weights: WeightFile, reading: Reading, findings: list[Finding]) -> None:
     for turn in dict.fromkeys(reading.turns.values()):
         modules = [module for module, done in reading.turns.items() if done == turn]
         where = "all modules" if len(modules) == len(reading.pairs) else f"{len(modules)} modules ({modules[0]}, …)"
         findings.append(Finding(f"{weights.file.name}: {turn} in {where}", "turns them back"))
 
 
-def _ambiguous(weights: Weights, options: list[Reading]) -> Finding:
+def _ambiguous(weights: WeightFile, options: list[Reading]) -> Finding:
     ways = " or ".join(dict.fromkeys(turn for option in options for turn in option.turns.values()))
     return Finding(
         f"{weights.file.name}: {ways}: the shapes allow both, and the updates differ. --base decides if the model has "
@@ -206,7 +208,7 @@ def _ambiguous(weights: Weights, options: list[Reading]) -> Finding:
     )
 
 
-def _source(config: Mapping[str, Any], weights: Mapping[str, Weights]) -> str:
+def _source(config: Mapping[str, Any], weights: Mapping[str, WeightFile]) -> str:
     """Return the tool that is recognized by its config keys, else the format."""
     for mark, tool in (("soup", "Soup"), ("unsloth", "Unsloth"), ("mlx_tune", "mlx-tune")):
         if any(key.lower().startswith(mark) for key in config):
@@ -221,13 +223,13 @@ def _warnings(adapter: Adapter, pairs: Pairs) -> list[str]:
 
 def _refuse(directory: Path, findings: list[Finding], *, repair: bool) -> None:
     """Raise FormatError with all findings if one has no repair, or if `repair` is not set."""
-    if not findings or (repair and all(finding.mend for finding in findings)):
+    if not findings or (repair and all(finding.repair for finding in findings)):
         return
     lines = [f"{directory}: {len(findings)} fault{'s' if len(findings) > 1 else ''}; nothing is written"]
-    for fault, mend in findings:
+    for fault, how in findings:
         lines += [
             f"  {fault}",
-            f"    --repair {mend}" if mend else "    --repair cannot: the directory holds no single right answer",
+            f"    --repair {how}" if how else "    --repair cannot: the directory holds no single right answer",
         ]
-    lines += ["Run it again with --repair."] if all(finding.mend for finding in findings) else []
+    lines += ["Run it again with --repair."] if all(finding.repair for finding in findings) else []
     raise FormatError("\n".join(lines))

@@ -11,7 +11,7 @@ import click
 from dualtune import interrupt
 from dualtune.cli.options import json_option, platform_option
 from dualtune.cli.output.terminal import say
-from dualtune.cli.suggest import Group
+from dualtune.cli.suggest import SuggestingGroup
 
 if TYPE_CHECKING:
     from dualtune.adapter.spec import Scaling
@@ -20,7 +20,7 @@ LAYOUTS = click.Choice(["dual", "peft", "mlx"])
 SCALINGS = click.Choice(["standard", "rank_stabilized"])
 
 
-@click.group("adapter", cls=Group)
+@click.group("adapter", cls=SuggestingGroup)
 def command() -> None:
     """Inspect, convert, import, compare and merge adapter directories."""
 
@@ -65,7 +65,7 @@ def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) ->
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--base", metavar="MODEL", help="The base model: its names and shapes decide what is open without them.")
-@click.option("--repair", is_flag=True, help="Mend what has exactly one right answer, and say what was done.")
+@click.option("--repair", is_flag=True, help="Repair what has exactly one right answer, and report each repair.")
 @click.option("--layout", type=LAYOUTS, default="dual", show_default=True)
 @json_option
 def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: str, as_json: bool) -> None:
@@ -86,8 +86,8 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
         report |= {"mended": found.metadata["import"]["mended"], "notes": found.adapter.notes}
         say(json.dumps(report, indent=2))
         return
-    for fault, mend in found.mended:
-        say(f"mended: {fault} -> {mend}")
+    for fault, how in found.repaired:
+        say(f"repaired: {fault} -> {how}")
     for title, texts in (("converted", found.adapter.notes), ("look at", found.warnings)):
         for text in texts:
             say(f"{title}: {text}")

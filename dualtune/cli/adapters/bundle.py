@@ -11,11 +11,11 @@ import click
 
 from dualtune.cli.options import json_option
 from dualtune.cli.output.terminal import say
-from dualtune.cli.suggest import Group
+from dualtune.cli.suggest import SuggestingGroup
 
 if TYPE_CHECKING:
-    from dualtune.transfer.bundles.binding import Wanted
-    from dualtune.transfer.bundles.bundle import Report
+    from dualtune.transfer.bundles.binding import RequiredBinding
+    from dualtune.transfer.bundles.bundle import BundleReport
     from dualtune.transfer.bundles.signature import Trust
 
 
@@ -26,9 +26,9 @@ def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--max-age", metavar="AGE", help="Refuse what was written longer ago: 90m, 12h, 7d, 2w.")
     @functools.wraps(function)
     def wrapped(*args: Any, name: str | None, max_age: str | None, **options: Any) -> Any:
-        from dualtune.transfer.bundles.binding import Wanted, parse_age
+        from dualtune.transfer.bundles.binding import RequiredBinding, parse_age
 
-        wanted = Wanted(name=name, max_age=None if max_age is None else parse_age(max_age))
+        wanted = RequiredBinding(name=name, max_age=None if max_age is None else parse_age(max_age))
         return function(*args, wanted=wanted, **options)
 
     return wrapped
@@ -50,7 +50,7 @@ def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-@click.group("bundle", cls=Group)
+@click.group("bundle", cls=SuggestingGroup)
 def command() -> None:
     """Pack an adapter, or a checkpoint to resume from, into one file; inspect it; unpack it elsewhere."""
 
@@ -83,7 +83,7 @@ def pack_(
 @json_option
 @trust_options
 @click.pass_context
-def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, wanted: Wanted) -> None:
+def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, wanted: RequiredBinding) -> None:
     """Say what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
     import json
 
@@ -105,7 +105,7 @@ def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None,
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
 @trust_options
-def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: Wanted) -> None:
+def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: RequiredBinding) -> None:
     """Write the content of FILE to the new directory DEST, all or nothing; every file is verified."""
     from dualtune.transfer.bundles.bundle import unpack
 
@@ -115,7 +115,7 @@ def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: Wanted) -> None
     say(next_step(report, dest))
 
 
-def tell_notes(report: Report) -> None:
+def tell_notes(report: BundleReport) -> None:
     for note in report.notes:
         say(f"note        {note}")
 
@@ -128,7 +128,7 @@ def _trust(signers: Path | None, identity: str | None) -> Trust | None:
     return Trust(signers, identity) if signers is not None and identity is not None else None
 
 
-def next_step(report: Report, dest: Path) -> str:
+def next_step(report: BundleReport, dest: Path) -> str:
     import shlex
 
     from dualtune.transfer.bundles.names import TEMPLATE

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EvalRequest:
     """What to measure."""
 
     settings: Config
@@ -84,7 +84,7 @@ def command(
         chosen = None if base else adapter or Path(settings.run.dir).expanduser() / "adapter"
         if chosen is not None and not chosen.is_dir():
             raise ConfigError(f"there is no adapter directory {chosen}. Train first, or give --adapter DIR, or --base")
-        wanted = Wanted(settings, chosen and adapter_directory(chosen), data, exact, pattern, limit, max_tokens)
+        wanted = EvalRequest(settings, chosen and adapter_directory(chosen), data, exact, pattern, limit, max_tokens)
         report = _measure(wanted, backend_for(platform, err=as_json), shown)
     if as_json:
         return say(json.dumps(report, indent=2))
@@ -93,7 +93,7 @@ def command(
     return None
 
 
-def _measure(wanted: Wanted, backend: Backend, shown: Phases) -> dict[str, object]:
+def _measure(wanted: EvalRequest, backend: Backend, shown: Phases) -> dict[str, object]:
     """Return the results, by their names in the JSON."""
     import math
 

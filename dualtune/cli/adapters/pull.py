@@ -12,7 +12,7 @@ from dualtune.cli.adapters.bundle import next_step, tell_notes, trust_options
 from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.transfer.bundles.binding import Wanted
+    from dualtune.transfer.bundles.binding import RequiredBinding
     from dualtune.transfer.bundles.signature import Trust
     from dualtune.transfer.carry import Pulled
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     help="How often to try again after a cut, in a row and without progress.",
 )  # fmt: skip
 def command(
-    target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, wanted: Wanted, retries: int
+    target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding, retries: int
 ) -> None:
     """Fetch the bundle of TARGET (see `dualtune push --help`), verify it, and unpack it into the new directory DEST.
 

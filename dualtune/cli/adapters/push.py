@@ -42,14 +42,14 @@ def command(
     """
     from dualtune.cli.output.transferring import transferring
     from dualtune.text.show import in_bytes
-    from dualtune.transfer.carry import Choice, newest_run, push
+    from dualtune.transfer.carry import PushRequest, newest_run, push
 
     if source is None:
         source = newest_run()
         say(f"source      {source}: of the runs below runs/, it was written to last")
     with transferring("sending", retries) as patience:
         done = push(
-            target, Choice(source, step, adapter, tokenizer, key), force=force, public=public, patience=patience
+            target, PushRequest(source, step, adapter, tokenizer, key), force=force, public=public, patience=patience
         )
     for note in done.notes:
         say(f"note        {note}")

@@ -11,7 +11,7 @@ from dualtune.cli.adapters.bundle import wanted_options
 from dualtune.cli.options import backend_for, dtype_option, json_option, platform_option, quantization_option
 
 if TYPE_CHECKING:
-    from dualtune.transfer.bundles.binding import Wanted
+    from dualtune.transfer.bundles.binding import RequiredBinding
 
 
 @click.command("verify")
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, directory: Path, base: str, wanted: Wanted, dtype: str, quantization: str, platform: str,
-    as_json: bool,
+    ctx: click.Context, directory: Path, base: str, wanted: RequiredBinding, dtype: str, quantization: str,
+    platform: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare what the adapter directory DIR and its base compute here with what dualtune.json recorded.
 

@@ -11,7 +11,7 @@ from dualtune.cli.options import config_argument, json_option, platform_option, 
 from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.preflight.config_memory import Memory
+    from dualtune.preflight.config_memory import MemoryNeed
 
 
 @click.command("check-config")
@@ -30,7 +30,6 @@ def command(
     (the disk): the lowest of the problems found.
     """
     import json
-    from dataclasses import asdict
 
     from dualtune.checks import exit_code, table
     from dualtune.cli.output.screen import phases, tell
@@ -43,7 +42,7 @@ def command(
         report = check_config(config, overrides, platform=platform, machine_name=machine)
     code = exit_code(report.checks)
     if as_json:
-        checks = [asdict(check) for check in report.checks]
+        checks = [check.to_json() for check in report.checks]
         memory = _described(report.memory) if report.memory else None
         say(redact(json.dumps({"ok": code == 0, "checks": checks, "memory": memory}, indent=2)))
     else:
@@ -53,7 +52,7 @@ def command(
     ctx.exit(code)
 
 
-def _described(memory: Memory) -> dict[str, Any]:
+def _described(memory: MemoryNeed) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {
@@ -64,7 +63,7 @@ def _described(memory: Memory) -> dict[str, Any]:
     }
 
 
-def _by_part(memory: Memory) -> str:
+def _by_part(memory: MemoryNeed) -> str:
     from dualtune.text.show import in_bytes, in_columns
 
     parts = [("memory", in_bytes(part.bytes).rjust(10), part.name, part.formula) for part in memory.estimate.parts]

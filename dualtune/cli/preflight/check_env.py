@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -48,7 +47,7 @@ def command(ctx: click.Context, target: str, config: Path | None, as_json: bool)
         checks = check_environment(name, machine, settings)
     code = exit_code(checks)
     if as_json:
-        say(json.dumps({"ok": code == 0, "for": name, "checks": [asdict(check) for check in checks]}, indent=2))
+        say(json.dumps({"ok": code == 0, "for": name, "checks": [check.to_json() for check in checks]}, indent=2))
     else:
         tell(table(checks))
         failed = sum(check.level == "fail" for check in checks)

@@ -13,7 +13,7 @@ from dualtune.cli.output.terminal import say
 if TYPE_CHECKING:
     from dualtune.checks import Check
     from dualtune.platform.machine import Machine
-    from dualtune.preflight.verdict import Question, Report
+    from dualtune.preflight.verdict import MachineReport, Question
 
 
 @click.command("check-gpu")
@@ -70,7 +70,7 @@ def _probed(machine: Machine) -> Check:
     return probe(machine)
 
 
-def _described(report: Report, machine: Machine) -> dict[str, Any]:
+def _described(report: MachineReport, machine: Machine) -> dict[str, Any]:
     from dataclasses import asdict
 
     largest = report.largest
@@ -84,7 +84,7 @@ def _described(report: Report, machine: Machine) -> dict[str, Any]:
         "largest_model": largest and asdict(largest) | {"total_bytes": largest.estimate.total_bytes},
         "budget": asdict(report.budget),
         "question": report.question
-        and asdict(report.question) | {"fits": report.question.fits, "mend": report.question.mend},
-        "checks": [asdict(check) for check in report.checks],
+        and asdict(report.question) | {"fits": report.question.fits, "mend": report.question.fix},
+        "checks": [check.to_json() for check in report.checks],
         "machine": asdict(machine),
     }

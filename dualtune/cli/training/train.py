@@ -96,7 +96,7 @@ def _say_memory(prepared: Prepared, platform: str) -> None:
         raise ConfigError(row.found)
     tell(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
     if row.level == "fail":
-        tell(f"warning     it may run out of memory. {row.mend}")
+        tell(f"warning     it may run out of memory. {row.fix}")
 
 
 def _describe(settings: Config, platform: str, resume: str) -> None:

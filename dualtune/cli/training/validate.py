@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dualtune.cli.output.screen import Phases
     from dualtune.hooks import Hook
     from dualtune.platform.machine import Machine
-    from dualtune.validate.plan import Place
+    from dualtune.validate.plan import ValidationSetup
     from dualtune.validate.run import TierResult
     from dualtune.validate.tiers import Tier
 
@@ -105,7 +105,7 @@ def _write_data(path: Path) -> None:
     say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {write_rows(path)}")
 
 
-def _run_all(tiers: Sequence[Tier], place: Place, machine: Machine, wishes: Wishes) -> list[TierResult]:
+def _run_all(tiers: Sequence[Tier], place: ValidationSetup, machine: Machine, wishes: Wishes) -> list[TierResult]:
     """Run each tier in turn, up to the first that fails, unless `wishes` says otherwise."""
     results: list[TierResult] = []
     for index, tier in enumerate(tiers):
@@ -119,7 +119,7 @@ def _run_all(tiers: Sequence[Tier], place: Place, machine: Machine, wishes: Wish
     return results
 
 
-def _run_one(tier: Tier, place: Place, machine: Machine, wishes: Wishes) -> TierResult:
+def _run_one(tier: Tier, place: ValidationSetup, machine: Machine, wishes: Wishes) -> TierResult:
     from dualtune.checks import table
     from dualtune.errors import EnvironmentFault
     from dualtune.validate.memory import check_memory
@@ -157,7 +157,7 @@ def _tell_end(result: TierResult, wishes: Wishes) -> TierResult:
     return result
 
 
-def _report(results: Sequence[TierResult], place: Place, machine: Machine) -> dict[str, Any]:
+def _report(results: Sequence[TierResult], place: ValidationSetup, machine: Machine) -> dict[str, Any]:
     """Return all results as JSON values."""
     from datetime import UTC, datetime
 
@@ -183,7 +183,7 @@ def _report(results: Sequence[TierResult], place: Place, machine: Machine) -> di
     }
 
 
-def _live(name: str, place: Place, wishes: Wishes) -> Hook:
+def _live(name: str, place: ValidationSetup, wishes: Wishes) -> Hook:
     from dualtune.cli.output.live import TierShown
 
     return TierShown(name, place.backend.memory, wishes.shown)

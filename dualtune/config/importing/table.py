@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from dualtune.config.problem import KeyPath, dotted
-from dualtune.config.reader import Document
+from dualtune.config.reader import ParsedYaml
 from dualtune.config.words import show
 from dualtune.errors import ConfigError
 from dualtune.text.redaction import redact
@@ -73,7 +73,7 @@ class Left:
 
 
 @dataclass(slots=True)
-class Imported:
+class ImportedConfig:
     """The result of translating another trainer's file."""
 
     trainer: str
@@ -87,7 +87,7 @@ class Given:
     """The keys of a file, read with the other trainer's defaults, and lists of what was not translated."""
 
     def __init__(
-        self, document: Document, trainer: str, defaults: Mapping[str, Any], num_layers: int | None = None
+        self, document: ParsedYaml, trainer: str, defaults: Mapping[str, Any], num_layers: int | None = None
     ) -> None:
         self._document = document
         self._trainer = trainer

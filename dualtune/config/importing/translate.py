@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any, cast
 
 from dualtune.config.importing import axolotl, mlx_lm
-from dualtune.config.importing.table import Given, Imported, Left, Note, Rule, Setting, is_off, shown
+from dualtune.config.importing.table import Given, ImportedConfig, Left, Note, Rule, Setting, is_off, shown
 from dualtune.config.load import read_text
-from dualtune.config.reader import BadYaml, Document, read_yaml
+from dualtune.config.reader import BadYaml, ParsedYaml, read_yaml
 from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 from dualtune.text.redaction import redact
@@ -26,7 +26,7 @@ _MLX_LM_KEYS = {"data", "hf_dataset", "iters", "lora_parameters", "num_layers", 
 
 def import_config(
     path: Path, trainer: str | None = None, count_layers: Callable[[str], int | None] = lambda _: None
-) -> Imported:
+) -> ImportedConfig:
     """Translate a YAML file of a trainer (`None`: detect it). Raises ConfigError if there is no valid result.
 
     `count_layers` returns the number of layers of a model by name, or None if it is unknown.
@@ -38,7 +38,7 @@ def import_config(
     given = Given(document, name, defaults)
     model = given.get("model" if name == "mlx-lm" else "base_model")
     given.num_layers = count_layers(model) if isinstance(model, str) else None
-    result = Imported(name, str(path))
+    result = ImportedConfig(name, str(path))
     found = (setting for rule in rules if rule.convert is not None for setting in _settings(rule, given))
     result.settings = list({setting.key: setting for setting in found}.values())  # of duplicate keys, the last one
     result.lost, result.needless = given.lost, given.needless
@@ -47,7 +47,7 @@ def import_config(
     return result
 
 
-def _read(path: Path) -> Document:
+def _read(path: Path) -> ParsedYaml:
     try:
         document = read_yaml(read_text(path), str(path))
     except BadYaml as error:
@@ -59,7 +59,7 @@ def _read(path: Path) -> Document:
     return document
 
 
-def _detect(document: Document, path: Path) -> str:
+def _detect(document: ParsedYaml, path: Path) -> str:
     keys = cast(dict[str, Any], document.data)
     if "base_model" in keys:
         return "axolotl"
@@ -93,7 +93,7 @@ def _keys(data: dict[str, Any], rules: tuple[Rule, ...]) -> Iterator[tuple[str, 
 _SECRET = re.compile(r"(api_?key|secret|password|auth_token)\Z")
 
 
-def _place(key: str, value: Any, rules: tuple[Rule, ...], result: Imported) -> None:
+def _place(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfig) -> None:
     """Record a key that no setting or conversion has mentioned."""
     rule = next((rule for rule in rules if rule.knows(key)), None)
     comments = (setting.comment for setting in result.settings)

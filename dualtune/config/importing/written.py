@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from dualtune.config.importing.table import Imported, Left
+from dualtune.config.importing.table import ImportedConfig, Left
 from dualtune.config.load import MAPPING, load_config, parse_config
 from dualtune.config.render import entry
 from dualtune.config.schema import sections
@@ -14,7 +14,7 @@ from dualtune.errors import ConfigError
 from dualtune.text.escape import one_line
 
 
-def to_text(imported: Imported) -> str:
+def to_text(imported: ImportedConfig) -> str:
     """Return the config as YAML with comments. Raises ConfigError, with the foreign keys, if our loader rejects it."""
     _check(imported)
     source = one_line(imported.source)
@@ -41,7 +41,7 @@ def _named(title: str, left: list[Left]) -> Iterator[str]:
         yield from textwrap.wrap(one_line(each.reason), 120, initial_indent="#     ", subsequent_indent="#     ")
 
 
-def _check(imported: Imported) -> None:
+def _check(imported: ImportedConfig) -> None:
     nested: dict[str, dict[str, object]] = {}
     for setting in imported.settings:
         section, _, key = setting.key.partition(".")

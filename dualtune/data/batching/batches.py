@@ -35,12 +35,12 @@ class HasDocuments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SequenceLayout:
     max_tokens: int  # of a micro-batch, padding included; a longer row is a micro-batch by itself
     row_length: int | None = None  # documents share rows of this many tokens (packing); None: one document per row
 
 
-def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[Row]]:
+def plan(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout) -> list[list[Row]]:
     """Return the rows of each micro-batch, longest first, so that an out-of-memory error occurs at once."""
     by_length = sorted(ids, key=lambda i: (-lengths[i], i))
     if layout.row_length is None:
@@ -52,7 +52,7 @@ def plan(lengths: np.ndarray, ids: Iterable[int], layout: Layout) -> list[list[R
     return min(plans, key=lambda groups: _cells(lengths, groups) + MOST_PADDING * len(groups))
 
 
-def share(lengths: np.ndarray, ids: Iterable[int], layout: Layout, rank: int, size: int) -> list[list[Row]]:
+def share(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout, rank: int, size: int) -> list[list[Row]]:
     """Return the micro-batches of process `rank` of `size`; all processes have the same number.
 
     Each row, longest first, goes to the process with the fewest tokens. A process with fewer micro-batches than others
@@ -154,7 +154,14 @@ def fill(lengths: np.ndarray, groups: Sequence[Sequence[Row]]) -> float:
 
 
 def micro_batches(
-    documents: HasDocuments, ids: Iterable[int], layout: Layout, *, seed: int, step: int, rank: int = 0, size: int = 1
+    documents: HasDocuments,
+    ids: Iterable[int],
+    layout: SequenceLayout,
+    *,
+    seed: int,
+    step: int,
+    rank: int = 0,
+    size: int = 1,
 ) -> list[Batch]:
     """Build the micro-batches of a step for the documents with these indices; of several processes, `rank`'s share."""
     groups = share(documents.lengths, ids, layout, rank, size)
@@ -169,7 +176,7 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
     shape = (len(rows), padded(_width(documents.lengths, rows)))
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))
     labels = np.full(shape, IGNORE_INDEX, np.int32)
-    noise = np.zeros(shape, np.uint32)
+    seeds = np.zeros(shape, np.uint32)
     weights: np.ndarray | None = None  # until a document has weights
     for b, row in enumerate(rows):
         end = 0
@@ -182,8 +189,8 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
             segments[b, start:end] = segment
             positions[b, start:end] = np.arange(length)
             # Prefix-stable: a position's key does not depend on the document's length or its place in the batch.
-            noise[b, start:end] = np.random.default_rng([seed, 2, step, id]).integers(0, 1 << 32, length, np.uint32)
+            seeds[b, start:end] = np.random.default_rng([seed, 2, step, id]).integers(0, 1 << 32, length, np.uint32)
             if document.weights is not None:
                 weights = np.ones(shape, np.float32) if weights is None else weights
                 weights[b, start : end - 1] = document.weights[1:]
-    return Batch(tokens, labels, segments, positions, noise, weights)
+    return Batch(tokens, labels, segments, positions, seeds, weights)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dualtune.data.batching.order import Order
 from dualtune.data.chat.formats import Example
-from dualtune.data.documents import Data, Documents, Opened
+from dualtune.data.documents import Data, Documents, OpenedSource
 from dualtune.data.preview.survey import Survey, show_document, twins
 from dualtune.data.preview.turns import Turn, turns_of
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -86,7 +86,7 @@ def _sample(
     return Sample(document.where, kinds, turns, len(document.tokens), document.num_trained, lost, twin)
 
 
-def _examples(sources: Sequence[Opened], wanted: Iterable[str]) -> dict[str, Example]:
+def _examples(sources: Sequence[OpenedSource], wanted: Iterable[str]) -> dict[str, Example]:
     """Read the examples at these locations (path:line) again."""
     missing, found = set(wanted), dict[str, Example]()
     for opened in sources:

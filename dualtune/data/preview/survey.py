@@ -10,9 +10,9 @@ from itertools import groupby, islice
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.data.batching.batches import Layout, fill, plan
+from dualtune.data.batching.batches import SequenceLayout, fill, plan
 from dualtune.data.batching.order import Order
-from dualtune.data.documents import REASONS, Documents, Opened
+from dualtune.data.documents import REASONS, Documents, OpenedSource
 from dualtune.data.tokens.control_tokens import about_rows
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenize import State
@@ -93,14 +93,14 @@ class Survey:
     fill_steps: int  # the number of steps measured, from the first one on
 
 
-def survey(config: Config, train: Documents, eval_: Documents, order: Order, layout: Layout) -> Survey:
+def survey(config: Config, train: Documents, eval_: Documents, order: Order, layout: SequenceLayout) -> Survey:
     """Measure the documents of a run. There must be at least one training document."""
     per_epoch = steps_per_epoch(order)
     measured = range(min(per_epoch, MEASURED_STEPS))
     steps = [order.step(step).documents.tolist() for step in measured]
     packed, alone = (
         fill(train.lengths, [rows for ids in steps for rows in plan(train.lengths, ids, each)])
-        for each in (Layout(layout.max_tokens, config.data.max_length), Layout(layout.max_tokens))
+        for each in (SequenceLayout(layout.max_tokens, config.data.max_length), SequenceLayout(layout.max_tokens))
     )
     control = train.with_control_text() + eval_.with_control_text()
     repeated = twins(train.digests())
@@ -144,7 +144,7 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
 
 
 def warnings(
-    found: Survey, config: Config, sources: Sequence[Opened], train: Documents, tokenizer: Tokenizer
+    found: Survey, config: Config, sources: Sequence[OpenedSource], train: Documents, tokenizer: Tokenizer
 ) -> list[str]:
     """Return warnings about what would silently ruin a training. The documents come from these sources."""
     texts: list[str] = []
@@ -181,7 +181,7 @@ def warnings(
     return texts
 
 
-def by_source(sources: Sequence[Opened], documents: Documents) -> list[SourceNumbers]:
+def by_source(sources: Sequence[OpenedSource], documents: Documents) -> list[SourceNumbers]:
     """Return the statistics of each source; the documents come from these sources."""
     found: list[SourceNumbers] = []
     for s, opened in enumerate(sources):

@@ -24,7 +24,7 @@ HEAD = 64  # characters used to find the text after what the tokenizer puts befo
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TurnPart:
     kind: Kind
     tokens: list[ShownToken]
 
@@ -34,7 +34,7 @@ class Turn:
     """A message with its frame. `role` is "template" for text outside any message, "text" for a whole plain text."""
 
     role: str
-    parts: list[Part]
+    parts: list[TurnPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokeni
     """Return the turns of a document; a single turn with the whole text if its messages cannot be found in it."""
     places = _places(document.text, example, tokenizer) if example else []
     if not places:
-        return [Turn("text", [Part("content", document.tokens)])]
+        return [Turn("text", [TurnPart("content", document.tokens)])]
     starts: list[int] = []
     at = 0
     for token in document.tokens:
@@ -67,22 +67,22 @@ def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokeni
         behind, between, head_of_next = _divided(document.tokens[end:until], tokenizer, is_last=following is None)
         if not turns:
             _, before, head = _divided(head, tokenizer, is_last=False, is_first=True)
-            turns += _turn("template", [Part("tools" if example and example.tools else "frame", before)])
+            turns += _turn("template", [TurnPart("tools" if example and example.tools else "frame", before)])
         text, closing = _without_end(behind)
         space, text = _without_space(text)
         turns += _turn(
             place.role,
             [
-                Part("frame", head), Part("content", document.tokens[begin:end]),
-                Part("frame", space), Part(place.behind, text), Part("frame", closing),
+                TurnPart("frame", head), TurnPart("content", document.tokens[begin:end]),
+                TurnPart("frame", space), TurnPart(place.behind, text), TurnPart("frame", closing),
             ],
         )  # fmt: skip
-        turns += _turn("template", [Part("frame", between)])
+        turns += _turn("template", [TurnPart("frame", between)])
         head, done = head_of_next, until
     return turns
 
 
-def _turn(role: str, parts: Sequence[Part]) -> list[Turn]:
+def _turn(role: str, parts: Sequence[TurnPart]) -> list[Turn]:
     full = [part for part in parts if part.tokens]
     return [Turn(role, full)] if full else []
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dualtune.data.sources.bad_rows import BadRows
-from dualtune.data.tokens.store import INDEX, INDEX_FILE, TOKENS, WEIGHTS, Store, TokenFile, Writer
+from dualtune.data.tokens.store import INDEX, INDEX_FILE, TOKENS, WEIGHTS, TokenFile, TokenStore, Writer
 from dualtune.errors import DiskError
 from dualtune.io.disk import cache_dir, hidden_sibling, json_bytes, remove_directory
 from dualtune.versions import versions_of
@@ -32,7 +32,7 @@ KEPT_DAYS = 30
 Build = Callable[[Writer, BadRows], None]
 
 
-def open_store(key: Mapping[str, Any], build: Build) -> Store:
+def open_store(key: Mapping[str, Any], build: Build) -> TokenStore:
     """Return the store of this key from the cache, or create it with `build(writer, bad_rows)` and cache it.
 
     If the cache cannot be written, the store lasts until the process ends. Raises DiskError without any disk space.
@@ -101,7 +101,7 @@ def _write(directory: Path, build: Build) -> None:
         ) from error
 
 
-def _read(place: Path) -> Store | None:
+def _read(place: Path) -> TokenStore | None:
     """Read the store at this path; None if there is no complete one."""
     try:
         table = json.loads((place / TABLE).read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def _read(place: Path) -> Store | None:
         index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # cannot map 0 bytes
         counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
         weights = TokenFile(place / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
-        return Store(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place, weights)
+        return TokenStore(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place, weights)
     except (OSError, ValueError, KeyError):
         return None
 
@@ -121,7 +121,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="dualtune-")  # removed when the process ends
 
 
-def _in_process(build: Build) -> Store:
+def _in_process(build: Build) -> TokenStore:
     directory = Path(tempfile.mkdtemp(dir=_scratch().name))
     _write(directory, build)
     store = _read(directory)

@@ -65,7 +65,7 @@ class TokenFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class TokenStore:
     """The tokenized rows of one source."""
 
     tokens: np.ndarray | TokenFile  # int32, all documents
@@ -144,7 +144,7 @@ class Writer:
         return {"files": list(self._files), "num_rows": self.num_rows}
 
 
-def stored_in_memory(rows: list[TokenizedRow]) -> Store:
+def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:
     tokens, index, weights = BytesIO(), BytesIO(), BytesIO()
     writer = Writer(tokens, index, lambda: weights)
     for row in rows:
@@ -154,7 +154,7 @@ def stored_in_memory(rows: list[TokenizedRow]) -> Store:
     weighed = None
     if writer.weights is not None:
         weighed = np.frombuffer(weights.getvalue().ljust(flat.nbytes, b"\0"), "<f4")
-    return Store(flat, entries, files, writer.num_rows, 0, (), weights=weighed)
+    return TokenStore(flat, entries, files, writer.num_rows, 0, (), weights=weighed)
 
 
 def _digest(raw: np.ndarray, weights: np.ndarray | None) -> bytes:

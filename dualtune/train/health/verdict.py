@@ -29,7 +29,7 @@ Word = Literal["learning", "still falling", "flat", "diverged", "overfitting", "
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """The outcome of a run."""
 
     word: Word
@@ -40,7 +40,7 @@ class Verdict:
         return ". ".join(filter(None, (f"{self.word}: {self.because}", self.advice)))
 
 
-def judge(losses: Sequence[float], evals: Mapping[int, float]) -> Verdict:
+def judge(losses: Sequence[float], evals: Mapping[int, float]) -> RunVerdict:
     """Return the verdict on a run from its training losses, in order, and its evaluation losses by step."""
     train, judged = _Train(losses), _Evals(evals)
     return (
@@ -49,7 +49,7 @@ def judge(losses: Sequence[float], evals: Mapping[int, float]) -> Verdict:
         or _overfitting(train, judged)
         or _flat(train, judged)
         or _still_falling(train, judged)
-        or Verdict("learning", _both(train, judged))
+        or RunVerdict("learning", _both(train, judged))
     )
 
 
@@ -130,12 +130,12 @@ def _noise(differences: np.ndarray) -> float:
     return 1.4826 * float(np.median(np.abs(differences - np.median(differences))))
 
 
-def _diverged(train: _Train, evals: _Evals) -> Verdict | None:
+def _diverged(train: _Train, evals: _Evals) -> RunVerdict | None:
     advice = "Lower train.learning_rate; the adapter is not worth using"
     if train.num_lost and 2 * train.num_lost > max(1, train.num_steps // 5):
-        return Verdict("diverged", f"{train.num_lost} of the last steps had a loss that is not finite", advice)
+        return RunVerdict("diverged", f"{train.num_lost} of the last steps had a loss that is not finite", advice)
     if evals.known and not math.isfinite(evals.end):
-        return Verdict("diverged", f"the last evaluation loss is {evals.end}", advice)
+        return RunVerdict("diverged", f"the last evaluation loss is {evals.end}", advice)
     if not train.windows:
         return None
     low = min(train.windows)
@@ -148,32 +148,32 @@ def _diverged(train: _Train, evals: _Evals) -> Verdict | None:
         is_sure |= risen and train.end > (1 + BLOWN_UP) * train.first  # both curves are above those of the base model
     if train.num_steps < MIN_STEPS:  # too few to know the noise
         is_sure = train.end > 2 * abs(train.start) or (evals.known and evals.end > 1.5 * abs(evals.start))
-    return Verdict("diverged", _both(train, evals), advice) if is_sure else None
+    return RunVerdict("diverged", _both(train, evals), advice) if is_sure else None
 
 
-def _too_few(train: _Train, evals: _Evals) -> Verdict | None:
+def _too_few(train: _Train, evals: _Evals) -> RunVerdict | None:
     if train.num_steps >= MIN_STEPS:
         return None
     steps = f"{train.num_steps} optimizer step{'' if train.num_steps == 1 else 's'}"
     because = f"{steps}; {_both(train, evals)}" if train.windows else steps
-    return Verdict("too few steps", because, "Raise train.epochs or train.steps, or lower train.tokens_per_step")
+    return RunVerdict("too few steps", because, "Raise train.epochs or train.steps, or lower train.tokens_per_step")
 
 
-def _overfitting(train: _Train, evals: _Evals) -> Verdict | None:
+def _overfitting(train: _Train, evals: _Evals) -> RunVerdict | None:
     if not evals.known:
         return None
     rise = evals.end - evals.best
     has_turned = rise > max(WORSE * abs(evals.best), 2 * evals.jitter)  # the jitter is overestimated if the curve bends
     if has_turned and train.end < train.at(evals.best_step):
         because = f"{_both(train, evals)}; the best evaluation was {evals.best:.4f} after step {evals.best_step}"
-        return Verdict("overfitting", because, "Take fewer epochs or more data, or set guards.restore_best: true")
+        return RunVerdict("overfitting", because, "Take fewer epochs or more data, or set guards.restore_best: true")
     if evals.start - evals.best < NOTHING * abs(evals.start) and train.has_fallen(train.start, BLOWN_UP):
         advice = "Take more data, or data.eval of the same kind as data.train"
-        return Verdict("overfitting", f"{_both(train, evals)}: only the training data are learned", advice)
+        return RunVerdict("overfitting", f"{_both(train, evals)}: only the training data are learned", advice)
     return None
 
 
-def _flat(train: _Train, evals: _Evals) -> Verdict | None:
+def _flat(train: _Train, evals: _Evals) -> RunVerdict | None:
     if evals.known:
         is_flat = evals.start - evals.end <= NOTHING * abs(evals.start)
     else:
@@ -182,10 +182,10 @@ def _flat(train: _Train, evals: _Evals) -> Verdict | None:
         return None
     noise = "" if evals.known else f", within the noise of {SURE * math.sqrt(2) * train.error:.2g}"
     advice = "Raise train.learning_rate or train.steps, and look at the data with dualtune preview"
-    return Verdict("flat", f"{_both(train, evals)}{noise}", advice)
+    return RunVerdict("flat", f"{_both(train, evals)}{noise}", advice)
 
 
-def _still_falling(train: _Train, evals: _Evals) -> Verdict | None:
+def _still_falling(train: _Train, evals: _Evals) -> RunVerdict | None:
     middle = evals.before(2 / 3) if evals.known else None
     if middle is not None:
         fall, late, end, error = evals.start - evals.end, middle - evals.end, evals.end, evals.jitter
@@ -194,7 +194,7 @@ def _still_falling(train: _Train, evals: _Evals) -> Verdict | None:
         late = train.at(2 / 3 * train.num_steps) - train.end
     if late > LATE_SHARE * fall and late > NOTHING * abs(end) and late > SURE * error:
         because = f"{_both(train, evals)}, {late / fall:.0%} of it in the last third"
-        return Verdict("still falling", because, "More train.steps or train.epochs should lower it further")
+        return RunVerdict("still falling", because, "More train.steps or train.epochs should lower it further")
     return None
 
 

@@ -67,7 +67,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint in a listing."""
 
     path: Path
@@ -125,9 +125,9 @@ def total_bytes(directory: Path) -> int:
     return sum(_num_bytes(path) for path, _ in _directories(directory))
 
 
-def entries(directory: Path) -> list[Entry]:
+def entries(directory: Path) -> list[CheckpointEntry]:
     """Return every checkpoint of a directory, verified, newest first."""
-    return [Entry(path, step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)]
+    return [CheckpointEntry(path, step, _num_bytes(path), problem_of(path)) for path, step in _directories(directory)]
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -14,7 +14,7 @@ from dualtune.config.reader import BadYaml, read_yaml
 from dualtune.errors import ConfigError, FormatError
 from dualtune.io.untrusted import read_json
 from dualtune.train.state import checkpoint
-from dualtune.train.state.lock import LOCK_FILE, Note, read_note
+from dualtune.train.state.lock import LOCK_FILE, LockRecord, read_note
 from dualtune.train.state.metrics import History, last_rows, read_rows
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, is_run_dir
 
@@ -126,7 +126,7 @@ def _read_summary(path: Path) -> RunSummary:
     )
 
 
-def _state_of(path: Path, note: Note | None, is_held: bool, newest: int | None) -> tuple[str, str]:
+def _state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | None) -> tuple[str, str]:
     if is_held:
         return "running", f"process {note.pid} on {note.host}" if note else ""
     if note is None:
@@ -157,7 +157,7 @@ def _seconds(rows: list[dict[str, Any]]) -> float | None:
     return math.fsum(spent) if spent else None
 
 
-def _date(path: Path, note: Note | None) -> str | None:
+def _date(path: Path, note: LockRecord | None) -> str | None:
     if note is not None:
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(note.started).astimezone(UTC).isoformat(timespec="seconds")

@@ -31,7 +31,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LockRecord:
     """The content of the lock file. `state` is running, done, preempted or failed; a killed process leaves running."""
 
     pid: int
@@ -43,7 +43,7 @@ class Note:
     namespace: str = ""  # of the pid, since containers have separate ones; "" if the system has no name for it
 
     @classmethod
-    def of_this_process(cls) -> Note:
+    def of_this_process(cls) -> LockRecord:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(os.getpid(), socket.gethostname(), _boot_id(), now, namespace=_pid_namespace())
 
@@ -59,7 +59,7 @@ class Lock:
             raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
         self._before = _parse(_content(self._file))
         try:
-            self._write(Note.of_this_process())
+            self._write(LockRecord.of_this_process())
         except OSError as error:
             self._let_go(None)
             raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
@@ -70,11 +70,11 @@ class Lock:
 
     def release(self, state: str, reason: str = "") -> None:
         """Release the lock, and record how the run ended."""
-        self._let_go(replace(Note.of_this_process(), state=state, reason=reason))
+        self._let_go(replace(LockRecord.of_this_process(), state=state, reason=reason))
 
     def give_back(self, state: str, reason: str) -> None:
         """Release the lock of a run that did not begin, and restore the previous note if there was one."""
-        self._let_go(self._before or replace(Note.of_this_process(), state=state, reason=reason))
+        self._let_go(self._before or replace(LockRecord.of_this_process(), state=state, reason=reason))
 
     def remove(self) -> None:
         """Release the lock and remove its file. A process that has just opened it sees that it is gone."""
@@ -99,11 +99,11 @@ class Lock:
                 raise
             os.close(file)  # its holder has removed it
 
-    def _create_claim(self, note: Note | None) -> None:
+    def _create_claim(self, note: LockRecord | None) -> None:
         if note is not None and _is_alive(note):
             raise LockedError(_refusal(self._path, note))
         own, stale = hidden_sibling(self._claim), hidden_sibling(self._claim)
-        own.write_bytes(_to_bytes(Note.of_this_process()))
+        own.write_bytes(_to_bytes(LockRecord.of_this_process()))
         try:
             if self._claim.exists():
                 _check_dead(self._claim)
@@ -120,7 +120,7 @@ class Lock:
             own.unlink()
             stale.unlink(missing_ok=True)
 
-    def _let_go(self, note: Note | None) -> None:
+    def _let_go(self, note: LockRecord | None) -> None:
         with contextlib.suppress(OSError):  # the exit code reports the outcome too
             if note is not None:
                 self._write(note)
@@ -128,7 +128,7 @@ class Lock:
                 self._claim.unlink(missing_ok=True)
         os.close(self._file)
 
-    def _write(self, note: Note) -> None:
+    def _write(self, note: LockRecord) -> None:
         data = _to_bytes(note)
         os.pwrite(self._file, data, 0)
         os.ftruncate(self._file, len(data))
@@ -149,7 +149,7 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def read_note(run_dir: Path) -> tuple[Note | None, bool]:
+def read_note(run_dir: Path) -> tuple[LockRecord | None, bool]:
     """Return the note of the lock, and whether a process holds it now. Read only."""
     try:
         file = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
@@ -180,7 +180,7 @@ def _is_held(file: int, kind: int = fcntl.LOCK_EX, *, patient: bool = False) -> 
     return True
 
 
-def _is_alive(note: Note) -> bool:
+def _is_alive(note: LockRecord) -> bool:
     """Return whether the process of a note may still run. On another machine this is unknown, so it may."""
     if note.state != "running":
         return False
@@ -212,7 +212,7 @@ def _pid_namespace() -> str:
         return ""
 
 
-def _refusal(path: Path, note: Note | None) -> str:
+def _refusal(path: Path, note: LockRecord | None) -> str:
     holder = f"process {note.pid} on {note.host}, since {note.started}" if note else "another process"
     return (
         f"run.dir: {path.parent} is in use by {holder}. Wait for it, stop it, or choose another run.dir. "
@@ -224,18 +224,18 @@ def _content(file: int) -> bytes:
     return os.pread(file, 1 << 16, 0)
 
 
-def _to_bytes(note: Note) -> bytes:
+def _to_bytes(note: LockRecord) -> bytes:
     return (json.dumps(asdict(note), indent=2) + "\n").encode()
 
 
-def _parse(data: bytes) -> Note | None:
+def _parse(data: bytes) -> LockRecord | None:
     """Return the note, or None if it is empty, truncated or foreign. Keys of newer versions are ignored."""
     try:
         table: Any = json.loads(data)
-        known: dict[str, Any] = {field.name: table[field.name] for field in fields(Note) if field.name in table}
+        known: dict[str, Any] = {field.name: table[field.name] for field in fields(LockRecord) if field.name in table}
         pid = known.get("pid")
         if type(pid) is not int or not all(isinstance(known[name], str) for name in known if name != "pid"):
             return None
-        return Note(**known) if 0 < pid < 1 << 31 else None
+        return LockRecord(**known) if 0 < pid < 1 << 31 else None
     except (ValueError, TypeError, RecursionError):
         return None

@@ -21,7 +21,7 @@ from dualtune import interrupt
 from dualtune.config import Config
 from dualtune.errors import ConfigError, DiskError, FormatError, Preempted
 from dualtune.io.disk import remove_leftovers
-from dualtune.io.replaced import Opened
+from dualtune.io.replaced import OpenDirectory
 from dualtune.text.redaction import redact
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
@@ -46,7 +46,7 @@ class RunDir:
     has_begun: bool = False  # whether it contains anything of this run
     records: dict[str, str] = field(default_factory=lambda: {})  # the files that record how it is trained
     lock: Lock | None = None  # if this process holds it
-    opened: Opened | None = None
+    opened: OpenDirectory | None = None
 
     def fault(self) -> str | None:
         """Return why the directory does not belong to this run any more; None while it does."""
@@ -88,7 +88,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
         lock, state, reason = Lock(path), "failed", "interrupted"
         try:
             _open(place, resume)
-            place.lock, place.opened = lock, Opened(path)
+            place.lock, place.opened = lock, OpenDirectory(path)
             yield place
             state, reason = "done", ""
         except Preempted as stop:

@@ -21,7 +21,7 @@ _SKEW = timedelta(hours=1)  # allowed difference between two clocks
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequiredBinding:
     """What a reader requires."""
 
     found_as: str | None = None  # the name on the remote, if that is not the name of the file
@@ -29,11 +29,17 @@ class Wanted:
     max_age: timedelta | None = None
 
 
-ANY = Wanted()
+ANY = RequiredBinding()
 
 
 def check(
-    bundle: Bundle, wanted: Wanted, found_as: str | None, where: object, *, is_signed: bool, now: datetime | None = None
+    bundle: Bundle,
+    wanted: RequiredBinding,
+    found_as: str | None,
+    where: object,
+    *,
+    is_signed: bool,
+    now: datetime | None = None,
 ) -> list[str]:
     """Return notes for the user on the binding. FormatError if it is not what was required.
 

@@ -23,7 +23,7 @@ from dualtune.io.folder import NotRegular, open_regular
 from dualtune.io.untrusted import parse_object
 from dualtune.text.show import in_bytes, in_columns
 from dualtune.transfer.bundles import archive, binding, manifest, signature
-from dualtune.transfer.bundles.binding import ANY, Wanted
+from dualtune.transfer.bundles.binding import ANY, RequiredBinding
 from dualtune.transfer.bundles.content import Content
 from dualtune.transfer.bundles.manifest import Bundle
 from dualtune.transfer.bundles.names import BUNDLE_FILE, IN_DIRECTORY, LISTINGS
@@ -33,7 +33,7 @@ Write = Callable[[bytes], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BundleReport:
     """A bundle that has passed all checks."""
 
     path: Path
@@ -70,14 +70,14 @@ class Report:
         return in_columns(rows) + "\n\n" + in_columns([("file", "size", "sha256", ""), *files])
 
 
-def inspect(path: Path, trust: Trust | None = None, wanted: Wanted = ANY) -> Report:
+def inspect(path: Path, trust: Trust | None = None, wanted: RequiredBinding = ANY) -> BundleReport:
     """Read a whole bundle and write nothing. FormatError, with the reason, if it cannot be trusted."""
     with _opened(path, trust, wanted) as (file, num_bytes, bundle, notes):
         sha256 = _read(file, path, bundle, lambda name: contextlib.nullcontext(lambda chunk: None))
-    return Report(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
+    return BundleReport(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
 
 
-def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Wanted = ANY) -> Report:
+def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: RequiredBinding = ANY) -> BundleReport:
     """Write the files of a bundle to a new directory: all or none, and nothing outside of it.
 
     FormatError if the bundle cannot be trusted, ConfigError if the directory is in use, DiskError if writing fails.
@@ -101,11 +101,13 @@ def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Wanted 
             sha256 = _read(file, path, bundle, create)
             with create(BUNDLE_FILE) as write:
                 write(manifest.to_bytes(bundle))
-    return Report(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
+    return BundleReport(path, num_bytes, sha256, bundle, trust.identity if trust else None, notes)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, trust: Trust | None, wanted: Wanted) -> Generator[tuple[BinaryIO, int, Bundle, list[str]]]:
+def _opened(
+    path: Path, trust: Trust | None, wanted: RequiredBinding
+) -> Generator[tuple[BinaryIO, int, Bundle, list[str]]]:
     """Yield the file, its size, its list and notes, after signature, list, binding and structure are verified.
 
     The file is opened once and its list read once: everything else is compared with that list, which the signature

@@ -9,14 +9,14 @@ from dualtune.errors import FormatError
 from dualtune.io.folder import open_regular
 from dualtune.io.untrusted import sha256_of
 from dualtune.transfer.bundles import binding, manifest
-from dualtune.transfer.bundles.binding import UNBOUND, Wanted
+from dualtune.transfer.bundles.binding import UNBOUND, RequiredBinding
 from dualtune.transfer.bundles.manifest import Bundle
 from dualtune.transfer.bundles.names import BUNDLE_FILE, MAX_BUNDLE_FILE_BYTES
 
 ADAPTER = "adapter"
 
 
-def find(directory: Path, wanted: Wanted) -> tuple[Path, list[Check]]:
+def find(directory: Path, wanted: RequiredBinding) -> tuple[Path, list[Check]]:
     """Return the adapter directory, and a check of the bundle that it was unpacked from, if any.
 
     `directory` is that of the adapter or of the whole bundle. FormatError if the bundle is not the wanted one.

@@ -45,7 +45,7 @@ class Found:
     part: Chunks | None = None
 
 
-class Store(Protocol):
+class RemoteStore(Protocol):
     """Storage that can hash its files without a transfer. Raises Cut if another attempt may succeed."""
 
     def shown(self, path: str) -> str:
@@ -69,7 +69,7 @@ class Store(Protocol):
         ...
 
 
-def push(store: Store, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
+def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
     """Copy a file to a path of the store. False if the same file was there already.
 
     ConfigError if another one is there, unless `force`; EnvironmentFault if the transfer failed; FormatError if the
@@ -108,7 +108,7 @@ def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, 
         yield source, sha256
 
 
-def pull(store: Store, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
+def pull(store: RemoteStore, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
     """Fetch a file of the store into a hidden file next to the target, every chunk verified. The caller renames it.
 
     AbsentFault if it does not exist, EnvironmentFault if the transfer failed, FormatError if it has more than `most`
@@ -132,7 +132,7 @@ def pull(store: Store, path: str, target: Path, patience: Patience, *, most: int
     return patience.keep_trying(attempt, store.shown(path))
 
 
-def _fetch(store: Store, path: str, chunks: Chunks, folder: Folder, name: str, patience: Patience) -> None:
+def _fetch(store: RemoteStore, path: str, chunks: Chunks, folder: Folder, name: str, patience: Patience) -> None:
     with folder.part(name) as part:
         folder.check_space(chunks.num_bytes, part)
         runs = missing(chunks, chunks_in(part, chunks.num_bytes))

@@ -23,7 +23,7 @@ from dualtune.transfer.remotes.directory import DirectoryStore
 from dualtune.transfer.remotes.patience import Patience
 from dualtune.transfer.remotes.remote_files import RemoteFiles
 from dualtune.transfer.remotes.ssh import SshStore
-from dualtune.transfer.remotes.store import MAX_FILE_BYTES, Store
+from dualtune.transfer.remotes.store import MAX_FILE_BYTES, RemoteStore
 
 FILE_ENDS = (".tar", ".dualtune")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -31,10 +31,10 @@ _SCP = re.compile(r"((?:[^/:@\[\]]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[^/:@\[\]]+)):(.*
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RemoteTarget:
     """The location of a bundle on a remote."""
 
-    place: Store | RemoteFiles
+    place: RemoteStore | RemoteFiles
     path: str  # of the bundle
     name: str  # of what is made from it here, without an ending
 
@@ -58,7 +58,7 @@ class Target:
         return store.pull(self.place, path, target, patience, most=most)
 
 
-def parse(text: str) -> Target:
+def parse(text: str) -> RemoteTarget:
     """Parse a TARGET. ConfigError if it is invalid, EnvironmentFault if a package for it is missing."""
     if not text or not text.isprintable():
         raise ConfigError(f"TARGET: got {text!r}; allowed: user@host:path, a directory, or a URL")
@@ -76,7 +76,7 @@ def parse(text: str) -> Target:
     return _made(place, path)
 
 
-def _ssh(url: str) -> Target:
+def _ssh(url: str) -> RemoteTarget:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -98,9 +98,9 @@ def _remote(path: str) -> str:
     return path if path.startswith("/") else f"./{path}"
 
 
-def _made(place: Store | RemoteFiles, path: str) -> Target:
+def _made(place: RemoteStore | RemoteFiles, path: str) -> RemoteTarget:
     is_file = path.endswith(FILE_ENDS)
     path = path if is_file else f"{path.rstrip('/')}/{IN_DIRECTORY}"
     parent, _, file = path.rpartition("/")
     name = file.rpartition(".")[0] if is_file else parent.rpartition("/")[2].strip(".")
-    return Target(place, path, name or "pulled")
+    return RemoteTarget(place, path, name or "pulled")
