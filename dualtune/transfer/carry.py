@@ -85,9 +85,8 @@ def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience:
         raise ConfigError(f"--public: is for hf:// alone, got {text}; elsewhere the place itself says who may read")
     if isinstance(place, Hub) and choice.step is not None:
         raise ConfigError("--checkpoint: the hub takes an adapter. Push the checkpoint to a directory, ssh or a bucket")
-    with interrupt.handled(), _bundle_of(choice, place) as (file, notes):
-        report = bundle.inspect(file)
-        notes += _notes_on_name(report.bundle.name, place.name)
+    with interrupt.handled(), _bundle_of(choice, place) as report:
+        file, notes = report.path, report.notes + _notes_on_name(report.bundle.name, place.name)
         interrupt.poll()
         if isinstance(place, Hub):
             is_new = _push_to_hub(place, file, report, public=public, force=force, patience=patience)
@@ -194,8 +193,8 @@ def _place(text: str) -> RemoteTarget | Hub:
 
 
 @contextlib.contextmanager
-def _bundle_of(choice: PushRequest, place: RemoteTarget | Hub) -> Generator[tuple[Path, list[str]]]:
-    """Yield the bundle to push, and notes. One packed for the push is bound to the remote's name and then removed."""
+def _bundle_of(choice: PushRequest, place: RemoteTarget | Hub) -> Generator[BundleReport]:
+    """Yield the verified bundle to push. One that is packed here is bound to the remote's name, and removed."""
     source, for_hub = choice.source, isinstance(place, Hub)
     if not source.exists():
         raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
@@ -204,7 +203,7 @@ def _bundle_of(choice: PushRequest, place: RemoteTarget | Hub) -> Generator[tupl
             raise ConfigError(
                 f"{source}: is a bundle already; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
             )
-        yield source, []
+        yield replace(bundle.inspect(source), notes=[])  # they are about its present name
         return
     if for_hub and (choice.tokenizer is not None or choice.key is not None):
         raise ConfigError("--tokenizer, --sign: the hub takes the files of an adapter directory alone")
@@ -212,10 +211,9 @@ def _bundle_of(choice: PushRequest, place: RemoteTarget | Hub) -> Generator[tupl
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
         file = Path(directory) / IN_DIRECTORY
         adapter = choice.adapter or (for_hub and not is_adapter_dir)
-        notes = pack(
+        yield pack(
             source, file, step=choice.step, adapter=adapter, tokenizer=choice.tokenizer, key=choice.key, name=place.name
         )
-        yield file, notes
 
 
 def _push_to_hub(

@@ -297,7 +297,7 @@ def test_layers_with_the_same_input_drop_and_multiply_it_once(monkeypatch):
 def test_a_flat_update_is_that_of_each_tensor(name):
     entry, update = OPTIMIZERS[name], optimizer.OPTIMIZERS[name]
     shapes = {"a": (3, 5), "b": (7,), "c": (2, 1)}
-    layout = optimizer.Layout(shapes)
+    layout = optimizer.FlatLayout(shapes)
     numbers = {"step": mx.array(3.0), "lr": mx.array(1e-2), "shrink": mx.array(0.999), "settings": entry.defaults}
     params, grads, *slots = (
         {n: mx.abs(normal(*s, seed=i * 7 + j)) for j, (n, s) in enumerate(shapes.items())}

@@ -115,7 +115,7 @@ def test_taking_positions_changes_nothing_else(load, tmp_path):
     assert [name for name, _ in model.named_modules()] == [name for name, _ in raw.named_modules()]
     assert [name for name, _ in tree_flatten(model.parameters())] == [n for n, _ in tree_flatten(raw.parameters())]
     rope = model.layers[0].self_attn.rope
-    assert isinstance(rope, packing.PerToken) and isinstance(rope, rope_utils.Llama3RoPE)
+    assert isinstance(rope, packing.PerTokenRotary) and isinstance(rope, rope_utils.Llama3RoPE)
     engine, tokens = load(path), DOCUMENTS.tokens_BT[0].tolist()
     cache, seen = make_prompt_cache(raw), []
 

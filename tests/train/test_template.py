@@ -109,7 +109,8 @@ def test_a_copy_that_is_not_the_checkpoint_s_is_neither_packed_nor_used(make, to
     with pytest.raises(KeyboardInterrupt):
         run(config, torch, [StopAfter2()])
     (tmp_path / "run" / TEMPLATE_FILE).write_text(f"{TOOLS}!")
-    assert any("is not the template of the checkpoint" in note for note in pack(tmp_path / "run", tmp_path / "r.tar"))
+    notes = pack(tmp_path / "run", tmp_path / "r.tar").notes
+    assert any("is not the template of the checkpoint" in note for note in notes)
     assert TEMPLATE_FILE not in inspect(tmp_path / "r.tar").bundle.files
     tools.unlink()
     with pytest.raises(ConfigError, match="chat template"):

@@ -99,17 +99,17 @@ def test_the_step_the_best_and_the_adapter_can_be_chosen(trained, tmp_path):
     manifest["files"]["state.json"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     (path / "state.json").write_bytes(raw)
     (path / "MANIFEST.json").write_text(json.dumps(manifest))
-    assert "the checkpoint of step 2 comes along" in pack(run_dir, tmp_path / "both.tar")[0]
+    assert "the checkpoint of step 2 comes along" in pack(run_dir, tmp_path / "both.tar").notes[0]
     unpack(tmp_path / "both.tar", tmp_path / "there")
     assert checkpoint.steps(tmp_path / "there" / "checkpoints") == [4, 2]
     (run_dir / "checkpoints" / "step-00000002" / "state.json").unlink()
-    assert "guards.restore_best will not find" in pack(run_dir, tmp_path / "one.tar")[0]
+    assert "guards.restore_best will not find" in pack(run_dir, tmp_path / "one.tar").notes[0]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(trained, tmp_path):
     run_dir = trained()
     (run_dir / "checkpoints" / "step-00000004" / "adapter.safetensors").write_bytes(b"")
-    assert "step-00000004" in pack(run_dir, tmp_path / "r.tar")[0]
+    assert "step-00000004" in pack(run_dir, tmp_path / "r.tar").notes[0]
     assert inspect(tmp_path / "r.tar").bundle.step == 2
     with pytest.raises(FormatError, match=r"adapter\.safetensors has 0 bytes"):
         pack(run_dir, tmp_path / "no.tar", step=4)

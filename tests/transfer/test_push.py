@@ -6,13 +6,16 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from dualtune.adapter.formats.directory import read_adapter
+from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.adapter.spec import AdapterSpec, tensor_name
 from dualtune.errors import ConfigError, DiskError, EnvironmentFault
 from dualtune.train.run import run
 from dualtune.transfer.bundles.bundle import inspect
 from dualtune.transfer.bundles.pack import pack
+from dualtune.transfer.carry import PushRequest, push
 from dualtune.transfer.remotes import chunks, store, target
 from dualtune.transfer.remotes.chunks import Chunks, chunk_bytes, chunks_of, missing
 from dualtune.transfer.remotes.directory import DirectoryStore
@@ -50,6 +53,23 @@ def place(trained, tmp_path, monkeypatch):
 
 def names_in(folder) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the bytes read are counted by Linux")
+def test_a_push_reads_an_adapter_no_more_often_than_its_checks_need(tmp_path):
+    """The files: integrity, parse (one of two), measure, write. Then the bundle: hash, send, verify."""
+    rng = np.random.default_rng(0)
+    names = [tensor_name(f"model.layers.{i}.mlp.up_proj", part) for i in range(8) for part in "AB"]
+    tensors = {n: rng.normal(size=(16, 8192) if "lora_A" in n else (8192, 16)).astype(np.float32) for n in names}
+    write_adapter(tmp_path / "adapter", Adapter(AdapterSpec(16, 32.0, 0.0, ("up_proj",)), tensors))
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir())
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    push(f"{tmp_path}/there", PushRequest(tmp_path / "adapter"), force=False, public=False, patience=Patience(0))
+    assert 6 < (bytes_read() - before) / num_bytes < 7
 
 
 # --- there and back, as a user types it ------------------------------------------------------------------------------

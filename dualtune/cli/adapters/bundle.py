@@ -73,7 +73,7 @@ def pack_(
     from dualtune.transfer.bundles.bundle import inspect
     from dualtune.transfer.bundles.pack import pack
 
-    for note in pack(source, file, step=step, adapter=adapter, tokenizer=tokenizer, key=key, name=name):
+    for note in pack(source, file, step=step, adapter=adapter, tokenizer=tokenizer, key=key, name=name).notes:
         say(f"note        {note}")
     say(inspect(file).to_text())
 

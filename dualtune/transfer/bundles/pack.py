@@ -23,14 +23,14 @@ from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.base_model import file_in, resolve_model
 from dualtune.config import Config, load_config, to_yaml
 from dualtune.errors import ConfigError, FormatError
-from dualtune.io.disk import json_bytes, listing, new_file, write_file
+from dualtune.io.disk import json_bytes, new_file, write_file
 from dualtune.io.folder import open_regular
 from dualtune.text.redaction import SecretSearch
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import MANIFEST, Checkpoint
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, is_run_dir
 from dualtune.transfer.bundles import archive, manifest, names, signature
-from dualtune.transfer.bundles.bundle import name_of
+from dualtune.transfer.bundles.bundle import BundleReport, name_of
 from dualtune.transfer.bundles.content import Content
 from dualtune.transfer.bundles.manifest import Bundle, File
 from dualtune.versions import VERSION
@@ -46,10 +46,11 @@ _LOCAL = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:")  # the beginning of a path
 
 @dataclass(slots=True)
 class Payload:
-    """The content of a bundle. A Path is read only when the bundle is written."""
+    """The content of a bundle. A Path is read when the bundle is written."""
 
     kind: str
     files: dict[str, bytes | Path] = field(default_factory=lambda: {})
+    manifests: dict[str, dict[str, Any]] = field(default_factory=lambda: {})  # files that list the others next to them
     step: int | None = None
     base: dict[str, Any] = field(default_factory=lambda: {})
     data: dict[str, Any] = field(default_factory=lambda: {})
@@ -60,8 +61,8 @@ class Payload:
 def pack(
     source: Path, target: Path, *, step: int | None = None, adapter: bool = False, tokenizer: str | None = None,
     key: Path | None = None, name: str | None = None,
-) -> list[str]:  # fmt: skip
-    """Write a bundle of a run directory or an adapter directory, and return notes for the user.
+) -> BundleReport:  # fmt: skip
+    """Write a bundle of a run directory or an adapter directory, and report what was written, with notes for the user.
 
     Of a run, the bundle holds the newest valid checkpoint, the one of `step`, or the adapter. It is bound to a name: by
     default that of the target. ConfigError, FormatError (damaged, or a secret in a file) or DiskError; nothing is
@@ -74,7 +75,7 @@ def pack(
     created = _written_at(payload)  # before the tokenizer is added: its files may come from a later download
     if tokenizer is not None:
         _add_tokenizer(payload, resolve_model(tokenizer, weights=False))
-    files = {file: _measure(file, content) for file, content in sorted(payload.files.items())}
+    files = _measure_all(payload)
     bundle = Bundle(
         kind=payload.kind,
         name=name or name_of(target),
@@ -91,9 +92,9 @@ def pack(
     search = SecretSearch()
     search.feed(raw)
     _refuse_secret(names.BUNDLE_FILE, search)
-    manifest.parse(raw, target)  # write nothing that a reader refuses
+    bundle = manifest.parse(raw, target)  # write nothing that a reader refuses
     with new_file(target) as file:
-        sha256 = _write(file, payload, files, raw)
+        sha256, num_bytes = _write(file, payload, files, raw), file.tell()
         text = None
         if key is not None:
             file.flush()
@@ -103,7 +104,7 @@ def pack(
                 raise FormatError(f"{target}: was changed while it was signed. Pack it where nobody else may write")
     if text is not None:
         write_file(signature.path_of(target), text)
-    return payload.notes
+    return BundleReport(target, num_bytes, sha256, bundle, None, payload.notes)
 
 
 def _written_at(payload: Payload) -> str:
@@ -140,8 +141,7 @@ def _adapter(directory: Path, run: Path | None) -> Payload:
     if (directory / MANIFEST_FILE).is_file():
         table = _localized(payload, f"adapter/{MANIFEST_FILE}")
         payload.base |= cast("dict[str, Any]", table.get("base") or {})
-        table["files"] = _listed(payload, "adapter", {*table["files"]})
-        payload.files[f"adapter/{MANIFEST_FILE}"] = json_bytes(table)
+        _add_manifest(payload, f"adapter/{MANIFEST_FILE}", table)
     if run is not None:
         _add_config(payload, run)
         if (saved := checkpoint.newest(run / CHECKPOINTS)[0]) is not None:
@@ -194,8 +194,7 @@ def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
     for name in checkpoint.files_of(saved):
         payload.files[f"{folder}/{name}"] = saved.path / name
     _localized(payload, f"{folder}/state.json")
-    table["files"] = _listed(payload, folder, {*table["files"]})
-    payload.files[f"{folder}/{MANIFEST}"] = json_bytes(table)
+    _add_manifest(payload, f"{folder}/{MANIFEST}", table)
 
 
 def _add_config(payload: Payload, run: Path) -> Config:
@@ -241,17 +240,21 @@ def _portable(value: Any) -> Any:
     return value
 
 
-def _listed(payload: Payload, folder: str, files: set[str]) -> dict[str, dict[str, Any]]:
-    """Return the manifest entries of files, as they are packed."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in sorted(files):
-        content = payload.files[f"{folder}/{name}"]
-        if isinstance(content, bytes):
-            found |= listing({name: content})
-        else:
-            num_bytes, sha256 = _sum(content)
-            found[name] = {"bytes": num_bytes, "sha256": sha256}
-    return found
+def _add_manifest(payload: Payload, name: str, table: dict[str, Any]) -> None:
+    payload.files.pop(name, None)
+    payload.manifests[name] = table
+
+
+def _measure_all(payload: Payload) -> dict[str, File]:
+    """Return size and sha256 of every file by name, and complete the manifests: they list files as they are packed."""
+    files = {name: _measure(name, content) for name, content in payload.files.items()}
+    for name, table in payload.manifests.items():
+        folder = name.rpartition("/")[0]
+        listed = {inner: files[f"{folder}/{inner}"] for inner in sorted(table["files"])}
+        table["files"] = {inner: {"bytes": file.num_bytes, "sha256": file.sha256} for inner, file in listed.items()}
+        payload.files[name] = json_bytes(table)
+        files[name] = _measure(name, payload.files[name])
+    return dict(sorted(files.items()))
 
 
 def _fingerprints(saved: Checkpoint, *, of_data: bool) -> dict[str, Any]:
@@ -319,14 +322,6 @@ def _write_member(write: Callable[[bytes], None], name: str, content: bytes | Pa
     if (num_bytes, digest.hexdigest()) != (entry.num_bytes, entry.sha256):
         raise FormatError(f"{content}: changed while it was packed. Pack again when nothing writes there")
     write(bytes(archive.padding(entry.num_bytes)))
-
-
-def _sum(content: bytes | Path) -> tuple[int, str]:
-    digest, num_bytes = hashlib.sha256(), 0
-    for chunk in _pieces(content):
-        digest.update(chunk)
-        num_bytes += len(chunk)
-    return num_bytes, digest.hexdigest()
 
 
 def _pieces(content: bytes | Path) -> Iterator[bytes]:

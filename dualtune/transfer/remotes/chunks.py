@@ -57,11 +57,19 @@ def chunks_of(path: Path, of_bytes: int | None = None) -> Chunks:
 
 def chunks_in(file: BinaryIO, of_bytes: int | None = None) -> Chunks:
     """Return the chunks of an open file, as in `chunks_of`."""
+    return chunks_and_sha256_in(file, of_bytes)[0]
+
+
+def chunks_and_sha256_in(file: BinaryIO, of_bytes: int | None = None) -> tuple[Chunks, str]:
+    """Return the chunks of an open file, and the sha256 of all of it. The file is read once."""
     num_bytes = os.fstat(file.fileno()).st_size
     size = chunk_bytes(num_bytes if of_bytes is None else of_bytes)
+    hashes, whole = list[str](), hashlib.sha256()
     file.seek(0)
-    hashes = [hashlib.sha256(chunk).hexdigest() for chunk in iter(lambda: file.read(size), b"")]
-    return Chunks(num_bytes, tuple(hashes))
+    while chunk := file.read(size):
+        hashes.append(hashlib.sha256(chunk).hexdigest())
+        whole.update(chunk)
+    return Chunks(num_bytes, tuple(hashes)), whole.hexdigest()
 
 
 def sha256_in(file: BinaryIO) -> str:

@@ -36,7 +36,7 @@ class RemoteFiles:
     def push(self, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
         """Copy a file there. False if the same one was there already; ConfigError if another is, unless `force`."""
         where = self.shown(path)
-        with open_to_send(file, verified) as (source, sha256):
+        with open_to_send(file, verified) as (source, _, sha256):
 
             def attempt() -> bool:
                 with self._told(where):

@@ -18,7 +18,7 @@ from dualtune import interrupt
 from dualtune.errors import ConfigError, DiskError, FormatError
 from dualtune.io.folder import Folder, open_regular
 from dualtune.transfer.bundles.names import MAX_TOTAL_BYTES, MIB
-from dualtune.transfer.remotes.chunks import Chunks, chunks_in, missing, sha256_in
+from dualtune.transfer.remotes.chunks import Chunks, chunks_and_sha256_in, chunks_in, missing
 from dualtune.transfer.remotes.patience import AbsentFault, Cut, Patience
 
 MAX_FILE_BYTES = MAX_TOTAL_BYTES + MIB  # a bundle with its headers
@@ -75,8 +75,7 @@ def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, for
     ConfigError if another one is there, unless `force`; EnvironmentFault if the transfer failed; FormatError if the
     file does not have the sha256 that was verified before.
     """
-    with open_to_send(file, verified) as (source, sha256):
-        chunks = chunks_in(source)
+    with open_to_send(file, verified) as (source, chunks, sha256):
         upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
 
         def attempt() -> bool:
@@ -95,17 +94,17 @@ def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, for
 
 
 @contextlib.contextmanager
-def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, str]]:
-    """Yield the open file and its sha256. FormatError if that is not the one verified before."""
+def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, Chunks, str]]:
+    """Yield the open file, its chunks and its sha256. FormatError if that is not the one verified before."""
     try:
         source = open_regular(file)
     except OSError as error:
         raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
     with source:
-        sha256 = sha256_in(source)
+        chunks, sha256 = chunks_and_sha256_in(source)
         if verified not in (None, sha256):
             raise FormatError(f"{file}: was changed after it was verified. Nothing was sent")
-        yield source, sha256
+        yield source, chunks, sha256
 
 
 def pull(store: RemoteStore, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
