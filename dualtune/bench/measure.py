@@ -233,7 +233,9 @@ def _utilisation(
     try:
         found = engine.description
         num_parameters, adapter_parameters = found.num_parameters, found.trainable_parameters
-        shape = read_shape(prepared.model_dir, num_parameters=num_parameters, adapter_parameters=adapter_parameters)
+        shape = read_shape(
+            prepared.model.directory, num_parameters=num_parameters, adapter_parameters=adapter_parameters
+        )
     except NoFormula as error:
         return None, str(error)
     lengths = document_lengths(batches)

@@ -39,64 +39,87 @@ from dualtune.train.step import StepPolicy
 
 
 @dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of the base model."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    weights: BaseWeights | None  # None: random weights
+    identity: dict[str, Any]  # what identifies the base model, in dualtune.json
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """The documents of a run, and which of them each step uses."""
+
+    train: Documents
+    eval: Documents
+    order: Order
+    layout: SequenceLayout
+    probes: list[int]  # the training documents that no step uses, because the policy evaluates on them
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a run resumes from."""
+
+    checkpoint: Checkpoint
+    changes: list[Change]  # of the config since then; all are allowed
+    without_effect: list[Change] | None  # if no step is left: the changes that come too late
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A config, checked against the backend, the model's tokenizer and the data. Nothing is loaded yet."""
 
     config: Config
     backend: Backend
-    model_dir: Path
-    tokenizer: Tokenizer
-    train: Documents
-    eval: Documents
-    order: Order
-    layout: SequenceLayout
+    team: Team  # the processes of the run
+    model: ModelFiles
+    data: TrainingData
     spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
-    base: dict[str, Any]  # what identifies the base model…
-    fingerprints: dict[str, str]  # …and, in short, base model, tokenizer and data
-    saved: Checkpoint | None  # the checkpoint that the run resumes from…
-    changes: list[Change]  # …and the allowed changes since then
-    ended: list[Change] | None  # if no step is left: the changes that have no effect any more
-    team: Team  # the processes of the run
-    weights: BaseWeights | None  # the weight files of the base model; None: random weights
     policy: StepPolicy  # decides what each step does; has the state of the checkpoint
-    probes: list[int]  # the training documents that no step uses, because the policy evaluates on them
+    resumed: Resumed | None  # None: a new run
+    fingerprints: dict[str, str]  # of base model, tokenizer and data
 
     def batches(self, step: int) -> list[Batch]:
         """Return this process's micro-batches of a step, counted from 0: a pure function."""
-        ids = self.order.step(step).documents.tolist()
-        rank, size = self.team.rank, self.team.size
-        return micro_batches(self.train, ids, self.layout, seed=self.config.run.seed, step=step, rank=rank, size=size)
+        return self._micro_batches(self.data.order.step(step).documents.tolist(), seed=self.config.run.seed, step=step)
 
     def probe_batches(self) -> list[Batch]:
         """Return this process's micro-batches of the probe documents."""
+        return self._micro_batches(self.data.probes, seed=0, step=0)
+
+    def _micro_batches(self, ids: list[int], *, seed: int, step: int) -> list[Batch]:
         rank, size = self.team.rank, self.team.size
-        return micro_batches(self.train, self.probes, self.layout, seed=0, step=0, rank=rank, size=size)
+        return micro_batches(self.data.train, ids, self.data.layout, seed=seed, step=step, rank=rank, size=size)
 
     def summary(self) -> list[str]:
         """Describe what the run will do, one line each."""
         train, data, spec, targets = self.config.train, self.config.data, self.spec, self.spec.targets
-        template = "chat template" if self.tokenizer.template else "no chat template: prompt and completion as they are"
+        tokenizer, found = self.model.tokenizer, self.data
+        template = "chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
         documents, tokens = train.documents_per_step, train.tokens_per_step
         per_step = f"{documents} documents" if documents else f"up to {tokens} tokens"
         chosen = " (auto)" if train.micro_batch_tokens == "auto" else ""
-        packed = "packed rows" if self.layout.row_length else "one document a row"
-        doubts = [self.tokenizer.warning]
-        if rows := self.train.with_control_text() + self.eval.with_control_text():
+        packed = "packed rows" if found.layout.row_length else "one document a row"
+        doubts = [tokenizer.warning]
+        if rows := found.train.with_control_text() + found.eval.with_control_text():
             doubts.append(about_rows(len(rows), rows[0], data.special_tokens_in_text))
         if self.start is not None:
-            doubts.append(mismatch(self.start.template_hash, self.tokenizer.template_hash))
-        copy = template_of(self.config, self.saved)
+            doubts.append(mismatch(self.start.template_hash, tokenizer.template_hash))
+        copy = template_of(self.config, self.resumed.checkpoint if self.resumed else None)
         return [
             f"model       {self.config.model.name}, {template}",
             *([f"template    {copy}, for there is no {data.template} here"] if copy != data.template else []),
             *(f"warning     {doubt}" for doubt in doubts if doubt),
             f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
             f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
-            f"train data  {self.train.summary()}",
-            f"eval data   {self.eval.summary() if self.eval.num_rows else self.eval.remark or 'none'}",
-            f"steps       {self.order.num_steps} of {per_step}, "
-            f"in micro-batches of up to {self.layout.max_tokens} tokens{chosen}, {packed}",
+            f"train data  {found.train.summary()}",
+            f"eval data   {found.eval.summary() if found.eval.num_rows else found.eval.remark or 'none'}",
+            f"steps       {found.order.num_steps} of {per_step}, "
+            f"in micro-batches of up to {found.layout.max_tokens} tokens{chosen}, {packed}",
         ]
 
 
@@ -119,11 +142,7 @@ def _prepare(
     config: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team, policy_name: str
 ) -> Prepared:
     check_capabilities(backend, config)
-    if config.memory.sharding == "full" and team.size == 1:
-        raise ConfigError(
-            "memory.sharding: got full, and this run has one process; allowed: auto or none, or several processes: "
-            "dualtune launch --on local --procs N"
-        )
+    _check_sharding(config, team)
     start = read_adapter(Path(config.adapter.init_from).expanduser()) if config.adapter.init_from else None
     config = with_adapter_of(config, start)
     changes: list[Change] = []
@@ -131,41 +150,55 @@ def _prepare(
         config = as_recorded(saved, config)
         changes = check_config(saved, config)
     policy = open_policy(policy_name, config, saved)
-    data = Data(config)
-    weights = config.model.init == "pretrained"
+    sources = Data(config)
+    is_pretrained = config.model.init == "pretrained"
     # Download weights only after the data are checked.
     is_here = Path(config.model.name).expanduser().is_dir()
-    model_dir = resolve_model(config.model.name, weights=weights and is_here)
+    model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
     tokenizer = Tokenizer(model_dir, template_of(config, saved), config.data.special_tokens_in_text)
-    train, eval_ = data.train_and_eval(tokenizer, show)
-    for documents in (train, eval_):
+    train, eval_ = sources.train_and_eval(tokenizer, show)
+    _check_targets(config, train, eval_)
+    probes = probe_documents(len(train), policy.num_probes, config.run.seed)
+    order = Order(config, train.lengths, without(train.sources, probes), train.weights)
+    config = with_tokens(config, order.tokens_per_step)
+    if config.train.warmup >= order.num_steps:
+        raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
+    data = TrainingData(train, eval_, order, layout_of(config), probes)
+    model_dir = resolve_model(config.model.name, weights=is_pretrained)
+    weights = find_weights(model_dir) if is_pretrained else None
+    model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
+    found = _fingerprints(model, data)
+    resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
+    return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found)
+
+
+def _check_sharding(config: Config, team: Team) -> None:
+    if config.memory.sharding == "full" and team.size == 1:
+        raise ConfigError(
+            "memory.sharding: got full, and this run has one process; allowed: auto or none, or several processes: "
+            "dualtune launch --on local --procs N"
+        )
+
+
+def _check_targets(config: Config, *found: Documents) -> None:
+    for documents in found:
         if documents.num_rows and not len(documents):
             raise DataError(
                 f"{', '.join(documents.names)}: no trainable token: 0 of {documents.num_rows} rows have a target "
                 f"within data.max_length = {config.data.max_length}. "
                 "Raise max_length, or check data.loss_on and the template."
             )
-    model_dir = resolve_model(config.model.name, weights=weights)
-    probes = probe_documents(len(train), policy.num_probes, config.run.seed)
-    order = Order(config, train.lengths, without(train.sources, probes), train.weights)
-    config = with_tokens(config, order.tokens_per_step)
-    if config.train.warmup >= order.num_steps:
-        raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
-    base_weights = find_weights(model_dir) if weights else None
-    base = fingerprint(model_dir, base_weights)
-    found = _fingerprints(base, tokenizer, train, eval_)
-    ended: list[Change] | None = None
-    if saved is not None:
-        check_fingerprints(saved, found)
-        if has_ended(saved, config, order):
-            ended = check_end(saved, config, order)
-        check_place(saved, place_of(order, saved.step))
-    spec = _spec(config, start)
-    return Prepared(
-        config, backend, model_dir, tokenizer, train, eval_, order, layout_of(config), spec, start, base, found, saved,
-        changes, ended, team, base_weights, policy, probes,
-    )  # fmt: skip
+
+
+def _resumed(
+    saved: Checkpoint, changes: list[Change], config: Config, order: Order, fingerprints: dict[str, str]
+) -> Resumed:
+    """Return what the run resumes from. ConfigError if the base model, the data or the position in them differ."""
+    check_fingerprints(saved, fingerprints)
+    without_effect = check_end(saved, config, order) if has_ended(saved, config, order) else None
+    check_place(saved, place_of(order, saved.step))
+    return Resumed(saved, changes, without_effect)
 
 
 def _check_length(config: Config, model_dir: Path) -> None:
@@ -193,16 +226,17 @@ def place_of(order: Order, step: int) -> dict[str, Any]:
     return {"epoch": order.step(step - 1).epoch if step else 0.0, "next_documents": f"{len(ids)}, sha256 {digest}"}
 
 
-def _fingerprints(base: dict[str, Any], tokenizer: Tokenizer, train: Documents, eval_: Documents) -> dict[str, str]:
+def _fingerprints(model: ModelFiles, data: TrainingData) -> dict[str, str]:
+    base = model.identity
     weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()  # as in every dualtune so far
     return {
         "base model's config": f"sha256 {base['config_sha256'][:16]}",
         "base model's weights": f"sha256 {weights[:16]}",
         "base model's tensors": f"sha256 {base['weights_sha256'][:16]}",
         "tokenizer": f"sha256 {str(base['tokenizer_sha256'])[:16]}",
-        "chat template": tokenizer.template_hash,
-        "train documents": train.fingerprint(),
-        "eval documents": eval_.fingerprint(),
+        "chat template": model.tokenizer.template_hash,
+        "train documents": data.train.fingerprint(),
+        "eval documents": data.eval.fingerprint(),
     }
 
 

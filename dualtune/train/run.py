@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dualtune.base_model import read_config
 from dualtune.card import by_preference
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
+from dualtune.data.documents import Show
 from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
@@ -30,7 +31,7 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.packing import check_packing
-from dualtune.train.prepare import Prepared, prepare
+from dualtune.train.prepare import Prepared, Resumed, prepare
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, read_rows
@@ -62,17 +63,17 @@ def load_engine(prepared: Prepared) -> Engine:
     config = prepared.config
     engine = prepared.backend.load(
         LoadRequest(
-            model_dir=prepared.model_dir,
+            model_dir=prepared.model.directory,
             dtype=config.model.dtype,
             quantization=config.model.quantization,
             init=config.model.init,
             adapter=prepared.spec,
             optimizer=OptimizerSpec(config.train.optimizer, {"weight_decay": config.train.weight_decay}),
             seed=config.run.seed,
-            longest=max(prepared.train.longest, prepared.eval.longest),
+            longest=max(prepared.data.train.longest, prepared.data.eval.longest),
             kernels=config.model.kernels,
             sharding=config.memory.sharding,
-            weights=prepared.weights,
+            weights=prepared.model.weights,
         )
     )
     if prepared.start is not None:
@@ -82,21 +83,30 @@ def load_engine(prepared: Prepared) -> Engine:
     return engine
 
 
-def run(config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto") -> TrainResult:
-    """Train with a config on a backend. `resume`: see `open_run`. A stop signal saves the state; raises Preempted."""
+def run(
+    config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto",
+    show: Show = lambda what, share: None, announce: Callable[[Prepared], object] = lambda prepared: None,
+) -> TrainResult:  # fmt: skip
+    """Train with a config on a backend. `resume`: see `open_run`. A stop signal saves the state; raises Preempted.
+
+    `show` gets the progress of tokenizing. `announce` gets the prepared run before the model is loaded, and an error
+    that it raises ends the run.
+    """
     team = Team(backend.world())
     with open_together(config, resume, team) as place:
-        return execute(prepare(config, backend, place.saved, team=team), place, hooks)
+        prepared = prepare(config, backend, place.saved, show, team)
+        announce(prepared)
+        return execute(prepared, place, hooks)
 
 
 def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train a prepared run in an open run directory."""
-    config, saved, team = prepared.config, prepared.saved, prepared.team
-    has_ended = saved is not None and prepared.ended is not None and _has_adapter_of(place, saved.step)
-    if saved is not None and team.agree(has_ended):
-        history, without_effect = History(read_rows(place.path / METRICS)), tuple(prepared.ended or ())
-        return replace(_result(place, saved.step, history), was_finished=True, without_effect=without_effect)
+    config, resumed, team = prepared.config, prepared.resumed, prepared.team
+    if resumed is not None and team.agree(_has_ended(resumed, place)):
+        result = _result(place, resumed.checkpoint.step, History(read_rows(place.path / METRICS)))
+        return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
     engine = load_engine(prepared)
+    saved = resumed.checkpoint if resumed else None
     first_step = 0
     if saved is not None:
         restore(engine, saved)
@@ -112,13 +122,13 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
     saver = Saver(place, prepared, engine, guards, log)
     info = RunInfo(
-        place.path, prepared.backend.name, prepared.order.num_steps, first_step, len(prepared.train),
-        len(prepared.eval), engine.description.as_json(), num_weights * bytes_per_weight(config.train.optimizer),
+        place.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
+        len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(config.train.optimizer),
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
         _tell_what_was_found(prepared, place, log)
-        with Ahead(prepared.batches, prepared.order.num_steps) as batches:
+        with Ahead(prepared.batches, prepared.data.order.num_steps) as batches:
             num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, batches), first_step)
         saver.check_files(num_steps)
         if config.guards.restore_best:
@@ -138,11 +148,13 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     return _result(place, num_steps, log.history)
 
 
-def _has_adapter_of(place: RunDir, step: int) -> bool:
-    """Return whether the adapter after this step is there. The adapter of an earlier, shorter run does not count."""
+def _has_ended(resumed: Resumed, place: RunDir) -> bool:
+    """Return whether no step is left, and the adapter is that of the last one, not of an earlier, shorter run."""
+    if resumed.without_effect is None:
+        return False
     try:
         manifest = json.loads((place.adapter / MANIFEST_FILE).read_text(encoding="utf-8"))
-        return manifest["training"]["steps"] == step
+        return manifest["training"]["steps"] == resumed.checkpoint.step
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -158,7 +170,8 @@ def _verdict(history: History) -> RunVerdict:
 
 def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> None:
     """Log as events what existed before the first step."""
-    saved = prepared.saved
+    resumed = prepared.resumed
+    saved = resumed.checkpoint if resumed else None
     step = saved.step if saved else 0
     # A checkpoint from another directory, or one older than the newest, starts a new branch.
     is_here = saved is not None and saved.path.parent == place.checkpoints
@@ -168,16 +181,16 @@ def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> Non
         log.event(Event(step, "found", note))
     if saved is not None:
         log.event(Event(step, "resumed", f"after step {step}, from {saved.path}", {"backend": prepared.backend.name}))
-    if prepared.changes:
-        changes = [{"key": change.what, "before": change.before, "now": change.now} for change in prepared.changes]
-        text = f"the config has changed since the checkpoint:\n{table(prepared.changes)}"
+    if resumed is not None and resumed.changes:
+        changes = [{"key": change.what, "before": change.before, "now": change.now} for change in resumed.changes]
+        text = f"the config has changed since the checkpoint:\n{table(resumed.changes)}"
         log.event(Event(step, "config_changed", text, {"changes": changes}))
 
 
 def _sources(prepared: Prepared, step: int) -> list[str]:
     """Return the data rows of a step, counted from 1, as path:line."""
-    ids: list[int] = prepared.order.step(step - 1).documents.tolist()
-    return [prepared.train[i].where for i in ids]
+    ids: list[int] = prepared.data.order.step(step - 1).documents.tolist()
+    return [prepared.data.train[i].where for i in ids]
 
 
 def _restore_best(engine: Engine, saver: Saver, log: Metrics, step: int) -> None:
@@ -200,8 +213,10 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
 def _write_records(place: RunDir, prepared: Prepared, engine: Engine) -> None:
     found = environment(prepared.backend, engine.description.as_json()) | {"processes": prepared.team.size}
     place.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
-    if prepared.tokenizer.template is not None:  # data.template may name a file that another machine does not have
-        place.records[TEMPLATE_FILE] = prepared.tokenizer.template.source
+    if (
+        prepared.model.tokenizer.template is not None
+    ):  # data.template may name a file that another machine does not have
+        place.records[TEMPLATE_FILE] = prepared.model.tokenizer.template.source
     for name, text in place.records.items():
         write_file(place.path / name, text)
 
@@ -231,7 +246,7 @@ def _write_adapter(
 ) -> None:
     config, verdict = prepared.config, _verdict(log.history)
     record = {
-        "base": prepared.base
+        "base": prepared.model.identity
         | {
             "name": config.model.name,
             "loaded_as": engine.description.quantization,
@@ -248,22 +263,22 @@ def _write_adapter(
             "verdict": {"word": verdict.word, "because": verdict.because},
             "best_step": guards.state.best_step,
             "best_eval_loss": guards.state.best_loss,
-            "train_documents": len(prepared.train),
-            "template_hash": prepared.tokenizer.template_hash,
-            "template": "chat" if prepared.tokenizer.template else "none",  # `dualtune generate` reads it
+            "train_documents": len(prepared.data.train),
+            "template_hash": prepared.model.tokenizer.template_hash,
+            "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
         },
         "fingerprints": {
-            "base": base_fingerprints(engine, prepared.tokenizer),
-            "adapter": fingerprints(engine, prepared.tokenizer),
+            "base": base_fingerprints(engine, prepared.model.tokenizer),
+            "adapter": fingerprints(engine, prepared.model.tokenizer),
         },
     }  # fmt: skip
     if not prepared.team.is_first:
         return  # except for the fingerprints: with a sharded base all processes must compute them together
     tensors = engine.adapter_state()
-    template = prepared.tokenizer.template
+    template = prepared.model.tokenizer.template
     adapter = Adapter(
         _written_spec(prepared, tensors), tensors, config.model.name, template=template.source if template else None,
-        fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model_dir)),
+        fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model.directory)),
     )  # fmt: skip
     if path.exists():  # the adapter of the finished run that is continued here; its checkpoints remain
         remove_directory(path)

@@ -34,15 +34,16 @@ class Saver:
     def __init__(self, place: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics) -> None:
         self._place = place
         self._config = prepared.config
-        self._order = prepared.order
+        self._order = prepared.data.order
         self._fixed = {"config": prepared.config.model_dump(mode="json"), "fingerprints": prepared.fingerprints}
         self._engine = engine
         self._guards = guards
         self._policy = prepared.policy
         self._log = log
         self._team = prepared.team
-        self._saved_step = prepared.saved.step if prepared.saved else None
-        self.newest = prepared.saved.path if prepared.saved else None
+        saved = prepared.resumed.checkpoint if prepared.resumed else None
+        self._saved_step = saved.step if saved else None
+        self.newest = saved.path if saved else None
         self.failure: DiskError | None = None  # of the last attempt
         self._opened: OpenDirectory | None = None  # the directory of the checkpoints
         self._open_checkpoints()

@@ -94,7 +94,7 @@ class TrainingStep:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the schedule. A benchmark with more steps than the run keeps the last one."""
-        num_steps = self._prepared.order.num_steps
+        num_steps = self._prepared.data.order.num_steps
         return learning_rate(self._prepared.config, min(self.index, num_steps - 1), num_steps)
 
     def add_gradients(self) -> None:

@@ -45,7 +45,7 @@ def fit(job: Job, first_step: int = 0) -> int:
     _evaluate_if_due(job, step)
     job.log.restart_clock()
 
-    while step < job.prepared.order.num_steps and not job.guards.stops_early:
+    while step < job.prepared.data.order.num_steps and not job.guards.stops_early:
         step = _take_step(job, step)
         step = _do_what_is_due(job, step)
 
@@ -57,7 +57,7 @@ def fit(job: Job, first_step: int = 0) -> int:
 def _take_step(job: Job, step: int) -> int:
     """Let the policy take a step, and check the previous step. Return the number of steps done."""
     made, team = job.prepared, job.prepared.team
-    max_steps = steps_until_due(made.config.run, step, made.order.num_steps)
+    max_steps = steps_until_due(made.config.run, step, made.data.order.num_steps)
     try:
         outcome = made.policy.take(TrainingStep(made, job.engine, step, job.batches, max_steps=max_steps))
     except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
@@ -69,7 +69,7 @@ def _take_step(job: Job, step: int) -> int:
         raise ValueError(f"step policy {made.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}")
     step += outcome.num_steps
     with team.waiting("the gradients of the other processes"):
-        record_before = record(outcome, job.log, step, made.order.step(step - 1).epoch)
+        record_before = record(outcome, job.log, step, made.data.order.step(step - 1).epoch)
     return _judge(job, step, record_before)
 
 
@@ -110,7 +110,7 @@ def _roll_back(job: Job, step: int, spike: int) -> int:
 def _do_what_is_due(job: Job, step: int) -> int:
     """Save and evaluate if due. Return the number of steps done."""
     made, saver = job.prepared, job.saver
-    is_last = step == made.order.num_steps
+    is_last = step == made.data.order.num_steps
     save_due = made.team.agree(saver.asked()) or is_last or is_due(step, made.config.run.save_every)
     if not (save_due or _eval_due(job, step)):
         return step
@@ -132,7 +132,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
     try:
         made = job.prepared
         record = evaluate(
-            job.engine, made.eval, made.layout, step,
+            job.engine, made.data.eval, made.data.layout, step,
             lambda done, total: job.watchers.tell("on_eval_batch", done, total), made.team,
         )  # fmt: skip
     except Exception:  # on any error, also a stop request: do not lose the steps so far
@@ -150,5 +150,5 @@ def _evaluate_if_due(job: Job, step: int) -> None:
 
 
 def _eval_due(job: Job, step: int) -> bool:
-    ends = (0, job.prepared.order.num_steps)
-    return len(job.prepared.eval) > 0 and (step in ends or is_due(step, job.prepared.config.run.eval_every))
+    ends = (0, job.prepared.data.order.num_steps)
+    return len(job.prepared.data.eval) > 0 and (step in ends or is_due(step, job.prepared.config.run.eval_every))

@@ -53,7 +53,7 @@ def test_the_short_config_of_the_readme_learns_a_small_data_set(backend, open_ba
     backend = open_backend(backend)
     result = run(config, backend)
     assert result.num_steps >= 100 and result.eval_loss < result.eval_loss_before / 5
-    held_out = Data(config).held_out_examples(prepare(config, backend).eval)
+    held_out = Data(config).held_out_examples(prepare(config, backend).data.eval)
     tuned = load_model(backend, config.model.name, result.adapter_dir)
     assert exact_match(tuned, held_out, config.data.max_length) >= 0.5 and len(held_out) == 32
 

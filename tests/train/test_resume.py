@@ -294,7 +294,7 @@ def test_the_tokens_of_a_step_are_recorded_and_kept_for_more_epochs(lab, stopped
     more = lab.run("run", **SMALL | {"train__epochs": 2})
     assert more.num_steps == 32  # 16 rows of one document each
     recorded = parse_config((more.run_dir / "config.yaml").read_text()).train.tokens_per_step
-    tokens = Order(lab.config(**SMALL), prepare(lab.config(**SMALL), lab.backend).train.lengths).tokens_per_step
+    tokens = Order(lab.config(**SMALL), prepare(lab.config(**SMALL), lab.backend).data.train.lengths).tokens_per_step
     assert recorded == tokens < Order(lab.config(**SMALL | {"train__epochs": 2}), [50] * 16).tokens_per_step
     assert [row["step"] for row in rows_of(more.run_dir)[0]] == list(range(1, 33))
 

@@ -124,13 +124,13 @@ def test_what_a_step_without_an_update_leaves_unread_is_read_in_time(train):
 
 def test_probes_are_training_documents_that_no_step_takes(prepared_for, train):
     prepared = prepared_for(toys.Prober, "other")
-    taken = {i for step in range(40) for i in prepared.order.step(step).documents.tolist()}
-    assert len(prepared.probes) == 3
-    assert taken == {*range(len(prepared.train))} - {*prepared.probes}
+    taken = {i for step in range(40) for i in prepared.data.order.step(step).documents.tolist()}
+    assert len(prepared.data.probes) == 3
+    assert taken == {*range(len(prepared.data.train))} - {*prepared.data.probes}
     assert (
-        prepared.probes
-        == prepared_for(toys.Prober, "again").probes
-        != prepared_for(toys.Prober, "else", run__seed=2).probes
+        prepared.data.probes
+        == prepared_for(toys.Prober, "again").data.probes
+        != prepared_for(toys.Prober, "else", run__seed=2).data.probes
     )
     ordinary = prepared_for(Ordinary, "ordinary")
     assert ordinary.probes == []
@@ -142,10 +142,10 @@ def test_a_probe_measures_the_probe_documents_and_changes_nothing(prepared_for, 
     found = [row["mean_loss"] for row in rows_of(run_dir) if row.get("event") == "probe"]
     assert len(found) == len(updates_of(run_dir)) == 9
     engine = load_engine_after(prepared, run_dir, 9)
-    documents = [prepared.train[i] for i in prepared.probes]
-    lengths = prepared.train.lengths[prepared.probes]
+    documents = [prepared.data.train[i] for i in prepared.data.probes]
+    lengths = prepared.data.train.lengths[prepared.data.probes]
     assert found[-1] == pytest.approx(
-        evaluate(engine, Listed(documents, lengths), prepared.layout).eval_loss, rel=1e-12
+        evaluate(engine, Listed(documents, lengths), prepared.data.layout).eval_loss, rel=1e-12
     )
 
     class Blind(toys.Prober):

@@ -33,10 +33,9 @@ def reading() -> Generator[Callable[[str, float], None]]:
 
 
 @contextlib.contextmanager
-def progress_hook(log_every: int) -> Generator[Hook]:
+def progress_hook(log_every: int) -> Generator[Progress]:
     """Yield a hook that shows a run, from the loading of the model to the saved adapter."""
     with phases() as shown:
-        shown.begin("loading", "the model")
         hook = Progress(log_every, shown)
         yield hook
         if hook.is_saving:  # False if the run ended before
@@ -54,6 +53,9 @@ class Progress(Hook):
         self._last: StepRecord | None = None
         self._num_steps = self._done = 0
         self._seconds = self._began = 0.0
+
+    def begin_loading(self) -> None:
+        self._shown.begin("loading", "the model")
 
     def on_start(self, info: RunInfo) -> None:
         self._shown.finish("loaded")

@@ -45,11 +45,12 @@ def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
     tell("\n".join(prepared.summary()))
     if dry_run:
         return tell("dry run     nothing was loaded or written")
-    held_out = Data(config).held_out_examples(prepared.eval)
+    held_out = Data(config).held_out_examples(prepared.data.eval)
 
     with open_run(config, "never") as place:
         before = _show("Before: the base model", config, backend, None, held_out)
         with progress_hook(config.run.log_every) as hook:
+            hook.begin_loading()
             result = execute(prepared, place, [hook])
         after = _show("After: the base model with the adapter", config, backend, result.adapter_dir, held_out)
 

@@ -54,23 +54,19 @@ def command(
 
 def _train(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.output.progress import progress_hook, reading
-    from dualtune.distributed.team import Team
-    from dualtune.train.prepare import prepare
-    from dualtune.train.run import execute
-    from dualtune.train.state.together import open_together
+    from dualtune.train.run import run
 
-    backend = backend_for(platform)
-    team = Team(backend.world())
-    with open_together(settings, resume, team) as place:
-        if not team.is_first:  # only the first process prints
-            execute(prepare(settings, backend, place.saved, team=team), place)
-            return
-        with reading() as show:
-            prepared = prepare(settings, backend, place.saved, show, team)
+    def announce(prepared: Prepared) -> None:
         tell("\n".join(prepared.summary()))
         _say_memory(prepared, platform)
-        with progress_hook(settings.run.log_every) as hook:
-            result = execute(prepared, place, [hook])
+        hook.begin_loading()
+
+    backend = backend_for(platform)
+    if backend.world().rank > 0:  # only the first process prints
+        run(settings, backend, resume=resume)
+        return
+    with reading() as show, progress_hook(settings.run.log_every) as hook:
+        result = run(settings, backend, [hook], resume=resume, show=show, announce=announce)
     if result.was_finished:
         tell(f"finished    this run came to its end before, after {result.num_steps} steps: nothing to do")
         for change in result.without_effect:
@@ -90,8 +86,8 @@ def _say_memory(prepared: Prepared, platform: str) -> None:
     if prepared.config.memory.sharding == "full":
         tell(f"memory      not estimated: the base is split among {prepared.team.size} processes")
         return
-    longest = max(prepared.train.longest, prepared.eval.longest)
-    row = memory_of_run(prepared.config, prepared.model_dir, longest, platform)
+    longest = max(prepared.data.train.longest, prepared.data.eval.longest)
+    row = memory_of_run(prepared.config, prepared.model.directory, longest, platform)
     if row.exit_code == ConfigError.exit_code:
         raise ConfigError(row.found)
     tell(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
