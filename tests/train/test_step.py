@@ -40,13 +40,7 @@ def prepared_for(open_backend, make_config, write_rows, qa_rows, tiny_softmax, t
 
     def make(policy, name="run", saved=None, **changes):
         monkeypatch.setitem(POLICIES, policy.name, policy)
-        settings = {
-            "run.dir": tmp_path / name,
-            "train.steps": 9,
-            "data.eval": 0.25,
-            "run.save_every": 1,
-            "run.keep": 99,
-        }
+        settings = {"run.dir": tmp_path / name, "train.steps": 9, "data.eval": 0.25, "run.save_every": 1, "run.keep": 99}
         settings |= {key.replace("__", "."): value for key, value in changes.items()}
         config = make_config(data, settings, tiny_softmax)
         return prepare(config, backend, saved, policy=policy.name)
@@ -133,8 +127,10 @@ def test_probes_are_training_documents_that_no_step_takes(prepared_for, train):
         != prepared_for(toys.Prober, "else", run__seed=2).data.probes
     )
     ordinary = prepared_for(Ordinary, "ordinary")
-    assert ordinary.probes == []
-    assert {i for s in range(9) for i in ordinary.order.step(s).documents.tolist()} == {*range(len(ordinary.train))}
+    assert ordinary.data.probes == []
+    assert {i for s in range(9) for i in ordinary.data.order.step(s).documents.tolist()} == {
+        *range(len(ordinary.data.train))
+    }
 
 
 def test_a_probe_measures_the_probe_documents_and_changes_nothing(prepared_for, train):
