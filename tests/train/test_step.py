@@ -40,8 +40,8 @@ def prepared_for(open_backend, make_config, write_rows, qa_rows, tiny_softmax, t
 
     def make(policy, name="run", saved=None, **changes):
         monkeypatch.setitem(POLICIES, policy.name, policy)
-        settings = {"run.dir": tmp_path / name, "train.steps": 9, "data.eval": 0.25, "run.save_every": 1, "run.keep": 99}
-        settings |= {key.replace("__", "."): value for key, value in changes.items()}
+        settings = {"run.dir": tmp_path / name, "run.save_every": 1, "run.keep": 99, "data.eval": 0.25}
+        settings |= {"train.steps": 9} | {key.replace("__", "."): value for key, value in changes.items()}
         config = make_config(data, settings, tiny_softmax)
         return prepare(config, backend, saved, policy=policy.name)
 
