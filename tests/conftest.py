@@ -162,6 +162,33 @@ def python():
     return run
 
 
+@pytest.fixture(scope="session")
+def render_apart(python):
+    """Render chat templates in one process with little address space: the outcome and the processor time of each."""
+    code = """if True:
+        import json, resource, sys, time
+        from dualtune.data.chat.template import ChatTemplate
+        resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+        for line in sys.stdin:
+            name, source = json.loads(line)
+            started = time.thread_time()
+            try:
+                text = ChatTemplate(source, {}).render([{"role": "user", "content": "Hi"}])
+                outcome = f"rendered {len(text)} characters"
+            except Exception as error:
+                outcome = f"{type(error).__name__}: {error}"[:200]
+            print(json.dumps([name, outcome, time.thread_time() - started]), flush=True)
+    """
+
+    def render(templates: dict[str, str], *, address_space: int) -> dict[str, tuple[str, float]]:
+        lines = "".join(json.dumps(template) + "\n" for template in templates.items())
+        done = python("-c", code, address_space, input=lines, timeout=1800)
+        assert done.returncode == 0, done.stderr
+        return {name: (outcome, took_s) for name, outcome, took_s in map(json.loads, done.stdout.splitlines())}
+
+    return render
+
+
 @pytest.fixture
 def dualtune_main(capsys, monkeypatch):
     """The command line inside this process: fast, and an exception that it does not expect fails the test."""

@@ -4,10 +4,8 @@ The attacks run in one process with little address space, whose processor time i
 loops, operators and strings are in tests/data/test_template.py; here is what reaches the cost by another way.
 """
 
-import json
 import os
 import signal
-import textwrap
 import threading
 
 import pytest
@@ -52,28 +50,10 @@ STOPPED = {
     "a long path in a format": "{% set x = '{0' ~ '.a' * 2000000 ~ '}' %}{{ x.format(1) }}",
 }  # fmt: skip
 
-ATTACK = """
-    import json, resource, sys, time
-    from dualtune.data.chat.template import ChatTemplate
-    resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
-    for line in sys.stdin:
-        name, source = json.loads(line)
-        started = time.thread_time()
-        try:
-            text = ChatTemplate(source, {}).render([{"role": "user", "content": "Hi"}])
-            outcome = f"rendered {len(text)} characters"
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"[:200]
-        print(json.dumps([name, outcome, time.thread_time() - started]), flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
-def outcomes(python):
-    lines = "".join(json.dumps(attack) + "\n" for attack in STOPPED.items())
-    done = python("-c", textwrap.dedent(ATTACK), input=lines, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    return {name: (outcome, took_s) for name, outcome, took_s in map(json.loads, done.stdout.splitlines())}
+def outcomes(render_apart):
+    return render_apart(STOPPED, address_space=512 << 20)
 
 
 @pytest.mark.parametrize("name", STOPPED)

@@ -1,7 +1,5 @@
 """Chat templates: the text that transformers gives, and nothing that a hostile template can do with it."""
 
-import json
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -327,29 +325,10 @@ LIMITS = {
     "a number of many digits": "{{ ('f' * 4000000) | int(0, 16) }}",
 }  # fmt: skip
 
-ATTACK = """
-    import json, resource, sys, time
-    from dualtune.data.chat.template import ChatTemplate
-    resource.setrlimit(resource.RLIMIT_AS, (640 << 20, 640 << 20))
-    for line in sys.stdin:
-        name, source = json.loads(line)
-        started = time.thread_time()
-        try:
-            text = ChatTemplate(source, {}).render([{"role": "user", "content": "Hi"}])
-            outcome = f"rendered {len(text)} characters"
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"[:200]
-        print(json.dumps([name, outcome, time.thread_time() - started]), flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
-def outcomes(python):
-    """Every attack in one process with little address space: its outcome and the processor time that it took."""
-    lines = "".join(json.dumps(attack) + "\n" for attack in LIMITS.items())
-    done = python("-c", textwrap.dedent(ATTACK), input=lines, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    return {name: (outcome, took_s) for name, outcome, took_s in map(json.loads, done.stdout.splitlines())}
+def outcomes(render_apart):
+    return render_apart(LIMITS, address_space=640 << 20)
 
 
 @pytest.mark.slow
