@@ -64,7 +64,7 @@ def newest_run() -> Path:
     """Return the run directory below `runs` that was written to last."""
     found = [Path(run.path) for run in list_runs(RUNS)] if RUNS.is_dir() else []
     if not found:
-        raise ConfigError(f"SOURCE: there is no run below {RUNS}/. Name a run directory, an adapter or a bundle")
+        raise ConfigError(f"SOURCE: there is no run in {RUNS}/. Give a run directory, an adapter or a bundle")
     return max(found, key=_written_at)
 
 
@@ -80,11 +80,13 @@ def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience:
     """
     place = _place(text)
     if is_run_dir(folder := Path(text)) or (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"TARGET: {text} is what can be pushed, no place for it. The order is: push TARGET SOURCE")
+        raise ConfigError(f"TARGET: {text} is a run or an adapter, not a remote. The order is: push TARGET SOURCE")
     if public and not isinstance(place, Hub):
-        raise ConfigError(f"--public: is for hf:// alone, got {text}; elsewhere the place itself says who may read")
+        raise ConfigError(f"--public: got {text}, allowed only with hf://. Set the access rights on the remote itself")
     if isinstance(place, Hub) and choice.step is not None:
-        raise ConfigError("--checkpoint: the hub takes an adapter. Push the checkpoint to a directory, ssh or a bucket")
+        raise ConfigError(
+            "--checkpoint: the hub takes only adapters. Push a checkpoint to ssh, a directory or a bucket"
+        )
     with interrupt.handled(), _bundle_of(choice, place) as (file, notes):
         report = bundle.inspect(file)
         notes += _notes_on_name(report.bundle.name, place.name)
@@ -101,7 +103,7 @@ def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience:
 def _notes_on_name(bound: str | None, name: str) -> list[str]:
     if bound in (None, name):
         return []
-    return [f"the bundle is bound to the name {bound!r}: who pulls it from here with a signature needs --name {bound}"]
+    return [f"the bundle is bound to the name {bound!r}: to pull it from here with a signature, add --name {bound}"]
 
 
 def pull(
@@ -121,7 +123,7 @@ def pull(
     if isinstance(place, Hub):
         if trust is not None or wanted.name is not None or wanted.max_age is not None:
             raise ConfigError(
-                "--verify-signature, --name, --max-age: a repository of the hub has nothing signed. Pull a bundle"
+                "--verify-signature, --name, --max-age: not allowed with hf://, which has no signed bundles"
             )
         with interrupt.handled(), _bundle_from_hub(place, dest, patience) as file:
             return _settled(file, dest, str(place), keep_packed=keep_packed, trust=None, wanted=wanted)
@@ -202,12 +204,12 @@ def _bundle_of(choice: PushRequest, place: RemoteTarget | Hub) -> Generator[tupl
     if source.is_file():
         if choice.step is not None or choice.adapter or choice.tokenizer is not None or choice.key is not None:
             raise ConfigError(
-                f"{source}: is a bundle already; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
+                f"{source}: is already a bundle; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
             )
         yield source, []
         return
     if for_hub and (choice.tokenizer is not None or choice.key is not None):
-        raise ConfigError("--tokenizer, --sign: the hub takes the files of an adapter directory alone")
+        raise ConfigError("--tokenizer, --sign: the hub takes only the files of an adapter directory")
     is_adapter_dir = (source / "adapter_config.json").is_file()
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
         file = Path(directory) / IN_DIRECTORY
@@ -222,7 +224,7 @@ def _push_to_hub(
     place: Hub, file: Path, report: BundleReport, *, public: bool, force: bool, patience: Patience
 ) -> bool:
     if report.bundle.kind != ADAPTER:
-        raise ConfigError(f"{file}: holds a checkpoint, and the hub takes an adapter. Push the run with --adapter")
+        raise ConfigError(f"{file}: holds a checkpoint, and the hub takes only adapters. Push the run with --adapter")
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
         # Unpacked again, so that what is published has passed every check of a bundle.
         unpacked = Path(directory) / "unpacked"
