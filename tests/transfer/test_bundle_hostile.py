@@ -262,8 +262,8 @@ CHANGES = {
     "step true": ({"step": True}, "step: got 'True', must be an integer >= 0"),
     "kind of another": ({"kind": "adapter", "step": None}, "kind is adapter, but it lists a checkpoint"),
     "relocate": ({"relocate": ["model.name; rm -rf ~"]}, "must be keys of a config"),
-    "terminal": ({"dualtune": "\x1b[2J"}, "must be a printable text"),
-    "base": ({"base": {"name": "\x1b[2J"}}, "must be a printable text"),
+    "terminal": ({"dualtune": "\x1b[2J"}, "must be a printable string"),
+    "base": ({"base": {"name": "\x1b[2J"}}, "must be a printable string"),
     "base a list": ({"base": []}, "base: got '[]', must be an object"),
     "no files": ({"files": {}}, "lists 0 files, allowed are 1 to 32"),
 }  # fmt: skip
