@@ -18,18 +18,21 @@ from dualtune.versions import VERSION
 
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {
-    "check-gpu": ("preflight.check_gpu", "Say what this machine is and whether it can train."),
-    "check-env": ("preflight.check_env", "Check that what a kind of machine needs is installed and in its place."),
+    "check-gpu": ("preflight.check_gpu", "Show what this machine is and whether it can train."),
+    "check-env": ("preflight.check_env", "Check that everything is installed that a kind of machine needs."),
     "check-config": (
         "preflight.check_config",
         "Check a config against the machine, the model and the data, before any download.",
     ),
-    "check-data": ("preflight.check_data", "List every row of data, or of a config's data, that cannot be used."),
-    "preview": ("preflight.preview", "Show what a config would train on, with its numbers."),
-    "train": ("training.train", "Train an adapter by a config, or show the demo."),
+    "check-data": ("preflight.check_data", "List the rows of a file, or of a config's data, that cannot be used."),
+    "preview": ("preflight.preview", "Show what a config would train on, with statistics."),
+    "train": ("training.train", "Train an adapter from a config, or run the demo."),
     "bench": ("training.bench", "Measure what a step of a config costs here, and where its time goes."),
-    "validate": ("training.validate", "Prove the whole pipeline on this machine, in five tiers."),
-    "launch": ("training.launch", "Train by a config in several processes: here, on other machines, or through Slurm."),
+    "validate": ("training.validate", "Test that the whole pipeline works on this machine, in five tiers."),
+    "launch": (
+        "training.launch",
+        "Train from a config in several processes: here, on other machines, or through Slurm.",
+    ),
     "eval": ("adapters.eval", "Measure an adapter on held-out data."),
     "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
     "runs": ("training.runs", "List run directories with their state, verdict, losses, model and date."),
@@ -40,9 +43,9 @@ COMMANDS = {
         "adapters.push",
         "Copy an adapter or a run to another machine, a directory, a bucket or the Hugging Face Hub.",
     ),
-    "pull": ("adapters.pull", "Fetch what push has brought there, and verify it."),
+    "pull": ("adapters.pull", "Fetch what push copied to a remote, and verify it."),
     "adapter": ("adapters.adapter", "Inspect, convert, import, compare and merge adapter directories."),
-    "config": ("preflight.config", "Print a commented config with every key, a ready one by name, or the JSON schema."),
+    "config": ("preflight.config", "Print a commented config with every key, an example by name, or the JSON schema."),
 }
 
 

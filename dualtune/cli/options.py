@@ -28,7 +28,7 @@ platform_option = click.option(
     show_default=True,
     envvar="DUALTUNE_DEVICE",
     show_envvar=True,
-    help="The machine to use: a GPU (by number: cuda:1), the CPU, or a backend by its name.",
+    help="The device to use: a GPU (by number: cuda:1), the CPU, or a backend by its name.",
 )
 dtype_option = click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True

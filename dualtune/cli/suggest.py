@@ -31,12 +31,10 @@ WORDS = {
         "adapter diff": "diff compare",
         "bundle pack": "pack package archive zip",
         "bundle unpack": "unpack unzip",
-        "There is none for preferences: dualtune trains on answers, not yet on comparisons of them": (
+        "Preference training is not supported yet: dualtune trains on answers, not on comparisons": (
             "dpo orpo kto rlhf ppo grpo reward"
         ),
-        "There is no server here. Write a whole model with `dualtune adapter merge`, and serve that": (
-            "api serve server"
-        ),
+        "There is no server. Write a merged model with `dualtune adapter merge`, and serve that": ("api serve server"),
         "Quantization belongs to the config: model.quantization": "quantize quantise",
     }.items()
     for word in words.split()

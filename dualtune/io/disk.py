@@ -35,11 +35,11 @@ def new_directory(target: Path) -> Generator[Path]:
     It is a sibling (same file system) that is renamed to `target`. The caller must fsync the files written there.
     """
     temporary = hidden_sibling(target)
-    made: list[Path] = []
+    created: list[Path] = []
     is_done = False
     try:
         if not target.parent.exists():
-            made = [path for path in target.parents if not path.exists()]
+            created = [path for path in target.parents if not path.exists()]
             target.parent.mkdir(parents=True, exist_ok=True)
             fsync(target.parent.parent)
         temporary.mkdir()
@@ -56,7 +56,7 @@ def new_directory(target: Path) -> Generator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         with contextlib.suppress(OSError):  # another program may already use them
-            for path in made if not is_done else []:
+            for path in created if not is_done else []:
                 path.rmdir()
 
 
@@ -152,7 +152,7 @@ def cache_dir() -> Path:
 
 def existing(path: Path) -> Path:
     """Return the path or its nearest existing parent, to find the disk that the path will be on."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
 def free_name(path: Path) -> Path:
@@ -162,7 +162,7 @@ def free_name(path: Path) -> Path:
 
 
 def hidden_sibling(path: Path) -> Path:
-    """Return a unique temporary name beside the path, which `remove_leftovers` recognizes."""
+    """Return a unique temporary name next to the path, which `remove_leftovers` recognizes."""
     return path.with_name(f".{path.name}{_MARK}{os.getpid()}-{secrets.token_hex(4)}")
 
 

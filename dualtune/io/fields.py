@@ -59,7 +59,7 @@ def name(table: Table, key: str, where: object) -> str | None:
     """Return a printable string, or None if it is absent or null."""
     value = table.get(key)
     if value is not None and not (isinstance(value, str) and value.isprintable()):
-        raise wrong(where, key, value, "a printable text or null")
+        raise wrong(where, key, value, "a printable string or null")
     return value
 
 
@@ -70,7 +70,7 @@ def texts(table: Table, key: str, where: object) -> list[str] | None:
         return None
     items = cast("list[object]", value if isinstance(value, list) else [value])
     if items == [value] or not all(isinstance(item, str) for item in items):
-        raise wrong(where, key, items, "a list of texts")
+        raise wrong(where, key, items, "a list of strings")
     return cast("list[str]", items)
 
 

@@ -58,7 +58,9 @@ class Folder:
         there = os.fstat(part.fileno()).st_blocks * 512
         disk = os.statvfs(self._fd)
         if (needed := num_bytes - there) > (free := disk.f_bavail * disk.f_frsize):
-            raise DiskError(f"{self.path}: needs {in_bytes(needed)}, and the disk has {in_bytes(free)} free. Free some")
+            raise DiskError(
+                f"{self.path}: needs {in_bytes(needed)}, the disk has {in_bytes(free)} free. Free some space"
+            )
 
     def publish(self, part: BinaryIO, name: str, final: str) -> None:
         """Rename a complete part to its final name, durably and with the default file mode."""

@@ -61,7 +61,7 @@ def run(module: str, data: bytes, limits: Limits) -> str:
         if child.returncode > 0:
             raise EnvironmentFault(f"{' '.join(command)} cannot be run: it ended with exit code {child.returncode}")
         if child.returncode < 0:
-            raise Exceeded(f"{limits.cpu_s} s of the processor or {limits.memory_bytes >> 20} MiB")
+            raise Exceeded(f"{limits.cpu_s} s of CPU time or {limits.memory_bytes >> 20} MiB")
         return answer.read(MAX_ANSWER).decode("utf-8", "replace")
 
 

@@ -176,9 +176,9 @@ def read_header(
         raise _truncated(path, got=size, expected=8 + header_bytes)
 
     table = parse_object(file.read(header_bytes), f"{path}: header")
-    notes = table.pop("__metadata__", None)  # null, as MLX writes it, or texts
+    notes = table.pop("__metadata__", None)  # null, as MLX writes it, or strings
     if notes is not None and not (isinstance(notes, dict) and all(isinstance(note, str) for note in _values(notes))):
-        raise FormatError(f"{path}: header: __metadata__ must be an object of texts")
+        raise FormatError(f"{path}: header: __metadata__ must be an object of strings")
     entries = sorted(_parse_entry(name, info, path, dtype_bits) for name, info in table.items())
     expected = 8 + header_bytes + max((entry.end for entry in entries), default=0)
     if size < expected:

@@ -64,7 +64,7 @@ def newest_run() -> Path:
     """Return the run directory below `runs` that was written to last."""
     found = [Path(run.path) for run in list_runs(RUNS)] if RUNS.is_dir() else []
     if not found:
-        raise ConfigError(f"SOURCE: there is no run below {RUNS}/. Name a run directory, an adapter or a bundle")
+        raise ConfigError(f"SOURCE: there is no run in {RUNS}/. Give a run directory, an adapter or a bundle")
     return max(found, key=_written_at)
 
 
@@ -78,29 +78,31 @@ def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience:
 
     ConfigError if another file is there, unless `force`; FormatError if there is nothing valid to push.
     """
-    place = _place(text)
+    remote = _parse(text)
     if is_run_dir(folder := Path(text)) or (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"TARGET: {text} is what can be pushed, no place for it. The order is: push TARGET SOURCE")
-    if public and not isinstance(place, Hub):
-        raise ConfigError(f"--public: is for hf:// alone, got {text}; elsewhere the place itself says who may read")
-    if isinstance(place, Hub) and choice.step is not None:
-        raise ConfigError("--checkpoint: the hub takes an adapter. Push the checkpoint to a directory, ssh or a bucket")
-    with interrupt.handled(), _bundle_of(choice, place) as report:
-        file, notes = report.path, report.notes + _notes_on_name(report.bundle.name, place.name)
+        raise ConfigError(f"TARGET: {text} is a run or an adapter, not a remote. The order is: push TARGET SOURCE")
+    if public and not isinstance(remote, Hub):
+        raise ConfigError(f"--public: got {text}, allowed only with hf://. Set the access rights on the remote itself")
+    if isinstance(remote, Hub) and choice.step is not None:
+        raise ConfigError(
+            "--checkpoint: the hub takes only adapters. Push a checkpoint to ssh, a directory or a bucket"
+        )
+    with interrupt.handled(), _bundle_of(choice, remote) as report:
+        file, notes = report.path, report.notes + _notes_on_name(report.bundle.name, remote.name)
         interrupt.poll()
-        if isinstance(place, Hub):
-            is_new = _push_to_hub(place, file, report, public=public, force=force, patience=patience)
+        if isinstance(remote, Hub):
+            is_new = _push_to_hub(remote, file, report, public=public, force=force, patience=patience)
         else:
             if (signed := signature.path_of(file)).is_file():  # first, so that a bundle there never lacks it
-                place.push(signed, ending=SIGNATURE_ENDING, force=force, patience=_quiet(patience))
-            is_new = place.push(file, verified=report.sha256, force=force, patience=patience)
-    return Pushed(str(place), is_new, report, notes)
+                remote.push(signed, ending=SIGNATURE_ENDING, force=force, patience=_quiet(patience))
+            is_new = remote.push(file, verified=report.sha256, force=force, patience=patience)
+    return Pushed(str(remote), is_new, report, notes)
 
 
 def _notes_on_name(bound: str | None, name: str) -> list[str]:
     if bound in (None, name):
         return []
-    return [f"the bundle is bound to the name {bound!r}: who pulls it from here with a signature needs --name {bound}"]
+    return [f"the bundle is bound to the name {bound!r}: to pull it from here with a signature, add --name {bound}"]
 
 
 def pull(
@@ -110,26 +112,26 @@ def pull(
 
     FormatError if it cannot be trusted; nothing of it is kept then. After a lost connection the next pull resumes.
     """
-    place = _place(text)
-    wanted = replace(wanted, found_as=place.name)
-    dest = dest or Path(f"{place.name}.tar" if keep_packed else place.name)
+    remote = _parse(text)
+    wanted = replace(wanted, found_as=remote.name)
+    dest = dest or Path(f"{remote.name}.tar" if keep_packed else remote.name)
     dest = Path(os.path.abspath(dest.expanduser()))  # noqa: PTH100  resolve() would follow a link at the target
     if os.path.lexists(dest) and (keep_packed or dest.is_symlink() or not dest.is_dir() or any(dest.iterdir())):
         kind = "" if keep_packed else " and is not an empty directory"
         raise ConfigError(f"{dest}: already exists{kind}. Choose another path or remove it")
-    if isinstance(place, Hub):
+    if isinstance(remote, Hub):
         if trust is not None or wanted.name is not None or wanted.max_age is not None:
             raise ConfigError(
-                "--verify-signature, --name, --max-age: a repository of the hub has nothing signed. Pull a bundle"
+                "--verify-signature, --name, --max-age: not allowed with hf://, which has no signed bundles"
             )
-        with interrupt.handled(), _bundle_from_hub(place, dest, patience) as file:
-            return _settled(file, dest, str(place), keep_packed=keep_packed, trust=None, wanted=wanted)
+        with interrupt.handled(), _bundle_from_hub(remote, dest, patience) as file:
+            return _settled(file, dest, str(remote), keep_packed=keep_packed, trust=None, wanted=wanted)
     with interrupt.handled():
-        return _pull_bundle(place, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
+        return _pull_bundle(remote, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
 
 
 def _pull_bundle(
-    place: RemoteTarget,
+    remote: RemoteTarget,
     dest: Path,
     *,
     keep_packed: bool,
@@ -137,15 +139,15 @@ def _pull_bundle(
     wanted: RequiredBinding,
     patience: Patience,
 ) -> Pulled:
-    file = place.pull(dest, patience=patience)
+    file = remote.pull(dest, patience=patience)
     signed = signature.path_of(file)
     if trust is not None:
         with contextlib.suppress(AbsentFault):  # the signature check has a better message
             most = signature.MAX_SIGNATURE_BYTES
-            place.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience), most=most).replace(signed)
+            remote.pull(signed, ending=SIGNATURE_ENDING, patience=_quiet(patience), most=most).replace(signed)
     interrupt.poll()
     try:
-        done = _settled(file, dest, str(place), keep_packed=keep_packed, trust=trust, wanted=wanted)
+        done = _settled(file, dest, str(remote), keep_packed=keep_packed, trust=trust, wanted=wanted)
     except FormatError:
         _remove(file, signed)
         raise
@@ -188,60 +190,66 @@ def _quiet(patience: Patience) -> Patience:
     return Patience(patience.retries, say=patience.say)
 
 
-def _place(text: str) -> RemoteTarget | Hub:
+def _parse(text: str) -> RemoteTarget | Hub:
     return hub.parse(text) if text.startswith(hub.SCHEME) else target.parse(text)
 
 
 @contextlib.contextmanager
-def _bundle_of(choice: PushRequest, place: RemoteTarget | Hub) -> Generator[BundleReport]:
+def _bundle_of(choice: PushRequest, remote: RemoteTarget | Hub) -> Generator[BundleReport]:
     """Yield the verified bundle to push. One that is packed here is bound to the remote's name, and removed."""
-    source, for_hub = choice.source, isinstance(place, Hub)
+    source, for_hub = choice.source, isinstance(remote, Hub)
     if not source.exists():
         raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
     if source.is_file():
         if choice.step is not None or choice.adapter or choice.tokenizer is not None or choice.key is not None:
             raise ConfigError(
-                f"{source}: is a bundle already; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
+                f"{source}: is already a bundle; --checkpoint, --adapter, --tokenizer and --sign are for packing one"
             )
         yield replace(bundle.inspect(source), notes=[])  # they are about its present name
         return
     if for_hub and (choice.tokenizer is not None or choice.key is not None):
-        raise ConfigError("--tokenizer, --sign: the hub takes the files of an adapter directory alone")
+        raise ConfigError("--tokenizer, --sign: the hub takes only the files of an adapter directory")
     is_adapter_dir = (source / "adapter_config.json").is_file()
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
         file = Path(directory) / IN_DIRECTORY
         adapter = choice.adapter or (for_hub and not is_adapter_dir)
         yield pack(
-            source, file, step=choice.step, adapter=adapter, tokenizer=choice.tokenizer, key=choice.key, name=place.name
+            source,
+            file,
+            step=choice.step,
+            adapter=adapter,
+            tokenizer=choice.tokenizer,
+            key=choice.key,
+            name=remote.name,
         )
 
 
 def _push_to_hub(
-    place: Hub, file: Path, report: BundleReport, *, public: bool, force: bool, patience: Patience
+    remote: Hub, file: Path, report: BundleReport, *, public: bool, force: bool, patience: Patience
 ) -> bool:
     if report.bundle.kind != ADAPTER:
-        raise ConfigError(f"{file}: holds a checkpoint, and the hub takes an adapter. Push the run with --adapter")
+        raise ConfigError(f"{file}: holds a checkpoint, and the hub takes only adapters. Push the run with --adapter")
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
         # Unpacked again, so that what is published has passed every check of a bundle.
         unpacked = Path(directory) / "unpacked"
         bundle.unpack(file, unpacked)
-        return hub.push(place, unpacked, public=public, force=force, patience=patience)
+        return hub.push(remote, unpacked, public=public, force=force, patience=patience)
 
 
 @contextlib.contextmanager
-def _bundle_from_hub(place: Hub, dest: Path, patience: Patience) -> Generator[Path]:
+def _bundle_from_hub(remote: Hub, dest: Path, patience: Patience) -> Generator[Path]:
     """Yield the content of a repository as a bundle: packed here, so it passes the same checks as any other."""
     with tempfile.TemporaryDirectory(prefix="dualtune-pull-") as directory:
         adapter = Path(directory) / "adapter"
         adapter.mkdir()
-        hub.pull(place, adapter, patience=patience)
+        hub.pull(remote, adapter, patience=patience)
         file = dest.with_name(f".{dest.name}.part-hub")  # beside it, so that it can be renamed
         try:
             dest.parent.mkdir(parents=True, exist_ok=True)
             file.unlink(missing_ok=True)
         except OSError as error:
             raise DiskError(f"{dest}: cannot be written: {error.strerror or error}") from error
-        pack(adapter, file, name=place.name)
+        pack(adapter, file, name=remote.name)
         try:
             yield file
         finally:

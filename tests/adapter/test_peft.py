@@ -222,7 +222,7 @@ def test_initializations_that_change_the_base_are_refused(tmp_path, init, random
         ({"bias": "all"}, "bias"),
         ({"target_modules": ["k_proj"]}, "q_proj: not selected by target_modules|down_proj: not selected"),
         ({"target_modules": "(unclosed"}, "not a regular expression"),
-        ({"target_modules": [1]}, "target_modules: got .* must be a list of texts"),
+        ({"target_modules": [1]}, "target_modules: got .* must be a list of strings"),
         ({"target_modules": {}}, "target_modules"),
         ({"layers_to_transform": [0, 1]}, r"layers\.2.* not selected"),
         ({"rank_pattern": {"q_proj": "8"}}, "rank_pattern: q_proj: got '8'"),

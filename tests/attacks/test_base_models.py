@@ -376,5 +376,5 @@ def test_nan_in_the_base_is_said_to_be_the_base_s(model, make_config, write_rows
 def test_a_model_type_that_is_no_text_is_refused_by_every_reader(model, kind):
     configure(model, model_type=kind)
     for read in (resolve_model, base_shapes):
-        with pytest.raises(FormatError, match=r"model_type: got .*, must be a printable text or null"):
+        with pytest.raises(FormatError, match=r"model_type: got .*, must be a printable string or null"):
             read(model)

@@ -33,9 +33,11 @@ def test_an_old_signed_bundle_under_a_new_name_is_refused(place, keys, trust):
     pack(place / "adapter", place / "old.tar", key=keys / "key")
     for ending in ("", ".sig"):
         shutil.copyfile(place / f"old.tar{ending}", place / f"new.tar{ending}")
-    with pytest.raises(FormatError, match="is the bundle 'old', found under the name 'new': renamed, or exchanged"):
+    with pytest.raises(
+        FormatError, match="is the bundle 'old', found under the name 'new': it was renamed or replaced"
+    ):
         pull("new.tar", place / "there", trust=trust)
-    with pytest.raises(FormatError, match=r"is the bundle 'old', and --name asks for 'new'"):
+    with pytest.raises(FormatError, match=r"is the bundle 'old', --name requires 'new'"):
         unpack(place / "new.tar", place / "there", trust, RequiredBinding(name="new"))
     assert not (place / "there").exists()
     assert pull("new.tar", place / "there", trust=trust, wanted=RequiredBinding(name="old")).report.notes == []
@@ -45,14 +47,14 @@ def test_without_a_signature_another_name_is_told(place):
     pack(place / "adapter", place / "old.tar")
     (place / "old.tar").rename(place / "new.tar")
     (note,) = pull("new.tar", place / "there").report.notes
-    assert note == ("is the bundle 'old', found under the name 'new'; without a signature nobody vouches for either")
+    assert note == ("is the bundle 'old', found under the name 'new'; without a signature, neither name is proven")
 
 
 def test_a_bundle_is_bound_to_where_it_is_pushed(place, dualtune_main):
     assert dualtune_main("push", "share/first", "adapter").returncode == 0
     assert inspect(place / "share" / "first" / "bundle.tar").bundle.name == "first"
     done = dualtune_main("push", "share/second", "share/first/bundle.tar")
-    assert "note        the bundle is bound to the name 'first': who pulls it from here" in done.stdout
+    assert "note        the bundle is bound to the name 'first': to pull it from here" in done.stdout
     assert (
         "note        is the bundle 'first', found under the name 'second'"
         in dualtune_main("pull", "share/second").stdout
@@ -87,7 +89,7 @@ def test_a_date_that_is_to_come_is_refused_and_a_clock_that_is_a_little_fast_is_
     written = datetime.fromisoformat(found.created)
     wanted = RequiredBinding(max_age=parse_age("7d"))
     assert check(found, wanted, "a", "x", is_signed=True, now=written - timedelta(minutes=50)) == []
-    with pytest.raises(FormatError, match=r"which is to come\. Compare the clocks"):
+    with pytest.raises(FormatError, match=r"which is in the future\. Check both clocks"):
         check(found, wanted, "a", "x", is_signed=True, now=written - timedelta(hours=2))
     with pytest.raises(ConfigError, match="--max-age"):
         parse_age("7 years")
@@ -108,9 +110,9 @@ def test_a_bundle_of_the_first_version_is_read_and_said_to_bind_nothing(place, k
     with (place / "old.tar").open("rb") as file:
         (place / "old.tar.sig").write_text(signature.sign(file, keys / "key")[0])
     done = unpack(place / "old.tar", place / "there", trust)
-    assert done.notes == ["neither its name nor a date is in what is signed: an older dualtune packed it"]
+    assert done.notes == ["BUNDLE.json has neither a name nor a date: an older dualtune packed it"]
     for wanted in (RequiredBinding(name="old"), RequiredBinding(max_age=timedelta(days=1))):
-        with pytest.raises(FormatError, match="an older dualtune packed it, and --name or --max-age asks for them"):
+        with pytest.raises(FormatError, match=r"an older dualtune packed it\. --name and --max-age need them"):
             inspect(place / "old.tar", trust, wanted)
 
 
@@ -125,6 +127,6 @@ def test_verify_shows_what_an_unpacked_bundle_was_bound_to(place, dualtune_main,
     assert (done.returncode, "8.0 days ago; --max-age allows 7.0 days" in done.stderr) == (6, True)
     assert dualtune_main(*words, "--name", "b").returncode == 6
     (place / "there" / "adapter" / "dualtune.json").unlink()
-    assert "adapter/dualtune.json is not what BUNDLE.json lists" in dualtune_main(*words).stdout
+    assert "adapter/dualtune.json differs from BUNDLE.json" in dualtune_main(*words).stdout
     done = dualtune_main("verify", "adapter", "--base", tiny_llama, "--max-age", "7d")
-    assert (done.returncode, "no BUNDLE.json lies beside it" in done.stderr) == (6, True)
+    assert (done.returncode, "has no BUNDLE.json next to it" in done.stderr) == (6, True)

@@ -174,7 +174,7 @@ def test_a_limited_process_answers_or_is_ended(module):
     small = limits.Limits(64 << 20, 1)
     assert limits.run("answers", b"abc", small) == "cba"
     for name in ("grows", "never_ends"):
-        with pytest.raises(limits.Exceeded, match="1 s of the processor or 64 MiB"):
+        with pytest.raises(limits.Exceeded, match="1 s of CPU time or 64 MiB"):
             limits.run(name, b"", small)
     with pytest.raises(EnvironmentFault, match="it ended with exit code 1"):
         limits.run("fails", b"", small)

@@ -143,7 +143,7 @@ def test_what_is_planted_at_the_other_end_of_ssh_leads_no_write_elsewhere(place,
         os.chown(part, 12345, 12345)
 
     if planted == "directory of another user":
-        with pytest.raises(DiskError, match="is not a directory of yours; remove it"):
+        with pytest.raises(DiskError, match="is not your directory; remove it"):
             push(there, place / "a.tar", "./share/a.tar")
     else:
         assert push(there, place / "a.tar", "./share/a.tar") is True
@@ -168,7 +168,7 @@ def test_a_file_that_is_exchanged_after_its_signature_was_checked_is_not_unpacke
 
     monkeypatch.setattr(signature, "verify", exchanged)
     good = file.read_bytes()
-    with pytest.raises(FormatError, match=r"has another size|was changed|is not in the list"):
+    with pytest.raises(FormatError, match=r"has another size|was changed|is not listed in"):
         unpack(file, place / "there", trust)
     assert not (place / "there").exists()
     file.write_bytes(good)

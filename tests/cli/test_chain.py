@@ -101,7 +101,7 @@ def test_the_same_command_again_continues_or_says_why_not(dualtune_main, config_
     assert dualtune_main("train", config, *NUMPY).returncode == 0
     finished = dualtune_main("train", config, *NUMPY)
     assert finished.returncode == 0
-    assert "\nfinished    this run came to its end before, after 4 steps: nothing to do\n" in finished.stdout
+    assert "\nfinished    this run has already ended, after 4 steps: nothing to do\n" in finished.stdout
     longer = dualtune_main("train", config, "--set", "train.steps=6", *NUMPY)
     assert longer.returncode == 0, longer.stderr
     assert "\nresumed     after step 4, from " in longer.stdout

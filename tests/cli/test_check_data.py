@@ -250,8 +250,8 @@ def test_memory_does_not_grow_with_the_rows(dualtune_main, write_lines, config_f
     [
         ([], "Missing argument 'TARGET...'"),
         (["a.jsonl", "--format", "csv"], "--format: got 'csv', allowed: auto, preference, messages"),
-        (["a.jsonl", "--column", "question"], "--column: got 'question', needed: our name = yours"),
-        (["a.yaml", "--format", "text"], "--format and --column are for data; a.yaml says its own."),
+        (["a.jsonl", "--column", "question"], "--column: got 'question', allowed: OURS=YOURS"),
+        (["a.yaml", "--format", "text"], "--format and --column are for data; a.yaml sets its own."),
         (["none.yaml"], "none.yaml"),
     ],
 )

@@ -150,7 +150,9 @@ def test_unusable_evaluation_data(config_file, refused, tmp_path):
     assert refused(3, "train", config, *NUMPY).startswith(f"{file}: no such file")
     assert refused(3, "eval", config, "--base", *NUMPY).startswith(f"{file}: no such file")
     assert refused(3, "eval", config_file(), "--base", "--data", file, *NUMPY).startswith(f"{file}: no such file")
-    assert refused(3, "eval", config_file({"data.eval": 0}), "--base", *NUMPY).startswith("data.eval: the config holds")
+    assert refused(3, "eval", config_file({"data.eval": 0}), "--base", *NUMPY).startswith(
+        "data.eval: the config has no held-out data"
+    )
 
 
 def test_evaluation_data_without_a_trainable_token_is_not_passed_over(config_file, refused, write_rows):

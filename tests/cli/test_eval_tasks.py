@@ -60,7 +60,7 @@ def test_an_answer_pattern_works_on_any_data(trained, write_rows, dualtune_main)
     ("options", "message"),
     [
         (("--task", "gsm8k", "--answer-pattern", "x"), "Give --task or --answer-pattern, not both"),
-        (("--answer-pattern", "("), "which is no regular expression"),
+        (("--answer-pattern", "("), "which is not a regular expression"),
         (("--limit", "3"), "--limit is for --task or --answer-pattern"),
         (("--task", "mmlu"), "'mmlu' is not 'gsm8k'"),
     ],

@@ -47,7 +47,7 @@ def test_the_commands_leave_no_secret_on_disk_or_screen(canary, config_file, tin
     canary(0, "generate", tiny_softmax, "--adapter", adapter, "--prompt", "1 plus 1?", "--max-tokens", 4, *NUMPY)
     canary(0, "adapter", "inspect", adapter)
     canary(0, "adapter", "convert", adapter, tmp_path / "peft", "--to", "peft")
-    assert "Say what this machine is" in canary(0, "--help")
+    assert "Show what this machine is" in canary(0, "--help")
 
 
 def test_training_on_torch_leaves_no_secret(canary, config_file, tiny_llama):

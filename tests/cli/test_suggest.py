@@ -32,7 +32,7 @@ def test_a_wrong_command_leads_to_the_right_one(dualtune_main, typed, meant):
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("dpo", "There is none for preferences: dualtune trains on answers, not yet on comparisons of them."),
+        ("dpo", "Preference training is not supported yet: dualtune trains on answers, not on comparisons."),
         ("zzzzzz", f"There are: {', '.join(COMMANDS)}."),
     ],
 )

@@ -131,7 +131,7 @@ def test_nothing_is_overwritten(tmp_path, dualtune_main):
     file.write_text(AXOLOTL.format(model="m", data="d", out="o"), encoding="utf-8")
     before = file.read_bytes()
     done = dualtune_main("config", "import", file, "--output", file)
-    assert done.returncode == 2 and "exists already" in done.stderr and file.read_bytes() == before
+    assert done.returncode == 2 and "already exists" in done.stderr and file.read_bytes() == before
 
 
 def test_examples_are_still_printed_by_name(dualtune_main):

@@ -74,14 +74,14 @@ def test_a_run_travels_and_comes_home_as_if_it_had_stayed(laptop, there, cluster
     laptop.dualtune("push", "cluster:inbox/adapter", "runs/first", "--adapter")
     cluster.relay.cuts[:] = [100 * KIB, 150 * KIB]
     said = laptop.dualtune("push", "cut:inbox/run", "runs/first")
-    assert (cluster.relay.num_cut, said.count("cut         the connection to cut failed")) == (2, 2)
+    assert (cluster.relay.num_cut, said.count("retry       the connection to cut failed")) == (2, 2)
     assert sorted(path.name for path in (there.home / "inbox").rglob("*.*")) == ["bundle.tar", "bundle.tar"]
 
     # There: is it the same function, and then on with it.
     there.dualtune("pull", "inbox/adapter", "trial")
     assert "verdict: same: " in there.dualtune("verify", "trial/adapter", "--base", "models/tiny")
     said = there.dualtune("pull", "inbox/run", "runs/first")
-    assert f"continue    dualtune train {there.home}/runs/first/config.yaml" in said
+    assert f"resume      dualtune train {there.home}/runs/first/config.yaml" in said
     there.dualtune(
         "train", "runs/first/config.yaml", "--resume", "auto", "--set", "run.dir=runs/first",
         "--set", "model.name=models/tiny", "--set", "data.train=rows.jsonl", "--set", f"train.steps={STEPS}",
@@ -92,7 +92,7 @@ def test_a_run_travels_and_comes_home_as_if_it_had_stayed(laptop, there, cluster
     there.dualtune("push", "outbox", "runs/first", "--adapter")
     cluster.relay.cuts[:] = [50 * KIB]
     said = laptop.dualtune("pull", "cut:outbox", "trained")
-    assert (cluster.relay.num_cut, said.count("cut         ")) == (3, 1)
+    assert (cluster.relay.num_cut, said.count("retry       ")) == (3, 1)
     assert "verdict: same: " in laptop.dualtune("verify", "trained/adapter", "--base", "model")
 
     laptop.dualtune("train", "config.yaml", "--set", f"train.steps={STEPS}", "--set", "run.dir=runs/stayed")

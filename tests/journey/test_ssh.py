@@ -41,7 +41,9 @@ def test_another_file_is_only_replaced_when_asked_and_the_same_is_not_sent_again
     assert cluster.push(file) is False
     for other in (b"short", bytes(SIZE)):  # another size, and the same size
         there.write_bytes(other)
-        with pytest.raises(ConfigError, match=r"^cluster:runs/a.tar: another file is there already. Replace it with"):
+        with pytest.raises(
+            ConfigError, match=r"^cluster:runs/a.tar: another file already exists there. Replace it with"
+        ):
             cluster.push(file)
         assert there.read_bytes() == other
         assert cluster.push(file, force=True) is True
@@ -107,7 +109,7 @@ def test_a_machine_without_a_hash_is_told(cluster, file, tmp_path):
     for name in ("sh", "dd", "mkdir"):
         (tools / name).symlink_to(shutil.which(name))
     cluster.use(prelude=f"PATH={tools}; export PATH")
-    with pytest.raises(EnvironmentFault, match="sha256sum, shasum or openssl is needed there, and none is installed"):
+    with pytest.raises(EnvironmentFault, match="sha256sum, shasum or openssl is needed, and none is installed"):
         cluster.push(file)
 
 
@@ -145,7 +147,7 @@ def test_what_is_in_the_way_is_one_clear_error(cluster, file, make, words):
 
 
 def test_what_is_not_there_cannot_be_fetched(cluster, tmp_path):
-    with pytest.raises(EnvironmentFault, match=r"^cluster:no.tar: there is no such file. `dualtune push` brings one"):
+    with pytest.raises(EnvironmentFault, match=r"^cluster:no.tar: no such file. Copy one there with `dualtune push`"):
         cluster.pull(tmp_path / "b", "cluster:no.tar")
     assert names_in(tmp_path) == []
 
@@ -164,7 +166,7 @@ def test_what_no_other_attempt_fixes_ends_at_once(cluster, file, monkeypatch, pa
     text = (cluster.folder / "ssh_config").read_text().replace("ControlMaster auto", "ControlPath none")
     other.write_text(text.replace(*change))
     monkeypatch.setenv("DUALTUNE_SSH", f"ssh -F {other}")
-    with pytest.raises(EnvironmentFault, match=rf"^cluster: ssh could not connect: .*{words}.*Until `ssh -F "):
+    with pytest.raises(EnvironmentFault, match=rf"^cluster: ssh cannot connect: .*{words}.*Fix this first: `ssh -F "):
         cluster.push(file, patience=patient)
     assert lines == []
 
@@ -199,7 +201,7 @@ def test_a_host_is_neither_an_option_nor_a_command(text, tmp_path, monkeypatch):
 
 def test_without_ssh_the_error_says_what_to_install(cluster, monkeypatch, file):
     monkeypatch.setenv("DUALTUNE_SSH", "no-such-ssh -v")
-    with pytest.raises(EnvironmentFault, match=r"^no-such-ssh: cannot be run: .* Install OpenSSH's client"):
+    with pytest.raises(EnvironmentFault, match=r"^no-such-ssh: cannot be run: .* Install the OpenSSH client"):
         cluster.push(file)
     monkeypatch.setenv("DUALTUNE_SSH", "ssh 'unbalanced")
     with pytest.raises(ConfigError, match=r"^DUALTUNE_SSH: got "):

@@ -93,9 +93,9 @@ def config_for(tmp_path, tiny_llama):
     [
         (["--require-memory", "12"], 2, "--require-memory: got '12', must be a size such as 12GB"),
         (["--require-memory", "auto"], 2, "must be a size"),
-        (["--require-memory", "12GB", "--for", "a.yaml"], 2, "ask one of them"),
+        (["--require-memory", "12GB", "--for", "a.yaml"], 2, "Give --require-memory or --for, not both"),
         (["--machine", "h100-8"], 2, "Did you mean 'h100-80'?"),
-        (["--machine", "t4", "--probe"], 2, "--probe needs a machine that is here"),
+        (["--machine", "t4", "--probe"], 2, "--probe works only on this machine"),
         (["--machine", "t4", "--for", "absent.yaml"], 2, "absent.yaml"),
         (["--machine", "m4-32", "--for", CONFIGS / "training_config_h100.yaml"], 2, "model.quantization: got 'nf4'"),
     ],

@@ -1,4 +1,4 @@
-"""Bundles: what is packed, that it arrives whole, and that nothing of the machine or its user comes along."""
+"""Bundles: what is packed, that it arrives whole, and that nothing of the machine or its user is in them."""
 
 import hashlib
 import io
@@ -99,11 +99,11 @@ def test_the_step_the_best_and_the_adapter_can_be_chosen(trained, tmp_path):
     manifest["files"]["state.json"] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     (path / "state.json").write_bytes(raw)
     (path / "MANIFEST.json").write_text(json.dumps(manifest))
-    assert "the checkpoint of step 2 comes along" in pack(run_dir, tmp_path / "both.tar").notes[0]
+    assert "the checkpoint of step 2 is packed too" in pack(run_dir, tmp_path / "both.tar").notes[0]
     unpack(tmp_path / "both.tar", tmp_path / "there")
     assert checkpoint.steps(tmp_path / "there" / "checkpoints") == [4, 2]
     (run_dir / "checkpoints" / "step-00000002" / "state.json").unlink()
-    assert "guards.restore_best will not find" in pack(run_dir, tmp_path / "one.tar").notes[0]
+    assert "the checkpoint for guards.restore_best is left out" in pack(run_dir, tmp_path / "one.tar").notes[0]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(trained, tmp_path):
@@ -206,7 +206,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
 def test_a_full_disk_is_known_before_anything_is_written(adapter, tmp_path, monkeypatch):
     pack(adapter, tmp_path / "a.tar")
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    with pytest.raises(DiskError, match=r"needs .*, and the disk has 0 B free"):
+    with pytest.raises(DiskError, match=r"needs .*, the disk has 0 B free"):
         unpack(tmp_path / "a.tar", tmp_path / "there")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "a.tar"}
 

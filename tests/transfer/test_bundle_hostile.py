@@ -157,13 +157,14 @@ NAMES = {
     "..\\evil": "leads out of the directory (..)", "/etc/cron.d/x": "is an absolute path",
     "C:\\Windows\\x": "is an absolute path with a drive letter", "c:/x": "is an absolute path with a drive letter",
     "\\\\host\\share": "has a backslash in its name", "adapter\\x": "has a backslash in its name",
-    "config.yaml:hidden": "has a colon in its name, which on NTFS", "CONFIG.yaml": "in case alone",
-    "bundle.JSON": "in case alone", "Tokenizer/vocab.json": "in case alone",
+    "config.yaml:hidden": "has a colon in its name, which on NTFS", "CONFIG.yaml": "only in upper and lower case",
+    "bundle.JSON": "only in upper and lower case", "Tokenizer/vocab.json": "only in upper and lower case",
     "checkpoints/": "is a directory", "./config.yaml": "has an empty part or a dot", "adapter//x": "has an empty part",
     "config.yaml.": "ends with a dot or a space", "config.yaml ": "ends with a dot or a space",
-    "tokenizer/x.py": "is a file of code", "adapter/x.so": "is a file of code", "x.pth": "is a file of code",
+    "tokenizer/x.py": "is code, which is not allowed", "adapter/x.so": "is code, which is not allowed",
+    "x.pth": "is code, which is not allowed in a bundle",
     "adapter/adapter_model.bin": "can run code when it is loaded (pickle)", "rng.pkl": "(pickle)",
-    "inner.tar.gz": "is an archive in the archive", "a.zip": "is an archive in the archive",
+    "inner.tar.gz": "is an archive inside the bundle", "a.zip": "is an archive inside the bundle",
     "config.yaml\x1b[2J": "other characters than printable ASCII", "ｃonfig.yaml": "other characters than printable",
     "config\u202eyaml": "other characters than printable", "NUL": "is not one of the", ".bashrc": "is not one of the",
     "adapter/README.md": "is not one of the names that", "environment.json": "is not one of the",
@@ -187,13 +188,13 @@ def test_only_names_of_the_list_of_names(forge, refused, name):
 def test_members_and_list_are_the_same(forge, refused):
     other = {name: raw for name, raw in forge.files.items() if name != "config.yaml"}
     refused(forge.build(members=other), "ends at byte")
-    refused(forge.build(extra=[(tarfile.TarInfo("config.yaml"), b"x: 1")]), "config.yaml comes twice")
-    refused(forge.build(extra=[(tarfile.TarInfo("BUNDLE.json"), b"{}")]), "BUNDLE.json comes twice")
+    refused(forge.build(extra=[(tarfile.TarInfo("config.yaml"), b"x: 1")]), "config.yaml is in it twice")
+    refused(forge.build(extra=[(tarfile.TarInfo("BUNDLE.json"), b"{}")]), "BUNDLE.json is in it twice")
     refused(
         forge.build(extra=[(tarfile.TarInfo("tokenizer/merges.txt"), b"a b")]),
-        "merges.txt is not in the list of BUNDLE",
+        "merges.txt is not listed in BUNDLE",
     )
-    refused(forge.build(members=dict(reversed(forge.files.items()))), "files must come in the order of the list")
+    refused(forge.build(members=dict(reversed(forge.files.items()))), "files must be in the order of BUNDLE.json")
     refused(forge.build(members=forge.files | {"config.yaml": b"short"}), "config.yaml has another size in its header")
 
 
@@ -206,7 +207,7 @@ def test_a_header_says_name_and_size_alone(forge, refused, key, value):
     setattr(info, key, value)
     content = forge.files.pop("config.yaml")
     assert list(forge.table["files"])[-1] == "config.yaml"
-    refused(forge.build(extra=[(info, content)]), "says more than name and size")
+    refused(forge.build(extra=[(info, content)]), "holds more than name and size")
 
 
 def test_every_byte_counts(forge, refused):
@@ -214,13 +215,13 @@ def test_every_byte_counts(forge, refused):
     pad = raw.index(forge.files["config.yaml"]) + len(forge.files["config.yaml"])
     assert raw[pad] == 0
     for damaged, words in {
-        b"": "has 0 bytes", raw[:100]: "has 100 bytes, which is no bundle", raw[:700]: "ends inside BUNDLE.json",
+        b"": "has 0 bytes", raw[:100]: "has 100 bytes, too few for a bundle", raw[:700]: "ends inside BUNDLE.json",
         raw[: total // 2]: "ends inside checkpoints/step-", raw[:-1]: "ends before its end mark",
         raw[:-1024]: "ends before its end mark", raw + b"\0": "has bytes after its end",
-        raw + bytes(9216): "has bytes after its end", raw[:-1024] + b"evil".ljust(1024): "its checksum is wrong",
+        raw + bytes(9216): "has bytes after its end", raw[:-1024] + b"evil".ljust(1024): "has a wrong checksum",
         raw[:-512] + b"evil".ljust(512): "has bytes after its end", raw + raw: "has bytes after its end",
         raw[:pad] + b"!" + raw[pad + 1 :]: "other than zero in the padding after config.yaml",
-        b"!" + raw: "its checksum is wrong", raw[512:]: "its checksum is wrong",
+        b"!" + raw: "has a wrong checksum", raw[512:]: "has a wrong checksum",
     }.items():  # fmt: skip
         refused(damaged, words)
 
@@ -232,7 +233,7 @@ def test_another_format_is_named(forge, refused, tmp_path):
     for raw, words in {
         zipped.getvalue(): "is a zip archive", gzip.compress(forge.good): "is compressed with gzip",
         b"\x80\x04" + bytes(600): "is a pickle", b"version https://git-lfs.github.com/spec/v1\n": "git lfs pull",
-        forge.build(members={}, table=b"").replace(b"BUNDLE.json", b"config.yaml"): "its checksum is wrong",
+        forge.build(members={}, table=b"").replace(b"BUNDLE.json", b"config.yaml"): "has a wrong checksum",
     }.items():  # fmt: skip
         refused(raw, words)
     other = io.BytesIO()
@@ -256,13 +257,13 @@ CHANGES = {
     "date without a zone": ({"created": "2026-02-01T00:00:00"}, "must be a date and time such as"),
     "no version": ({"schema_version": "1"}, "schema_version: got '1', must be an integer >= 1"),
     "unknown key": ({"run_after": "x"}, "'run_after': unknown; the keys are"),
-    "step of another": ({"step": 5}, "and step is 5"),
+    "step of another": ({"step": 5}, "but step is 5"),
     "step negative": ({"step": -1}, "step: got '-1', must be an integer >= 0"),
     "step true": ({"step": True}, "step: got 'True', must be an integer >= 0"),
-    "kind of another": ({"kind": "adapter", "step": None}, "kind is adapter, and there is a checkpoint in it"),
+    "kind of another": ({"kind": "adapter", "step": None}, "kind is adapter, but it lists a checkpoint"),
     "relocate": ({"relocate": ["model.name; rm -rf ~"]}, "must be keys of a config"),
-    "terminal": ({"dualtune": "\x1b[2J"}, "must be a printable text"),
-    "base": ({"base": {"name": "\x1b[2J"}}, "must be a printable text"),
+    "terminal": ({"dualtune": "\x1b[2J"}, "must be a printable string"),
+    "base": ({"base": {"name": "\x1b[2J"}}, "must be a printable string"),
     "base a list": ({"base": []}, "base: got '[]', must be an object"),
     "no files": ({"files": {}}, "lists 0 files, allowed are 1 to 32"),
 }  # fmt: skip
@@ -275,8 +276,8 @@ def test_the_list_is_checked_key_by_key(forge, refused, change):
 
 
 ENTRIES = {
-    "too large": ({"bytes": BIG, "sha256": "0" * 64}, f"announces {BIG} bytes, at most 1048576 are allowed"),
-    "negative": ({"bytes": -1, "sha256": "0" * 64}, "announces -1 bytes"),
+    "too large": ({"bytes": BIG, "sha256": "0" * 64}, f"lists {BIG} bytes, at most 1048576 are allowed"),
+    "negative": ({"bytes": -1, "sha256": "0" * 64}, "lists -1 bytes"),
     "true": ({"bytes": True, "sha256": "0" * 64}, "needs bytes and sha256, and nothing else"),
     "one more": ({"bytes": 1, "sha256": "0" * 64, "mode": 493}, "needs bytes and sha256, and nothing else"),
     "short hash": ({"bytes": 1, "sha256": "0" * 63}, "is not 64 hexadecimal digits"),
@@ -294,10 +295,10 @@ def test_the_list_is_complete_and_small(forge, refused):
     files = forge.table["files"]
     for name in files:
         left = {n: entry for n, entry in files.items() if n != name}
-        refused(forge.build(forge.table | {"files": left}), f"{name} is missing from the list")
+        refused(forge.build(forge.table | {"files": left}), f"{name} is missing, which a bundle of kind")
     weights = {WEIGHTS.format(i): {"bytes": 1 << 32, "sha256": "0" * 64} for i in range(40)}
     refused(forge.build(forge.table | {"files": weights}), "lists 40 files, allowed are 1 to 32")
-    refused(forge.build(forge.table | {"files": dict([*weights.items()][:9])}), "announces 38654705664 bytes in all")
+    refused(forge.build(forge.table | {"files": dict([*weights.items()][:9])}), "lists 38654705664 bytes in all")
     refused(forge.build(forge.table | {"files": files | dict([*weights.items()][7:9])}), "not sorted by name")
     three = dict(sorted((files | dict([*weights.items()][7:9])).items()))
     refused(forge.build(forge.table | {"files": three}), "lists the checkpoints of steps [")
@@ -336,7 +337,7 @@ def test_a_list_that_was_edited_with_its_file_disagrees_with_the_checkpoint(forg
     content[-1] ^= 1
     files = forge.files | {name: bytes(content)}
     table = forge.table | {"files": {n: listed(raw) for n, raw in files.items()}}
-    words = "MANIFEST.json: says something else of optimizer_m.safetensors than BUNDLE.json does"
+    words = "MANIFEST.json: its entry of optimizer_m.safetensors differs from that in BUNDLE.json"
     refused(forge.build(table, files), words)
     inner = json.loads(forge.files[f"{forge.folder}/MANIFEST.json"])
     inner["files"]["../../../etc/passwd"] = {"bytes": 0, "sha256": "0" * 64}

@@ -81,10 +81,10 @@ def test_a_run_goes_to_a_directory_and_is_continued_elsewhere(place, dualtune_ma
     assert (pushed.returncode, pushed.stderr) == (0, "")
     assert names_in(place / "share") == ["first/bundle.tar" if where == "share/first" else where.removeprefix("share/")]
     assert f"sent        {where}" in pushed.stdout and "checkpoint after step 4" in pushed.stdout
-    assert pushed.stdout.splitlines()[-1] == f"there       dualtune pull {where}"
+    assert pushed.stdout.splitlines()[-1] == f"pull        dualtune pull {where}"
     pulled = dualtune_main("pull", where)
     assert (pulled.returncode, pulled.stderr) == (0, "")
-    assert f"continue    dualtune train {place}/first/config.yaml --set run.dir={place}/first" in pulled.stdout
+    assert f"resume      dualtune train {place}/first/config.yaml --set run.dir={place}/first" in pulled.stdout
     data = (place / "runs" / "first" / "config.yaml").read_text().split("train: ")[1].split()[0]
     done = dualtune_main("train", "first/config.yaml", "--set", "run.dir=first", "--set", f"model.name={tiny_softmax}",
                          "--set", f"data.train={data}", "--set", "train.steps=6", *NUMPY)  # fmt: skip
@@ -111,19 +111,19 @@ def test_without_a_source_the_newest_run_is_pushed_and_named(place, dualtune_mai
     shutil.copytree(place / "runs" / "first", place / "runs" / "second")
     os.utime(place / "runs" / "first" / "metrics.jsonl", (2e9, 2e9))
     done = dualtune_main("push", "share")
-    assert done.stdout.startswith("source      runs/first: of the runs below runs/, it was written to last\n")
+    assert done.stdout.startswith("source      runs/first: the run in runs/ that was written to last\n")
     shutil.rmtree(place / "runs")
     done = dualtune_main("push", "elsewhere")
-    assert (done.returncode, "SOURCE: there is no run below runs/" in done.stderr) == (2, True)
+    assert (done.returncode, "SOURCE: there is no run in runs/" in done.stderr) == (2, True)
 
 
 def test_the_same_is_not_sent_twice_and_another_only_with_force(place, dualtune_main):
     assert "sent  " in dualtune_main("push", "share").stdout
-    assert "was there " in dualtune_main("push", "share", "runs/first").stdout
+    assert "unchanged " in dualtune_main("push", "share", "runs/first").stdout
     first = (place / "share" / "bundle.tar").read_bytes()
     refused = dualtune_main("push", "share", "runs/first", "--checkpoint", 2)
     assert (refused.returncode, (place / "share" / "bundle.tar").read_bytes() == first) == (2, True)
-    assert "share/bundle.tar: another file is there already. Replace it with --force" in refused.stderr
+    assert "share/bundle.tar: another file already exists there. Replace it with --force" in refused.stderr
     assert dualtune_main("push", "share", "runs/first", "--checkpoint", 2, "--force").returncode == 0
     assert inspect(place / "share" / "bundle.tar").bundle.step == 2
 
@@ -170,16 +170,16 @@ def test_a_bundle_that_was_changed_leaves_nothing(place, dualtune_main, keep):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("push", "runs/first"), 2, "TARGET: runs/first is what can be pushed, no place for it"),
+        (("push", "runs/first"), 2, "TARGET: runs/first is a run or an adapter, not a remote"),
         (("push", "runs/first", "share"), 2, "The order is: push TARGET SOURCE"),
         (("push", "share", "nowhere"), 2, "SOURCE: nowhere: no such file or directory. The order is: dualtune push"),
-        (("push", "share", "runs/first", "--public"), 2, "--public: is for hf:// alone"),
-        (("push", "hf://me/x", "runs/first", "--checkpoint", 2), 2, "--checkpoint: the hub takes an adapter"),
+        (("push", "share", "runs/first", "--public"), 2, "--public: got share, allowed only with hf://"),
+        (("push", "hf://me/x", "runs/first", "--checkpoint", 2), 2, "--checkpoint: the hub takes only adapters"),
         (("push", "hf://me", "runs/first"), 2, "allowed: hf://owner/name"),
         (("push", "nowhere://x/y", "runs/first"), 2, "Allowed: user@host:path, ssh://"),
-        (("push", "ssh://me:hunter22@host/x", "runs/first"), 2, "without a password in it"),
-        (("push", "me@host:~other/x", "runs/first"), 2, "allowed are those in your own home"),
-        (("pull", "share"), 4, "share/bundle.tar: there is no such file. `dualtune push` brings one there"),
+        (("push", "ssh://me:hunter22@host/x", "runs/first"), 2, "ssh://user@host:port/path, without a password"),
+        (("push", "me@host:~other/x", "runs/first"), 2, "allowed with ~: only your own home directory"),
+        (("pull", "share"), 4, "share/bundle.tar: no such file. Copy one there with `dualtune push`"),
         (("pull", "share", "runs/first"), 2, "already exists and is not an empty directory"),
         (("pull", "hf://me/x", "--identity", "me"), 2, "Give --verify-signature and --identity together"),
     ],
@@ -224,7 +224,7 @@ def test_a_run_goes_through_a_file_system_of_fsspec(place, dualtune_main, memory
     assert memory.find("/") == ["/bucket/first/bundle.tar"]
     pack(place / "runs" / "first", place / "expected.tar", name="first")
     assert memory.cat_file("/bucket/first/bundle.tar") == (place / "expected.tar").read_bytes()
-    assert "was there " in dualtune_main("push", "memory://bucket/first", "runs/first").stdout
+    assert "unchanged " in dualtune_main("push", "memory://bucket/first", "runs/first").stdout
     assert dualtune_main("push", "memory://bucket/first", "runs/first", "--checkpoint", 2).returncode == 2
     assert dualtune_main("push", "memory://bucket/first", "runs/first", "--checkpoint", 2, "--force").returncode == 0
     assert dualtune_main("pull", "memory://bucket/first").returncode == 0
@@ -333,8 +333,8 @@ def test_the_size_of_chunks_grows_with_the_file(tmp_path):
 )
 def test_a_target_over_ssh_is_read_as_scp_and_git_read_it(text, host, port, path):
     found = target.parse(text)
-    assert isinstance(found.place, SshStore)
-    assert (found.place.host, found.place.port, found.path) == (host, port, path)
+    assert isinstance(found.remote, SshStore)
+    assert (found.remote.host, found.remote.port, found.path) == (host, port, path)
     assert target.parse(str(found)).path == path
 
 
@@ -350,7 +350,7 @@ def test_a_target_over_ssh_is_read_as_scp_and_git_read_it(text, host, port, path
 )
 def test_a_target_without_a_host_is_a_directory(text, path):
     found = target.parse(text)
-    assert (type(found.place), found.path) == (DirectoryStore, path)
+    assert (type(found.remote), found.path) == (DirectoryStore, path)
 
 
 @pytest.mark.parametrize("text", ["", "a\nb", "host:a\nb", "ssh:///x", "ssh://host:99999/x", "ssh://host/x?y"])

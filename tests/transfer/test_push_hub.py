@@ -162,7 +162,7 @@ def test_an_adapter_goes_to_the_hub_and_comes_back(hub, adapter, tmp_path):
     assert not [data for data in repo["files"].values() if TOKEN.encode() in data]
 
     asked = len(hub.asked)
-    assert "was there   hf://me/tiny" in hub.run("push", "hf://me/tiny", here).stdout
+    assert "unchanged   hf://me/tiny" in hub.run("push", "hf://me/tiny", here).stdout
     assert hub.asked[asked:] == []  # nothing was written
 
     done = hub.run("pull", "hf://me/tiny")
@@ -189,7 +189,7 @@ def test_another_adapter_takes_its_place_only_when_asked(hub, adapter):
     before = dict(hub.repos["me/tiny"]["files"])
     other = adapter("b", seed=1, layout="peft")
     done = hub.run("push", "hf://me/tiny", other)
-    assert (done.returncode, "holds other files already. Add a commit with --force" in done.stderr) == (2, True)
+    assert (done.returncode, "already holds other files. Add a commit with --force" in done.stderr) == (2, True)
     assert hub.repos["me/tiny"]["files"] == before
     hub.fails += [503]  # once, on the way
     done = hub.run("push", "hf://me/tiny", other, "--force")
@@ -206,7 +206,7 @@ def test_what_is_public_is_what_was_asked_for(hub, adapter):
     assert hub.repos["me/open"]["private"] is False
     hub.repos["me/open"]["files"] = {}
     done = hub.run("push", "hf://me/open", here)
-    assert (done.returncode, "is public, and the adapter would be too" in done.stderr) == (2, True)
+    assert (done.returncode, "is public, and so would be the adapter" in done.stderr) == (2, True)
     assert hub.repos["me/open"]["files"] == {}
     hub.repos["me/open"]["private"] = True
     done = hub.run("push", "hf://me/open", here, "--public")
@@ -218,7 +218,7 @@ def test_what_the_hub_refuses_is_one_clear_error(hub, adapter):
     done = hub.run("push", "hf://me/tiny", adapter())
     assert (done.returncode, "hf://me/tiny: the hub answered 403" in done.stderr) == (4, True)
     done = hub.run("pull", "hf://me/absent")
-    assert (done.returncode, "there is no such repository, or you may not see it" in done.stderr) == (4, True)
+    assert (done.returncode, "no such repository, or no access to it" in done.stderr) == (4, True)
     done = hub.run("pull", "hf://me/absent", HF_HUB_OFFLINE="1")
     assert (done.returncode, "HF_HUB_OFFLINE is set" in done.stderr) == (4, True)
     done = hub.run("pull", "hf://me/absent", "--retries", 0, HF_ENDPOINT="http://127.0.0.1:1")
@@ -229,7 +229,9 @@ def test_what_the_hub_refuses_is_one_clear_error(hub, adapter):
 
 
 def test_the_card_says_what_was_recorded_and_nothing_else(adapter):
-    config = parse_config("model: {name: Qwen/Qwen3-0.6B}\ndata: {train: [rows.jsonl, openai/gsm8k]}")
+    config = parse_config(
+        "model: {name: Qwen/Qwen3-0.6B}\ndata: {train: [rows.jsonl, openai/gsm8k]}\ntrain: {optimizer: sgd}"
+    )
     found = read_adapter(adapter())
     text = card("me/tiny", found, config)
     front = yaml.safe_load(text.split("---\n")[1])
@@ -242,8 +244,9 @@ def test_the_card_says_what_was_recorded_and_nothing_else(adapter):
         "method": "LoRA", "rank": "2", "scale (alpha / rank)": "2", "modules": "q_proj", "backend": "mlx",
         "steps": "40", "seed": "3", "source": "rows.jsonl, openai/gsm8k", "documents trained on": "320",
         "training loss, last step": "0.5", "evaluation loss, before training": "2.25",
-        "evaluation loss, after training": "0.75", "`train.learning_rate`": "0.0002", "`train.schedule`": "cosine",
-        "`train.warmup`": "0.03", "`train.weight_decay`": "0.01", "`data.max_length`": "2048",
+        "evaluation loss, after training": "0.75", "`train.optimizer`": "sgd",
+        "`train.learning_rate`": "0.0002", "`train.schedule`": "cosine", "`train.warmup`": "0.03",
+        "`train.weight_decay`": "0.01", "`data.max_length`": "2048",
         "`data.loss_on`": "assistant", "`model.dtype`": "auto", "`model.quantization`": "auto",
     }  # fmt: skip
 

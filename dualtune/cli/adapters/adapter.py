@@ -30,7 +30,7 @@ def command() -> None:
 @json_option
 @click.pass_context
 def inspect_(ctx: click.Context, directory: Path, as_json: bool) -> None:
-    """Say what DIRECTORY holds and whether it can be trusted. Exit code 6 if it cannot."""
+    """Show what DIRECTORY holds and whether it can be trusted. Exit code 6 if it cannot."""
     import json
 
     from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
@@ -64,8 +64,8 @@ def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None) ->
 @command.command("import")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--base", metavar="MODEL", help="The base model: its names and shapes decide what is open without them.")
-@click.option("--repair", is_flag=True, help="Repair what has exactly one right answer, and report each repair.")
+@click.option("--base", metavar="MODEL", help="The base model: its layers decide what the adapter leaves open.")
+@click.option("--repair", is_flag=True, help="Repair each fault that has exactly one right answer, and report it.")
 @click.option("--layout", type=LAYOUTS, default="dual", show_default=True)
 @json_option
 def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: str, as_json: bool) -> None:
@@ -88,7 +88,7 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
         return
     for fault, how in found.repaired:
         say(f"repaired: {fault} -> {how}")
-    for title, texts in (("converted", found.adapter.notes), ("look at", found.warnings)):
+    for title, texts in (("converted", found.adapter.notes), ("warning", found.warnings)):
         for text in texts:
             say(f"{title}: {text}")
     say(f"{out}: written in layout {layout}, read as an adapter of {found.source}")
@@ -156,7 +156,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
         _write_whole(out, write)
     recorded: dict[str, object] = adapter.metadata.get("base") or {}
     if (trained_on := recorded.get("loaded_as", "none")) != "none":
-        say(f"note: it was trained on a base in {trained_on}, and is merged into the plain weights")
+        say(f"note: the adapter was trained on a base in {trained_on}, and is merged into the plain weights")
     say(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description.dtype}")
 
 
@@ -176,7 +176,7 @@ def _plain_dtype(model_dir: Path) -> str:
     if "quantization" in config or "quantization_config" in config:
         raise ConfigError(
             f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "
-            "Give the plain model that it was made from as --base, and quantize the result"
+            "Give the plain model as --base, and quantize the result"
         )
     stored = config.get("dtype") or config.get("torch_dtype")
     return stored if stored in ("float32", "bfloat16", "float16") else "auto"

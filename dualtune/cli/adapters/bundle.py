@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def wanted_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add options for the required binding of a bundle; the command gets it as `wanted`."""
 
-    @click.option("--name", metavar="NAME", help="The name that the bundle must be bound to, if not that of its file.")
-    @click.option("--max-age", metavar="AGE", help="Refuse what was written longer ago: 90m, 12h, 7d, 2w.")
+    @click.option("--name", metavar="NAME", help="Require a bundle with this name. Default: the name of its file.")
+    @click.option("--max-age", metavar="AGE", help="Refuse content that is older than this, such as 90m, 12h, 7d, 2w.")
     @functools.wraps(function)
     def wrapped(*args: Any, name: str | None, max_age: str | None, **options: Any) -> Any:
         from dualtune.transfer.bundles.binding import RequiredBinding, parse_age
@@ -39,9 +39,9 @@ def trust_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option(
         "--verify-signature", "signers", type=click.Path(path_type=Path), metavar="ALLOWED_SIGNERS",
-        help="Demand a signature in FILE.sig by a key of this file (its format: ssh-keygen(1), ALLOWED SIGNERS).",
+        help="Require a signature in FILE.sig by a key in this file (format: ssh-keygen(1), ALLOWED SIGNERS).",
     )  # fmt: skip
-    @click.option("--identity", metavar="NAME", help="Whose signature: the name in ALLOWED_SIGNERS.")
+    @click.option("--identity", metavar="NAME", help="The required signer: a name in ALLOWED_SIGNERS.")
     @wanted_options
     @functools.wraps(function)
     def wrapped(*args: Any, signers: Path | None, identity: str | None, **options: Any) -> Any:
@@ -58,11 +58,15 @@ def command() -> None:
 @command.command("pack")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--checkpoint", "step", type=int, metavar="STEP", help="The checkpoint of this step, not the newest.")
-@click.option("--adapter", is_flag=True, help="The adapter that the run ended with, not a checkpoint.")
+@click.option(
+    "--checkpoint", "step", type=int, metavar="STEP", help="Pack the checkpoint of this step, not the newest."
+)
+@click.option("--adapter", is_flag=True, help="Pack the final adapter of the run, not a checkpoint.")
 @click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
-@click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key: FILE.sig.")
-@click.option("--name", metavar="NAME", help="What it is bound to, and readers compare: without it FILE's own name.")
+@click.option(
+    "--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key, into FILE.sig."
+)
+@click.option("--name", metavar="NAME", help="The name of the bundle, which readers check. Default: that of FILE.")
 def pack_(
     source: Path, file: Path, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None, name: str | None
 ) -> None:
@@ -84,7 +88,7 @@ def pack_(
 @trust_options
 @click.pass_context
 def inspect_(ctx: click.Context, file: Path, as_json: bool, trust: Trust | None, wanted: RequiredBinding) -> None:
-    """Say what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
+    """Show what FILE holds and whether it can be trusted, without unpacking it. Exit code 6 if it cannot."""
     import json
 
     from dualtune.errors import FormatError
@@ -111,7 +115,7 @@ def unpack_(file: Path, dest: Path, trust: Trust | None, wanted: RequiredBinding
 
     report = unpack(file, dest, trust, wanted)
     tell_notes(report)
-    say(f"unpacked    {dest}: {len(report.bundle.files)} files, each with the sha256 of the list")
+    say(f"unpacked    {dest}: {len(report.bundle.files)} files, each verified by its sha256")
     say(next_step(report, dest))
 
 
@@ -138,6 +142,6 @@ def next_step(report: BundleReport, dest: Path) -> str:
         words = ["dualtune", "generate", str(base), "--adapter", str(dest / "adapter"), "--prompt", "…"]
         return f"use         {shlex.join(words)}"
     words = ["dualtune", "train", str(dest / "config.yaml"), "--set", f"run.dir={dest}"]
-    elsewhere = {*report.bundle.relocate} - ({"data.template"} if TEMPLATE in report.bundle.files else set())
-    places = "".join(f" --set {key}=…" for key in sorted(elsewhere))
-    return f"continue    {shlex.join(words)}{places}"
+    local_keys = {*report.bundle.relocate} - ({"data.template"} if TEMPLATE in report.bundle.files else set())
+    settings = "".join(f" --set {key}=…" for key in sorted(local_keys))
+    return f"resume      {shlex.join(words)}{settings}"

@@ -34,20 +34,25 @@ class EvalRequest:
 
 @click.command("eval")
 @config_argument
-@click.option("--adapter", type=click.Path(path_type=Path), help="Default: the adapter in the config's run directory.")
+@click.option(
+    "--adapter", type=click.Path(path_type=Path), help="The adapter directory. Default: that of the config's run."
+)
 @click.option("--base", is_flag=True, help="Measure the base model without an adapter.")
-@click.option("--data", type=click.Path(path_type=Path), help="A file to measure on. Default: the config's data.eval.")
+@click.option("--data", type=click.Path(path_type=Path), help="A file to evaluate on. Default: the config's data.eval.")
 @click.option(
-    "--exact-match", "exact", is_flag=True, help="Also tell how many answers greedy decoding gives token for token."
+    "--exact-match",
+    "exact",
+    is_flag=True,
+    help="Also report the share of answers that greedy decoding reproduces exactly.",
 )
+@click.option("--task", type=click.Choice(["gsm8k"]), help="Also generate answers, and report the share that is right.")
 @click.option(
-    "--task", type=click.Choice(["gsm8k"]), help="Also generate, and count the rows whose final answer is right."
+    "--answer-pattern", metavar="REGEX", help="The same with your own pattern: its first group is the answer."
 )
+@click.option("--limit", type=click.IntRange(min=1), help="Generate answers only for the first rows.")
 @click.option(
-    "--answer-pattern", metavar="REGEX", help="The same by your own pattern, whose first group is the answer."
+    "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="The most tokens of an answer."
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Generate for the first rows alone.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of an answer.")
 @platform_option
 @set_option
 @json_option
@@ -84,8 +89,8 @@ def command(
         chosen = None if base else adapter or Path(settings.run.dir).expanduser() / "adapter"
         if chosen is not None and not chosen.is_dir():
             raise ConfigError(f"there is no adapter directory {chosen}. Train first, or give --adapter DIR, or --base")
-        wanted = EvalRequest(settings, chosen and adapter_directory(chosen), data, exact, pattern, limit, max_tokens)
-        report = _measure(wanted, backend_for(platform, err=as_json), shown)
+        request = EvalRequest(settings, chosen and adapter_directory(chosen), data, exact, pattern, limit, max_tokens)
+        report = _measure(request, backend_for(platform, err=as_json), shown)
     if as_json:
         return say(json.dumps(report, indent=2))
     for name, value in report.items():
@@ -93,7 +98,7 @@ def command(
     return None
 
 
-def _measure(wanted: EvalRequest, backend: Backend, shown: Phases) -> dict[str, object]:
+def _measure(request: EvalRequest, backend: Backend, shown: Phases) -> dict[str, object]:
     """Return the results, by their names in the JSON."""
     import math
 
@@ -104,12 +109,12 @@ def _measure(wanted: EvalRequest, backend: Backend, shown: Phases) -> dict[str, 
     from dualtune.evaluate.inference import load_model
     from dualtune.evaluate.tasks import check_answers
 
-    settings = wanted.settings
+    settings = request.settings
     check_capabilities(backend, settings)
-    sources = Data(settings, str(wanted.data) if wanted.data else None)
+    sources = Data(settings, str(request.data) if request.data else None)
     shown.begin("loading", "the model")
     model = load_model(
-        backend, settings.model.name, wanted.adapter, dtype=settings.model.dtype,
+        backend, settings.model.name, request.adapter, dtype=settings.model.dtype,
         quantization=settings.model.quantization, template=settings.data.template,
         special_tokens_in_text=settings.data.special_tokens_in_text, kernels=settings.model.kernels,
         init=settings.model.init, seed=settings.run.seed,
@@ -120,28 +125,28 @@ def _measure(wanted: EvalRequest, backend: Backend, shown: Phases) -> dict[str, 
     shown.begin("tokenizing", "the evaluation data")
     documents = sources.held_out_only(model.tokenizer)
     if not documents.num_rows:
-        raise DataError("data.eval: the config holds nothing out. Give --data FILE")
+        raise DataError("data.eval: the config has no held-out data. Give --data FILE")
     if not len(documents):
-        raise DataError("the evaluation data has no trainable token within data.max_length")
+        raise DataError("the evaluation data has no target token within data.max_length")
     shown.begin("evaluating", "loss")
     result = evaluate(model.engine, documents, layout_of(settings), show=shown.update)
     shown.finish("evaluated")
     examples = sources.held_out_examples(documents)
     report: dict[str, object] = {
-        "adapter": str(wanted.adapter) if wanted.adapter else None,
+        "adapter": str(request.adapter) if request.adapter else None,
         "loss": result.eval_loss,
         "perplexity": math.exp(result.eval_loss),
         "targets": result.eval_targets,
         "rows": len(examples),
     }
-    if wanted.exact:
+    if request.exact:
         shown.begin("evaluating", "exact match")
         report["exact_match"] = exact_match(model, examples, settings.data.max_length, shown.update)
         shown.finish("evaluated")
-    if wanted.pattern:
+    if request.pattern:
         shown.begin("generating", "answers")
-        chosen = examples[: wanted.limit]
-        answers = check_answers(model, chosen, wanted.pattern, max_tokens=wanted.max_tokens, show=shown.update)
+        chosen = examples[: request.limit]
+        answers = check_answers(model, chosen, request.pattern, max_tokens=request.max_tokens, show=shown.update)
         shown.finish("generated")
         report["answers"] = answers.num_rows
         report["right"] = answers.num_right / answers.num_rows
@@ -153,4 +158,4 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(text) if text else None
     except re.error as error:
-        raise click.UsageError(f"--answer-pattern: got {text!r}, which is no regular expression: {error}") from error
+        raise click.UsageError(f"--answer-pattern: got {text!r}, which is not a regular expression: {error}") from error

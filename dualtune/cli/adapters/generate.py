@@ -18,7 +18,9 @@ MOST_PROMPT = 2**22  # characters
 @click.argument("model")
 @click.option("--adapter", type=click.Path(path_type=Path), help="An adapter directory of any layout.")
 @click.option("--prompt", required=True, help="The text to answer or continue; - reads it from standard input.")
-@click.option("--raw", is_flag=True, help="Continue the prompt as it is: no chat template, control tokens as such.")
+@click.option(
+    "--raw", is_flag=True, help="Continue the prompt as it is: without chat template, with its control tokens."
+)
 @click.option(
     "--template",
     default="auto",

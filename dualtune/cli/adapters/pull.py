@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 @click.command("pull")
 @click.argument("target")
 @click.argument("dest", type=click.Path(path_type=Path), required=False)
-@click.option("--keep-packed", is_flag=True, help="DEST becomes the bundle itself, verified and not unpacked.")
+@click.option("--keep-packed", is_flag=True, help="Write the verified bundle itself to DEST, not unpacked.")
 @trust_options
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
-    help="How often to try again after a cut, in a row and without progress.",
+    help="How often to retry in a row without progress.",
 )  # fmt: skip
 def command(
     target: str, dest: Path | None, keep_packed: bool, trust: Trust | None, wanted: RequiredBinding, retries: int
@@ -39,7 +39,7 @@ def command(
     with transferring("fetching", retries) as patience:
         done = pull(target, dest, keep_packed=keep_packed, trust=trust, wanted=wanted, patience=patience)
     tell_notes(done.report)
-    say(f"pulled      {done.path}: {len(done.report.bundle.files)} files, each with the sha256 of the list")
+    say(f"pulled      {done.path}: {len(done.report.bundle.files)} files, each verified by its sha256")
     say("\n".join(_next_steps(done, keep_packed=keep_packed)))
 
 

@@ -12,15 +12,17 @@ from dualtune.cli.output.terminal import say
 @click.command("push")
 @click.argument("target")
 @click.argument("source", type=click.Path(path_type=Path), required=False)
-@click.option("--checkpoint", "step", type=int, metavar="STEP", help="The checkpoint of this step, not the newest.")
-@click.option("--adapter", is_flag=True, help="The adapter that the run ended with, not a checkpoint.")
+@click.option(
+    "--checkpoint", "step", type=int, metavar="STEP", help="Push the checkpoint of this step, not the newest."
+)
+@click.option("--adapter", is_flag=True, help="Push the final adapter of the run, not a checkpoint.")
 @click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
 @click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key.")
 @click.option("--force", is_flag=True, help="Replace what is there.")
-@click.option("--public", is_flag=True, help="hf:// alone: a public repository, not a private one.")
+@click.option("--public", is_flag=True, help="Only for hf://: create a public repository, not a private one.")
 @click.option(
     "--retries", type=click.IntRange(0, 1000), default=5, show_default=True,
-    help="How often to try again after a cut, in a row and without progress.",
+    help="How often to retry in a row without progress.",
 )  # fmt: skip
 def command(
     target: str, source: Path | None, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None,
@@ -35,9 +37,9 @@ def command(
     ssh://user@host:22/path
     path                     a directory
     s3://bucket/path         and other file systems of fsspec
-    hf://owner/name          the Hugging Face hub: the adapter and a card
+    hf://owner/name          the Hugging Face hub: the adapter and a model card
 
-    The default of SOURCE is the run below runs/ that was written to last. A TARGET that ends in .tar or .dualtune names
+    The default of SOURCE is the run in runs/ that was written to last. A TARGET that ends in .tar or .dualtune names
     the bundle; any other is a directory for bundle.tar. To resume an interrupted push, run it again.
     """
     from dualtune.cli.output.transferring import transferring
@@ -46,15 +48,15 @@ def command(
 
     if source is None:
         source = newest_run()
-        say(f"source      {source}: of the runs below runs/, it was written to last")
+        say(f"source      {source}: the run in runs/ that was written to last")
     with transferring("sending", retries) as patience:
         done = push(
             target, PushRequest(source, step, adapter, tokenizer, key), force=force, public=public, patience=patience
         )
     for note in done.notes:
         say(f"note        {note}")
-    held = done.report.bundle
-    what = held.kind if held.step is None else f"{held.kind} after step {held.step}"
-    state = "sent" if done.is_new else "was there"
-    say(f"{state:<11} {done.where}: {what}, {in_bytes(done.report.num_bytes)}, digest {held.digest}")
-    say(f"there       dualtune pull {target}")
+    pushed = done.report.bundle
+    what = pushed.kind if pushed.step is None else f"{pushed.kind} after step {pushed.step}"
+    state = "sent" if done.is_new else "unchanged"
+    say(f"{state:<11} {done.where}: {what}, {in_bytes(done.report.num_bytes)}, digest {pushed.digest}")
+    say(f"pull        dualtune pull {target}")

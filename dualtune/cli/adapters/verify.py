@@ -31,7 +31,7 @@ def command(
 
     DIR may also be a directory that `dualtune pull` unpacked: then the name and the date of its bundle are shown.
 
-    Exit code 0 if it is the same function, up to what the precisions explain, and 6 if it is not, or if there is
+    Exit code 0 if it is the same function, within what the precisions allow, and 6 if it is not, or if there is
     nothing to compare with.
     """
     import json

@@ -54,7 +54,7 @@ def _print(text: str, err: bool) -> None:
         print(text, end="", file=stream, flush=True)
     except OSError as error:
         with contextlib.suppress(OSError):  # a stream that is no file, set by another program
-            _lead_nowhere(stream.fileno())
+            _redirect_to_null(stream.fileno())
         if error.errno != errno.EPIPE and not err:  # a closed pipe is intended, a full disk is not
             say(f"standard output: {error.strerror}; the lines that follow are not shown", err=True)
 
@@ -68,7 +68,7 @@ def prepare_streams() -> None:
     warnings.formatwarning = _formatted_warning
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if not _is_writable(fd):  # else the next opened file would get this number, and stray prints
-            _lead_nowhere(fd)
+            _redirect_to_null(fd)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
         stream: object = getattr(sys, name)
@@ -100,11 +100,11 @@ def _is_writable(fd: int) -> bool:
         return False
 
 
-def _lead_nowhere(fd: int) -> None:
+def _redirect_to_null(fd: int) -> None:
     """Redirect a stream to /dev/null: for what is buffered, what follows, and what Python flushes at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere == fd:
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null == fd:
         os.set_inheritable(fd, True)
     else:
-        os.dup2(nowhere, fd)
-        os.close(nowhere)
+        os.dup2(null, fd)
+        os.close(null)

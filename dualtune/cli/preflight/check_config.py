@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("check-config")
 @config_argument
 @platform_option
-@click.option("--machine", metavar="NAME", help="A machine to check for instead of this one, such as h100-80 or m4-32.")
+@click.option("--machine", metavar="NAME", help="A machine to check instead of this one, such as h100-80 or m4-32.")
 @set_option
 @json_option
 @click.pass_context

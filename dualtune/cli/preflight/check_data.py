@@ -45,16 +45,22 @@ class Stream(NamedTuple):
 
 @click.command("check-data")
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@click.option("--format", "format", default="auto", show_default=True, help="How rows are laid out, as in data.format.")
 @click.option(
-    "--column", "columns", multiple=True, metavar="OURS=YOURS", help="A column of another name: prompt=question."
+    "--format", "format", default="auto", show_default=True, help="The format of the rows, as in data.format."
+)
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="OURS=YOURS",
+    help="A column with another name, such as prompt=question.",
 )
 @click.option(
     "--list",
     "listing",
     metavar="FILE",
     type=click.File("w", encoding="utf-8"),
-    help="Write every row that cannot be used to FILE; on the screen there are the first of each kind.",
+    help="Write every row that cannot be used to FILE; the screen shows only the first of each kind.",
 )
 @json_option
 @click.pass_context
@@ -77,7 +83,7 @@ def command(
 
     configs = [target for target in targets if target.lower().endswith((".yaml", ".yml"))]
     if configs and (format != "auto" or columns):
-        raise click.UsageError(f"--format and --column are for data; {configs[0]} says its own.")
+        raise click.UsageError(f"--format and --column are for data; {configs[0]} sets its own.")
     if format not in ("auto", *FORMATS):
         raise click.UsageError(f"--format: got '{format}', allowed: {', '.join(('auto', *FORMATS))}")
     names = dict(map(_column, columns))
@@ -96,7 +102,7 @@ def command(
 def _column(text: str) -> tuple[str, str]:
     ours, equals, yours = text.partition("=")
     if not (ours and equals and yours):
-        raise click.UsageError(f"--column: got '{text}', needed: our name = yours, such as prompt=question")
+        raise click.UsageError(f"--column: got '{text}', allowed: OURS=YOURS, such as prompt=question")
     return ours, yours
 
 

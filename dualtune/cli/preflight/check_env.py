@@ -23,7 +23,7 @@ METAVAR = "|".join((*KINDS, "BACKEND"))
     show_default=True,
     help="The kind of machine, or a backend by its name.",
 )
-@click.option("--config", type=click.Path(path_type=Path), help="Look for the model and data of this config too.")
+@click.option("--config", type=click.Path(path_type=Path), help="Also check the model and data of this config.")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, target: str, config: Path | None, as_json: bool) -> None:

@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 
 @click.command("check-gpu")
-@click.option("--require-memory", "memory", metavar="SIZE", help="Ask for this much GPU memory instead, such as 12GB.")
-@click.option("--for", "config", type=click.Path(path_type=Path), help="Ask whether this config fits instead.")
-@click.option("--machine", "name", metavar="NAME", help="Judge a machine that is not here, such as h100-80 or m4-32.")
+@click.option(
+    "--require-memory", "memory", metavar="SIZE", help="Check only whether there is this much GPU memory, such as 12GB."
+)
+@click.option("--for", "config", type=click.Path(path_type=Path), help="Check only whether this config fits.")
+@click.option(
+    "--machine", "name", metavar="NAME", help="A machine to check instead of this one, such as h100-80 or m4-32."
+)
 @click.option("--probe", is_flag=True, help="Import the framework, and multiply two matrices on the device.")
 @json_option
 @click.pass_context
 def command(
     ctx: click.Context, memory: str | None, config: Path | None, name: str | None, probe: bool, as_json: bool
 ) -> None:
-    """Say what this machine is, and whether it can train a model of 7B.
+    """Show what this machine is, and whether it can train a 7B model.
 
     Exit code 0 if there is a GPU or Apple silicon with enough memory and its framework is installed, otherwise 4.
     With --require-memory or --for: 0 if that fits, otherwise 4.
@@ -37,9 +41,9 @@ def command(
     from dualtune.cli.output.screen import phases, tell
 
     if memory and config:
-        raise click.UsageError("--require-memory and --for are two questions: ask one of them")
+        raise click.UsageError("Give --require-memory or --for, not both.")
     if probe and name:
-        raise click.UsageError("--probe needs a machine that is here: leave out --machine")
+        raise click.UsageError("--probe works only on this machine: leave out --machine.")
     with phases(err=as_json) as shown:
         shown.begin("checking", "the machine")
         from dualtune.platform.detect import detect

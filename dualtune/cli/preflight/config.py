@@ -23,7 +23,7 @@ class _Names(click.Group):
 
 
 @click.group("config", cls=_Names, invoke_without_command=True, subcommand_metavar="[NAME | import FILE]")
-@click.option("--list", "as_list", is_flag=True, help="List the examples, each with what it is for.")
+@click.option("--list", "as_list", is_flag=True, help="List the examples and what each is for.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema instead, for editors and other programs.")
 @click.pass_context
 def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
@@ -38,7 +38,7 @@ def command(ctx: click.Context, as_list: bool, schema: bool) -> None:
     from dualtune.text.show import in_columns
 
     if sum((ctx.invoked_subcommand is not None, as_list, schema)) > 1:
-        raise click.UsageError("Give a NAME, --list or --schema, one of them.")
+        raise click.UsageError("Give only one of NAME, --list and --schema.")
     if as_list:
         say(in_columns([(name, title(example_path(name))) for name in example_names()]))
     elif schema:
@@ -55,12 +55,16 @@ def _print_example(name: str) -> None:
 
 @click.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--from", "trainer", type=click.Choice(["axolotl", "mlx-lm"]), help="Whose config it is, if not told.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write the config to this new file, not to the screen.")
+@click.option(
+    "--from", "trainer", type=click.Choice(["axolotl", "mlx-lm"]), help="The trainer of the config. Default: detected."
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="Write the config to this new file, not to standard output."
+)
 def import_(file: Path, trainer: str | None, output: Path | None) -> None:
     """Translate FILE, a YAML config of axolotl or mlx-lm.
 
-    The result has the origin of every line as a comment. What cannot be translated is listed with the reason, in the
+    Comments in the result show where every line comes from. What cannot be translated is listed with the reason, in the
     config and on standard error. Nothing is downloaded; if a key depends on the model, a local copy of it is read.
     """
     from dualtune.config.importing import import_config
@@ -70,7 +74,7 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
     from dualtune.text.escape import one_line
 
     if output is not None and output.exists():
-        raise ConfigError(f"{output}: exists already; name another file, or remove it")
+        raise ConfigError(f"{output}: already exists. Choose another name or remove it")
     imported = import_config(file, trainer, _count_layers)
     text = to_text(imported)
     if output is None:

@@ -35,7 +35,7 @@ BAR_WIDTH = 40
 @json_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
 def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show the documents that CONFIG would train on first, and the numbers of its data. Nothing is trained.
+    """Show the documents that CONFIG would train on first, and statistics of its data. Nothing is trained.
 
     Targets are green; without colours, they are between ⟦ and ⟧. ×0.5 is the loss weight of a message.
     """
@@ -60,29 +60,29 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         order = Order(settings, train.lengths, train.sources, train.weights)
         documents = first_documents(train, order, tokenizer, rows)
         found = survey(settings, train, eval_, order, layout_of(settings))
-        alarms = warnings(found, settings, data.train, train, tokenizer)
-        alarms += [f"evaluation data: {eval_.remark}"] * bool(eval_.remark)
+        notes = warnings(found, settings, data.train, train, tokenizer)
+        notes += [f"evaluation data: {eval_.remark}"] * bool(eval_.remark)
         numbers = [*describe(found), ("template", _template(tokenizer))]
         if page:
             shown.begin("writing", "the page")
-            look_at = samples(data, train, eval_, order, tokenizer, rows)
-            title = f"{config.name}: what is trained"
+            shown_samples = samples(data, train, eval_, order, tokenizer, rows)
+            title = f"{config.name}: training data"
             sources = by_source(data.train, train)
-            write_file(page, preview_page(Page(title, found, numbers, alarms, sources, look_at)))
+            write_file(page, preview_page(Page(title, found, numbers, notes, sources, shown_samples)))
     if as_json:
         markers = bool(tokenizer.template and tokenizer.template.marks_turns)
         template = {"hash": tokenizer.template_hash, "generation_markers": markers}
         first = [_as_json(document) for document in documents]
-        return say(json.dumps({**asdict(found), "template": template, "warnings": alarms, "shown": first}, indent=2))
+        return say(json.dumps({**asdict(found), "template": template, "warnings": notes, "shown": first}, indent=2))
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     for document in documents:
         _show(document, coloured)
     _tell(numbers, found.histogram)
-    for alarm in alarms:
+    for note in notes:
         if coloured:
-            say_styled([(f"warning     {alarm}", {"fg": "yellow"})])
+            say_styled([(f"warning     {note}", {"fg": "yellow"})])
         else:
-            tell(f"warning     {alarm}")
+            tell(f"warning     {note}")
     return tell(f"page        {page}") if page else None
 
 

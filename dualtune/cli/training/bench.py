@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
 
 PHASES = {
-    "data": "waiting for the batches; to make them takes {making_ms:.1f} ms, while the step before runs",
+    "data": "waiting for the batches; preparing them takes {making_ms:.1f} ms, during the previous step",
     "forward": "as in evaluation: without dropout, keeping nothing for the backward pass",
     "backward": "the rest of forward and backward",
     "optimizer": "clipping and the update",
@@ -31,7 +31,9 @@ PHASES = {
 @click.command("bench")
 @config_argument
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many steps to measure.")
-@click.option("--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Steps before these.")
+@click.option(
+    "--warmup", type=click.IntRange(min=0), default=3, show_default=True, help="Steps to run before measuring."
+)
 @click.option(
     "--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default="dualtune-bench",
     show_default=True, help="Where the result and the traces are written.",
@@ -100,7 +102,7 @@ def _lines(result: BenchResult) -> Iterator[str]:
     yield f"start       {result.load_s:.1f} s to load, {result.first_step_s:.2f} s for the first step"
     yield (
         f"steps       {mean_s:.3f} s each ({min(step_s):.3f} to {max(step_s):.3f}), {len(step_s)} measured after "
-        f"{result.warmup} others"
+        f"{result.warmup} warm-up steps"
     )
     yield (
         f"speed       {result.tokens_per_s:,.0f} tokens/s, {result.target_tokens_per_s:,.0f} target tokens/s; padding, "

@@ -38,4 +38,4 @@ def command(run_dir: Path, as_json: bool) -> None:
             rows.append((str(entry.step), in_bytes(entry.num_bytes), state, note))
         say(in_columns(rows))
     if damaged := [entry for entry in found if entry.problem]:
-        raise FormatError(f"{len(damaged)} of {len(found)} checkpoints damaged; a run passes over them")
+        raise FormatError(f"{len(damaged)} of {len(found)} checkpoints are damaged; resuming ignores them")

@@ -28,13 +28,13 @@ SHOWN = 2  # answers to print, before and after
 
 def demo_config(overrides: Sequence[str]) -> Config:
     """Return the demo's config, with the paths of its files and a run directory that is still free."""
-    places = {
+    paths = {
         "model.name": ASSETS / "model",
         "data.train": ASSETS / "data" / "train.jsonl",
         "data.eval": ASSETS / "data" / "heldout.jsonl",
         "run.dir": free_name(Path("runs/demo")),
     }
-    return load_config(ASSETS / "config.yaml", [*(f"{key}={place}" for key, place in places.items()), *overrides])
+    return load_config(ASSETS / "config.yaml", [*(f"{key}={path}" for key, path in paths.items()), *overrides])
 
 
 def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
@@ -47,11 +47,11 @@ def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
         return tell("dry run     nothing was loaded or written")
     held_out = Data(config).held_out_examples(prepared.data.eval)
 
-    with open_run(config, "never") as place:
+    with open_run(config, "never") as run_dir:
         before = _show("Before: the base model", config, backend, None, held_out)
         with progress_hook(config.run.log_every) as hook:
             hook.begin_loading()
-            result = execute(prepared, place, [hook])
+            result = execute(prepared, run_dir, [hook])
         after = _show("After: the base model with the adapter", config, backend, result.adapter_dir, held_out)
 
     tell(f"\nexact match on {len(held_out)} held-out rows: {before:.1%} before, {after:.1%} after")
@@ -70,8 +70,8 @@ def _show(title: str, config: Config, backend: Backend, adapter: Path | None, ex
         tell(f"\n{title}")
         shown.begin("generating", "answers")
         for example in examples[:SHOWN]:
-            made = answer(model, example, max_tokens=64)
-            tell(f"  asked     {made.prompt}\n  answered  {made.got}\n  expected  {made.expected}\n")
+            result = answer(model, example, max_tokens=64)
+            tell(f"  asked     {result.prompt}\n  answered  {result.got}\n  expected  {result.expected}\n")
         shown.begin("evaluating", "exact match")
         return exact_match(model, examples, config.data.max_length, shown.update)
 

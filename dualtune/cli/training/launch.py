@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from dualtune.launch.supervise import Launcher
     from dualtune.launch.worker import Work
 
-PLACES = ("local", "mlx", "slurm")
+LAUNCHERS = ("local", "mlx", "slurm")
 # Option -> values of --on that it is for. With others it is refused, not ignored.
 MEANT_FOR = {
-    "procs": PLACES, "max_restarts": PLACES, "nodes": ("local", "slurm"), "node_rank": ("local",),
+    "procs": LAUNCHERS, "max_restarts": LAUNCHERS, "nodes": ("local", "slurm"), "node_rank": ("local",),
     "rendezvous": ("local",), "hosts": ("mlx",), "hostfile": ("mlx",), "gpus_per_node": ("slurm",), "time": ("slurm",),
     "partition": ("slurm",), "account": ("slurm",), "array": ("slurm",), "grace_s": ("slurm",), "options": ("slurm",),
     "script": ("slurm",),
@@ -32,46 +32,54 @@ _count = click.IntRange(min=1)
 
 @click.command("launch")
 @config_argument
-@click.option("--on", "place", type=click.Choice(PLACES), required=True, help="torchrun, mlx.launch, or a Slurm job.")
+@click.option(
+    "--on", "place", type=click.Choice(LAUNCHERS), required=True, help="torchrun, mlx.launch, or a Slurm job."
+)
 @click.option("--procs", type=_count, help="Processes on each machine.  [default: one for each GPU, else 1]")
 @platform_option
 @set_option
 @click.option("--resume", default="auto", show_default=True, metavar="auto|never|PATH", help="As for dualtune train.")
 @click.option(
     "--max-restarts", type=click.IntRange(min=0),
-    help=f"How often all begin again if a process dies.  [default: {MAX_RESTARTS}; 0 with --rendezvous]",
+    help=f"How often all processes are restarted after one dies.  [default: {MAX_RESTARTS}; 0 with --rendezvous]",
 )  # fmt: skip
 @click.option("--print", "is_shown", is_flag=True, help="Print the command or the script, and start nothing.")
 @click.option("--nodes", type=_count, help="local, slurm: machines.")
 @click.option("--node-rank", type=click.IntRange(min=0), help="local: the number of this machine, from 0.")
-@click.option("--rendezvous", metavar="HOST:PORT", help="local: where the machines meet: on that with --node-rank 0.")
-@click.option("--hosts", metavar="IP,IP…", help="mlx: the machines, by addresses that ssh takes.")
+@click.option(
+    "--rendezvous",
+    metavar="HOST:PORT",
+    help="local: where the machines connect: an address of the machine with --node-rank 0.",
+)
+@click.option("--hosts", metavar="IP,IP…", help="mlx: the addresses of the machines, for ssh.")
 @click.option("--hostfile", type=click.Path(path_type=Path), help="mlx: the machines, in mlx.launch's own format.")
-@click.option("--gpus-per-node", type=_count, help="slurm: GPUs of each machine; a process for each.")
-@click.option("--time", metavar="D-HH:MM:SS", help="slurm: the most time that the job may take.")
+@click.option("--gpus-per-node", type=_count, help="slurm: GPUs of each machine, with a process for each.")
+@click.option("--time", metavar="D-HH:MM:SS", help="slurm: the time limit of the job.")
 @click.option("--partition", help="slurm: the partition.")
 @click.option("--account", help="slurm: the account.")
-@click.option("--array", metavar="0-9", help="slurm: tasks of their own, %a in --set is the number of the task.")
+@click.option("--array", metavar="0-9", help="slurm: a job array, a run per task; %a in --set is the task number.")
 @click.option(
     "--grace", "grace_s", type=click.IntRange(min=1), default=120, show_default=True,
     help="slurm: seconds before the end of --time when the run is saved and requeued.",
 )  # fmt: skip
-@click.option("--sbatch-option", "options", multiple=True, metavar="KEY[=VALUE]", help="slurm: any of sbatch's.")
-@click.option("--script", type=click.Path(path_type=Path), help="slurm: where to keep the batch script.")
+@click.option(
+    "--sbatch-option", "options", multiple=True, metavar="KEY[=VALUE]", help="slurm: any other option of sbatch."
+)
+@click.option("--script", type=click.Path(path_type=Path), help="slurm: where to write the batch script.")
 @click.pass_context
 def command(
     ctx: click.Context, config: Path, place: str, platform: str, overrides: tuple[str, ...], resume: str,
     is_shown: bool, **given: Any,
 ) -> None:  # fmt: skip
-    """Train by CONFIG in several processes, with the same result as in one.
+    """Train from CONFIG in several processes, with the same result as in one.
 
-    Exit code 75 if they were preempted and have saved, otherwise that of `dualtune train`.
+    Exit code 75 if the run was preempted and is saved, otherwise that of `dualtune train`.
     """
     from dualtune.config import load_config
     from dualtune.launch.worker import Work
     from dualtune.train.state.run_dir import path_of
 
-    _refuse_strangers(ctx, place)
+    _refuse_other_options(ctx, place)
     tried = [override.replace("%a", "0") for override in overrides] if given["array"] else overrides
     run_dir = path_of(load_config(config, tried))
     work = Work(config.absolute(), run_dir, platform, overrides, resume)
@@ -86,10 +94,10 @@ def command(
     ctx.exit(code)
 
 
-def _refuse_strangers(ctx: click.Context, place: str) -> None:
+def _refuse_other_options(ctx: click.Context, place: str) -> None:
     """Raise UsageError for an option that belongs to another --on."""
     for parameter in ctx.command.params:
-        meant_for = MEANT_FOR.get(parameter.name or "", PLACES)
+        meant_for = MEANT_FOR.get(parameter.name or "", LAUNCHERS)
         is_given = ctx.get_parameter_source(parameter.name or "") != ParameterSource.DEFAULT
         if is_given and place not in meant_for:
             raise click.UsageError(f"{parameter.opts[0]} is for --on {' and '.join(meant_for)}, not for --on {place}.")
@@ -109,8 +117,8 @@ def _local(
             raise click.UsageError("Give --nodes, --node-rank and --rendezvous together, on each of the machines.")
         if max_restarts:
             raise click.UsageError(
-                "--max-restarts is for one machine: each would begin again at another time. Run the command again on "
-                "all of them, or let Slurm do it: --on slurm."
+                "--max-restarts is for one machine: several would restart at different times. Run the command again "
+                "on all of them, or let Slurm do it: --on slurm."
             )
         several, max_restarts = torchrun.Nodes.parse(nodes, node_rank, rendezvous), 0
     machine = detect()

@@ -32,7 +32,7 @@ NO_LIMIT = 10_000  # columns, for output to a file or another program
 
 @click.command("runs")
 @click.argument("directory", type=click.Path(path_type=Path), default="runs")
-@click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="What comes first.")
+@click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="The column to sort by.")
 @json_option
 def command(directory: Path, sort: str, as_json: bool) -> None:
     """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
@@ -71,16 +71,16 @@ def table(runs: Sequence[RunSummary], width: int) -> list[str]:
         longest = max(MIN_NAME, max(len(cells["run"]) for cells in columns) - too_wide)
         columns = [cells | {"run": _tail(cells["run"], longest)} for cells in columns]
     header, *lines = in_columns([[*columns[0]], *([*cells.values()] for cells in columns)]).splitlines()
-    said = [header]
+    output = [header]
     for run, line in zip(runs, lines, strict=True):
-        said.append(line)
+        output.append(line)
         if run.reason:
             reason = shown(run.reason, 500)
-            said += textwrap.wrap(reason, width, initial_indent="    ", subsequent_indent="    ")
+            output += textwrap.wrap(reason, width, initial_indent="    ", subsequent_indent="    ")
     if dropped:
         note = f"(too narrow for: {', '.join(dropped)}; --json has everything)"
-        said += textwrap.wrap(note, width)
-    return said
+        output += textwrap.wrap(note, width)
+    return output
 
 
 def _cells(run: RunSummary) -> dict[str, str]:

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 
 @click.command("train")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.option("--demo", is_flag=True, help="Train a tiny model that is part of dualtune on tiny data; no download.")
+@click.option("--demo", is_flag=True, help="Train a tiny model on tiny data, both part of dualtune; no download.")
 @platform_option
 @set_option
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Check everything (a model from the hub is downloaded) and say what would be done; load and write nothing.",
+    help="Check everything (a model from the hub is downloaded) and show what would be done; load and write nothing.",
 )
 @click.option(
     "--resume", default="auto", show_default=True, metavar="auto|never|PATH",
-    help="Continue from the newest checkpoint of the run directory, from none, or from a checkpoint or run elsewhere.",
+    help="Resume from the newest checkpoint of the run directory (auto), from none (never), or from a checkpoint "
+    "or run elsewhere (PATH).",
 )  # fmt: skip
 def command(
     config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool, resume: str
 ) -> None:
-    """Train a LoRA adapter by CONFIG, a YAML file (see `dualtune config`), and save it in <run.dir>/adapter.
+    """Train a LoRA adapter from CONFIG, a YAML file (see `dualtune config`), and save it in <run.dir>/adapter.
 
     To resume a run that was stopped, run the same command again.
     """
@@ -68,7 +69,7 @@ def _train(settings: Config, platform: str, resume: str) -> None:
     with reading() as show, progress_hook(settings.run.log_every) as hook:
         result = run(settings, backend, [hook], resume=resume, show=show, announce=announce)
     if result.was_finished:
-        tell(f"finished    this run came to its end before, after {result.num_steps} steps: nothing to do")
+        tell(f"finished    this run has already ended, after {result.num_steps} steps: nothing to do")
         for change in result.without_effect:
             tell(f"no effect   {change.what}: {change.before} -> {change.now}: no step is left for it")
         tell(f"verdict     {result.verdict}")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class TierOptions:
     """The options for how tiers are run."""
 
     check_memory: bool
@@ -34,23 +34,27 @@ class Wishes:
 
 
 @click.command("validate")
-@click.option("--tier", metavar="quick|convergence|memory|extended|full|all", help="What to prove; all but full: all.")
+@click.option(
+    "--tier", metavar="quick|convergence|memory|extended|full|all", help="What to test; all is every tier but full."
+)
 @click.option(
     "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
-    help="Where to prove it. On a CPU, each tier has a twin with a tiny model. Also: DUALTUNE_DEVICE.",
+    show_envvar=True, help="The device to test. On a CPU, each tier trains a tiny model instead.",
 )  # fmt: skip
-@click.option("--check-memory", is_flag=True, help="Compare what a tier needs with what there is, before it runs.")
-@click.option("--keep-going", is_flag=True, help="Run the other tiers when one fails; the exit code still says so.")
+@click.option("--check-memory", is_flag=True, help="Before a tier runs, compare the memory it needs with what is free.")
+@click.option("--keep-going", is_flag=True, help="Run the other tiers after one fails; the exit code still reports it.")
 @click.option(
-    "--random-weights", is_flag=True, help="The real shapes without a download; what has to learn is skipped."
+    "--random-weights",
+    is_flag=True,
+    help="Random weights of the real shapes, without a download; criteria that need learning are skipped.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/validate"), show_default=True,
-    help="The directory of the runs and of report.json; where it exists, the next free name like it.",
+    help="The directory of the runs and of report.json; if it exists, a number is added to its name.",
 )  # fmt: skip
 @click.option(
     "--write-data", type=click.Path(path_type=Path), metavar="PATH",
-    help="Write the data that the tiers train on, which are made up, and do nothing else.",
+    help="Write the made-up data that the tiers train on, and do nothing else.",
 )  # fmt: skip
 @json_option
 @click.pass_context
@@ -58,7 +62,7 @@ def command(
     ctx: click.Context, tier: str | None, device: str, check_memory: bool, keep_going: bool, random_weights: bool,
     out: Path, write_data: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Prove that training works here: train by the config of a tier, and judge the run by the tier's criteria.
+    """Test that training works here: train from the config of a tier, and judge the run by the tier's criteria.
 
     Exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the device or the model.
     """
@@ -80,22 +84,22 @@ def command(
     tiers = tiers_of(tier)
     try:
         with phases(err=as_json) as shown:
-            wishes = Wishes(check_memory, keep_going, shown)
+            options = TierOptions(check_memory, keep_going, shown)
             machine = detect()
             choice = choose(device, machine)
-            wishes.tell(f"platform    {choice.platform}: {choice.reason}")
+            options.tell(f"platform    {choice.platform}: {choice.reason}")
             shown.begin("importing", choice.backend)
-            place = open_place(choice, out, random_weights=random_weights)
-            results = _run_all(tiers, place, machine, wishes)
+            setup = open_place(choice, out, random_weights=random_weights)
+            results = _run_all(tiers, setup, machine, options)
     except Preempted as stop:
-        say(f"{stop}. A tier is not continued: the same command begins anew.", err=True)
+        say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)
         ctx.exit(stop.exit_code)
-    found = _report(results, place, machine)
+    found = _report(results, setup, machine)
     text = json.dumps(found, indent=2)
-    write_file(place.out / "report.json", text + "\n")
+    write_file(setup.out / "report.json", text + "\n")
     if as_json:
         say(text)
-    wishes.tell(f"report      {place.out / 'report.json'}")
+    options.tell(f"report      {setup.out / 'report.json'}")
     ctx.exit(found["exit_code"])
 
 
@@ -105,59 +109,57 @@ def _write_data(path: Path) -> None:
     say(f"written     {NUM_ROWS} made-up rows, 'Explain concept number i', in {write_rows(path)}")
 
 
-def _run_all(tiers: Sequence[Tier], place: ValidationSetup, machine: Machine, wishes: Wishes) -> list[TierResult]:
-    """Run each tier in turn, up to the first that fails, unless `wishes` says otherwise."""
+def _run_all(tiers: Sequence[Tier], setup: ValidationSetup, machine: Machine, options: TierOptions) -> list[TierResult]:
+    """Run each tier in turn, up to the first that fails, unless `options` says otherwise."""
     results: list[TierResult] = []
     for index, tier in enumerate(tiers):
-        results.append(_run_one(tier, place, machine, wishes))
+        results.append(_run_one(tier, setup, machine, options))
         left = [each.name for each in tiers[index + 1 :]]
-        if results[-1].exit_code and left and not wishes.keep_going:
-            wishes.tell(
-                f"left out    {', '.join(left)}: {tier.name} did not pass (--keep-going runs them all the same)"
-            )
+        if results[-1].exit_code and left and not options.keep_going:
+            options.tell(f"left out    {', '.join(left)}: {tier.name} did not pass (--keep-going runs them anyway)")
             break
     return results
 
 
-def _run_one(tier: Tier, place: ValidationSetup, machine: Machine, wishes: Wishes) -> TierResult:
+def _run_one(tier: Tier, setup: ValidationSetup, machine: Machine, options: TierOptions) -> TierResult:
     from dualtune.checks import table
     from dualtune.errors import EnvironmentFault
     from dualtune.validate.memory import check_memory
     from dualtune.validate.plan import plan
     from dualtune.validate.run import missing, not_run, run_tier
 
-    tell = wishes.tell
-    made = plan(tier, place)
-    tell(f"\ntier        {tier.name}: {tier.title}. {made.model}, {made.config.train.steps} steps")
-    for note in made.notes:
+    tell = options.tell
+    planned = plan(tier, setup)
+    tell(f"\ntier        {tier.name}: {tier.title}. {planned.model}, {planned.config.train.steps} steps")
+    for note in planned.notes:
         tell(f"note        {note}")
     try:
-        if wishes.check_memory:
-            check = check_memory(made, place, machine)
+        if options.check_memory:
+            check = check_memory(planned, setup, machine)
             tell(f"memory      {check.found}")
             if check.level == "fail":
-                return _tell_end(not_run(made, place, check), wishes)
-        result = run_tier(made, place, [_live(tier.name, place, wishes)])
+                return _tell_end(not_run(planned, setup, check), options)
+        result = run_tier(planned, setup, [_live(tier.name, setup, options)])
     except EnvironmentFault as error:
-        return _tell_end(not_run(made, place, missing(error)), wishes)
+        return _tell_end(not_run(planned, setup, missing(error)), options)
     tell(table(result.checks))
-    return _tell_end(result, wishes)
+    return _tell_end(result, options)
 
 
-def _tell_end(result: TierResult, wishes: Wishes) -> TierResult:
+def _tell_end(result: TierResult, options: TierOptions) -> TierResult:
     name, observed = result.plan.tier.name, result.observed
     if observed is None:
-        wishes.tell(f"verdict     {name} was not run: {result.checks[-1].found}")
+        options.tell(f"verdict     {name} was not run: {result.checks[-1].found}")
         return result
     if result.decrease is not None:
-        wishes.tell(f"Loss convergence: {result.decrease}")
+        options.tell(f"Loss convergence: {result.decrease}")
     failed = [check.name for check in result.checks if check.level == "fail"]
     ending = f": {', '.join(failed)}" if failed else ""
-    wishes.tell(f"verdict     {name} {result.state} in {observed.elapsed_s:.1f}s{ending}")
+    options.tell(f"verdict     {name} {result.state} in {observed.elapsed_s:.1f}s{ending}")
     return result
 
 
-def _report(results: Sequence[TierResult], place: ValidationSetup, machine: Machine) -> dict[str, Any]:
+def _report(results: Sequence[TierResult], setup: ValidationSetup, machine: Machine) -> dict[str, Any]:
     """Return all results as JSON values."""
     from datetime import UTC, datetime
 
@@ -169,8 +171,8 @@ def _report(results: Sequence[TierResult], place: ValidationSetup, machine: Mach
         "ok": code == 0,
         "exit_code": code,
         "date": datetime.now(UTC).date().isoformat(),
-        "platform": place.platform,
-        "random_weights": place.random_weights,
+        "platform": setup.platform,
+        "random_weights": setup.random_weights,
         "machine": {
             "cpu": machine.cpu,
             "cores": machine.cores,
@@ -183,7 +185,7 @@ def _report(results: Sequence[TierResult], place: ValidationSetup, machine: Mach
     }
 
 
-def _live(name: str, place: ValidationSetup, wishes: Wishes) -> Hook:
+def _live(name: str, setup: ValidationSetup, options: TierOptions) -> Hook:
     from dualtune.cli.output.live import TierShown
 
-    return TierShown(name, place.backend.memory, wishes.shown)
+    return TierShown(name, setup.backend.memory, options.shown)

@@ -2,7 +2,7 @@
 
 A header has 512 bytes; the content follows, padded with zeros to whole blocks; two blocks of zeros end the file.
 Everything in a header except name and size is fixed, so a header is valid if and only if it equals the one that
-`header` makes: this one comparison refuses everything else that a tar can hold (links, devices, long names, owners,
+`header` returns: this one comparison refuses everything else that a tar can hold (links, devices, long names, owners,
 times). https://pubs.opengroup.org/onlinepubs/9799919799/utilities/pax.html (ustar Interchange Format)
 """
 
@@ -54,9 +54,9 @@ def read_first(file: BinaryIO, where: object) -> bytes:
     block = file.read(BLOCK)
     for magic, what in _OTHER_FILES:
         if block.startswith(magic):
-            raise FormatError(f"{where}: is {what}; a bundle is a plain tar file made by `dualtune bundle pack`")
+            raise FormatError(f"{where}: is {what}; a bundle is a plain tar file written by `dualtune bundle pack`")
     if len(block) < BLOCK:
-        raise FormatError(f"{where}: has {len(block)} bytes, which is no bundle: cut off? Copy it again")
+        raise FormatError(f"{where}: has {len(block)} bytes, too few for a bundle. Copy it again")
     match = re.fullmatch(rb"([0-7]{11})\0", block[124:136])
     size = int(match[1], 8) if match else -1
     if block != header(BUNDLE_FILE, max(size, 0)):
@@ -65,12 +65,12 @@ def read_first(file: BinaryIO, where: object) -> bytes:
         raise FormatError(f"{where}: {BUNDLE_FILE} has {size} bytes, at most {MAX_BUNDLE_FILE_BYTES} are allowed")
     raw = file.read(size)
     if len(raw) < size:
-        raise FormatError(f"{where}: ends inside {BUNDLE_FILE}: it was cut off. Copy it again")
+        raise FormatError(f"{where}: ends inside {BUNDLE_FILE}: it is truncated. Copy it again")
     return raw
 
 
 def check_structure(file: BinaryIO, num_bytes: int, sizes: Mapping[str, int], where: object) -> None:
-    """Check that the headers are those of the list, in its order, and that the file ends after the last member.
+    """Check that the headers are those of BUNDLE.json, in its order, and that the file ends after the last member.
 
     Only headers are read. FormatError says what was expected and what was found.
     """
@@ -83,7 +83,7 @@ def check_structure(file: BinaryIO, num_bytes: int, sizes: Mapping[str, int], wh
         position += BLOCK + size + padding(size)
         if position > num_bytes:
             raise FormatError(
-                f"{where}: ends inside {name}: {num_bytes} bytes, and the list needs {_total(sizes)}. Copy it again"
+                f"{where}: ends inside {name}: got {num_bytes} bytes, expected {_total(sizes)}. Copy it again"
             )
     file.seek(position)
     block = file.read(BLOCK)
@@ -91,10 +91,10 @@ def check_structure(file: BinaryIO, num_bytes: int, sizes: Mapping[str, int], wh
         raise FormatError(f"{where}: {_diagnosis(block, None, 0, sizes, position)}")
     if num_bytes < _total(sizes):
         raise FormatError(
-            f"{where}: ends before its end mark: {num_bytes} bytes, {_total(sizes)} needed. Copy it again"
+            f"{where}: ends before its end marker: got {num_bytes} bytes, expected {_total(sizes)}. Copy it again"
         )
     if num_bytes > _total(sizes) or any(file.read(BLOCK)):
-        raise FormatError(f"{where}: has bytes after its end: {num_bytes}, and the list needs {_total(sizes)}")
+        raise FormatError(f"{where}: has bytes after its end: got {num_bytes}, expected {_total(sizes)}. Copy it again")
 
 
 def chunks(file: BinaryIO, name: str, size: int, where: object) -> Iterator[bytes]:
@@ -117,11 +117,11 @@ def _total(sizes: Mapping[str, int]) -> int:
 
 def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, int], position: int) -> str:
     """Say what is wrong with a header that is not that of `name` (None: the end was expected)."""
-    due = f"the list says {name}" if name else "the list has ended"
+    expected = f"{name} is expected" if name else "the end is expected"
     if not any(block):
-        return f"ends at byte {position}, where {due}"
+        return f"ends at byte {position}, where {expected}"
     if not _has_checksum(block):
-        return f"byte {position} should begin the header of a file ({due}), and its checksum is wrong: damaged"
+        return f"is damaged: the header at byte {position}, where {expected}, has a wrong checksum"
     raw = b"/".join(part for part in (_text(block[345:500]), _text(block[:100])) if part)
     found = raw.decode("utf-8", "backslashreplace")
     order = list(sizes)
@@ -131,14 +131,16 @@ def _diagnosis(block: bytes, name: str | None, size: int, sizes: Mapping[str, in
     if problem := problem_of(found):
         return f"{shown(found)} {problem}"
     if is_seen:
-        return f"{found} comes twice"
+        return f"{found} is in it twice"
     if found not in sizes and found != name:
-        return f"{found} is not in the list of {BUNDLE_FILE}" if sizes else f"begins with {found}, not {BUNDLE_FILE}"
+        return f"{found} is not listed in {BUNDLE_FILE}" if sizes else f"begins with {found}, not {BUNDLE_FILE}"
     if found != name:
-        return f"{found} comes where {due}: files must come in the order of the list"
+        return f"{found} is at byte {position}, where {expected}: files must be in the order of {BUNDLE_FILE}"
     if block[124:136] != header(found, max(size, 0))[124:136]:
-        return f"{found} has another size in its header than in the list ({size} bytes)"
-    return f"the header of {found} says more than name and size (owner, time, mode …): `dualtune bundle` wrote no such"
+        return f"{found} has another size in its header than in {BUNDLE_FILE} ({size} bytes)"
+    return (
+        f"the header of {found} holds more than name and size (owner, time, mode …): not written by `dualtune bundle`"
+    )
 
 
 def _has_checksum(block: bytes) -> bool:

@@ -1,6 +1,6 @@
 """The binding of a bundle, covered by its signature: the name it was packed for, its base model, and a date.
 
-A signature says who made a file, not that it is the requested one. An old bundle, or one of another run, has a valid
+A signature tells who wrote a file, not that it is the requested one. An old bundle, or one of another run, has a valid
 signature too, and whoever controls the remote could offer it under any name. So BUNDLE.json holds both, and a reader
 compares: the name always, the date if the reader sets a limit.
 """
@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from dualtune.errors import ConfigError, FormatError
 from dualtune.transfer.bundles.manifest import Bundle
 
-UNBOUND = "neither its name nor a date is in what is signed: an older dualtune packed it"
+UNBOUND = "BUNDLE.json has neither a name nor a date: an older dualtune packed it"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _AGE = re.compile(r"(\d{1,6}) ?([mhdw])", re.ASCII)
 _SKEW = timedelta(hours=1)  # allowed difference between two clocks
@@ -48,20 +48,20 @@ def check(
     """
     if bundle.created is None:
         if wanted.name is not None or wanted.max_age is not None:
-            raise FormatError(f"{where}: {UNBOUND}, and --name or --max-age asks for them. Have it packed again")
+            raise FormatError(f"{where}: {UNBOUND}. --name and --max-age need them: pack it again")
         return [UNBOUND]
     if wanted.max_age is not None:
         _check_age(bundle.created, wanted.max_age, where, now or datetime.now(UTC))
     if wanted.name is not None:
         if wanted.name != bundle.name:
-            raise FormatError(f"{where}: is the bundle {bundle.name!r}, and --name asks for {wanted.name!r}")
+            raise FormatError(f"{where}: is the bundle {bundle.name!r}, --name requires {wanted.name!r}")
     elif found_as != bundle.name:
-        told = f"is the bundle {bundle.name!r}, found under the name {found_as!r}"
+        mismatch = f"is the bundle {bundle.name!r}, found under the name {found_as!r}"
         if is_signed:
             raise FormatError(
-                f"{where}: {told}: renamed, or exchanged. If it is the one you want, say so with --name {bundle.name}"
+                f"{where}: {mismatch}: it was renamed or replaced. If it is the one you want, add --name {bundle.name}"
             )
-        return [f"{told}; without a signature nobody vouches for either"]
+        return [f"{mismatch}; without a signature, neither name is proven"]
     return []
 
 
@@ -69,11 +69,11 @@ def _check_age(created: str, max_age: timedelta, where: object, now: datetime) -
     age = now - datetime.fromisoformat(created)
     if age > max_age:
         raise FormatError(
-            f"{where}: what it holds was written {created}, {in_days(age)} ago; --max-age allows {in_days(max_age)}. "
-            "Ask for a newer one"
+            f"{where}: its content was written {created}, {in_days(age)} ago; --max-age allows {in_days(max_age)}. "
+            "Get a newer bundle"
         )
     if age < -_SKEW:
-        raise FormatError(f"{where}: what it holds was written {created}, which is to come. Compare the clocks")
+        raise FormatError(f"{where}: its content was written {created}, which is in the future. Check both clocks")
 
 
 def parse_age(text: str) -> timedelta:

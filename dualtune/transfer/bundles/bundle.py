@@ -63,7 +63,7 @@ class BundleReport:
             *((key, _shown(text)) for key, text in (("name", b.name), ("created", b.created)) if text is not None),
             *(("note", note) for note in self.notes),
             *((_shown(key), _shown(text)) for key, text in facts.items() if isinstance(text, str)),  # tables: --json
-            ("signature", f"of {self.signed_by}" if self.signed_by else "not asked for"),
+            ("signature", f"by {self.signed_by}" if self.signed_by else "not checked"),
             ("digest", b.digest),
         ]
         files = [(name, in_bytes(f.num_bytes), f.sha256[:16], "ok") for name, f in b.files.items()]
@@ -91,12 +91,12 @@ def unpack(path: Path, target: Path, trust: Trust | None = None, wanted: Require
 
             @contextlib.contextmanager
             def create(name: str) -> Generator[Write]:
-                place = directory / name
-                place.parent.mkdir(parents=True, exist_ok=True)
-                with place.open("xb") as out:
+                path = directory / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("xb") as out:
                     yield out.write
                     out.flush()
-                    fsync(place)
+                    fsync(path)
 
             sha256 = _read(file, path, bundle, create)
             with create(BUNDLE_FILE) as write:
@@ -117,7 +117,7 @@ def _opened(
         file = open_regular(path)
     except NotRegular:
         raise FormatError(
-            f"{path}: is not a file. `dualtune bundle pack` makes one of a run or an adapter directory"
+            f"{path}: is not a file. Pack a run or an adapter directory with `dualtune bundle pack`"
         ) from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
@@ -165,7 +165,7 @@ def _read(
         whole.update(bytes(archive.padding(entry.num_bytes)))
         if digest.hexdigest() != entry.sha256:
             raise FormatError(
-                f"{path}: {name} was changed: its sha256 is not that of the list. Ask for the bundle again"
+                f"{path}: {name} was changed: its sha256 is not that in {BUNDLE_FILE}. Get the bundle again"
             )
         if kept is not None:
             _check_listing(bytes(kept), name, bundle, path)
@@ -180,10 +180,10 @@ def _check_listing(raw: bytes, name: str, bundle: Bundle, path: Path) -> None:
     listed = fields.subtable(parse_object(raw, where), "files", where)
     for file, entry in bundle.files.items():
         inner = file.removeprefix(folder + "/")
-        is_beside = file.startswith(folder + "/") and file != name
-        if is_beside and listed.pop(inner, None) != {"bytes": entry.num_bytes, "sha256": entry.sha256}:
+        is_in_folder = file.startswith(folder + "/") and file != name
+        if is_in_folder and listed.pop(inner, None) != {"bytes": entry.num_bytes, "sha256": entry.sha256}:
             raise FormatError(
-                f"{where}: says something else of {inner} than {BUNDLE_FILE} does: one of them was changed"
+                f"{where}: its entry of {inner} differs from that in {BUNDLE_FILE}: one of them was changed"
             )
     if listed:
         raise FormatError(f"{where}: lists {ascii(min(listed))[:120]}, which is not in the bundle")
@@ -195,7 +195,7 @@ def _check_space(target: Path, num_bytes: int) -> None:
     except OSError as error:
         raise DiskError(f"{target}: cannot be written: {error.strerror}") from error
     if free < num_bytes:
-        raise DiskError(f"{target}: needs {in_bytes(num_bytes)}, and the disk has {in_bytes(free)} free. Free some")
+        raise DiskError(f"{target}: needs {in_bytes(num_bytes)}, the disk has {in_bytes(free)} free. Free some space")
 
 
 def _shown(text: str) -> str:

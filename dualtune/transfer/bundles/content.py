@@ -11,7 +11,7 @@ from dualtune.io.untrusted import MAX_HEADER_BYTES
 # Keys with which a config makes transformers import code: from the model's repository or, with the last one, from a
 # kernel's (CVE-2026-4372, which needs no trust_remote_code).
 FORBIDDEN_KEYS = ("auto_map", "trust_remote_code", "_attn_implementation_internal")
-_DISGUISES = (
+_OTHER_FORMATS = (
     (rb"\x80[\x02-\x05]", "a pickle"),
     (rb"PK\x03\x04|PK\x05\x06|\x1f\x8b|BZh|\xfd7zXZ|7z\xbc\xaf|\x28\xb5\x2f\xfd", "an archive"),
     (rb"\x7fELF|MZ|\xfe\xed\xfa|\xcf\xfa\xed\xfe|#!", "a program"),
@@ -46,7 +46,7 @@ class Content:
         if self._head is not None:
             self._head += chunk
             if len(self._head) >= 512:
-                self._look_at_head()
+                self._check_head()
         if self._suffix in ("json", "yaml", "txt", "jinja"):
             self._check_text(chunk)
         if self._suffix == "json":
@@ -57,7 +57,7 @@ class Content:
 
     def finish(self) -> None:
         if self._head is not None:
-            self._look_at_head()
+            self._check_head()
         self._check_text(b"", final=True)
 
     def _check_text(self, chunk: bytes, *, final: bool = False) -> None:
@@ -68,14 +68,14 @@ class Content:
         if not is_text:
             raise FormatError(f"{self._where}: is not UTF-8 text")
 
-    def _look_at_head(self) -> None:
+    def _check_head(self) -> None:
         head, self._head = self._head or b"", None
-        disguise = next((what for magic, what in _DISGUISES if re.match(magic, head)), None)
+        other = next((what for magic, what in _OTHER_FORMATS if re.match(magic, head)), None)
         if self._suffix == "safetensors":  # it starts with 8 bytes of length, which may equal any magic number
             length = int.from_bytes(head[:8], "little")
             if length > min(MAX_HEADER_BYTES, self._num_bytes - 8) or head[8:9] != b"{":
-                raise FormatError(f"{self._where}: is no safetensors file" + (f", but {disguise}" if disguise else ""))
-        elif disguise:
-            raise FormatError(f"{self._where}: is {disguise}")
+                raise FormatError(f"{self._where}: is no safetensors file" + (f", but {other}" if other else ""))
+        elif other:
+            raise FormatError(f"{self._where}: is {other}")
         elif self._suffix == "json" and not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
             raise FormatError(f"{self._where}: is no JSON object")

@@ -146,7 +146,7 @@ def _files(table: Mapping[str, Any], where: str) -> dict[str, File]:
     if list(files) != sorted(files):
         raise FormatError(f"{where}: files: not sorted by name")
     if (total := sum(file.num_bytes for file in files.values())) > names.MAX_TOTAL_BYTES:
-        raise FormatError(f"{where}: announces {total} bytes in all, at most {names.MAX_TOTAL_BYTES} are allowed")
+        raise FormatError(f"{where}: lists {total} bytes in all, at most {names.MAX_TOTAL_BYTES} are allowed")
     return files
 
 
@@ -161,7 +161,7 @@ def _file(name: str, entry: Any, where: str) -> File:
         case _:
             raise FormatError(f"{where}: {name}: needs bytes and sha256, and nothing else")
     if not 0 <= num_bytes <= names.max_bytes(name):
-        raise FormatError(f"{where}: {name}: announces {num_bytes} bytes, at most {names.max_bytes(name)} are allowed")
+        raise FormatError(f"{where}: {name}: lists {num_bytes} bytes, at most {names.max_bytes(name)} are allowed")
     if not _SHA256.fullmatch(sha256):
         raise FormatError(f"{where}: {name}: its sha256 is not 64 hexadecimal digits")
     return File(num_bytes, sha256)
@@ -173,32 +173,32 @@ def _check_completeness(bundle: Bundle, where: str) -> None:
     steps = {step for name in found if (step := names.step_of(name)) is not None}
     if bundle.kind == ADAPTER:
         if steps:
-            raise FormatError(f"{where}: kind is adapter, and there is a checkpoint in it")
+            raise FormatError(f"{where}: kind is adapter, but it lists a checkpoint")
         needed = {"adapter/adapter_config.json"}
         if not found & {"adapter/adapter_model.safetensors", "adapter/adapters.safetensors"}:
-            raise FormatError(f"{where}: kind is adapter, and it lists no weights")
+            raise FormatError(f"{where}: kind is adapter, but it lists no weights")
     else:
         if any(name.startswith("adapter/") for name in found):
-            raise FormatError(f"{where}: kind is checkpoint, and there is an adapter in it")
+            raise FormatError(f"{where}: kind is checkpoint, but it lists an adapter")
         if len(steps) > names.MAX_CHECKPOINTS or (steps and bundle.step not in steps):
-            raise FormatError(f"{where}: lists the checkpoints of steps {sorted(steps)}, and step is {bundle.step}")
+            raise FormatError(f"{where}: lists the checkpoints of steps {sorted(steps)}, but step is {bundle.step}")
         wanted = steps or {cast(int, bundle.step)}
         needed = {names.CONFIG}
         for folder in (f"checkpoints/step-{step:08d}/" for step in wanted):
             files = [name.removeprefix(folder) for name in found if name.startswith(folder)]
             needed |= {folder + name for name in names.files_of_checkpoint(files)}
     if missing := sorted(needed - found):
-        raise FormatError(f"{where}: {missing[0]} is missing from the list of a bundle of kind {bundle.kind}")
+        raise FormatError(f"{where}: {missing[0]} is missing, which a bundle of kind {bundle.kind} needs")
 
 
 def _check_digest(raw: bytes, bundle: Bundle, where: str) -> None:
     """Check that the bytes are exactly those that `to_bytes` writes, including the digest."""
     try:
-        is_true = to_bytes(bundle) == raw
+        is_unchanged = to_bytes(bundle) == raw
     except (ValueError, RecursionError):  # lone surrogates, numbers beyond float64, a thousand brackets
-        is_true = False
-    if not is_true:
-        raise FormatError(f"{where}: was changed: its digest is not that of its content. Ask for the bundle again")
+        is_unchanged = False
+    if not is_unchanged:
+        raise FormatError(f"{where}: was changed: its digest is not that of its content. Get the bundle again")
 
 
 def _digest(table: Mapping[str, Any]) -> str:

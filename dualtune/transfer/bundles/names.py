@@ -77,7 +77,7 @@ def max_bytes(name: str) -> int:
 
 
 def problem_of(name: str) -> str | None:
-    """Return why a name cannot be in a bundle. The name is left out, as it may be long or made to confuse."""
+    """Return why a name cannot be in a bundle. The name is left out, as it may be long or chosen to confuse."""
     if is_allowed(name):
         return None
     lower = name.lower()
@@ -93,10 +93,10 @@ def problem_of(name: str) -> str | None:
         (name.endswith("/"), "is a directory; only files are allowed"),
         ("//" in name or "." in name.split("/"), "has an empty part or a dot as a part of its path"),
         (name.endswith((".", " ")), "ends with a dot or a space, which Windows drops"),
-        (lower != name and is_allowed_in_any_case(lower), "differs from an allowed name in case alone"),
-        (lower.endswith(_CODE), "is a file of code, and a bundle holds none"),
+        (lower != name and is_allowed_in_any_case(lower), "differs from an allowed name only in upper and lower case"),
+        (lower.endswith(_CODE), "is code, which is not allowed in a bundle"),
         (lower.endswith(_PICKLES), "is a format that can run code when it is loaded (pickle)"),
-        (lower.endswith(_ARCHIVES), "is an archive in the archive"),
+        (lower.endswith(_ARCHIVES), "is an archive inside the bundle"),
     )
     found = next((text for applies, text in reasons if applies), None)
     return found or "is not one of the names that a bundle may hold (docs/adapter_format.md lists them)"

@@ -101,7 +101,7 @@ def pack(
             with Path(file.name).open("rb") as written:
                 text, signed = signature.sign(written, key)
             if signed != sha256:
-                raise FormatError(f"{target}: was changed while it was signed. Pack it where nobody else may write")
+                raise FormatError(f"{target}: was changed while it was signed. Pack it where no other user can write")
     if text is not None:
         write_file(signature.path_of(target), text)
     return BundleReport(target, num_bytes, sha256, bundle, None, payload.notes)
@@ -136,10 +136,10 @@ def _adapter(directory: Path, run: Path | None) -> Payload:
     for name in names.ADAPTER_FILES:
         if (directory / name).is_file():
             payload.files[f"adapter/{name}"] = directory / name
-    config = _localized(payload, f"adapter/{names.ADAPTER_FILES[0]}")
+    config = _without_local_paths(payload, f"adapter/{names.ADAPTER_FILES[0]}")
     payload.base = {"name": config.get("base_model_name_or_path") or config.get("model")}
     if (directory / MANIFEST_FILE).is_file():
-        table = _localized(payload, f"adapter/{MANIFEST_FILE}")
+        table = _without_local_paths(payload, f"adapter/{MANIFEST_FILE}")
         payload.base |= cast("dict[str, Any]", table.get("base") or {})
         _add_manifest(payload, f"adapter/{MANIFEST_FILE}", table)
     if run is not None:
@@ -154,9 +154,9 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
     payload = Payload(manifest.CHECKPOINT)
     if step is None:
         saved, problems = checkpoint.newest(directory)
-        payload.notes += [f"passed over {problem}" for problem in problems]
+        payload.notes += [f"ignored {problem}" for problem in problems]
         if saved is None:
-            raise FormatError("\n".join([f"{run}: has no checkpoint that verifies", *problems[:5]]))
+            raise FormatError("\n".join([f"{run}: has no valid checkpoint", *problems[:5]]))
     elif step not in (steps := checkpoint.steps(directory)):
         raise ConfigError(f"--checkpoint: got {step}, {run} has {', '.join(map(str, steps)) or 'none'}")
     else:
@@ -171,9 +171,9 @@ def _checkpoint(run: Path, step: int | None) -> Payload:
     if config.guards.restore_best and best is not None and best != saved.step:
         try:
             _add_checkpoint(payload, checkpoint.read(checkpoint.path_of(directory, best)))
-            payload.notes.append(f"the checkpoint of step {best} comes along: guards.restore_best may return to it")
+            payload.notes.append(f"the checkpoint of step {best} is packed too: guards.restore_best may return to it")
         except FormatError as problem:  # the run itself resumes without it
-            payload.notes.append(f"guards.restore_best will not find its checkpoint: {problem}")
+            payload.notes.append(f"the checkpoint for guards.restore_best is left out: {problem}")
     return payload
 
 
@@ -193,7 +193,7 @@ def _add_checkpoint(payload: Payload, saved: Checkpoint) -> None:
     table = json.loads((saved.path / MANIFEST).read_text(encoding="utf-8"))
     for name in checkpoint.files_of(saved):
         payload.files[f"{folder}/{name}"] = saved.path / name
-    _localized(payload, f"{folder}/state.json")
+    _without_local_paths(payload, f"{folder}/state.json")
     _add_manifest(payload, f"{folder}/{MANIFEST}", table)
 
 
@@ -214,10 +214,10 @@ def _add_tokenizer(payload: Payload, directory: Path) -> None:
     for name in found:
         payload.files[f"tokenizer/{name}"] = file_in(directory, name)
     if "tokenizer_config.json" in found:
-        _localized(payload, "tokenizer/tokenizer_config.json")
+        _without_local_paths(payload, "tokenizer/tokenizer_config.json")
 
 
-def _localized(payload: Payload, name: str) -> dict[str, Any]:
+def _without_local_paths(payload: Payload, name: str) -> dict[str, Any]:
     """Return the JSON of a file without paths of this machine, and pack it like this."""
     before: dict[str, Any] = json.loads(cast(Path, payload.files[name]).read_text(encoding="utf-8"))
     keys = _PATHS.get(name.rpartition("/")[2], {*before})
@@ -269,7 +269,7 @@ def _measure(name: str, content: bytes | Path) -> File:
     """
     num_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
     if num_bytes > names.max_bytes(name):
-        raise FormatError(f"{name}: has {num_bytes} bytes, a bundle takes at most {names.max_bytes(name)}")
+        raise FormatError(f"{name}: has {num_bytes} bytes, at most {names.max_bytes(name)} are allowed in a bundle")
     digest, check, search = hashlib.sha256(), Content(name, num_bytes, "cannot be packed"), SecretSearch()
     done = text_bytes = 0
     for chunk in _pieces(content):
@@ -292,9 +292,7 @@ def _text_bytes(name: str, beginning: bytes) -> int:
 
 def _refuse_secret(name: str, search: SecretSearch) -> None:
     if search.found:
-        raise FormatError(
-            f"{name}: holds {search.found} (not shown). Take it out, and revoke it if the file was shared"
-        )
+        raise FormatError(f"{name}: holds {search.found} (not shown). Remove it, and revoke it if the file was shared")
 
 
 def _write(file: BinaryIO, payload: Payload, files: Mapping[str, File], raw: bytes) -> str:

@@ -1,4 +1,4 @@
-"""A signature in a file next to the bundle, made and verified by OpenSSH: `ssh-keygen -Y sign` and `-Y verify`.
+"""A signature in a file next to the bundle, created and verified by OpenSSH: `ssh-keygen -Y sign` and `-Y verify`.
 
 It covers the whole file. https://man.openbsd.org/ssh-keygen#Y~5
 """
@@ -41,11 +41,11 @@ def path_of(bundle: Path) -> Path:
 def sign(file: BinaryIO, key: Path) -> tuple[str, str]:
     """Sign an open file; return the signature and the sha256 of what was signed. May ask for a passphrase."""
     if not key.is_file():
-        raise ConfigError(f"--sign: {key}: no such file; give an SSH key, private, or public if ssh-agent has it")
+        raise ConfigError(f"--sign: {key}: no such file; give a private SSH key, or a public one held by ssh-agent")
     digest = hashlib.sha256()
     done = _run(["-Y", "sign", "-n", NAMESPACE, "-f", str(key)], file, digest.update)
     if done.returncode:
-        raise ConfigError(f"--sign: {key}: ssh-keygen could not sign with it: {_said(done)}. Nothing was written")
+        raise ConfigError(f"--sign: {key}: ssh-keygen could not sign with it: {_message_of(done)}. Nothing was written")
     return done.stdout.decode("ascii", "replace"), digest.hexdigest()
 
 
@@ -58,7 +58,7 @@ def verify(file: BinaryIO, bundle: Path, trust: Trust) -> bytes:
     signers = trust.allowed_signers
     if not signers.is_file():
         raise ConfigError(
-            f"--verify-signature: {signers}: no such file; a line of it is: {trust.identity} ssh-ed25519 …"
+            f"--verify-signature: {signers}: no such file; it needs a line such as: {trust.identity} ssh-ed25519 …"
         )
     head = bytearray()
     with tempfile.TemporaryDirectory(prefix="dualtune-verify-") as directory:
@@ -68,7 +68,7 @@ def verify(file: BinaryIO, bundle: Path, trust: Trust) -> bytes:
         done = _run(["-Y", "verify", *options], file, lambda piece: head.extend(piece[: HEAD_BYTES - len(head)]))
     if done.returncode:
         raise FormatError(
-            f"{bundle}: is not signed by {trust.identity!r} as {signers} has it: {_said(done)}. Do not use it"
+            f"{bundle}: has no valid signature of {trust.identity!r} by {signers}: {_message_of(done)}. Do not use it"
         )
     return bytes(head)
 
@@ -80,12 +80,12 @@ def _signature_of(bundle: Path) -> bytes:
             raw = file.read(MAX_SIGNATURE_BYTES + 1)
     except FileNotFoundError:
         raise FormatError(
-            f"{bundle}: has no signature: {signature} is missing. Ask for it, or sign with --sign"
+            f"{bundle}: has no signature: {signature} is missing. Copy it too, or pack with --sign"
         ) from None
     except OSError as error:
         raise FormatError(f"{signature}: cannot be read: {error.strerror or error}") from error
     if len(raw) > MAX_SIGNATURE_BYTES:
-        raise FormatError(f"{signature}: is larger than {MAX_SIGNATURE_BYTES} bytes, which no signature is")
+        raise FormatError(f"{signature}: has more than {MAX_SIGNATURE_BYTES} bytes, too many for a signature")
     return raw
 
 
@@ -94,7 +94,7 @@ def _run(arguments: list[str], file: BinaryIO, see: Callable[[bytes], object]) -
     program = shutil.which("ssh-keygen")
     if program is None:
         raise EnvironmentFault(
-            "ssh-keygen is not installed, which makes and checks signatures. Install OpenSSH's client"
+            "ssh-keygen, which creates and verifies signatures, is not installed. Install the OpenSSH client"
         )
     file.seek(0)
     command = [program, *arguments]
@@ -114,7 +114,7 @@ def _run(arguments: list[str], file: BinaryIO, see: Callable[[bytes], object]) -
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _said(done: subprocess.CompletedProcess[bytes]) -> str:
+def _message_of(done: subprocess.CompletedProcess[bytes]) -> str:
     lines = (done.stderr + b"\n" + done.stdout).decode("utf-8", "replace").split("\n")
     text = "; ".join(line.strip() for line in lines if line.strip())
     return "".join(c if c.isprintable() else " " for c in text)[:300] or f"exit code {done.returncode}"

@@ -27,8 +27,8 @@ def find(directory: Path, wanted: RequiredBinding) -> tuple[Path, list[Check]]:
     if not (directory.name == ADAPTER and (root / BUNDLE_FILE).exists()):
         if wanted.name is not None or wanted.max_age is not None:
             raise FormatError(
-                f"{directory}: no {BUNDLE_FILE} lies beside it, so that --name and --max-age have nothing to compare "
-                "with. Give the directory that `dualtune pull` or `dualtune bundle unpack` made"
+                f"{directory}: has no {BUNDLE_FILE} next to it, which --name and --max-age need. Give a directory "
+                "written by `dualtune pull` or `dualtune bundle unpack`"
             )
         return directory, []
     bundle = _read(root)
@@ -43,7 +43,7 @@ def _read(root: Path) -> Bundle:
     except OSError as error:
         raise FormatError(f"{root / BUNDLE_FILE}: cannot be read: {error.strerror or error}") from error
     if len(raw) > MAX_BUNDLE_FILE_BYTES:
-        raise FormatError(f"{root / BUNDLE_FILE}: has more than {MAX_BUNDLE_FILE_BYTES} bytes, which no list has")
+        raise FormatError(f"{root / BUNDLE_FILE}: has more than the allowed {MAX_BUNDLE_FILE_BYTES} bytes")
     return manifest.parse(raw, root)
 
 
@@ -51,7 +51,7 @@ def _check(root: Path, bundle: Bundle) -> Check:
     files = {name: entry for name, entry in bundle.files.items() if name.startswith(f"{ADAPTER}/")}
     changed = [name for name, entry in files.items() if not _is_same(root / name, entry)]
     if changed:
-        return Check("bundle", "advice", f"{changed[0]} is not what {BUNDLE_FILE} lists: changed since it was unpacked")
+        return Check("bundle", "advice", f"{changed[0]} differs from {BUNDLE_FILE}: it was changed after unpacking")
     if bundle.created is None:
         return Check("bundle", "advice", UNBOUND)
     base = bundle.base.get("name") or "no name"

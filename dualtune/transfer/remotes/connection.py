@@ -37,7 +37,7 @@ class Connection:
             )
         except OSError as error:
             name = self._arguments[0]
-            raise EnvironmentFault(f"{name}: cannot be run: {error.strerror}. Install OpenSSH's client") from error
+            raise EnvironmentFault(f"{name}: cannot be run: {error.strerror}. Install the OpenSSH client") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +71,7 @@ class Connection:
                 return receive
 
             selector.register(process.stdout, selectors.EVENT_READ, listen(process.stdout, arrived.append))
-            selector.register(process.stderr, selectors.EVENT_READ, listen(process.stderr, self._complain))
+            selector.register(process.stderr, selectors.EVENT_READ, listen(process.stderr, self._collect_errors))
             if pieces is None:
                 process.stdin.close()
             else:
@@ -95,19 +95,19 @@ class Connection:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
 
-    def said(self) -> str:
+    def error_text(self) -> str:
         """Return standard error on one line, without the statistics of dd."""
         text = self._errors.decode("utf-8", "replace")
         lines = [line.strip() for line in text.splitlines()]
         kept = [line for line in lines if line and not _NUMBERS_OF_DD.fullmatch(line) and set(line) != {"@"}]
         return "".join(c if c.isprintable() else " " for c in "; ".join(kept[-6:]))[-600:]
 
-    def _complain(self, raw: bytes) -> None:
+    def _collect_errors(self, raw: bytes) -> None:
         self._errors += raw
         if len(self._errors) > MOST_ERROR_BYTES:
             raise EnvironmentFault(
-                f"{self._arguments[-2]}: more than {MOST_ERROR_BYTES} bytes came on standard error. Look at what "
-                "the login there prints"
+                f"{self._arguments[-2]}: printed more than {MOST_ERROR_BYTES} bytes on standard error. Check what "
+                "its login shell prints"
             )
 
     def _sender(self, pieces: Iterator[bytes], selector: selectors.BaseSelector) -> Callable[[], None]:

@@ -46,9 +46,9 @@ class DirectoryStore:
                     patience.show(done, chunks.num_bytes)
             part.truncate(chunks.num_bytes)
             if sha256_in(part) != upload.sha256:
-                raise Cut(f"{final.with_name(part_name)} has another sha256 than what was to be written")
+                raise Cut(f"{final.with_name(part_name)} has the wrong sha256 after writing")
             if folder.holds(final.name) and not upload.force:
-                raise FileExistsError(None, "is there already")
+                raise FileExistsError(None, "already exists")
             folder.publish(part, part_name, final.name)
             folder.remove_parts(part_name)
 

@@ -62,7 +62,7 @@ def push(hub: Hub, unpacked: Path, *, public: bool, force: bool, patience: Patie
     text = card(hub.repo, read_adapter(directory), config)
 
     def attempt() -> bool:
-        with _told(hub):
+        with _own_errors(hub):
             info = _info(api, hub)
             if info is None:
                 api.create_repo(hub.repo, private=not public, exist_ok=True)
@@ -73,7 +73,7 @@ def push(hub: Hub, unpacked: Path, *, public: bool, force: bool, patience: Patie
                 if _is_same(hub, directory, there):
                     return False
                 if there and not force:
-                    raise ConfigError(f"{hub}: the repository holds other files already. Add a commit with --force")
+                    raise ConfigError(f"{hub}: the repository already holds other files. Add a commit with --force")
             interrupt.poll()
             _commit(api, hub, directory, text, there)
             return True
@@ -86,13 +86,13 @@ def pull(hub: Hub, into: Path, *, patience: Patience) -> None:
     from huggingface_hub import hf_hub_download  # pyright: ignore[reportUnknownVariableType]
 
     def attempt() -> None:
-        with _told(hub):
+        with _own_errors(hub):
             info = _info(_api(), hub)
             if info is None:
-                raise EnvironmentFault(f"{hub}: there is no such repository, or you may not see it: hf auth login")
+                raise EnvironmentFault(f"{hub}: no such repository, or no access to it. Log in with: hf auth login")
             there = {file.rfilename for file in info.siblings or ()}
             if ADAPTER_FILES[0] not in there:
-                raise EnvironmentFault(f"{hub}: has no {ADAPTER_FILES[0]} at its top, so it is no adapter directory")
+                raise EnvironmentFault(f"{hub}: has no {ADAPTER_FILES[0]} at its top, so it is not an adapter")
             for name in sorted(there & {*ADAPTER_FILES}):
                 interrupt.poll()
                 shutil.copyfile(hf_hub_download(hub.repo, name, revision=info.sha), into / name)
@@ -128,7 +128,9 @@ def _check_visibility(hub: Hub, *, is_private: bool, public: bool) -> None:
     if is_private and public:
         raise ConfigError(f"--public: {hub} exists and is private. Change that in the settings of the repository")
     if not is_private and not public:
-        raise ConfigError(f"{hub}: the repository is public, and the adapter would be too. If you want that: --public")
+        raise ConfigError(
+            f"{hub}: the repository is public, and so would be the adapter. If you want that, add --public"
+        )
 
 
 def _api() -> Any:
@@ -148,7 +150,7 @@ def _info(api: Any, hub: Hub) -> Any:
 
 
 @contextlib.contextmanager
-def _told(hub: Hub) -> Generator[None]:
+def _own_errors(hub: Hub) -> Generator[None]:
     """Turn the errors of huggingface_hub and the libraries below it into our own."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -166,7 +168,7 @@ def _told(hub: Hub) -> Generator[None]:
         if code == _TOO_MANY or code >= _SERVER_FAILED:
             raise Cut(f"the hub answered {code}: {text}") from error
         raise EnvironmentFault(
-            f"{hub}: the hub answered {code}: {text}. May you write there? See: hf auth whoami"
+            f"{hub}: the hub answered {code}: {text}. Check your access with: hf auth whoami"
         ) from error
     except OSError as error:  # includes network errors
         raise Cut(redact(f"{type(error).__name__}: {error}")[:300]) from error

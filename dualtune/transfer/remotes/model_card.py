@@ -23,21 +23,22 @@ _NUMBERS = (  # of `training` in dualtune.json
     ("best_eval_loss", "best evaluation loss"),
     ("best_step", "step of the best evaluation loss"),
 )
-_SETTINGS = ("train.learning_rate", "train.schedule", "train.warmup", "train.weight_decay", "data.max_length",
-             "data.loss_on", "model.dtype", "model.quantization")  # fmt: skip
+_SETTINGS = ("train.optimizer", "train.learning_rate", "train.schedule", "train.warmup", "train.weight_decay",
+             "data.max_length", "data.loss_on", "model.dtype", "model.quantization")  # fmt: skip
 
 
 def card(repo: str, adapter: Adapter, config: Config | None) -> str:
     """Return README.md for a repository `owner/name`. The config must no longer hold directories of this machine."""
     training = _table(adapter.metadata.get("training"))
     base = _table(adapter.metadata.get("base")).get("name") or adapter.base_model
+    numbers = [(words, training[key]) for key, words in _NUMBERS if training.get(key) is not None]
     sections = [
         _front_matter(base, config),
         f"# {repo}",
         _text_of_base(base),
         _section("How it was trained", _rows_of_training(adapter, training, config)),
         _section("Data", _rows_of_data(training, config)),
-        _section("Measured", _rows_of_numbers(training)) or "## Measured\n\nNothing was recorded.",
+        _section("Measured", numbers) or "## Measured\n\nNothing was recorded.",
         _usage(repo, base if base and _HUB_NAME.fullmatch(base) else "BASE_MODEL"),
         _text_of_template(repo) if adapter.template is not None else "",
     ]
@@ -56,7 +57,7 @@ def _front_matter(base: str | None, config: Config | None) -> str:
 def _text_of_base(base: str | None) -> str:
     name = f"`{_safe(base)}`" if base else "a base model that was not recorded"
     return (
-        f"A LoRA adapter for {name}. It holds the adapter alone: the base model is needed as well. "
+        f"A LoRA adapter for {name}. It holds only the adapter: the base model is needed too. "
         "`dualtune.json` has the sha256 of each file and of parts of the base, and what both compute for fixed prompts."
     )
 
@@ -78,10 +79,6 @@ def _rows_of_training(adapter: Adapter, training: Mapping[str, Any], config: Con
 def _rows_of_data(training: Mapping[str, Any], config: Config | None) -> list[tuple[str, Any]]:
     rows: list[tuple[str, Any]] = [("source", ", ".join(_sources(config)))] if config is not None else []
     return rows + [("documents trained on", training[key]) for key in ("train_documents",) if key in training]
-
-
-def _rows_of_numbers(training: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(words, training[key]) for key, words in _NUMBERS if training.get(key) is not None]
 
 
 def _sources(config: Config | None) -> list[str]:
@@ -126,7 +123,7 @@ dualtune verify pulled/adapter --base {base}    # does it compute the same here?
 
 
 def _text_of_template(repo: str) -> str:
-    return f"""The base's tokenizer needs the chat template of the training:
+    return f"""The tokenizer of the base needs the chat template used in training:
 
 ```python
 from huggingface_hub import hf_hub_download

@@ -35,7 +35,7 @@ class Pace:
         if self._began is None or self._moved >= self.least:
             self._began, self._moved = now, 0
         elif now - self._began > self.window_s:
-            raise Cut(f"{self._moved} bytes came in {self.window_s:.0f} s, fewer than {self.least}")
+            raise Cut(f"got {self._moved} bytes in {self.window_s:.0f} s, fewer than {self.least}")
 
 
 def window_for(hashed_bytes: int) -> float:

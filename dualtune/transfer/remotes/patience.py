@@ -23,15 +23,7 @@ class AbsentFault(EnvironmentFault):
     """The requested file does not exist."""
 
     def __init__(self, where: str) -> None:
-        super().__init__(f"{where}: there is no such file. `dualtune push` brings one there")
-
-
-def _silent(line: str) -> None:
-    pass
-
-
-def _unseen(done_bytes: int, total_bytes: int) -> None:
-    pass
+        super().__init__(f"{where}: no such file. Copy one there with `dualtune push`")
 
 
 @dataclass(slots=True)
@@ -39,8 +31,8 @@ class Patience:
     """How often a transfer retries, and where it reports progress."""
 
     retries: int = 5  # in a row, without a chunk of progress in between
-    say: Callable[[str], None] = _silent
-    show: Callable[[int, int], None] = _unseen  # (bytes that arrived, bytes in total)
+    say: Callable[[str], None] = lambda line: None
+    show: Callable[[int, int], None] = lambda done_bytes, total_bytes: None  # (bytes that arrived, bytes in total)
     first_pause_s: float = 1.0
     _best: int = field(default=0, init=False)
     _total: int = field(default=0, init=False)
@@ -67,14 +59,14 @@ class Patience:
                 if failures > self.retries:
                     raise EnvironmentFault(self._given_up(where, failures, cut)) from cut
                 pause_s = min(self.first_pause_s * 2 ** (failures - 1), MAX_PAUSE_S)
-                self.say(f"cut         {cut}; attempt {failures} of {self.retries} in {pause_s:.0f} s")
+                self.say(f"retry       {cut}; attempt {failures} of {self.retries} in {pause_s:.0f} s")
                 _sleep(pause_s)
 
     def _given_up(self, where: str, failures: int, cut: Cut) -> str:
-        got = f"{in_bytes(self._best)} of {in_bytes(self._total)} are there" if self._total else "Nothing is there yet"
+        done = f"{in_bytes(self._best)} of {in_bytes(self._total)} are" if self._total else "Nothing is"
         return (
-            f"{where}: gave up after {failures} attempts in a row without progress; the last one: {cut}. {got}. "
-            "Run the same command again to go on from there, or allow more with --retries"
+            f"{where}: gave up after {failures} attempts in a row without progress; the last error: {cut}. "
+            f"{done} transferred. Run the same command again to resume, or allow more attempts with --retries"
         )
 
 

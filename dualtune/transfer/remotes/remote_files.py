@@ -39,13 +39,13 @@ class RemoteFiles:
         with open_to_send(file, verified) as (source, _, sha256):
 
             def attempt() -> bool:
-                with self._told(where):
+                with self._own_errors(where):
                     self.fs.invalidate_cache()
                     if self.fs.exists(path):
                         if self._is_same(source, path):
                             return False
                         if not force:
-                            raise ConfigError(f"{where}: another file is there already. Replace it with --force")
+                            raise ConfigError(f"{where}: another file already exists there. Replace it with --force")
                     self._put(source, path, sha256, patience)
                     return True
 
@@ -56,7 +56,7 @@ class RemoteFiles:
         where, part = self.shown(path), target.with_name(f".{target.name}.part-{self.protocol}")
 
         def look() -> int:
-            with self._told(where):
+            with self._own_errors(where):
                 if not self.fs.isfile(path):
                     raise AbsentFault(where)
                 return int(self.fs.info(path)["size"])
@@ -91,7 +91,7 @@ class RemoteFiles:
                     digest.update(piece)
                     patience.show(source.tell(), num_bytes)
             if digest.hexdigest() != sha256:
-                raise FormatError(f"{self.shown(path)}: the file here was changed while it was sent. Send it again")
+                raise FormatError(f"{self.shown(path)}: the local file was changed while it was sent. Push it again")
             if (got := int(self.fs.info(part)["size"])) != num_bytes:
                 raise Cut(f"{got} of {num_bytes} bytes are there")
             self.fs.mv(part, path)
@@ -109,15 +109,15 @@ class RemoteFiles:
         return self._read(path, 0, end) == source.read(end)
 
     def _read(self, path: str, start: int, end: int) -> bytes:
-        with self._told(self.shown(path)):
+        with self._own_errors(self.shown(path)):
             interrupt.poll()
             raw = cast(bytes, self.fs.cat_file(path, start=start, end=end))
         if len(raw) != end - start:
-            raise Cut(f"{len(raw)} of {end - start} bytes came from byte {start} on")
+            raise Cut(f"got {len(raw)} of {end - start} bytes from byte {start} on")
         return raw
 
     @contextlib.contextmanager
-    def _told(self, where: str) -> Generator[None]:
+    def _own_errors(self, where: str) -> Generator[None]:
         """Turn the errors of any file system into our own."""
         try:
             yield
@@ -125,7 +125,7 @@ class RemoteFiles:
             raise
         except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
             raise EnvironmentFault(
-                f"{where}: {type(error).__name__}: {error}. Check the name and your rights"
+                f"{where}: {type(error).__name__}: {error}. Check the name and your permissions"
             ) from error
         except (OSError, EOFError) as error:
             raise Cut(f"{type(error).__name__}: {error}") from error
@@ -155,6 +155,6 @@ def open_url(url: str) -> tuple[RemoteFiles, str]:
     except ImportError as error:  # says which package is missing
         raise EnvironmentFault(f"{url}: {error}") from error
     except ValueError as error:
-        known = "user@host:path, ssh://, hf://, a directory, s3://, gs://, memory:// and whatever fsspec knows"
+        known = "user@host:path, ssh://, hf://, a directory, s3://, gs://, memory:// and every other URL of fsspec"
         raise ConfigError(f"TARGET: got {url!r}: {error}. Allowed: {known}") from error
     return RemoteFiles(fs, protocol), str(path)

@@ -48,8 +48,8 @@ class SshStore:
     def __post_init__(self) -> None:
         if not _HOST.fullmatch(self.host):
             raise ConfigError(
-                f"TARGET: got the host {self.host!r}; allowed is [user@]host, neither beginning with '-', of letters, "
-                "digits and . _ - : %. A name of ~/.ssh/config may stand for any other"
+                f"TARGET: got the host {self.host!r}; allowed: [user@]host of letters, digits and . _ - : %, neither "
+                "beginning with '-'. For any other host, use a name from ~/.ssh/config"
             )
 
     def shown(self, path: str) -> str:
@@ -71,7 +71,7 @@ class SshStore:
         hashed = upload.chunks.num_bytes  # by FINISH, which prints nothing meanwhile
         for i, run in enumerate(runs):
             write = ssh_script.command(ssh_script.WRITE, upload.part, upload.chunks.chunk_bytes, run.start)
-            pieces = _told(pieces_of(upload.file, upload.chunks, run), done, upload.chunks.num_bytes, patience)
+            pieces = _counted(pieces_of(upload.file, upload.chunks, run), done, upload.chunks.num_bytes, patience)
             done += upload.chunks.bytes_in(run)
             # The last run and FINISH share a connection: each costs a handshake, and may ask for a password.
             is_last = i == len(runs) - 1
@@ -79,7 +79,7 @@ class SshStore:
         if not runs:
             lines = self._run(finish, hashed_bytes=hashed)
         if "dualtune done" not in lines:
-            raise Cut("what arrived there has another sha256 than the file")
+            raise Cut("the received file has the wrong sha256")
 
     def chunks(self, path: str) -> Chunks | None:
         found = _parsed(self._ask(ssh_script.CHUNKS, path), "final")
@@ -91,15 +91,15 @@ class SshStore:
         text = ssh_script.command(ssh_script.READ, path, chunks.chunk_bytes, run.start, len(run))
         with Connection([*self._arguments(), text], Pace(LEAST_DATA_BYTES, clock=self.clock)) as connection:
             yield from self._after_greeting(connection.exchange())
-        self._judge(connection)
+        self._raise_if_failed(connection)
 
     def _after_greeting(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         """Yield what follows the script's mark; a login shell may have printed something before it."""
         head, mark = bytearray(), ssh_script.START_OF_DATA
         for piece in pieces:
-            looked_at = max(0, len(head) - len(mark))  # the mark may span two pieces
+            searched = max(0, len(head) - len(mark))  # the mark may span two pieces
             head += piece
-            if (found := head.find(mark, looked_at)) >= 0:
+            if (found := head.find(mark, searched)) >= 0:
                 yield bytes(head[found + len(mark) :])
                 break
             if len(head) > MOST_GREETING_BYTES:
@@ -111,46 +111,47 @@ class SshStore:
 
     def _run(self, text: str, pieces: Iterator[bytes] | None = None, hashed_bytes: int = 0) -> list[str]:
         """Run a remote command and return its lines. Cut, DiskError or EnvironmentFault if it fails."""
-        said = bytearray()
-        with Connection([*self._arguments(), text], Pace(window_s=window_for(hashed_bytes), clock=self.clock)) as there:
-            for piece in there.exchange(pieces):
-                said += piece
-                if len(said) > MOST_ANSWER_BYTES:
+        answer = bytearray()
+        pace = Pace(window_s=window_for(hashed_bytes), clock=self.clock)
+        with Connection([*self._arguments(), text], pace) as connection:
+            for piece in connection.exchange(pieces):
+                answer += piece
+                if len(answer) > MOST_ANSWER_BYTES:
                     raise self._too_much(MOST_ANSWER_BYTES)
-        self._judge(there)
-        lines = said.decode("utf-8", "replace").splitlines()
+        self._raise_if_failed(connection)
+        lines = answer.decode("utf-8", "replace").splitlines()
         if "dualtune end" not in lines:
-            raise Cut(f"{self.host} did not answer to the end")
+            raise Cut(f"{self.host} sent an incomplete answer")
         return lines
 
     def _too_much(self, most: int) -> EnvironmentFault:
         return EnvironmentFault(
-            f"{self.host}: printed more than {most} bytes where an answer was due. Look at what the login there prints"
+            f"{self.host}: printed more than {most} bytes, and no answer. Check what its login shell prints"
         )
 
     def _arguments(self) -> list[str]:
         port = [] if self.port is None else ["-p", str(self.port)]
         return [*self.program, *OPTIONS, *port, "--", self.host]
 
-    def _judge(self, connection: Connection) -> None:
+    def _raise_if_failed(self, connection: Connection) -> None:
         """Raise the error that fits the exit code of a connection, if it failed."""
-        code, said = connection.code, connection.said()
+        code, message = connection.code, connection.error_text()
         if code == 0:
             return
         interrupt.poll()  # a Ctrl-C reaches ssh too
-        if code == NO_CONNECTION and _PERMANENT.search(said):
+        if code == NO_CONNECTION and _PERMANENT.search(message):
             raise EnvironmentFault(
-                f"{self.host}: ssh could not connect: {said}. Until `{shlex.join([*self.program, self.host, 'true'])}` "
-                "works, nothing can be transferred"
+                f"{self.host}: ssh cannot connect: {message}. Fix this first: "
+                f"`{shlex.join([*self.program, self.host, 'true'])}` must work"
             )
         if code == NO_CONNECTION or code < 0 or code > 128:
-            raise Cut(f"the connection to {self.host} failed: {said or f'exit code {code}'}")
+            raise Cut(f"the connection to {self.host} failed: {message or f'exit code {code}'}")
         if code == ssh_script.NO_FILE:
-            raise DiskError(f"{self.host}: cannot be written there: {said}. What has arrived is kept for another try")
-        raise EnvironmentFault(f"{self.host}: the command there failed with exit code {code}: {said or 'no message'}")
+            raise DiskError(f"{self.host}: cannot be written there: {message}. To resume, run the same command again")
+        raise EnvironmentFault(f"{self.host}: the remote command failed, exit code {code}: {message or 'no message'}")
 
 
-def _told(pieces: Iterator[bytes], done: int, total: int, patience: Patience) -> Iterator[bytes]:
+def _counted(pieces: Iterator[bytes], done: int, total: int, patience: Patience) -> Iterator[bytes]:
     for piece in pieces:
         yield piece
         done += len(piece)
@@ -169,4 +170,4 @@ def _program() -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text)) or ("ssh",)
     except ValueError as error:
-        raise ConfigError(f"DUALTUNE_SSH: got {text!r}, which is no command line: {error}") from None
+        raise ConfigError(f"DUALTUNE_SSH: got {text!r}, which is not a command line: {error}") from None

@@ -23,7 +23,7 @@ _HASH = (
     "if command -v sha256sum >/dev/null 2>&1; then h() { sha256sum; }; "
     "elif command -v shasum >/dev/null 2>&1; then h() { shasum -a 256; }; "
     "elif command -v openssl >/dev/null 2>&1; then h() { openssl dgst -sha256 -r; }; "
-    f'else echo "sha256sum, shasum or openssl is needed there, and none is installed" >&2; exit {NO_TOOL}; fi; '
+    f'else echo "sha256sum, shasum or openssl is needed, and none is installed" >&2; exit {NO_TOOL}; fi; '
 )
 # list WHAT FILE TOTAL: the hashes of the file's chunks, in the chunk size of a file of TOTAL bytes (see `chunks`).
 _LIST = (
@@ -41,7 +41,7 @@ _ABSOLUTE = 'absolute() { case "$1" in /*) p=$1;; *) p=$PWD/$1;; esac; }; '
 _ENTER = (
     _ABSOLUTE + 'enter() { absolute "$1"; if [ -L "$p" ]; then rm -f "$p"; fi; [ -d "$p" ] || rm -f "$p"; '
     'mkdir -m 700 "$p" 2>/dev/null; cd -P "$p" && [ "${PWD##*/}" = "${p##*/}" ] && [ -O . ] || '
-    f'{{ echo "$p: is not a directory of yours; remove it" >&2; exit {NO_FILE}; }}; }}; '
+    f'{{ echo "$p: is not your directory; remove it" >&2; exit {NO_FILE}; }}; }}; '
 )
 _REFUSE_DIRECTORY = f'if [ -d "$1" ]; then echo "$1: is a directory" >&2; exit {NO_FILE}; fi; '
 
@@ -62,7 +62,7 @@ FINISH = (
     "if [ -f data ]; then dd if=/dev/null of=data conv=notrunc,fsync 2>/dev/null || sync; s=$(h <data); "
     'else s=none; fi; if [ "${s%% *}" = "$3" ]; then '
     f'if [ "$4" = keep ] && {{ [ -e "$f" ] || [ -L "$f" ]; }}; then '
-    f'echo "$1: is there already" >&2; exit {NO_FILE}; fi; '
+    f'echo "$1: already exists" >&2; exit {NO_FILE}; fi; '
     f'mv -f data "$f" || exit {NO_FILE}; cd / && rm -rf "${{p%-*}}"-*; echo "dualtune done"; '
     'else echo "dualtune differs"; fi; ' + _END
 )

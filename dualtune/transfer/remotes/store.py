@@ -53,7 +53,7 @@ class RemoteStore(Protocol):
         ...
 
     def look(self, upload: Upload) -> Found:
-        """Return what is there. Makes the directory; removes a part that is longer than the file."""
+        """Return what is there. Creates the directory; removes a part that is longer than the file."""
         ...
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
@@ -83,7 +83,7 @@ def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, for
             if found.final == chunks:
                 return False
             if found.is_there and not force:
-                raise ConfigError(f"{store.shown(path)}: another file is there already. Replace it with --force")
+                raise ConfigError(f"{store.shown(path)}: another file already exists there. Replace it with --force")
             runs = missing(chunks, found.part)
             patience.reached(chunks.num_bytes - sum(map(chunks.bytes_in, runs)), chunks.num_bytes)
             store.send(upload, runs, patience)
@@ -158,11 +158,11 @@ def _verified(pieces: Generator[bytes], chunks: Chunks, run: range) -> Iterator[
             while len(waiting) < size:
                 interrupt.poll()
                 if (piece := next(arriving, None)) is None:
-                    raise Cut(f"it ended in chunk {i + 1} of {len(chunks.sha256s)}")
+                    raise Cut(f"the data ended in chunk {i + 1} of {len(chunks.sha256s)}")
                 waiting += piece
             chunk = bytes(waiting[:size])
             if hashlib.sha256(chunk).hexdigest() != chunks.sha256s[i]:
-                raise Cut(f"chunk {i + 1} of {len(chunks.sha256s)} arrived with another hash")
+                raise Cut(f"chunk {i + 1} of {len(chunks.sha256s)} has the wrong hash")
             del waiting[:size]
             yield chunk
 

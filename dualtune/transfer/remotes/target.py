@@ -34,28 +34,28 @@ _SCP = re.compile(r"((?:[^/:@\[\]]+@)?(?:\[[0-9A-Fa-f:.%\w]+\]|[^/:@\[\]]+)):(.*
 class RemoteTarget:
     """The location of a bundle on a remote."""
 
-    place: RemoteStore | RemoteFiles
+    remote: RemoteStore | RemoteFiles
     path: str  # of the bundle
-    name: str  # of what is made from it here, without an ending
+    name: str  # of its local copy, without an ending
 
     def __str__(self) -> str:
-        return self.place.shown(self.path)
+        return self.remote.shown(self.path)
 
     def push(
         self, file: Path, *, ending: str = "", verified: str | None = None, force: bool = False, patience: Patience
     ) -> bool:
         """Copy a verified file to the bundle's path plus an ending. False if it was there already."""
         path = self.path + ending
-        if isinstance(self.place, RemoteFiles):
-            return self.place.push(file, path, verified=verified, force=force, patience=patience)
-        return store.push(self.place, file, path, verified=verified, force=force, patience=patience)
+        if isinstance(self.remote, RemoteFiles):
+            return self.remote.push(file, path, verified=verified, force=force, patience=patience)
+        return store.push(self.remote, file, path, verified=verified, force=force, patience=patience)
 
     def pull(self, target: Path, *, ending: str = "", patience: Patience, most: int = MAX_FILE_BYTES) -> Path:
         """Fetch that file, of at most `most` bytes, into a hidden file next to a local path."""
         path = self.path + ending
-        if isinstance(self.place, RemoteFiles):
-            return self.place.pull(path, target, patience, most=most)
-        return store.pull(self.place, path, target, patience, most=most)
+        if isinstance(self.remote, RemoteFiles):
+            return self.remote.pull(path, target, patience, most=most)
+        return store.pull(self.remote, path, target, patience, most=most)
 
 
 def parse(text: str) -> RemoteTarget:
@@ -65,15 +65,14 @@ def parse(text: str) -> RemoteTarget:
     scheme = _SCHEME.match(text)
     if scheme is None:
         if match := _SCP.fullmatch(text):
-            return _made(SshStore(match[1].replace("[", "").replace("]", "")), _remote(match[2]))
-        return _made(DirectoryStore(), str(Path(text).expanduser()))
+            return _target(SshStore(match[1].replace("[", "").replace("]", "")), _ssh_path(match[2]))
+        return _target(DirectoryStore(), str(Path(text).expanduser()))
     kind = scheme[0].removesuffix("://").lower()
     if kind == "file":
-        return _made(DirectoryStore(), unquote(urlsplit(text).path))
+        return _target(DirectoryStore(), unquote(urlsplit(text).path))
     if kind == "ssh":
         return _ssh(text)
-    place, path = remote_files.open_url(text)
-    return _made(place, path)
+    return _target(*remote_files.open_url(text))
 
 
 def _ssh(url: str) -> RemoteTarget:
@@ -83,24 +82,24 @@ def _ssh(url: str) -> RemoteTarget:
     except ValueError as error:
         raise ConfigError(f"TARGET: got {url!r}: {error}; allowed: ssh://user@host:port/path") from None
     if not host or parts.password is not None or parts.query or parts.fragment:
-        raise ConfigError("TARGET: of an ssh:// URL, allowed is ssh://user@host:port/path, without a password in it")
+        raise ConfigError("TARGET: allowed with ssh://: ssh://user@host:port/path, without a password")
     path = unquote(parts.path)
     user = f"{unquote(parts.username)}@" if parts.username else ""
-    return _made(SshStore(user + host, port), _remote(path[1:] if path.startswith("/~") else path))
+    return _target(SshStore(user + host, port), _ssh_path(path[1:] if path.startswith("/~") else path))
 
 
-def _remote(path: str) -> str:
+def _ssh_path(path: str) -> str:
     """Return a path for the remote shell: absolute, or starting with ./, so that no command takes it as an option."""
     if path == "~" or path.startswith("~/"):
         path = path[2:]  # ssh starts there anyway
     elif path.startswith("~"):
-        raise ConfigError(f"TARGET: got the path {path!r}; of paths with ~, allowed are those in your own home, ~/…")
+        raise ConfigError(f"TARGET: got the path {path!r}; allowed with ~: only your own home directory, ~/…")
     return path if path.startswith("/") else f"./{path}"
 
 
-def _made(place: RemoteStore | RemoteFiles, path: str) -> RemoteTarget:
+def _target(remote: RemoteStore | RemoteFiles, path: str) -> RemoteTarget:
     is_file = path.endswith(FILE_ENDS)
     path = path if is_file else f"{path.rstrip('/')}/{IN_DIRECTORY}"
     parent, _, file = path.rpartition("/")
     name = file.rpartition(".")[0] if is_file else parent.rpartition("/")[2].strip(".")
-    return RemoteTarget(place, path, name or "pulled")
+    return RemoteTarget(remote, path, name or "pulled")
