@@ -70,7 +70,10 @@ def test_what_cannot_be_seen_is_not_claimed(train, check):
     )
     result = check(faint, quantization="nf4", dtype="bfloat16")
     assert (result.ok, result.function.idle) == (True, True)
-    assert "nothing is shown about the adapter. Verify with --quantization none --dtype float32" in result.sentence
+    assert (
+        "the base is as close to the recorded values. Verify with --quantization none --dtype float32"
+        in result.sentence
+    )
     assert not check(faint, dtype="float32").function.idle
 
 
