@@ -36,7 +36,7 @@ class Criterion:
     relation: Relation
     limit: float
     unit: Unit = "count"
-    learns: bool = False  # only a pretrained model can meet it
+    needs_pretrained: bool = False  # only a pretrained model can meet it
     not_judged: str | None = None  # why the number is only shown here
 
 
@@ -68,8 +68,8 @@ class NotMeasured(Exception):
 
 def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> CriterionResult:
     """Measure and compare. A criterion that cannot be measured is not met."""
-    if criterion.learns and random_weights:
-        return CriterionResult(criterion, "skipped", None, "random weights know nothing to build upon")
+    if criterion.needs_pretrained and random_weights:
+        return CriterionResult(criterion, "skipped", None, "random weights cannot meet it")
     try:
         measured = MEASURES[criterion.measure](observed)
     except NotMeasured as reason:
@@ -190,14 +190,14 @@ def _spread(observed: Observed) -> float:
 
 def _missing_checkpoints(observed: Observed) -> float:
     if observed.save_every is None:
-        raise NotMeasured("the config asks for no checkpoints: run.save_every is null")
+        raise NotMeasured("the config saves no checkpoints: run.save_every is null")
     due = range(observed.save_every, observed.num_steps + 1, observed.save_every)
     return len(set(due) - set(observed.saved_steps))
 
 
 def _some(observed: Observed, at_least: int = 1) -> Sequence[StepRecord]:
     if len(observed.steps) < at_least:
-        raise NotMeasured(f"the run took {len(observed.steps)} steps, this needs {at_least}")
+        raise NotMeasured(f"the run took {len(observed.steps)} steps, but this needs {at_least}")
     return observed.steps
 
 
@@ -205,7 +205,7 @@ def _weights(observed: Observed) -> Mapping[str, float]:
     if observed.engine is None:
         raise NotMeasured("the model was not loaded")
     if "adapted_weights" not in observed.engine:
-        raise NotMeasured("the backend does not say how it stores the weights of the adapted layers")
+        raise NotMeasured("the backend does not report how it stores the weights of the adapted layers")
     return observed.engine["adapted_weights"]
 
 

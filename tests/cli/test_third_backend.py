@@ -141,7 +141,7 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(outsider, config_file, tmp_p
     said = [(code, " ".join(err.split())) for code, _, err in found]
     assert said[0] == (2, "Error: --platform: got 'outsider', --on local takes cuda or cpu: torchrun runs torch")
     assert said[1] == (2, "Error: --platform: got 'outsider', --on mlx takes mlx: mlx.launch runs MLX")
-    assert said[2][0] == 4 and "the backend 'outsider' stores no weights in 4 bits" in said[2][1]
+    assert said[2][0] == 4 and "the backend 'outsider' has no 4-bit weights" in said[2][1]
     assert said[3][0] == 2 and "--platform: got 'outsider:1', allowed: auto, mlx, outsider, cuda" in said[3][1]
     assert said[4][0] == 2 and "--for: got 'nobody', allowed: auto, h100, m4, rtx, cpu, mlx, numpy" in said[4][1]
 

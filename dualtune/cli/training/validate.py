@@ -69,7 +69,7 @@ def command(
     from dualtune.io.disk import write_file
     from dualtune.platform.choose import choose
     from dualtune.platform.detect import detect
-    from dualtune.validate.plan import open_place
+    from dualtune.validate.plan import open_setup
     from dualtune.validate.tiers import tiers_of
 
     if write_data is not None:
@@ -85,7 +85,7 @@ def command(
             choice = choose(device, machine)
             wishes.tell(f"platform    {choice.platform}: {choice.reason}")
             shown.begin("importing", choice.backend)
-            place = open_place(choice, out, random_weights=random_weights)
+            place = open_setup(choice, out, random_weights=random_weights)
             results = _run_all(tiers, place, machine, wishes)
     except Preempted as stop:
         say(f"{stop}. A tier is not continued: the same command begins anew.", err=True)
