@@ -125,12 +125,12 @@ def _missing_steps(observed: Observed) -> float:
 
 
 def _bad_losses(observed: Observed) -> float:
-    _some(observed)
+    _steps_of(observed)
     return sum(not math.isfinite(loss) for loss in observed.losses)
 
 
 def _least_gradient(observed: Observed) -> float:
-    norms = [step.grad_norm for step in _some(observed)]
+    norms = [step.grad_norm for step in _steps_of(observed)]
     return min(norms) if all(map(math.isfinite, norms)) else math.nan
 
 
@@ -151,7 +151,7 @@ def _bytes_per_weight(observed: Observed) -> float:
 
 
 def _peak_bytes(observed: Observed) -> float:
-    _some(observed)
+    _steps_of(observed)
     return observed.peak_bytes
 
 
@@ -160,12 +160,12 @@ def _elapsed(observed: Observed) -> float:
 
 
 def _decrease(observed: Observed) -> float:
-    _some(observed, at_least=20)
+    _steps_of(observed, at_least=20)
     return decrease_of(observed.losses).share
 
 
 def _rise(observed: Observed) -> float:
-    _some(observed, at_least=2 * observed.steps_per_window)
+    _steps_of(observed, at_least=2 * observed.steps_per_window)
     return largest_rise(window_means(observed.losses, observed.steps_per_window))
 
 
@@ -175,14 +175,14 @@ def _growth(observed: Observed) -> float:
     The minimum of each window, because a step may be measured before its batch is freed; a leak raises the minimum too.
     """
     window = observed.steps_per_window
-    _some(observed, at_least=3 * window)
+    _steps_of(observed, at_least=3 * window)
     before, after = min(observed.used_bytes[window : 2 * window]), min(observed.used_bytes[-window:])
     return (after - before) / before
 
 
 def _spread(observed: Observed) -> float:
     """The coefficient of variation of the throughput: its standard deviation over its mean."""
-    steps = _some(observed, at_least=WARM_UP_STEPS + 2 * RATE_STEPS)[WARM_UP_STEPS:]
+    steps = _steps_of(observed, at_least=WARM_UP_STEPS + 2 * RATE_STEPS)[WARM_UP_STEPS:]
     groups = [steps[i : i + RATE_STEPS] for i in range(0, len(steps) - RATE_STEPS + 1, RATE_STEPS)]
     rates = [sum(s.num_tokens for s in group) / sum(s.step_s for s in group) for group in groups]
     return pstdev(rates) / fmean(rates)
@@ -195,7 +195,7 @@ def _missing_checkpoints(observed: Observed) -> float:
     return len(set(due) - set(observed.saved_steps))
 
 
-def _some(observed: Observed, at_least: int = 1) -> Sequence[StepRecord]:
+def _steps_of(observed: Observed, at_least: int = 1) -> Sequence[StepRecord]:
     if len(observed.steps) < at_least:
         raise NotMeasured(f"the run took {len(observed.steps)} steps, but this needs {at_least}")
     return observed.steps

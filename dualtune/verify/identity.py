@@ -43,7 +43,7 @@ def compare(
         _tokenizer(recorded.get("tokenizer_sha256"), here["tokenizer_sha256"], entries, tokenizer),
         _template(recorded, training, here, tokenizer, template),
         _weights(recorded, here, requantized),
-        ComparedPart("quantization", "note", f"recorded {_form(recorded)}, here {_form(here)}")
+        ComparedPart("quantization", "note", f"recorded: {_form(recorded)}; here: {_form(here)}")
         if requantized
         else ComparedPart("quantization", "same", _form(here)),
     ]
@@ -103,16 +103,16 @@ def _template(
 
 
 def _form(base: Mapping[str, Any]) -> str:
-    """Say how the weights are stored."""
+    """Return how the weights are stored."""
     match base.get("quantization"):
         case {"bits": bits, "group_size": size}:
-            return f"stored in {bits} bits, groups of {size}"
+            return f"{bits} bits, groups of {size}"
         case {"quant_method": method}:
-            return f"stored by {method}"
+            return f"format of {method}"
         case None:
-            return "stored plain"
+            return "plain"
         case _:
-            return "stored quantized"
+            return "quantized"
 
 
 def _shown(ids: list[int]) -> str:

@@ -112,7 +112,7 @@ def _broken(fit: Fit, function: Function) -> str:
 
 
 def _doubts(function: Function) -> str:
-    """Say what a good verdict does not prove."""
+    """Return what a good verdict does not prove."""
     if function.idle:
         text = (
             ". But the adapter's effect is too small to check: without the adapter, the base is as close to the "

@@ -92,7 +92,7 @@ def test_a_base_stored_in_four_bits_is_judged_by_what_it_computes(trained, check
     assert (result.verdict, result.ok, result.function.pair) == ("precision-gap", True, "affine4 / none")
     rows = {row.name: row for row in result.checks}
     assert rows["weights"].level == rows["config"].level == "skipped"
-    assert rows["quantization"].found == "recorded stored plain, here stored in 4 bits, groups of 64"
+    assert rows["quantization"].found == "recorded: plain; here: 4 bits, groups of 64"
 
 
 def test_a_record_of_an_older_dualtune_is_verified(trained, with_record, check):

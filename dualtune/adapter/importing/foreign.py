@@ -107,7 +107,7 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
             packed = f"{name}.absmax" in shapes  # bitsandbytes
             found[module] = None if packed else (shape[0], shape[1])
     if gpt2.is_fan_in_fan_out(described):
-        return dict(gpt2.in_file(module, shape) for module, shape in found.items())
+        return dict(gpt2.canonical_layer(module, shape) for module, shape in found.items())
     return found
 
 
@@ -208,7 +208,7 @@ def _read_safetensors(file: Path, findings: list[Finding]) -> Tensors:
     header, _ = _header(file)
     if not any(info.get("dtype") == "U16" for info in header.values()):
         return read_safetensors(file)
-    fitting = {dtype: tensors for dtype in ("BF16", "F16") if _is_natural(tensors := _relabelled(file, dtype))}
+    fitting = {dtype: tensors for dtype in ("BF16", "F16") if _is_plausible(tensors := _relabelled(file, dtype))}
     fault = f"{file.name}: got 16-bit integers (U16), must be floating-point numbers"
     if len(fitting) != 1:
         plausible = "both BF16 and F16 are" if fitting else "neither BF16 nor F16 is"
@@ -244,11 +244,11 @@ def _relabelled(file: Path, dtype: str) -> Tensors:
         return read_safetensors(copy)
 
 
-def _is_natural(tensors: Mapping[str, np.ndarray]) -> bool:
+def _is_plausible(tensors: Mapping[str, np.ndarray]) -> bool:
     """Return whether the magnitudes, relative to the median of their tensor, are distributed like those of weights."""
     sizes = [np.abs(x[np.nonzero(x)]) for x in tensors.values()]
     if not all(bool(np.isfinite(x).all()) for x in sizes) or not any(x.size for x in sizes):
         return False
-    with np.errstate(over="ignore"):  # far above a median near zero: not natural
+    with np.errstate(over="ignore"):  # far above a median near zero: not plausible
         relative = np.concatenate([x / np.median(x) for x in sizes if x.size])
     return bool(relative.max() < MAX_SPREAD and np.mean(relative < 1 / 8) > MIN_SMALL_SHARE)

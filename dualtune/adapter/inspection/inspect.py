@@ -104,7 +104,7 @@ def render_report(report: AdapterReport) -> str:
         f"adapter     {report.path}",
         f"layout      {report.layout}",
         f"base model  {report.base_model or 'not recorded'}",
-        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_how(report)}, "
+        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_scaling_note(report)}, "
         f"dropout {report.dropout:g}",
         f"targets     {_shortened(report.targets)}",
         f"template    {report.template}",
@@ -121,7 +121,7 @@ def render_report(report: AdapterReport) -> str:
     return "\n".join(lines)
 
 
-def _how(report: AdapterReport) -> str:
+def _scaling_note(report: AdapterReport) -> str:
     return " (rank-stabilized: alpha / √rank)" if report.scaling == "rank_stabilized" else ""
 
 
