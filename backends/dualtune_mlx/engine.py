@@ -251,7 +251,7 @@ class MlxEngine:
             attention.pieces = None
 
     def _bind(self, params: Arrays) -> None:
-        method = self._request.adapter.trained
+        method = self._request.adapter.method_spec
         for path, layer in self._layers.items():
             layer.bind({part: params[tensor_name(path, part, method.name)] for part in method.parts})
 

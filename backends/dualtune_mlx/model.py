@@ -13,7 +13,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model, quantize_model
 
-from dualtune.adapter.formats.gpt2 import in_file
+from dualtune.adapter.formats.gpt2 import canonical_layer
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -127,7 +127,7 @@ def _plain_keys(config: dict[str, Any], weights: BaseWeights | None) -> dict[str
 
 def check_names(weights: BaseWeights, modules: list[str]) -> None:
     """Raise ConfigError if MLX names the adapted modules differently from the weight files: no adapter could move."""
-    known = {in_file(name.removesuffix(".weight"), None)[0] for name in weights.tensors}
+    known = {canonical_layer(name.removesuffix(".weight"), None)[0] for name in weights.tensors}
     renamed = [module for module in modules if module not in known]
     if renamed:
         raise ConfigError(

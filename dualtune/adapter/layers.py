@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dualtune.adapter.spec import ALL_LINEAR, is_target
 
 # The first number in the path is the layer; later numbers are experts.
-_PLACE = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
+_POSITION = re.compile(r"(?P<stack>.*?)\.(?P<layer>0|[1-9]\d{0,3})\.(?P<name>.+)", re.ASCII)
 MAX_PATH = 512  # characters
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
 
@@ -30,21 +30,21 @@ def is_module_path(text: str) -> bool:
     return len(text) <= MAX_PATH and _PATH.fullmatch(text) is not None
 
 
-def place_of(module: str) -> LayerPosition | None:
+def position_of(module: str) -> LayerPosition | None:
     """Return the module's position in a stack of layers; None outside of one, as for `lm_head`."""
-    match = _PLACE.fullmatch(module)
+    match = _POSITION.fullmatch(module)
     return LayerPosition(match["stack"], int(match["layer"]), match["name"]) if match else None
 
 
 def uniform_names(modules: Iterable[str]) -> set[str]:
     """Return the layer-relative names adapted in all layers from 0 to the last adapted one; none for two stacks."""
-    places = [place for module in modules if (place := place_of(module))]
-    if len({place.stack for place in places}) != 1:
+    positions = [position for module in modules if (position := position_of(module))]
+    if len({position.stack for position in positions}) != 1:
         return set()
     layers: dict[str, set[int]] = defaultdict(set)
-    for place in places:
-        layers[place.name].add(place.layer)
-    num_layers = 1 + max(place.layer for place in places)
+    for position in positions:
+        layers[position.name].add(position.layer)
+    num_layers = 1 + max(position.layer for position in positions)
     return {name for name, numbers in layers.items() if len(numbers) == num_layers}
 
 
@@ -55,8 +55,8 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
         return short_targets(modules)
 
     def is_exact(module: str) -> bool:
-        place = place_of(module)
-        return module in given or (is_target(module, given) and (place is None or place.name in uniform))
+        position = position_of(module)
+        return module in given or (is_target(module, given) and (position is None or position.name in uniform))
 
     selects_something = all(any(is_target(module, [target]) for module in modules) for target in given)
     return given if selects_something and all(map(is_exact, modules)) else tuple(sorted(modules))
@@ -64,12 +64,12 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
 
 def short_targets(modules: Collection[str]) -> tuple[str, ...]:
     """Return short names (`q_proj`, …) if the modules fill whole layers 0..max, else full paths."""
-    places = {module: place_of(module) for module in modules}
+    positions = {module: position_of(module) for module in modules}
     uniform = uniform_names(modules)
-    if any(place and place.name not in uniform for place in places.values()):
+    if any(position and position.name not in uniform for position in positions.values()):
         return tuple(sorted(modules))
     sharing: dict[str, set[str]] = defaultdict(set)  # q_proj -> {self_attn.q_proj}
     for name in uniform:
         sharing[name.rpartition(".")[2]].add(name)
     short = {name: last if len(names) == 1 else name for last, names in sharing.items() for name in names}
-    return tuple(sorted({short[place.name] if place else module for module, place in places.items()}))
+    return tuple(sorted({short[position.name] if position else module for module, position in positions.items()}))

@@ -53,7 +53,7 @@ class AdapterSpec:
         return self.alpha / divisor(self.rank, self.scaling)
 
     @property
-    def trained(self) -> Method:
+    def method_spec(self) -> Method:
         return METHODS[self.method]
 
 

@@ -102,7 +102,7 @@ def stream_text(
     if model.positions is not None:
         if len(prompt) > model.positions:
             raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, and this model has positions up to {model.positions}. Shorten it"
+                f"the prompt has {len(prompt)} tokens, but this model has positions up to {model.positions}. Shorten it"
             )
         max_tokens = min(max_tokens, model.positions - len(prompt))
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)

@@ -32,21 +32,21 @@ def check_answers(
     model: LoadedModel, examples: Sequence[Example], pattern: re.Pattern[str], *, max_tokens: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> Answers:  # fmt: skip
-    """Generate greedily and compare. DataError if a row's expected answer has no match of the pattern."""
+    """Generate greedily and compare. DataError if a row's expected answer does not match the pattern."""
     right = lenient = 0
     for done, example in enumerate(examples, start=1):
-        made = answer(model, example, max_tokens)
-        expected = found(pattern, made.expected)
+        generated = answer(model, example, max_tokens)
+        expected = last_match(pattern, generated.expected)
         if expected is None:
-            raise DataError(f"{example.where}: the expected answer has no match of the pattern {pattern.pattern!r}")
-        got = found(pattern, made.got)
+            raise DataError(f"{example.where}: the expected answer does not match the pattern {pattern.pattern!r}")
+        got = last_match(pattern, generated.got)
         right += got is not None and _same(got, expected)
-        lenient += _same(found(_NUMBER, made.got) or "" if got is None else got, expected)
+        lenient += _same(last_match(_NUMBER, generated.got) or "" if got is None else got, expected)
         show(done, len(examples))
     return Answers(len(examples), right, lenient)
 
 
-def found(pattern: re.Pattern[str], text: str) -> str | None:
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
     """Return the last match: its first group, or all of it if there is none."""
     matches = list(pattern.finditer(text))
     return matches[-1][1 if pattern.groups else 0] if matches else None

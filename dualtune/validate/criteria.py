@@ -36,7 +36,7 @@ class Criterion:
     relation: Relation
     limit: float
     unit: Unit = "count"
-    learns: bool = False  # only a pretrained model can meet it
+    needs_pretrained: bool = False  # only a pretrained model can meet it
     not_judged: str | None = None  # why the number is only shown here
 
 
@@ -68,8 +68,8 @@ class NotMeasured(Exception):
 
 def judge(criterion: Criterion, observed: Observed, *, random_weights: bool) -> CriterionResult:
     """Measure and compare. A criterion that cannot be measured is not met."""
-    if criterion.learns and random_weights:
-        return CriterionResult(criterion, "skipped", None, "random weights know nothing to build upon")
+    if criterion.needs_pretrained and random_weights:
+        return CriterionResult(criterion, "skipped", None, "random weights cannot meet it")
     try:
         measured = MEASURES[criterion.measure](observed)
     except NotMeasured as reason:
@@ -125,12 +125,12 @@ def _missing_steps(observed: Observed) -> float:
 
 
 def _bad_losses(observed: Observed) -> float:
-    _some(observed)
+    _steps_of(observed)
     return sum(not math.isfinite(loss) for loss in observed.losses)
 
 
 def _least_gradient(observed: Observed) -> float:
-    norms = [step.grad_norm for step in _some(observed)]
+    norms = [step.grad_norm for step in _steps_of(observed)]
     return min(norms) if all(map(math.isfinite, norms)) else math.nan
 
 
@@ -151,7 +151,7 @@ def _bytes_per_weight(observed: Observed) -> float:
 
 
 def _peak_bytes(observed: Observed) -> float:
-    _some(observed)
+    _steps_of(observed)
     return observed.peak_bytes
 
 
@@ -160,12 +160,12 @@ def _elapsed(observed: Observed) -> float:
 
 
 def _decrease(observed: Observed) -> float:
-    _some(observed, at_least=20)
+    _steps_of(observed, at_least=20)
     return decrease_of(observed.losses).share
 
 
 def _rise(observed: Observed) -> float:
-    _some(observed, at_least=2 * observed.steps_per_window)
+    _steps_of(observed, at_least=2 * observed.steps_per_window)
     return largest_rise(window_means(observed.losses, observed.steps_per_window))
 
 
@@ -175,14 +175,14 @@ def _growth(observed: Observed) -> float:
     The minimum of each window, because a step may be measured before its batch is freed; a leak raises the minimum too.
     """
     window = observed.steps_per_window
-    _some(observed, at_least=3 * window)
+    _steps_of(observed, at_least=3 * window)
     before, after = min(observed.used_bytes[window : 2 * window]), min(observed.used_bytes[-window:])
     return (after - before) / before
 
 
 def _spread(observed: Observed) -> float:
     """The coefficient of variation of the throughput: its standard deviation over its mean."""
-    steps = _some(observed, at_least=WARM_UP_STEPS + 2 * RATE_STEPS)[WARM_UP_STEPS:]
+    steps = _steps_of(observed, at_least=WARM_UP_STEPS + 2 * RATE_STEPS)[WARM_UP_STEPS:]
     groups = [steps[i : i + RATE_STEPS] for i in range(0, len(steps) - RATE_STEPS + 1, RATE_STEPS)]
     rates = [sum(s.num_tokens for s in group) / sum(s.step_s for s in group) for group in groups]
     return pstdev(rates) / fmean(rates)
@@ -190,14 +190,14 @@ def _spread(observed: Observed) -> float:
 
 def _missing_checkpoints(observed: Observed) -> float:
     if observed.save_every is None:
-        raise NotMeasured("the config asks for no checkpoints: run.save_every is null")
+        raise NotMeasured("the config saves no checkpoints: run.save_every is null")
     due = range(observed.save_every, observed.num_steps + 1, observed.save_every)
     return len(set(due) - set(observed.saved_steps))
 
 
-def _some(observed: Observed, at_least: int = 1) -> Sequence[StepRecord]:
+def _steps_of(observed: Observed, at_least: int = 1) -> Sequence[StepRecord]:
     if len(observed.steps) < at_least:
-        raise NotMeasured(f"the run took {len(observed.steps)} steps, this needs {at_least}")
+        raise NotMeasured(f"the run took {len(observed.steps)} steps, but this needs {at_least}")
     return observed.steps
 
 
@@ -205,7 +205,7 @@ def _weights(observed: Observed) -> Mapping[str, float]:
     if observed.engine is None:
         raise NotMeasured("the model was not loaded")
     if "adapted_weights" not in observed.engine:
-        raise NotMeasured("the backend does not say how it stores the weights of the adapted layers")
+        raise NotMeasured("the backend does not report how it stores the weights of the adapted layers")
     return observed.engine["adapted_weights"]
 
 

@@ -30,7 +30,7 @@ class Decrease:
 def decrease_of(losses: Sequence[float], window: int = 10) -> Decrease:
     """Return the means over the first and the last `window` losses. ValueError if the two windows overlap."""
     if len(losses) < 2 * window:
-        raise ValueError(f"{len(losses)} losses, must be at least two windows of {window}")
+        raise ValueError(f"got {len(losses)} losses, must be at least two windows of {window}")
     return Decrease(fmean(losses[:window]), fmean(losses[-window:]))
 
 
@@ -45,7 +45,7 @@ def largest_rise(means: Sequence[float]) -> float:
     NaN if a mean is not finite and positive; ValueError for fewer than two means.
     """
     if len(means) < 2:
-        raise ValueError(f"{len(means)} means, must be at least 2")
+        raise ValueError(f"got {len(means)} means, must be at least 2")
     if not all(math.isfinite(mean) and mean > 0 for mean in means):
         return math.nan
     return max(after / before - 1 for before, after in pairwise(means))
@@ -82,7 +82,7 @@ def _fitting(count: int, window: int) -> int:
         raise ValueError(f"got {count} losses, must be at least 2")
     if count >= 2 * window:
         return window
-    warnings.warn(f"{count} losses are fewer than two windows of {window}: judged by halves", stacklevel=3)
+    warnings.warn(f"{count} losses are fewer than two windows of {window}: comparing halves instead", stacklevel=3)
     return count // 2
 
 

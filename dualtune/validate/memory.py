@@ -14,7 +14,7 @@ from dualtune.validate.plan import Plan, ValidationSetup
 from dualtune.validate.tiers import MB
 
 
-def check_memory(plan: Plan, place: ValidationSetup, machine: Machine) -> Check:
+def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
     """Return a row: available, needed, and the difference. EnvironmentFault if there is no such model."""
     model_dir = resolve_model(plan.config.model.name, weights=False)
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
@@ -22,9 +22,9 @@ def check_memory(plan: Plan, place: ValidationSetup, machine: Machine) -> Check:
         decoder = decoder_of(config)
     except UnknownShape as reason:
         return Check("memory", "skipped", f"not estimated: {reason}")
-    kind = place.backend.devices()[0].kind
-    needed = estimate(decoder, ask_of(plan.config, decoder, place.backend.name, kind)).total_bytes
-    return compare(budget(machine, place.platform if kind == "cuda" else kind), needed)
+    kind = setup.backend.devices()[0].kind
+    needed = estimate(decoder, ask_of(plan.config, decoder, setup.backend.name, kind)).total_bytes
+    return compare(budget(machine, setup.platform if kind == "cuda" else kind), needed)
 
 
 def compare(there: Budget, needed_bytes: int) -> Check:
@@ -32,6 +32,6 @@ def compare(there: Budget, needed_bytes: int) -> Check:
     free, needed = there.bytes // MB, -(-needed_bytes // MB)
     if needed > free:
         found = f"{free} MB free, {needed} MB needed → short by {needed - free} MB ({there.reason})"
-        fix = "free memory on the device, choose a smaller tier, or take a machine with more"
+        fix = "free memory on the device, choose a smaller tier, or use a machine with more"
         return Check("memory", "fail", found, fix)
     return Check("memory", "ok", f"{free} MB free, {needed} MB needed → {free - needed} MB buffer ({there.reason})")

@@ -44,13 +44,13 @@ class ValidationSetup:
         return self.on_cpu and not self.random_weights
 
 
-def open_place(choice: PlatformChoice, out: Path, *, random_weights: bool = False) -> ValidationSetup:
+def open_setup(choice: PlatformChoice, out: Path, *, random_weights: bool = False) -> ValidationSetup:
     """Open the backend. EnvironmentFault if there is no such device."""
     if choice.platform == "cpu" and not random_weights:
         # Must be set before torch loads: for a twin's small matrices, threads mostly wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    place = ValidationSetup(choice.platform, open_backend(choice), free_directory(out), random_weights)
-    return replace(place, before_bytes=place.backend.memory().used_bytes) if place.on_cpu else place
+    setup = ValidationSetup(choice.platform, open_backend(choice), free_directory(out), random_weights)
+    return replace(setup, before_bytes=setup.backend.memory().used_bytes) if setup.on_cpu else setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,35 +66,35 @@ class Plan:
     is_twin: bool
 
 
-def plan(tier: Tier, place: ValidationSetup) -> Plan:
-    """Complete a tier's config for a place, and write its inputs: data, and a model directory for random weights."""
-    directory = place.out / tier.name
+def plan(tier: Tier, setup: ValidationSetup) -> Plan:
+    """Complete a tier's config for a setup, and write its inputs: data, and a model directory for random weights."""
+    directory = setup.out / tier.name
     source = example_path(tier.config)
     written = load_config(source)
-    quantization = _four_bit(place.backend)
-    divisor = card_of(place.backend.name).twin.divisors.get(tier.name, 1) if place.is_twin else 1
+    quantization = _four_bit(setup.backend)
+    divisor = card_of(setup.backend.name).twin.divisors.get(tier.name, 1) if setup.is_twin else 1
     overrides = [f"data.train={write_rows(directory / FILE)}", f"run.dir={directory / 'run'}"]
     notes: list[str] = []
     model = written.model.name
-    if place.is_twin:
+    if setup.is_twin:
         model = "the small model that is part of dualtune"
         overrides += [f"model.name={DEMO_MODEL}", *tiers.TWIN_OVERRIDES]
         changed = " and ".join(f"{key} {value}" for key, value in (o.split("=") for o in tiers.TWIN_OVERRIDES))
         notes.append(f"this is the tier's twin for a CPU: {model} in place of {written.model.name}, {changed}")
-    elif place.random_weights:
+    elif setup.random_weights:
         overrides += [f"model.name={random_model(model, directory / 'model')}", "model.init=random"]
         notes.append("random weights in the real shape, with the tokenizer of dualtune's own model")
     if quantization != written.model.quantization:
         overrides.append(f"model.quantization={quantization}")
-        notes.append(f"{quantization} in place of {written.model.quantization}, which this backend does not have")
+        notes.append(f"{quantization} in place of {written.model.quantization}, which this backend does not support")
     if divisor > 1:
         assert written.train.steps is not None
         overrides += [f"train.steps={written.train.steps // divisor}"]
         overrides += [f"run.save_every={every // divisor}" for every in [written.run.save_every] if every]
-        notes.append(f"1/{divisor} of the steps, of each window and between two checkpoints, so that it is over soon")
+        notes.append(f"1/{divisor} of the steps, also per window and between checkpoints, to finish sooner")
     config = load_config(source, overrides)
-    criteria = criteria_of(tier, place.backend.name, quantization, on_cpu=place.on_cpu, is_twin=place.is_twin)
-    return Plan(tier, config, criteria, model, tuple(notes), tiers.WINDOW // divisor, place.is_twin)
+    criteria = criteria_of(tier, setup.backend.name, quantization, on_cpu=setup.on_cpu, is_twin=setup.is_twin)
+    return Plan(tier, config, criteria, model, tuple(notes), tiers.WINDOW // divisor, setup.is_twin)
 
 
 def random_model(name: str, directory: Path) -> Path:
@@ -111,7 +111,7 @@ def _four_bit(backend: Backend) -> str:
     found = next((name for name in tiers.FORMATS_4_BIT if name in honoured), None)
     if found is None:
         raise EnvironmentFault(
-            f"the backend '{backend.name}' stores no weights in 4 bits, which every tier is about; needed: "
+            f"the backend '{backend.name}' has no 4-bit weights, which every tier needs: "
             f"{' or '.join(tiers.FORMATS_4_BIT)}"
         )
     return found

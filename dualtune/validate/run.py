@@ -49,35 +49,35 @@ class TierResult:
         return decrease_of(losses) if len(losses) >= 20 else None
 
 
-def run_tier(plan: Plan, place: ValidationSetup, hooks: Sequence[Hook] = ()) -> TierResult:
+def run_tier(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> TierResult:
     """Train with the tier's config as `dualtune train` does, and judge. EnvironmentFault if there is no such model."""
-    observed = observe(plan, place, hooks)
-    verdicts = tuple(judge(each, observed, random_weights=place.random_weights) for each in plan.criteria)
+    observed = observe(plan, setup, hooks)
+    verdicts = tuple(judge(each, observed, random_weights=setup.random_weights) for each in plan.criteria)
     checks = tuple(verdict.check() for verdict in verdicts)
     if observed.problem:
         checks += (Check("the run", "fail", observed.problem, exit_code=1),)
-    return TierResult(plan, observed, verdicts, checks, environment(place.backend, observed.engine or {}))
+    return TierResult(plan, observed, verdicts, checks, environment(setup.backend, observed.engine or {}))
 
 
-def not_run(plan: Plan, place: ValidationSetup, check: Check) -> TierResult:
+def not_run(plan: Plan, setup: ValidationSetup, check: Check) -> TierResult:
     """Return the result of a tier that cannot run."""
-    return TierResult(plan, None, (), (check,), environment(place.backend, {}))
+    return TierResult(plan, None, (), (check,), environment(setup.backend, {}))
 
 
-def observe(plan: Plan, place: ValidationSetup, hooks: Sequence[Hook] = ()) -> Observed:
+def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> Observed:
     """Train, and collect everything that criteria use."""
-    backend, config = place.backend, plan.config
+    backend, config = setup.backend, plan.config
     assert config.train.steps is not None  # every tier's config has it
     gc.collect()  # frees the model of the previous tier
     kind = backend.devices()[0].kind
     watch = Watch(backend.memory)
     seen = Observed(
         device_kind=kind,
-        wanted_kind=card_of(backend.name).kind_for(place.platform, detect().kinds) or kind,
+        wanted_kind=card_of(backend.name).kind_for(setup.platform, detect().kinds) or kind,
         num_steps=config.train.steps,
         save_every=config.run.save_every,
         steps_per_window=plan.steps_per_window,
-        before_bytes=place.before_bytes,
+        before_bytes=setup.before_bytes,
     )
     problem = _train(lambda: run(config, backend, [watch, *hooks], resume="never"))
     seen = replace(
@@ -102,7 +102,7 @@ def _train(run: Callable[[], object]) -> str | None:
         run()
     except (NonFiniteError, MemoryError, RuntimeError) as error:  # both frameworks raise RuntimeError, also for memory
         reason = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {reason[0] if reason else 'without a word'}"
+        return f"{type(error).__name__}: {reason[0] if reason else 'no message'}"
     return None
 
 

@@ -43,7 +43,7 @@ def compare(
         _tokenizer(recorded.get("tokenizer_sha256"), here["tokenizer_sha256"], entries, tokenizer),
         _template(recorded, training, here, tokenizer, template),
         _weights(recorded, here, requantized),
-        ComparedPart("quantization", "note", f"recorded {_form(recorded)}, here {_form(here)}")
+        ComparedPart("quantization", "note", f"recorded: {_form(recorded)}; here: {_form(here)}")
         if requantized
         else ComparedPart("quantization", "same", _form(here)),
     ]
@@ -53,15 +53,15 @@ def _by_hash(name: str, before: object, now: object, requantized: bool) -> Compa
     if before is None:
         return ComparedPart(name, "unknown", "not recorded")
     if before == now:
-        return ComparedPart(name, "same", "the same hashes")
+        return ComparedPart(name, "same", "same hashes")
     if requantized:
-        return ComparedPart(name, "unknown", "stored in another quantization, so that the hashes cannot be compared")
+        return ComparedPart(name, "unknown", "stored in another quantization, so the hashes cannot be compared")
     if isinstance(before, dict) and isinstance(now, dict):
         then, here = cast("dict[str, str]", before), cast("dict[str, str]", now)
         different = sorted(key for key in then.keys() | here.keys() if then.get(key) != here.get(key))
         text = f"{len(different)} of {len(then)} sampled tensors differ, such as {different[0]}"
         return ComparedPart(name, "differs", text)
-    return ComparedPart(name, "differs", "another hash")
+    return ComparedPart(name, "differs", "different hash")
 
 
 def _weights(recorded: Mapping[str, Any], here: Mapping[str, Any], requantized: bool) -> ComparedPart:
@@ -77,44 +77,42 @@ def _tokenizer(before: object, now: object, entries: list[Entry], tokenizer: Tok
     for i, entry in enumerate(entries):
         prompt = entry.get("prompt") or (PROMPTS[i] if i < len(PROMPTS) else None)  # an older dualtune: in this order
         if prompt is not None and (ids := tokenizer.encode(prompt, special=True).tolist()) != entry["tokens"]:
-            found = f"{prompt!r} becomes {_shown(ids)}, recorded was {_shown(entry['tokens'])}"
+            found = f"{prompt!r} is encoded as {_shown(ids)}, recorded: {_shown(entry['tokens'])}"
             return ComparedPart("tokenizer", "differs", found)
     if before is None or before == now:
-        return ComparedPart("tokenizer", "same", "the same hash" if before else "encodes the fixed prompts alike")
-    return ComparedPart("tokenizer", "note", "another file, which encodes the fixed prompts alike")
+        return ComparedPart("tokenizer", "same", "same hash" if before else "same tokens for the fixed prompts")
+    return ComparedPart("tokenizer", "note", "different file, but the same tokens for the fixed prompts")
 
 
 def _template(
     recorded: Mapping[str, Any], training: Mapping[str, Any], here: Mapping[str, Any], tokenizer: Tokenizer,
-    brought: str | None,
+    of_adapter: str | None,
 ) -> ComparedPart:  # fmt: skip
     before, now = training.get("template_hash"), tokenizer.template_hash
     if before == now:
-        return ComparedPart("template", "same", "none" if now == "none" else "the same hash")
+        return ComparedPart("template", "same", "none" if now == "none" else "same hash")
     if training.get("template") == "none":
         return ComparedPart("template", "same", "the adapter was trained without one")
     if before is None:
         return ComparedPart("template", "unknown", "not recorded")
-    if brought is not None:
-        return ComparedPart("template", "note", "not the base's: the adapter brings its own")
+    if of_adapter is not None:
+        return ComparedPart("template", "note", "not the base's: the adapter contains the one it was trained with")
     if recorded.get("chat_template_sha256") == here["chat_template_sha256"]:
-        return ComparedPart(
-            "template", "note", "the base's is unchanged; the training used one of its own (data.template)"
-        )
+        return ComparedPart("template", "note", "the base's is unchanged; the training used another (data.template)")
     return ComparedPart("template", "differs", f"trained with {before[:19]}, here {now[:19]}")
 
 
 def _form(base: Mapping[str, Any]) -> str:
-    """Say how the weights are stored."""
+    """Return how the weights are stored."""
     match base.get("quantization"):
         case {"bits": bits, "group_size": size}:
-            return f"stored in {bits} bits, groups of {size}"
+            return f"{bits} bits, groups of {size}"
         case {"quant_method": method}:
-            return f"stored by {method}"
+            return f"format of {method}"
         case None:
-            return "stored plain"
+            return "plain"
         case _:
-            return "stored quantized"
+            return "quantized"
 
 
 def _shown(ids: list[int]) -> str:
@@ -142,9 +140,9 @@ def fit(adapter: Adapter, base: Path) -> Fit:
         return Fit([], [], "not compared: the base's files use other names")
     for module, pair in sorted(pairs.items()):
         if (shape := shapes.get(module)) is not None and shape != pair.delta_shape:
-            problems.append(f"{module}: the adapter is made for {list(pair.delta_shape)}, the base has {list(shape)}")
+            problems.append(f"{module}: the adapter is for {list(pair.delta_shape)}, the base has {list(shape)}")
     missing = [m for m in sorted(shapes) if m not in pairs and is_target(m, adapter.spec.targets)]
-    return Fit(problems, missing, f"{len(pairs)} modules fit the base's")
+    return Fit(problems, missing, f"{len(pairs)} modules fit the base")
 
 
 def _weight_shapes(base: Path) -> dict[str, tuple[int, int] | None]:

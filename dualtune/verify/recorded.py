@@ -13,7 +13,7 @@ from dualtune.verify.thresholds import Precision
 
 MAX_ENTRIES, MAX_TOKENS, MAX_TOP = 64, 4096, 1024  # far more than dualtune writes
 MAX_ID = 1 << 31
-LEAST_LOGPROB, MOST_LOGPROB = -1e6, 1e-3  # 0 with room for rounding
+MIN_LOGPROB, MAX_LOGPROB = -1e6, 1e-3  # 0 with room for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def recorded_in(manifest: Mapping[str, Any], where: object) -> Recorded | None:
         raise FormatError(f"{where}: fingerprints: base and adapter were not recorded for the same tokens")
     model = fields.subtable(manifest, "base", where)
     if len(dtypes := {str(entry.get("dtype")) for entry in (*base, *adapter)}) > 1:
-        raise FormatError(f"{where}: fingerprints: dtype: got {', '.join(sorted(dtypes))}, must be one for all")
+        raise FormatError(f"{where}: fingerprints: dtype: got {', '.join(sorted(dtypes))}, must be the same for all")
     precision = Precision(fields.name(model, "loaded_as", where) or "none", fields.name(base[0], "dtype", where))
     return Recorded(model, fields.subtable(manifest, "training", where), base, adapter, precision)
 
@@ -73,7 +73,7 @@ def _is_pair(value: Any) -> bool:
         _is_list(value, 2, lambda x: type(x) in (int, float))
         and len(value) == 2
         and _is_id(value[0])
-        and LEAST_LOGPROB <= value[1] <= MOST_LOGPROB
+        and MIN_LOGPROB <= value[1] <= MAX_LOGPROB
     )
 
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 DTYPES = ("float32", "float16", "bfloat16")
 # Rounding to 16 bits changes the effect of an adapter by up to 0.18 nats (root mean square; stories260k, bfloat16 on a
 # quantized base). An adapter with less than four times this effect is not judged by it.
-LEAST_EFFECT_IN_16_BITS = 0.7
+MIN_EFFECT_IN_16_BITS = 0.7
 # The base without the adapter is the control: it shows the effect of precision on this model. The adapter's KL may be
 # four times the base's (measured: 1.9 times, between the maxima of each row), or a fiftieth of the row if that is more.
-CONTROL, LEAST_SHARE = 4.0, 0.02
+CONTROL, MIN_SHARE = 4.0, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def limit_for(pair: str) -> Limit | None:
 
 def with_control(limit: Limit, base_kl: float) -> Limit:
     """Return the limit for the adapter if the base without it differs by `base_kl` from its record."""
-    return replace(limit, kl=min(limit.kl, max(CONTROL * base_kl, LEAST_SHARE * limit.kl)))
+    return replace(limit, kl=min(limit.kl, max(CONTROL * base_kl, MIN_SHARE * limit.kl)))
 
 
 def pair_of(recorded: Precision, here: Precision) -> str:

@@ -52,22 +52,22 @@ def judge(parts: Sequence[ComparedPart], fit: Fit, function: Function) -> Verify
     limit, adapter_limit = function.limit, function.adapter_limit
     same_base = function.recorded.quantization == function.here.quantization
     if decisive:
-        return _wrong_base(decisive + files, "texts reach the model in another form than in training")
+        return _wrong_base(decisive + files, "it encodes texts differently than in training")
     if limit is None or adapter_limit is None:
-        text = f"nobody has measured how far {function.pair} may be apart. {_advice(function.recorded)}"
+        text = f"there is no measured limit for {function.pair}. {_advice(function.recorded)}"
         return VerifyVerdict("precision-gap", False, text)
     if not within(function.base, limit):
         if files:
-            return _wrong_base(files, "it computes something else")
+            return _wrong_base(files, "it computes different values")
         if function.recorded == function.here:
-            text = "its sampled hashes agree, and yet it computes something else: weights that were not sampled differ"
-            return _wrong_base([], f"{text}, or this machine computes otherwise")
-        text = (
-            f"the gap of the base alone is beyond what was measured for {function.pair}. {_advice(function.recorded)}"
-        )
-        return VerifyVerdict("precision-gap", False, f"the base is the same, its precision is not, and {text}")
+            text = "its sampled hashes agree, but it computes different values: weights that were not sampled differ"
+            return _wrong_base([], f"{text}, or this machine computes differently")
+        text = f"even without the adapter it differs more than {function.pair} explains. {_advice(function.recorded)}"
+        return VerifyVerdict("precision-gap", False, f"the base is the same in another precision, but {text}")
     if [part for part in files if part.name == "weights"] and not same_base:
-        return _wrong_base(files, f"a gap of {function.pair} could hide what other weights compute")
+        return _wrong_base(
+            files, f"the limits of {function.pair} are too wide to show if other weights compute the same"
+        )
     if not (within(function.adapter, adapter_limit) and effect_is_within(function.effect, adapter_limit)):
         return VerifyVerdict("broken-adapter", False, _broken(fit, function))
     if function.recorded == function.here:
@@ -76,7 +76,7 @@ def judge(parts: Sequence[ComparedPart], fit: Fit, function: Function) -> Verify
         )
     text = f"the same function up to precision: recorded as {function.recorded}, here {function.here}; base and adapter"
     return VerifyVerdict(
-        "precision-gap", True, f"{text} are apart as far as {function.pair} explains, and no further{_doubts(function)}"
+        "precision-gap", True, f"{text} differ no more than {function.pair} explains{_doubts(function)}"
     )
 
 
@@ -87,7 +87,7 @@ def does_not_fit(parts: Sequence[ComparedPart], fit: Fit) -> VerifyVerdict:
     if files or any(part.name == "weights" and part.state == "unknown" for part in parts):
         return _wrong_base(files, f"the adapter does not fit it: {shown}")
     return VerifyVerdict(
-        "broken-adapter", False, f"the base is the recorded one, and the adapter does not fit it: {shown}"
+        "broken-adapter", False, f"the base is the recorded one, but the adapter does not fit it: {shown}"
     )
 
 
@@ -98,25 +98,25 @@ def _wrong_base(parts: Sequence[ComparedPart], why: str) -> VerifyVerdict:
 
 
 def _broken(fit: Fit, function: Function) -> str:
-    found = ["the base computes what it did, and the adapter does not"]
+    found = ["the base computes the recorded values, but the adapter does not"]
     if function.effect is not None:
         size = function.effect.size
-        found.append(f"its effect is {size:.2f} times what was recorded, with an error of {function.effect.error:.0%}")
+        found.append(f"its effect is {size:.2f} times the recorded one, with an error of {function.effect.error:.0%}")
         if abs(size) < NO_EFFECT:
             found.append("it does nothing: B is zero, or its tensors are not applied")
         elif abs(size - 1) > OTHER_EFFECT:
-            found.append("look at alpha / rank (mlx-lm: scale)")
+            found.append("check alpha / rank (mlx-lm: scale)")
     if fit.missing:
         found.append(f"{len(fit.missing)} modules that its config targets have no tensors, such as {fit.missing[0]}")
-    return f"{'; '.join(found)}. Copy it again from where it was trained, without converting it on the way"
+    return f"{'; '.join(found)}. Copy it again from the machine of the training, without converting it"
 
 
 def _doubts(function: Function) -> str:
-    """Say what a good verdict does not prove."""
+    """Return what a good verdict does not prove."""
     if function.idle:
         text = (
-            ". But the adapter does too little: the base alone is as near to what was recorded, so that nothing is "
-            "shown about the adapter"
+            ". But the adapter's effect is too small to check: without the adapter, the base is as close to the "
+            "recorded values"
         )
         return text if function.recorded == function.here else f"{text}. {_advice(function.recorded)}"
     if function.recorded.quantization != function.here.quantization:

@@ -25,7 +25,7 @@ from dualtune.transfer.bundles.binding import ANY, RequiredBinding
 from dualtune.verify import identity
 from dualtune.verify.identity import ComparedPart, Fit
 from dualtune.verify.recorded import Recorded, recorded_in
-from dualtune.verify.thresholds import LEAST_EFFECT_IN_16_BITS, Limit, Precision, limit_for, pair_of, with_control
+from dualtune.verify.thresholds import MIN_EFFECT_IN_16_BITS, Limit, Precision, limit_for, pair_of, with_control
 from dualtune.verify.verdict import Function, Kind, VerifyVerdict, does_not_fit, effect_is_within, judge, within
 
 LEVELS: dict[identity.State, Level] = {"same": "ok", "note": "advice", "differs": "fail", "unknown": "skipped"}
@@ -71,7 +71,7 @@ def verify(
     if recorded is None:
         return _nothing_recorded(adapter, fit, origin)
     if recorded.base_model.get("init") == "random":
-        text = "it was trained on random weights (model.init: random), which nobody can load again"
+        text = "it was trained on random weights (model.init: random), which are not saved anywhere"
         return _result(VerifyVerdict("nothing-recorded", False, text), origin)
     if problem := _beyond_vocabulary(recorded, vocabulary_size(model_dir)):
         verdict = VerifyVerdict("wrong-base", False, f"the base is not the recorded one: {problem}")
@@ -95,7 +95,7 @@ def compute(engine: Engine, recorded: Recorded) -> Function:
     limit, base_gap = limit_for(pair), gap(recorded.base, base_found)
     change = effect(recorded.base, recorded.adapter, base_found, found)
     adapter_limit = limit and with_control(limit, base_gap.kl)
-    is_faint = (recorded.precision.is_16_bit or here.is_16_bit) and change and change.rms < LEAST_EFFECT_IN_16_BITS
+    is_faint = (recorded.precision.is_16_bit or here.is_16_bit) and change and change.rms < MIN_EFFECT_IN_16_BITS
     if adapter_limit and (change is None or is_faint):
         adapter_limit = replace(adapter_limit, effect=None)
     by_effect = adapter_limit is not None and adapter_limit.effect is not None
@@ -115,7 +115,7 @@ def _beyond_vocabulary(recorded: Recorded, size: int | None) -> str | None:
     largest = max(max([*entry["tokens"], *(i for top in recorded_tops(entry) for i, _ in top)]) for entry in entries)
     if size is None or largest < size:
         return None
-    return f"token {largest} was recorded, and the vocabulary here has {size}"
+    return f"token {largest} was recorded, but the vocabulary here has {size}"
 
 
 def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verification:
@@ -129,8 +129,8 @@ def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verifi
         _fit_check(fit),
     ]
     text = (
-        f"there is nothing to compare with: no fingerprints in {MANIFEST_FILE}, which `dualtune train` writes. "
-        "What could be looked at is above; whether the function is the trained one is not known"
+        f"there is nothing to compare with: {MANIFEST_FILE} has no fingerprints, which `dualtune train` writes. "
+        "Only the checks above were possible; whether the function is the trained one is unknown"
     )
     return _result(VerifyVerdict("nothing-recorded", False, text), checks)
 
@@ -139,24 +139,24 @@ def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verifi
 
 
 def _part_checks(parts: Sequence[ComparedPart]) -> list[Check]:
-    # Another config or other weights fail only by their results: until then they are only an advice.
-    return [Check(part.name, "advice" if _is_file(part) else LEVELS[part.state], part.found) for part in parts]
+    # Another config or other weights fail only by their results: until then they are only advice.
+    return [Check(part.name, "advice" if _is_other_file(part) else LEVELS[part.state], part.found) for part in parts]
 
 
-def _is_file(part: ComparedPart) -> bool:
+def _is_other_file(part: ComparedPart) -> bool:
     return part.state == "differs" and part.name in ("config", "weights")
 
 
 def _fit_check(fit: Fit) -> Check:
     if fit.problems:
-        return Check("shapes", "fail", f"{len(fit.problems)} modules do not fit the base's: {fit.problems[0]}")
+        return Check("shapes", "fail", f"{len(fit.problems)} modules do not fit the base: {fit.problems[0]}")
     if fit.missing:
         return Check("shapes", "advice", f"{fit.note}; {len(fit.missing)} targets without tensors: {fit.missing[0]}, …")
     return Check("shapes", "ok", fit.note)
 
 
 def _function_checks(function: Function) -> list[Check]:
-    precision = f"recorded {function.recorded}; here {function.here}; judged as {function.pair}"
+    precision = f"recorded {function.recorded}; here {function.here}; limits of {function.pair}"
     limit = function.limit
     rows = [
         Check("precision", "ok" if limit else "fail", precision),
@@ -166,7 +166,7 @@ def _function_checks(function: Function) -> list[Check]:
     if function.effect is not None:
         limit = function.adapter_limit
         allowed = "" if limit is None or limit.effect is None else f" (allowed {limit.effect:.0%})"
-        found = f"{function.effect.size:.3f} times what was recorded, error {function.effect.error:.1%}{allowed}"
+        found = f"{function.effect.size:.3f} times the recorded one, error {function.effect.error:.1%}{allowed}"
         rows.append(Check("effect", "fail" if limit and not effect_is_within(function.effect, limit) else "ok", found))
     return rows
 

@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.adapter.formats.canonical import Pair, check_rank, delta_distance, delta_norm, fold, integral_alpha, unify
-from dualtune.adapter.layers import LayerPosition, exact_targets, is_module_path, place_of, short_targets, uniform_names
+from dualtune.adapter.layers import (
+    LayerPosition,
+    exact_targets,
+    is_module_path,
+    position_of,
+    short_targets,
+    uniform_names,
+)
 from dualtune.errors import FormatError
 
 
@@ -94,9 +101,9 @@ def test_check_rank_names_the_mistake(a_shape, b_shape, hint):
 
 
 def test_place_is_the_first_number_and_not_the_expert():
-    assert place_of("model.layers.3.self_attn.q_proj") == LayerPosition("model.layers", 3, "self_attn.q_proj")
-    assert place_of("model.layers.1.mlp.experts.7.w1") == LayerPosition("model.layers", 1, "mlp.experts.7.w1")
-    assert place_of("lm_head") is None
+    assert position_of("model.layers.3.self_attn.q_proj") == LayerPosition("model.layers", 3, "self_attn.q_proj")
+    assert position_of("model.layers.1.mlp.experts.7.w1") == LayerPosition("model.layers", 1, "mlp.experts.7.w1")
+    assert position_of("lm_head") is None
 
 
 def test_uniform_names_need_every_layer_from_zero():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dualtune.adapter.formats import chat_template
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, hash_of, mismatch, settle
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, hash_of, mismatch, write_training_template
 from dualtune.adapter.formats.directory import read_adapter, write_adapter
 from dualtune.adapter.importing.repair import import_adapter
 from dualtune.adapter.inspection.inspect import inspect_adapter, render_report
@@ -59,7 +59,7 @@ def test_a_template_that_was_added_later_is_refused(make_adapter, tmp_path):
 def test_what_is_no_template_is_refused(directory, data):
     (directory / "dualtune.json").unlink()  # of another tool: nothing is hashed
     (directory / TEMPLATE_FILE).write_bytes(data)
-    with pytest.raises(FormatError, match=r"is not UTF-8|which no chat template has"):
+    with pytest.raises(FormatError, match=r"is not UTF-8|must be at most 1048576 bytes"):
         read_adapter(directory)
 
 
@@ -70,7 +70,7 @@ def test_import_keeps_the_template_of_another_tool(directory):
 
 RECORDS = {
     "its own": (SOURCE, {}, f"{hash_of(SOURCE)}, in chat_template.jinja"),
-    "none": (None, {"template": "none", "template_hash": "none"}, "none: trained on prompts as they are"),
+    "none": (None, {"template": "none", "template_hash": "none"}, "none: trained on plain prompts"),
     "a hash alone": (None, {"template": "chat", "template_hash": "sha256 12"}, "sha256 12, which is not in the dir"),
     "nothing": (None, {}, "not recorded"),
 }
@@ -88,8 +88,8 @@ def test_a_mismatch_is_one_line_and_a_match_none():
     assert mismatch(None, "sha256 1") is mismatch("sha256 1", "sha256 1") is None
     assert mismatch("sha256 1", "none").endswith("chat template sha256 1, and none is used here")
     assert "and used here is sha256 2" in mismatch("sha256 1", "sha256 2")
-    assert mismatch("none", "none").endswith("without a chat template, so the prompt goes in as it is")
-    assert "is used with one (sha256 2)" in mismatch("none", "sha256 2")
+    assert mismatch("none", "none").endswith("without a chat template, so the prompt is used unchanged")
+    assert "is used with one here (sha256 2)" in mismatch("none", "sha256 2")
 
 
 # --- the merged model ------------------------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ def found_in(path):
 
 def test_a_merged_model_has_the_template_of_the_training_and_no_other(model):
     path, _ = model
-    assert settle(path, SOURCE, {}) == "of the training, in chat_template.jinja"
+    assert write_training_template(path, SOURCE, {}) == "of the training, in chat_template.jinja"
     assert found_in(path) == (SOURCE, None)
 
 
 def test_after_a_training_without_one_a_merged_model_has_none(model):
     path, _ = model
-    assert settle(path, None, {"training": {"template": "none"}}) == "none, as in the training"
+    assert write_training_template(path, None, {"training": {"template": "none"}}) == "none, as in the training"
     assert found_in(path) == (None, None)
 
 
@@ -132,7 +132,7 @@ def test_where_the_template_is_a_hash_alone_the_base_s_remains_and_a_difference_
     path, has_one = model
     before = found_in(path)
     same = {"training": {"template": "chat", "template_hash": hash_of(OTHER) if has_one else None}}
-    assert settle(path, None, same) == settle(path, None, {}) == "the base's"
-    said = settle(path, None, {"training": {"template": "chat", "template_hash": "sha256 0123"}})
-    assert "trained with another (sha256 0123), which is not beside it" in said
+    assert write_training_template(path, None, same) == write_training_template(path, None, {}) == "the base's"
+    note = write_training_template(path, None, {"training": {"template": "chat", "template_hash": "sha256 0123"}})
+    assert "trained with another (sha256 0123), which it does not contain" in note
     assert found_in(path) == before

@@ -97,17 +97,17 @@ def edit(path, change):
 )
 def test_a_shard_lies_beside_its_index(sharded, name):
     edit(sharded, lambda weight_map: weight_map.update({next(iter(weight_map)): name}))
-    with pytest.raises(FormatError, match="the name of a safetensors file beside it"):
+    with pytest.raises(FormatError, match="the name of a safetensors file in this directory"):
         import_adapter(sharded, repair=True)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.pop(next(iter(m))), "is in it and not listed there"),
-        (lambda m: m.update({"x": next(iter(m.values()))}), "is listed there and not in it"),
+        (lambda m: m.pop(next(iter(m))), "in 1 tensor: .* is in the file, but not listed there"),
+        (lambda m: m.update({"x": next(iter(m.values()))}), "is listed there, but not in the file"),
         (lambda m: m.update({"x": "adapter_model-00003.safetensors"}), "00003.safetensors: cannot be read"),
-        (lambda m: m.clear(), "names 0 files"),
+        (lambda m: m.clear(), "lists 0 files"),
     ],
 )
 def test_an_index_that_is_not_of_its_shards_is_refused(sharded, change, message):
@@ -137,12 +137,12 @@ def rewrite(path, change, **options):
 
 HOSTILE = {
     "a pickle": (lambda n, d: npy("|O", "(1,)", b"\x80\x04."), "got dtype b'|O'".replace("|", r"\|")),
-    "a pickle alone": (lambda n, d: b"\x80\x04N.", "is no array of numbers"),
-    "a huge shape": (lambda n, d: npy(shape="(99999999999, 99999999999)"), "needs others"),
-    "a cut array": (lambda n, d: d[:-3], "needs others"),
-    "an expression": (lambda n, d: npy(shape="(__import__('os').getpid(),)"), "is no array of numbers"),
+    "a pickle alone": (lambda n, d: b"\x80\x04N.", "is not an array of numbers"),
+    "a huge shape": (lambda n, d: npy(shape="(99999999999, 99999999999)"), "has 39999999999200000000004"),
+    "a cut array": (lambda n, d: d[:-3], r"got 93 bytes, but shape \(8, 3\) of <f4 has 96"),
+    "an expression": (lambda n, d: npy(shape="(__import__('os').getpid(),)"), "is not an array of numbers"),
     "bfloat16": (lambda n, d: npy("<V2", "(2, 4)"), "got dtype b'<V2'"),
-    "nothing": (lambda n, d: b"", "is no array of numbers"),
+    "nothing": (lambda n, d: b"", "is not an array of numbers"),
 }
 
 
@@ -164,7 +164,7 @@ def test_a_compressed_archive_is_refused_unread(archived):
     path = rewrite(archived(), lambda name, data: bomb if name.startswith("model.layers.0") else data,
                    compression=zipfile.ZIP_DEFLATED)  # fmt: skip
     assert (path / NPZ).stat().st_size < 2 << 20
-    with pytest.raises(FormatError, match="is compressed"):
+    with pytest.raises(FormatError, match="got a compressed"):
         import_adapter(path, repair=True)
 
 
@@ -188,7 +188,7 @@ def test_damage_in_shards_is_repaired_on_repair_and_not_before(sharded, make_ada
         renamed = {name.replace(".weight", ".default.weight"): x for name, x in tensors.items()}
         safetensors.numpy.save_file(renamed, sharded / shard)
     edit(sharded, lambda m: [m.update({name.replace(".weight", ".default.weight"): m.pop(name)}) for name in [*m]])
-    with pytest.raises(FormatError, match=r"the name of the adapter \(default\) in 4 names"):
+    with pytest.raises(FormatError, match=r"4 names contain the adapter's name \(default\)"):
         import_adapter(sharded)
     found = import_adapter(sharded, repair=True)
     assert len(found.repaired) == 1
@@ -207,4 +207,4 @@ def test_the_config_of_an_old_mlx_lm_is_repaired_on_repair(archived, make_adapte
         import_adapter(path)
     found = import_adapter(path, repair=True)
     assert found.adapter.spec.scale == make_adapter().spec.scale
-    assert found.adapter.notes == ("lora_parameters.alpha is ignored, as mlx-lm does: scale counts",)
+    assert found.adapter.notes == ("lora_parameters.alpha is ignored, as in mlx-lm: only scale is used",)

@@ -71,7 +71,7 @@ def test_the_command_says_what_differs_and_exits_with_1(write, make_adapter, dua
     a, b = write("a", ours), write("b", theirs)
     result = dualtune_main("adapter", "diff", a, b)
     assert result.returncode == 1 and "only in A: lm_head" in result.stdout
-    assert f"of another shape: {Q1}" in result.stdout and "targets: ('lm_head', 'q_proj') in A" in result.stdout
+    assert f"different shape: {Q1}" in result.stdout and "targets: ('lm_head', 'q_proj') in A" in result.stdout
     table = json.loads(dualtune_main("adapter", "diff", a, b, "--json").stdout)
     assert table["same_function"] is False and table["only_in_b"] == []
     assert [(m["module"], round(m["cosine"], 6)) for m in table["modules"]] == [(Q0, -1.0)]

@@ -142,7 +142,7 @@ def test_a_module_of_zeros_is_not_written_but_a_fresh_adapter_is(tmp_path, make_
     assert "B is all zeros (the adapter does nothing)" in inspect_adapter(tmp_path / "fresh").flags
     for name, x in adapter.tensors.items():
         x[:] = 0 if Q1 in name else x
-    with pytest.raises(FormatError, match=f"{Q1} is filled with zeros"):
+    with pytest.raises(FormatError, match=f"{Q1}: A and B are all zeros"):
         write_adapter(tmp_path / "zeros", adapter)
 
 

@@ -263,8 +263,8 @@ def test_peft_loads_the_dual_directory_as_the_same_function(
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 DAMAGE = {
-    "lora_B without its lora_A": lambda t: t.pop(f"{Q}.lora_A.weight"),
-    "lora_A without its lora_B": lambda t: t.pop(f"{Q}.lora_B.weight"),
+    "lora_B is there, but lora_A is missing": lambda t: t.pop(f"{Q}.lora_A.weight"),
+    "lora_A is there, but lora_B is missing": lambda t: t.pop(f"{Q}.lora_B.weight"),
     "They look transposed": lambda t: t.update({n: np.ascontiguousarray(x.T) for n, x in t.items()}),
     r"Stacked experts \(MoE\)": lambda t: t.update({n: x[None] for n, x in t.items() if Q in n}),
     "cannot be converted: DoRA's magnitude": lambda t: t.update({f"{Q}.lora_magnitude_vector": np.ones(DIM)}),

@@ -160,7 +160,7 @@ def test_an_index_names_safetensors_files_of_its_directory_and_no_others(model, 
     table = split(model)
     table["weight_map"][NORM] = name
     (model / INDEX).write_text(json.dumps(table))
-    with pytest.raises(FormatError, match="the name of a safetensors file beside it"):
+    with pytest.raises(FormatError, match="the name of a safetensors file in this directory"):
         resolve_model(str(model))
 
 
@@ -168,11 +168,11 @@ def test_an_index_that_disagrees_with_the_headers_is_refused(model):
     table = split(model)
     del table["weight_map"][NORM]
     (model / INDEX).write_text(json.dumps(table))
-    with pytest.raises(FormatError, match="is in it and not listed there"):
+    with pytest.raises(FormatError, match="is in the file, but not listed there"):
         resolve_model(str(model))
     table["weight_map"] |= {NORM: "model-00001-of-00002.safetensors", "x": "model-00001-of-00002.safetensors"}
     (model / INDEX).write_text(json.dumps(table))
-    with pytest.raises(FormatError, match="is listed there and not in it"):
+    with pytest.raises(FormatError, match="is listed there, but not in the file"):
         resolve_model(str(model))
 
 

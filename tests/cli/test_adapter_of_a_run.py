@@ -66,7 +66,7 @@ def test_a_run_without_an_adapter_is_called_that(dualtune_main, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     result = dualtune_main("adapter", "inspect", tmp_path / "run")
     assert (result.returncode, result.stderr.count("\n")) == (6, 1)
-    assert "is a run directory without an adapter: it is written when the run comes to its end" in result.stderr
+    assert "is a run directory without an adapter: the adapter is written at the end of the run" in result.stderr
 
 
 # --- random weights --------------------------------------------------------------------------------------------------

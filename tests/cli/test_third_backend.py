@@ -15,12 +15,12 @@ ENTRY_POINTS = (
     "[dualtune.backends]\noutsider = outsider.engine:backend\n\n[dualtune.cards]\noutsider = outsider.card:CARD\n"
 )
 CARD = """
-from dualtune.card import Card, Device, Memory, Package
-from dualtune.memory.ask import Part
+from dualtune.card import Card, Device, MemoryFormulas, Package
+from dualtune.memory.ask import MemoryPart
 
 
 def parts(decoder, ask):
-    return (Part("weights", 8 * decoder.num_parameters, "everything in float64"),)
+    return (MemoryPart("weights", 8 * decoder.num_parameters, "everything in float64"),)
 
 
 CARD = Card(
@@ -30,7 +30,7 @@ CARD = Card(
     platforms=("outsider",),
     honoured={"model.init": ("pretrained",), "data.packing": (False, True)},
     package=Package(distribution="dualtune-outsider", recorded=("dualtune-outsider",), detected=("dualtune-outsider",)),
-    memory=Memory(parts),
+    memory=MemoryFormulas(parts),
 )
 """
 # Runs several commands in one process: JSON of [code, stdout, stderr] of each.
@@ -141,7 +141,7 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(outsider, config_file, tmp_p
     said = [(code, " ".join(err.split())) for code, _, err in found]
     assert said[0] == (2, "Error: --platform: got 'outsider', --on local takes cuda or cpu: torchrun runs torch")
     assert said[1] == (2, "Error: --platform: got 'outsider', --on mlx takes mlx: mlx.launch runs MLX")
-    assert said[2][0] == 4 and "the backend 'outsider' stores no weights in 4 bits" in said[2][1]
+    assert said[2][0] == 4 and "the backend 'outsider' has no 4-bit weights" in said[2][1]
     assert said[3][0] == 2 and "--platform: got 'outsider:1', allowed: auto, mlx, outsider, cuda" in said[3][1]
     assert said[4][0] == 2 and "--for: got 'nobody', allowed: auto, h100, m4, rtx, cpu, mlx, numpy" in said[4][1]
 

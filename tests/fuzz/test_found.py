@@ -108,7 +108,7 @@ def test_a_layer_that_no_model_has_does_not_make_a_list_of_all_before_it(adapter
     safetensors.numpy.save_file(renamed, adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": [f"m{i}" for i in range(100)]}))
-    with pytest.raises(FormatError, match="layer 9999 is adapted, and 1000000 modules"):
+    with pytest.raises(FormatError, match="layer 9999 is adapted, so there would be 1000000 modules"):
         import_adapter(adapter)
 
 
@@ -130,7 +130,7 @@ def test_integers_that_are_no_weights_in_either_format_are_refused_without_a_war
     names = [f"base_model.model.model.layers.0.q_proj.lora_{part}.weight" for part in "AB"]
     tensors = {names[0]: bits, names[1]: np.ascontiguousarray(bits.T)}
     safetensors.numpy.save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(FormatError, match="they could be anything"):
+    with pytest.raises(FormatError, match="neither BF16 nor F16 is plausible"):
         import_adapter(adapter)
 
 

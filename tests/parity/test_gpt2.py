@@ -234,7 +234,7 @@ def test_a_continuation_ends_where_the_table_does(gpt2, backend):
     model.tokenizer.stop_ids = frozenset()
     "".join(stream_text(model, np.full(30, 5), max_tokens=99))
     assert len(tokens) == 10
-    with pytest.raises(ConfigError, match="the prompt has 41 tokens, and this model has positions up to 40"):
+    with pytest.raises(ConfigError, match="the prompt has 41 tokens, but this model has positions up to 40"):
         "".join(stream_text(model, np.full(41, 5), max_tokens=1))
 
 

@@ -25,7 +25,7 @@ GSM8K = re.compile(TASKS["gsm8k"])
     ],
 )
 def test_the_answer_is_the_last_match(text, expected):
-    assert tasks.found(GSM8K, text) == expected
+    assert tasks.last_match(GSM8K, text) == expected
 
 
 @pytest.fixture
@@ -66,5 +66,5 @@ def test_other_answers_are_compared_as_text(check):
 
 
 def test_a_row_whose_expected_answer_has_no_match_is_named(check):
-    with pytest.raises(DataError, match=r"f:2: the expected answer has no match of the pattern"):
+    with pytest.raises(DataError, match=r"f:2: the expected answer does not match the pattern"):
         check([("#### 1", "#### 1"), ("1", "#### 1")])

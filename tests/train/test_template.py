@@ -70,7 +70,9 @@ def test_an_adapter_is_used_with_the_template_of_its_training(make, torch, bare,
 def test_an_adapter_trained_without_a_template_says_so(make, torch, tiny_llama):
     done = run(make(data__template="none"), torch)
     model = load_model(torch, str(tiny_llama), done.adapter_dir)
-    assert prompt_of(model) == "<s>Hi" and "trained without a chat template, so the prompt goes in as it" in model.note
+    assert (
+        prompt_of(model) == "<s>Hi" and "trained without a chat template, so the prompt is used unchanged" in model.note
+    )
 
 
 def test_the_hash_of_an_older_adapter_is_compared(make, torch, bare, tiny_llama, tools):

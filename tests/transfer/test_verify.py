@@ -70,7 +70,10 @@ def test_what_cannot_be_seen_is_not_claimed(train, check):
     )
     result = check(faint, quantization="nf4", dtype="bfloat16")
     assert (result.ok, result.function.idle) == (True, True)
-    assert "nothing is shown about the adapter. Verify with --quantization none --dtype float32" in result.sentence
+    assert (
+        "the base is as close to the recorded values. Verify with --quantization none --dtype float32"
+        in result.sentence
+    )
     assert not check(faint, dtype="float32").function.idle
 
 
@@ -89,7 +92,7 @@ def test_a_base_stored_in_four_bits_is_judged_by_what_it_computes(trained, check
     assert (result.verdict, result.ok, result.function.pair) == ("precision-gap", True, "affine4 / none")
     rows = {row.name: row for row in result.checks}
     assert rows["weights"].level == rows["config"].level == "skipped"
-    assert rows["quantization"].found == "recorded stored plain, here stored in 4 bits, groups of 64"
+    assert rows["quantization"].found == "recorded: plain; here: 4 bits, groups of 64"
 
 
 def test_a_record_of_an_older_dualtune_is_verified(trained, with_record, check):

@@ -37,9 +37,9 @@ def without_a_module(name, tensor):
 
 
 DAMAGES = {  # what a faulty tool made of the tensors and the spec -> what the verdict says beside "broken-adapter"
-    "one tensor doubled": (doubled, {}, "the base computes what it did, and the adapter does not"),
-    "alpha taken for scale": (None, {"alpha": 32.0}, "look at alpha / rank"),
-    "B is zero": (zeroed, {}, "its effect is 0.00 times what was recorded, with an error of 100%; it does nothing"),
+    "one tensor doubled": (doubled, {}, "the base computes the recorded values, but the adapter does not"),
+    "alpha taken for scale": (None, {"alpha": 32.0}, "check alpha / rank"),
+    "B is zero": (zeroed, {}, "its effect is 0.00 times the recorded one, with an error of 100%; it does nothing"),
     "one module missing": (without_a_module, {}, "the adapter does not"),
 }
 
@@ -157,22 +157,23 @@ def unsampled_weight(path, rows=slice(16, 32)):
 
 
 BASES = {  # what became of the base -> what the sentence names
-    "other weights": (lambda path: None, {"seed": 1}, "it computes something else. It differs in weights ("),
+    "other weights": (lambda path: None, {"seed": 1}, "it computes different values. It differs in weights ("),
     "another config": (
         lambda path: edit_json(path / "config.json", lambda config: config.update(rope_theta=100.0)), {},
-        "it computes something else. It differs in config (another hash)",
+        "it computes different values. It differs in config (different hash)",
     ),
-    "another tokenizer": (swap_tokens, {}, "It differs in tokenizer ('The capital of France is' becomes ["),
+    "another tokenizer": (swap_tokens, {}, "It differs in tokenizer ('The capital of France is' is encoded as ["),
     "a weight of another tensor": (
-        lambda path: unsampled_weight(path, slice(None)), {}, "something else. It differs in weights (another hash)",
+        lambda path: unsampled_weight(path, slice(None)), {},
+        "different values. It differs in weights (different hash)",
     ),
-    "a weight that is not sampled": (unsampled_weight, {}, "its sampled hashes agree, and yet it computes something"),
+    "a weight that is not sampled": (unsampled_weight, {}, "its sampled hashes agree, but it computes different"),
     "another width": (
         lambda path: None, {"hidden_size": 96, "num_attention_heads": 6},
-        "the adapter does not fit it: model.layers.0.mlp.down_proj: the adapter is made for [64, 128], the base has",
+        "the adapter does not fit it: model.layers.0.mlp.down_proj: the adapter is for [64, 128], the base has",
     ),
     "fewer layers": (lambda path: None, {"num_hidden_layers": 1}, "the base has no such module and 4 more"),
-    "a smaller vocabulary": (lambda path: None, {"vocab_size": 90}, "was recorded, and the vocabulary here has 90"),
+    "a smaller vocabulary": (lambda path: None, {"vocab_size": 90}, "was recorded, but the vocabulary here has 90"),
 }  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def test_other_weights_are_told_on_a_quantized_base(trained, write_model, check,
     save_file({n: w * np.float32(1.01) for n, w in tensors.items()}, base / "model.safetensors", {"format": "pt"})
     result = check(trained("torch"), base=base, quantization="nf4")
     assert (result.verdict, result.ok) == ("wrong-base", False), result.sentence
-    assert "a gap of nf4 / none could hide what other weights compute" in result.sentence
+    assert "the limits of nf4 / none are too wide to show if other weights compute the same" in result.sentence
 
 
 def test_files_that_only_look_different_are_no_wrong_base(trained, write_model, check, tmp_path):
@@ -220,7 +221,7 @@ def test_another_template_is_told_where_the_adapter_brings_none(trained, write_m
     assert "It differs in template (trained with sha256 " in result.sentence
     result = check(trained("torch"), base=base)
     assert (result.verdict, result.ok) == ("same", True), result.sentence
-    assert "not the base's: the adapter brings its own" in {row.found for row in result.checks}
+    assert "not the base's: the adapter contains the one it was trained with" in {row.found for row in result.checks}
 
 
 def test_a_template_that_was_not_used_may_change(train, write_model, check, tmp_path):
@@ -240,7 +241,7 @@ def test_an_adapter_of_another_tool_is_not_called_verified(trained, model, tmp_p
     assert (result.verdict, result.ok, result.function) == ("nothing-recorded", False, None)
     rows = {row.name: (row.level, row.found) for row in result.checks}
     num = len(modules_of(load_file(tmp_path / "adapter_model.safetensors")))
-    assert rows["shapes"] == ("ok", f"{num} modules fit the base's")
+    assert rows["shapes"] == ("ok", f"{num} modules fit the base")
     assert rows["numbers"] == ("ok", f"{2 * num} tensors, all finite; B is zero in 0 modules")
 
 
@@ -261,7 +262,7 @@ def test_shapes_of_another_tools_adapter_are_compared(trained, write_model, tmp_
         shutil.copy(trained("torch") / name, tmp_path / "peft" / name)
     result = verify(tmp_path / "peft", str(write_model(tmp_path / "b", intermediate_size=192)), never_opened)
     assert (result.verdict, result.checks[-1].level) == ("nothing-recorded", "fail")
-    assert "the adapter is made for [64, 128], the base has [64, 192]" in result.checks[-1].found
+    assert "the adapter is for [64, 128], the base has [64, 192]" in result.checks[-1].found
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_shapes_of_another_tools_adapter_are_compared(trained, write_model, tmp_
         (lambda f: f["base"][0].update(earlier=[[[1, -1.0]]] * 500), "malformed"),
         (lambda f: f["base"][0].update(dtype=["float32"]), "malformed"),
         (lambda f: f["base"][0].update(prompt=7), "malformed"),
-        (lambda f: f["base"][0].update(dtype="float16"), "got float16, float32, must be one for all"),
+        (lambda f: f["base"][0].update(dtype="float16"), "got float16, float32, must be the same for all"),
         (lambda f: f["adapter"][0]["tokens"].insert(0, 5), "not recorded for the same tokens"),
         (lambda f: f["base"].pop(), "not recorded for the same tokens"),
     ],

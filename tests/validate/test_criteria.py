@@ -112,7 +112,7 @@ def test_a_nan_meets_no_criterion():
         assert judge(criterion, observed(loss=math.nan), random_weights=False).level == "fail"
 
 
-def test_what_has_to_learn_is_skipped_with_random_weights_and_nothing_else():
+def test_only_what_needs_pretrained_weights_is_skipped_with_random_ones():
     for tier in TIERS.values():
         verdicts = [judge(criterion, observed(), random_weights=True) for criterion in tier.criteria]
         skipped = {verdict.criterion.measure for verdict in verdicts if verdict.level == "skipped"}

@@ -167,5 +167,5 @@ def test_a_backend_without_4_bits_is_refused(on_gpu):
         def capabilities(self):
             return {}
 
-    with pytest.raises(EnvironmentFault, match="stores no weights in 4 bits"):
+    with pytest.raises(EnvironmentFault, match="has no 4-bit weights"):
         plan(TIERS["quick"], replace(on_gpu, backend=Plain()))

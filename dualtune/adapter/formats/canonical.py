@@ -58,7 +58,7 @@ def pair_up(halves: Mapping[tuple[str, str], np.ndarray], where: object) -> Pair
             raise FormatError(f"{where}: {module[:200]!r} is not a module path")
         for part, partner in ("AB", "BA"):
             if (module, part) not in halves:
-                raise FormatError(f"{where}: {module}: lora_{partner} without its lora_{part}")
+                raise FormatError(f"{where}: {module}: lora_{partner} is there, but lora_{part} is missing")
         pair = Pair(halves[module, "A"], halves[module, "B"])
         if not (pair.A_rI.ndim == pair.B_Or.ndim == 2):
             raise FormatError(
@@ -168,37 +168,37 @@ def to_pairs(tensors: Tensors, where: object) -> Pairs:
     return pair_up(halves, where)
 
 
-def beside_pairs(tensors: Tensors) -> Tensors:
-    """Return the parameters that the method trains beside A and B, by canonical name, float32. LoRA has none."""
+def extra_tensors(tensors: Tensors) -> Tensors:
+    """Return the parameters that the method trains in addition to A and B (LoRA: none), by canonical name, float32."""
     parsed = {name: parse_name(name) for name in tensors}
     names = [name for name, found in parsed.items() if found and found[1] not in PAIR]
     return {name: np.ascontiguousarray(tensors[name], np.float32) for name in names}
 
 
-def beside_of(module: str, beside: Tensors) -> Tensors:
+def extras_of(module: str, extras: Tensors) -> Tensors:
     """Return those of one module."""
-    return {name: x for name, x in beside.items() if (parsed := parse_name(name)) and parsed[0] == module}
+    return {name: x for name, x in extras.items() if (parsed := parse_name(name)) and parsed[0] == module}
 
 
-def check_beside(method: Method, beside: Tensors, pairs: Pairs, where: object) -> None:
-    """Raise FormatError unless each module has the method's parameters beside A and B, in the right shape."""
+def check_extras(method: Method, extras: Tensors, pairs: Pairs, where: object) -> None:
+    """Raise FormatError unless each module has the method's parameters other than A and B, in the right shape."""
     expected = {
         tensor_name(module, part, method.name): shape
         for module, pair in pairs.items()
         for part, shape in method.shapes(pair.delta_shape, pair.A_rI.shape[0]).items()
         if part not in PAIR
     }
-    for name in sorted(expected.keys() | beside.keys()):
-        if name not in beside:
-            raise FormatError(f"{where}: tensor {name!r} is missing, which {method.title} trains. Copy the file again")
+    for name in sorted(expected.keys() | extras.keys()):
+        if name not in extras:
+            raise FormatError(f"{where}: tensor {name!r} is missing; {method.title} needs it. Copy the file again")
         if name not in expected:
-            raise FormatError(f"{where}: tensor {name!r} is no part of {method.title}")
-        if beside[name].shape != expected[name]:
-            raise FormatError(f"{where}: {name}: got shape {[*beside[name].shape]}, must be {[*expected[name]]}")
+            raise FormatError(f"{where}: tensor {name!r} is not part of {method.title}")
+        if extras[name].shape != expected[name]:
+            raise FormatError(f"{where}: {name}: got shape {[*extras[name].shape]}, must be {[*expected[name]]}")
 
 
-def beside_distance(ours: Tensors, theirs: Tensors) -> float:
-    """Return the largest relative difference of the tensors beside A and B; 1 if only one adapter has a tensor."""
+def extras_distance(ours: Tensors, theirs: Tensors) -> float:
+    """Return the largest relative difference of the tensors other than A and B; 1 if only one adapter has a tensor."""
     if ours.keys() != theirs.keys():
         return 1.0
     sizes = {name: max(np.linalg.norm(x), np.linalg.norm(theirs[name])) for name, x in ours.items()}
@@ -209,7 +209,7 @@ def value_problems(tensors: Tensors) -> list[str]:
     """Return problems in well-formed tensors: NaN and Inf, and modules filled with zeros."""
     return [
         *(f"{name} holds NaN or Inf" for name in non_finite(tensors)),
-        *(f"{module} is filled with zeros, as by a write that was cut off" for module in zero_filled(tensors)),
+        *(f"{module}: A and B are all zeros, as after an interrupted write" for module in zero_filled(tensors)),
     ]
 
 

@@ -37,7 +37,7 @@ def read_template(directory: Path) -> str | None:
     with open_file(path) as file:
         data = file.read(MAX_TEMPLATE_BYTES + 1)
     if len(data) > MAX_TEMPLATE_BYTES:
-        raise FormatError(f"{path}: more than {MAX_TEMPLATE_BYTES} bytes, which no chat template has")
+        raise FormatError(f"{path}: got a larger file, must be at most {MAX_TEMPLATE_BYTES} bytes for a chat template")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -54,13 +54,13 @@ def recorded_hash(template: str | None, metadata: Mapping[str, Any]) -> str | No
     return fields.name(training, "template_hash", "dualtune.json: training")
 
 
-def described(template: str | None, metadata: Mapping[str, Any]) -> str:
+def describe_template(template: str | None, metadata: Mapping[str, Any]) -> str:
     """Describe what is known of the training's template, in a few words."""
     found = recorded_hash(template, metadata)
     if found is None:
         return "not recorded"
     if found == NONE:
-        return "none: trained on prompts as they are"
+        return "none: trained on plain prompts"
     where = f"in {TEMPLATE_FILE}" if template is not None else "which is not in the directory"
     return f"{fields.shown(found)}, {where}"
 
@@ -69,7 +69,7 @@ def mismatch(trained: str | None, used: str) -> str | None:
     """Return a one-line warning if the template in use (its hash, or "none") is not the training's."""
     if trained == NONE:
         return "the adapter was trained without a chat template" + (
-            ", so the prompt goes in as it is" if used == NONE else f", and is used with one ({used})"
+            ", so the prompt is used unchanged" if used == NONE else f", but is used with one here ({used})"
         )
     if trained is None or trained == used:
         return None
@@ -77,7 +77,7 @@ def mismatch(trained: str | None, used: str) -> str | None:
     return f"the adapter was trained with the chat template {fields.shown(trained)}, and {here}"
 
 
-def settle(model: Path, template: str | None, metadata: Mapping[str, Any]) -> str:
+def write_training_template(model: Path, template: str | None, metadata: Mapping[str, Any]) -> str:
     """Write the training's template into the merged model, a copy of the base; return a note on what was done.
 
     If the template is not recorded, the base's remains.
@@ -87,7 +87,9 @@ def settle(model: Path, template: str | None, metadata: Mapping[str, Any]) -> st
         base = _source_in(model)
         if trained is None or trained == (hash_of(base) if base else NONE):
             return "the base's"
-        return f"the base's, but the adapter was trained with another ({fields.shown(trained)}), which is not beside it"
+        return (
+            f"the base's, but the adapter was trained with another ({fields.shown(trained)}), which it does not contain"
+        )
     _replace(model, template)
     return "none, as in the training" if template is None else f"of the training, in {TEMPLATE_FILE}"
 

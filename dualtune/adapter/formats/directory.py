@@ -97,20 +97,20 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
     spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
     for module, pair in pairs.items():
         canonical.check_rank(module, pair, spec.rank, "adapter")
-    canonical.check_beside(spec.trained, beside := canonical.beside_pairs(adapter.tensors), pairs, "adapter")
-    tensors, turned = canonical.to_tensors(pairs) | beside, adapter.fan_in_fan_out
+    canonical.check_extras(spec.method_spec, extras := canonical.extra_tensors(adapter.tensors), pairs, "adapter")
+    tensors, fan_in_fan_out = canonical.to_tensors(pairs) | extras, adapter.fan_in_fan_out
     if layout != "mlx":  # mlx-lm's scale may be any number, PEFT's lora_alpha is an integer
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded
     _check_values(tensors)
     modules, config, files = modules_of(tensors), dict[str, Any](), dict[str, bytes]()
     if layout != "mlx":
-        config |= peft.peft_config(spec, modules, adapter.base_model, fan_in_fan_out=turned)
+        config |= peft.peft_config(spec, modules, adapter.base_model, fan_in_fan_out=fan_in_fan_out)
         files[peft.WEIGHTS_FILE] = _safetensors(tensors, "pt")
     if layout != "peft":
-        config |= mlx_lm.mlx_config(spec, modules, fan_in_fan_out=turned)
+        config |= mlx_lm.mlx_config(spec, modules, fan_in_fan_out=fan_in_fan_out)
         files[mlx_lm.WEIGHTS_FILE] = _safetensors(
-            mlx_lm.mlx_tensors(tensors, spec.method, fan_in_fan_out=turned), "mlx"
+            mlx_lm.mlx_tensors(tensors, spec.method, fan_in_fan_out=fan_in_fan_out), "mlx"
         )
     if layout == "mlx" and adapter.base_model is not None:
         config["model"] = adapter.base_model  # mlx-lm's trainer uses this key
@@ -169,9 +169,12 @@ def agreement_problems(contents: Contents, adapter: Adapter) -> list[str]:
         distance = canonical.delta_distance(ours[module], adapter.spec.scale, theirs[module], other.spec.scale)
         if distance > SAME_FUNCTION:
             problems.append(f"{module}: the updates of the two weight files differ by {distance:.1e} of their norm")
-    beside = [canonical.beside_pairs(tensors) for tensors in (adapter.tensors, other.tensors)]
-    if canonical.beside_distance(*beside) > SAME_FUNCTION:
-        problems.append(f"the two weight files differ in what {adapter.spec.trained.title} trains beside A and B")
+    extras = [canonical.extra_tensors(tensors) for tensors in (adapter.tensors, other.tensors)]
+    if canonical.extras_distance(*extras) > SAME_FUNCTION:
+        method = adapter.spec.method_spec
+        problems.append(
+            f"the two weight files differ in the parameters that {method.title} trains in addition to A and B"
+        )
     return problems
 
 
@@ -203,9 +206,11 @@ def _nothing_found(directory: Path, found: list[str]) -> str:
     if others := {INDEX_FILE, NPZ_FILE} & {*found}:
         return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
     if (directory / "checkpoints").is_dir():
-        return f"{directory}: is a run directory without an adapter: it is written when the run comes to its end"
+        return f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run"
     listing = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")
-    return f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}, but {listing or 'nothing at all'}"
+    return (
+        f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}. It contains: {listing or 'nothing'}"
+    )
 
 
 def _refuse(contents: Contents, problems: list[str]) -> None:
@@ -218,7 +223,7 @@ def _check_values(tensors: Tensors) -> None:
     if names := canonical.non_finite(tensors):
         raise NonFiniteError(f"adapter: {names[0]} holds NaN or Inf; nothing is written. Use an earlier checkpoint.")
     if modules := canonical.zero_filled(tensors):
-        raise FormatError(f"adapter: {modules[0]} is filled with zeros, B and A alike; nothing is written")
+        raise FormatError(f"adapter: {modules[0]}: A and B are all zeros; nothing is written")
 
 
 def _safetensors(tensors: Tensors, framework: str) -> bytes:

@@ -48,7 +48,7 @@ def mlx_name(module: str) -> str:
     return MLX_STACK + module.removeprefix(STACK) if _CANONICAL.fullmatch(module) else module
 
 
-def in_file(module: str, shape: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
+def canonical_layer(module: str, shape: tuple[int, int] | None) -> tuple[str, tuple[int, int] | None]:
     """Return the canonical name of a layer in a weight file, and the (out, in) of its weight of this shape.
 
     OpenAI's own files omit `transformer.`; in mlx-lm's files the weight is already transposed.

@@ -47,7 +47,7 @@ def integrity_problems(directory: Path, manifest: Mapping[str, Any], known: Coll
     """Return where the `known` files differ from the manifest. Other names are refused and never read."""
     listed = fields.subtable(manifest, "files", directory / MANIFEST_FILE)
     problems = [
-        f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is no part of an adapter"
+        f"{MANIFEST_FILE} lists {fields.shown(name)!r}, which is not part of an adapter"
         for name in listed
         if name not in known
     ]

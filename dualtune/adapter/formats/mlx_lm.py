@@ -19,14 +19,14 @@ from dualtune.adapter.formats.canonical import (
     Pairs,
     Parts,
     alpha_of,
-    beside_pairs,
-    check_beside,
+    check_extras,
     check_rank,
+    extra_tensors,
     pair_up,
     to_pairs,
     to_tensors,
 )
-from dualtune.adapter.layers import exact_targets, place_of, short_targets
+from dualtune.adapter.layers import exact_targets, position_of, short_targets
 from dualtune.adapter.methods import METHODS
 from dualtune.adapter.methods.method import Method
 from dualtune.adapter.spec import AdapterSpec, Tensors, tensor_name
@@ -57,13 +57,13 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
     scale = fields.positive(parameters, "scale", where_parameters)
     keys = fields.texts(parameters, "keys", where_parameters)
     keys = keys and [gpt2.canonical_name(key) for key in keys]
-    named, beside = _split(tensors, method, directory / WEIGHTS_FILE)
+    named, extras = _split(tensors, method, directory / WEIGHTS_FILE)
     pairs = {gpt2.canonical_name(module): pair for module, pair in named.items()}
     for module, pair in pairs.items():
         check_rank(module, pair, rank, f"{directory / WEIGHTS_FILE} (transposed)")
         if keys is not None and not _is_selected(module, keys):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by lora_parameters.keys")
-    check_beside(method, beside, pairs, directory / WEIGHTS_FILE)
+    check_extras(method, extras, pairs, directory / WEIGHTS_FILE)
     spec = AdapterSpec(
         rank=rank,
         alpha=alpha_of(scale, rank),
@@ -72,8 +72,8 @@ def read_mlx(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> Pa
         method=method.name,
     )
     base_model = fields.name(config, "base_model_name_or_path", where) or fields.name(config, "model", where)
-    notes = ("lora_parameters.alpha is ignored, as mlx-lm does: scale counts",) if "alpha" in parameters else ()
-    return Parts(spec, to_tensors(pairs) | beside, base_model, notes, any(map(gpt2.is_mlx_name, named)))
+    notes = ("lora_parameters.alpha is ignored, as in mlx-lm: only scale is used",) if "alpha" in parameters else ()
+    return Parts(spec, to_tensors(pairs) | extras, base_model, notes, any(map(gpt2.is_mlx_name, named)))
 
 
 def mlx_config(spec: AdapterSpec, modules: Collection[str], *, fan_in_fan_out: bool = False) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def mlx_config(spec: AdapterSpec, modules: Collection[str], *, fan_in_fan_out: b
     targets = exact_targets(modules, spec.targets)
     keys = dict.fromkeys(_key(module, targets) for module in sorted(modules))
     return {
-        "fine_tune_type": spec.trained.mlx_type,
+        "fine_tune_type": spec.method_spec.mlx_type,
         "num_layers": -1,
         "lora_parameters": {
             "rank": spec.rank,
@@ -106,8 +106,8 @@ def mlx_tensors(tensors: Tensors, method: str = "lora", *, fan_in_fan_out: bool 
     for module in to_pairs(tensors, "adapter"):
         if _EXPERT.search(module):
             raise FormatError(
-                f"adapter: {module}: mlx-lm stacks the experts of a layer in one tensor, so that it cannot load an "
-                "adapter of a single one. Write it with the layout peft."
+                f"adapter: {module}: mlx-lm stacks the experts of a layer in one tensor, so it cannot load an "
+                "adapter of a single expert. Write it with the layout peft."
             )
         name = gpt2.mlx_name(module) if fan_in_fan_out else module
         for part, end in ends.items():
@@ -119,14 +119,14 @@ def _method(kind: object, where: Path) -> Method:
     """Return the method of a fine_tune_type."""
     known = {method.mlx_type: method for method in METHODS.values()}
     if not isinstance(kind, str) or kind not in known:
-        reason = "others are no sum of a base and an update B A"
+        reason = "other methods do not add an update B A to the base weights"
         raise fields.wrong(where, "fine_tune_type", kind, f"{' or '.join(known)}: {reason}")
     return known[kind]
 
 
 def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensors]:
     """Return the pairs as the file names them, and the method's other parameters by canonical name."""
-    halves, beside = dict[tuple[str, str], np.ndarray](), Tensors()
+    halves, extras = dict[tuple[str, str], np.ndarray](), Tensors()
     parts = {parameter.mlx: parameter.part for parameter in method.parameters}
     for name, tensor in tensors.items():
         module, _, end = name.rpartition(".")
@@ -136,24 +136,24 @@ def _split(tensors: Tensors, method: Method, where: Path) -> tuple[Pairs, Tensor
         if _EMBEDDING.fullmatch(module):
             raise FormatError(f"{where}: tensor {name!r}: LoRA of an embedding cannot be converted")
         # A stack of experts is not a matrix: `pair_up` refuses it, so its orientation does not matter.
-        turned = tensor.T if tensor.ndim == 2 else tensor
+        oriented = tensor.T if tensor.ndim == 2 else tensor
         if parts[end] in PAIR:
-            halves[module, parts[end]] = turned
+            halves[module, parts[end]] = oriented
         else:
-            beside[tensor_name(gpt2.canonical_name(module), parts[end], method.name)] = turned
-    return pair_up(halves, where), beside_pairs(beside)
+            extras[tensor_name(gpt2.canonical_name(module), parts[end], method.name)] = oriented
+    return pair_up(halves, where), extra_tensors(extras)
 
 
 def _is_selected(module: str, keys: Collection[str]) -> bool:
     """mlx-lm's `linear_to_lora_layers`: exactly a full path, or a name relative to a layer."""
-    place = place_of(module)
-    return module in keys or (place is not None and place.name in keys)
+    position = position_of(module)
+    return module in keys or (position is not None and position.name in keys)
 
 
 def _key(module: str, targets: Collection[str]) -> str:
     """Return the layer-relative name if the targets mean every layer, else the full path."""
-    place = place_of(module)
-    return module if place is None or module in targets else place.name
+    position = position_of(module)
+    return module if position is None or module in targets else position.name
 
 
 def _targets(pairs: Pairs, keys: list[str] | None) -> tuple[str, ...]:
@@ -161,5 +161,5 @@ def _targets(pairs: Pairs, keys: list[str] | None) -> tuple[str, ...]:
 
     With only `num_layers` (the last n), layer 0 is adapted only if all layers are.
     """
-    by_path = keys is not None and any(place_of(module) and module in keys for module in pairs)
+    by_path = keys is not None and any(position_of(module) and module in keys for module in pairs)
     return tuple(sorted(pairs)) if by_path else short_targets(pairs)

@@ -29,15 +29,15 @@ MAX_WORK = 200_000  # single steps of one match, a tenth of a second; normal pat
 _NAME = re.compile(r"[\w\-.]{1,512}", re.ASCII)  # most patterns are plain names, which cannot be ambiguous
 
 Node = tuple[Any, Any]  # operator and arguments, as the parser returns them
-Places = frozenset[int]
+Positions = frozenset[int]
 
 
 def full_match(pattern: str, text: str, where: object) -> bool:
     """Match like `re.fullmatch`. FormatError if the pattern is invalid or too costly."""
     if len(pattern) > MAX_PATTERN or len(text) > MAX_TEXT:
         raise FormatError(
-            f"{where}: {shown(pattern)!r} for the module {shown(text)}: a pattern may have {MAX_PATTERN} characters, "
-            f"the path of a module {MAX_TEXT}"
+            f"{where}: {shown(pattern)!r} for the module {shown(text)}: must be at most {MAX_PATTERN} characters "
+            f"for a pattern, {MAX_TEXT} for a module path"
         )
     try:
         parsed = _parsed(pattern)
@@ -79,48 +79,48 @@ class _Match:
         self._pattern, self._parsed, self._text, self._where = pattern, parsed, text, where
         self._work = 0
 
-    def sequence(self, nodes: Iterable[Node], places: Places) -> Places:
+    def sequence(self, nodes: Iterable[Node], positions: Positions) -> Positions:
         for node in nodes:
-            places = self._one(node, places)
-        return places
+            positions = self._one(node, positions)
+        return positions
 
-    def _one(self, node: Node, places: Places) -> Places:
+    def _one(self, node: Node, positions: Positions) -> Positions:
         operator, given = node
-        self._work += 1 + len(places)
+        self._work += 1 + len(positions)
         if self._work > MAX_WORK:
             raise self._refusal("takes too long to match")
         if operator in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
-            return self._single(node, places, 1)
+            return self._single(node, positions, 1)
         if operator is op.BRANCH:
-            return Places().union(*(self.sequence(way, places) for way in given[1]))
+            return Positions().union(*(self.sequence(way, positions) for way in given[1]))
         if operator is op.SUBPATTERN and not given[1] and not given[2]:  # without local flags
-            return self.sequence(given[3], places)
+            return self.sequence(given[3], positions)
         if operator in (op.MAX_REPEAT, op.MIN_REPEAT):  # greedy or not makes no difference: the whole text must match
             least, most, nodes = given
-            return self._repeat(least, most, nodes, places)
+            return self._repeat(least, most, nodes, positions)
         if operator is op.AT:
-            return self._single(node, places, 0)
+            return self._single(node, positions, 0)
         if operator in (op.ASSERT, op.ASSERT_NOT) and given[0] > 0:  # lookahead
             wanted = operator is op.ASSERT
-            return frozenset(p for p in places if bool(self.sequence(given[1], frozenset([p]))) == wanted)
+            return frozenset(p for p in positions if bool(self.sequence(given[1], frozenset([p]))) == wanted)
         raise self._refusal(f"uses {str(operator).lower()}, which is not supported here")
 
-    def _repeat(self, least: int, most: Any, nodes: Any, places: Places) -> Places:
+    def _repeat(self, least: int, most: Any, nodes: Any, positions: Positions) -> Positions:
         """Repeat between `least` and `most` times; only new positions are followed, so it ends when there are none."""
         for _ in range(least):
-            before, places = places, self.sequence(nodes, places)
-            if places == before:  # no further change
+            before, positions = positions, self.sequence(nodes, positions)
+            if positions == before:  # no further change
                 break
-        reached, new, times = places, places, least
+        reached, new, times = positions, positions, least
         while new and (most is op.MAXREPEAT or times < most):
             new = self.sequence(nodes, new) - reached
             reached, times = reached | new, times + 1
         return reached
 
-    def _single(self, node: Node, places: Places, length: int) -> Places:
+    def _single(self, node: Node, positions: Positions, length: int) -> Positions:
         """Match one character or, with length 0, a condition on a position, such as ^, $ and \\b: `re` decides."""
         single, size = self._parsed.single(node), len(self._text)
-        return frozenset(p + length for p in places if p + length <= size and single.match(self._text, p))
+        return frozenset(p + length for p in positions if p + length <= size and single.match(self._text, p))
 
     def _refusal(self, reason: str) -> FormatError:
         return FormatError(f"{self._where}: the regular expression {shown(self._pattern)!r} {reason}")

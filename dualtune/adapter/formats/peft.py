@@ -18,16 +18,16 @@ from dualtune.adapter.formats.canonical import (
     Pairs,
     Parts,
     alpha_of,
-    beside_pairs,
-    check_beside,
+    check_extras,
     check_rank,
+    extra_tensors,
     pair_up,
     to_tensors,
     unify,
 )
 from dualtune.adapter.formats.patterns import full_match, matches_end
-from dualtune.adapter.layers import exact_targets, is_module_path, place_of, short_targets
-from dualtune.adapter.methods import METHODS, NOT_THERE
+from dualtune.adapter.layers import exact_targets, is_module_path, position_of, short_targets
+from dualtune.adapter.methods import METHODS, UNSUPPORTED
 from dualtune.adapter.methods.method import Method
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Scaling, Tensors, divisor, is_target, parse_name
 from dualtune.errors import FormatError
@@ -51,7 +51,7 @@ REFUSED = {  # field, if set -> why no plain LoRA adapter computes the same func
     "use_bdlora": "BD-LoRA stores block-diagonal matrices",
     "use_qalora": "QA-LoRA averages groups of inputs first",
     "velora_config": "VeLoRA replaces the gradient of A and stores its state with the tensors",
-    **NOT_THERE,
+    **UNSUPPORTED,
 }
 HANDLED = {
     *("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "base_model_name_or_path"),
@@ -64,7 +64,8 @@ HANDLED = {
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "runtime_config", "megatron_core"),
     *("qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-MLX_KEYS = {"fine_tune_type", "num_layers", "lora_parameters", "optimizer_config"}  # beside PEFT's, in a dual directory
+# In addition to PEFT's, in a dual directory.
+MLX_KEYS = {"fine_tune_type", "num_layers", "lora_parameters", "optimizer_config"}
 # Initializations that leave the base weights unchanged. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract from them, so
 # that the adapter is right only with the changed base; a name that PEFT 0.21 does not have may do the same.
 HARMLESS_INITS = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
@@ -73,8 +74,8 @@ _VARIANT_SWITCH = re.compile(r"use_\w+|\w+_config")
 _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
     "lora_magnitude_vector": "DoRA's magnitude",
     "lora_embedding_": "LoRA of an embedding",
-    "modules_to_save": "a module that was trained whole",
-    ".bias": "a bias that was trained",
+    "modules_to_save": "a fully trained module",
+    ".bias": "a trained bias",
     "base_layer": "a copy of a base weight. Save again with save_embedding_layers=False if it was not resized",
     "embed_tokens.weight": "a copy of the embedding. Save again with save_embedding_layers=False if it was not resized",
     "": "not part of a LoRA adapter",
@@ -85,18 +86,19 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     """Return the canonical adapter of a parsed adapter_config.json and the tensors of adapter_model.safetensors."""
     where = directory / CONFIG_FILE
     notes = _check_config(config, where)
-    method, scaling = _method(config), _scaling(config)
+    method = _method(config)
+    scaling: Scaling = "rank_stabilized" if config.get("use_rslora") else "standard"
     pairs = _pairs(tensors, method, directory / WEIGHTS_FILE)
     for key in ("rank_pattern", "alpha_pattern"):
         if (count := len(fields.subtable(config, key, where)) * len(pairs)) > MAX_MATCHES:
-            raise FormatError(f"{where}: {key}: {count} patterns times modules, at most {MAX_MATCHES} are allowed")
+            raise FormatError(f"{where}: {key}: got {count} patterns times modules, must be at most {MAX_MATCHES}")
     for module in pairs:
         if not _is_selected(module, config, where):
             raise FormatError(f"{directory / WEIGHTS_FILE}: {module}: not selected by target_modules of {CONFIG_FILE}")
     ranks = {module: _rank(module, config, where) for module in pairs}
     for module, pair in pairs.items():
         check_rank(module, pair, ranks[module], directory / WEIGHTS_FILE)
-    check_beside(method, beside := beside_pairs(tensors), pairs, directory / WEIGHTS_FILE)
+    check_extras(method, extras := extra_tensors(tensors), pairs, directory / WEIGHTS_FILE)
     scales = {module: _alpha(module, config, where) / divisor(rank, scaling) for module, rank in ranks.items()}
 
     pairs, scale, conversions = unify(pairs, scales)
@@ -111,8 +113,8 @@ def read_peft(config: Mapping[str, Any], tensors: Tensors, directory: Path) -> P
     )
     base_model = fields.name(config, "base_model_name_or_path", where)
     shapes = {module: pair.delta_shape for module, pair in pairs.items()}
-    turned = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
-    return Parts(spec, to_tensors(pairs) | beside, base_model, (*notes, *conversions), turned)
+    fan_in_fan_out = bool(config.get("fan_in_fan_out")) or gpt2.has_gpt2_attention(shapes)
+    return Parts(spec, to_tensors(pairs) | extras, base_model, (*notes, *conversions), fan_in_fan_out)
 
 
 def peft_config(
@@ -134,22 +136,24 @@ def peft_config(
         "use_dora": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        **spec.trained.peft_keys,
+        **spec.method_spec.peft_keys,
     }
 
 
 def _check_config(config: Mapping[str, Any], where: Path) -> list[str]:
     """Refuse what cannot be converted; return notes on unknown fields."""
     if (peft_type := fields.required(config, "peft_type", where)) != "LORA":
-        raise fields.wrong(where, "peft_type", peft_type, "LORA: other methods are no sum of a base and an update B A")
+        raise fields.wrong(
+            where, "peft_type", peft_type, "LORA: other methods do not add an update B A to the base weights"
+        )
     for key, reason in REFUSED.items():
         if value := config.get(key):
             raise fields.wrong(where, key, value, f"unset: {reason}, which a plain LoRA adapter cannot express")
     if (bias := config.get("bias", "none")) != "none":
         raise fields.wrong(where, "bias", bias, "none: biases of the base model were trained next to the adapter")
     if str(init := config.get("init_lora_weights", True)).lower() not in HARMLESS_INITS:
-        advice = "Save it with path_initial_model_for_weight_conversion, which makes it a plain LoRA adapter"
-        raise fields.wrong(where, "init_lora_weights", init, f"one that leaves the base weights alone. {advice}")
+        advice = "Save it with path_initial_model_for_weight_conversion, which converts it to plain LoRA"
+        raise fields.wrong(where, "init_lora_weights", init, f"one that does not change the base weights. {advice}")
     unknown = sorted(key for key, value in config.items() if value and key not in {*REFUSED, *HANDLED, *MLX_KEYS})
     for key in filter(_VARIANT_SWITCH.fullmatch, unknown):
         raise fields.wrong(where, key, config[key], "unset: peft 0.21 does not have it, and it may change the function")
@@ -165,10 +169,6 @@ def _method(config: Mapping[str, Any]) -> Method:
         m for m in METHODS.values() if all(bool(config.get(key)) == bool(m.peft_keys[key]) for key in m.peft_keys)
     ]
     return marked[-1]
-
-
-def _scaling(config: Mapping[str, Any]) -> Scaling:
-    return "rank_stabilized" if config.get("use_rslora") else "standard"
 
 
 def _pairs(tensors: Tensors, method: Method, where: Path) -> Pairs:
@@ -217,11 +217,13 @@ def _is_in_layers(module: str, config: Mapping[str, Any], where: Path) -> bool:
     layers = config.get("layers_to_transform")
     if layers is None or layers == []:
         return True
-    stacks, place = _selector(config, "layers_pattern", where), place_of(module)
+    stacks, position = _selector(config, "layers_pattern", where), position_of(module)
     stacks = [stacks] if isinstance(stacks, str) and stacks else stacks
-    if place is None or (stacks and not any(full_match(rf"(.*\.)?{stack}", place.stack, where) for stack in stacks)):
+    if position is None or (
+        stacks and not any(full_match(rf"(.*\.)?{stack}", position.stack, where) for stack in stacks)
+    ):
         return False
-    return place.layer in (layers if isinstance(layers, list) else [layers])
+    return position.layer in (layers if isinstance(layers, list) else [layers])
 
 
 def _selector(config: Mapping[str, Any], key: str, where: Path) -> str | list[str] | None:

@@ -36,12 +36,13 @@ _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>[ABab])(?:\.(?P<adapter>(?!weight$|bias$)[\w-]+))?(?P<end>\.weight)?"
 )
 _WRAPPER = re.compile(rf"(?:module\.|_orig_mod\.|{re.escape(PREFIX)}(?=base_model\.|module\.|_orig_mod\.))+")
-_SNAPSHOT = re.compile(r"\d+_adapters\.safetensors")
+_INTERMEDIATE_SAVE = re.compile(r"\d+_adapters\.safetensors")
 _EMBEDDING = re.compile(r"(.*\.)?(embed\w*|wte|wpe|tok_embeddings|word_embeddings)")
 
 # To decide between the two 16-bit formats: the magnitudes of weights are within a few powers of two of each other and
 # reach down to zero. Read in the wrong format, one step of the exponent becomes eight steps, or an eighth of one.
-MOST_SPREAD, FEWEST_SMALL = 64.0, 0.02  # largest / median magnitude; share of magnitudes under an eighth of the median
+MAX_SPREAD = 64.0  # largest / median magnitude
+MIN_SMALL_SHARE = 0.02  # share of magnitudes under an eighth of the median
 
 
 class Finding(NamedTuple):
@@ -65,9 +66,9 @@ def open_source(path: Path, findings: list[Finding]) -> tuple[dict[str, Any], di
     """Return (config, weight files by layout, dualtune.json) of a directory. FormatError if it cannot be repaired."""
     usual = _present(path, WEIGHTS)
     files = usual or _present(path, OTHER_CONTAINERS)
-    if not files and (snapshot := _only_snapshot(path)):
-        files = {"mlx": snapshot}
-        findings.append(Finding(f"{snapshot.name} is mlx-lm's snapshot of a run that did not end", "takes it"))
+    if not files and (save := _intermediate_save(path)):
+        files = {"mlx": save}
+        findings.append(Finding(f"{save.name} is an intermediate save of an unfinished mlx-lm run", "uses it"))
     manifest = read_manifest(path) if files and not usual else open_directory(path).manifest
     if manifest is not None and (problems := integrity_problems(path, manifest, FILES)):
         raise FormatError(f"{path}: {'; '.join(problems[:3])}")
@@ -83,7 +84,7 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
         try:
             tensors: Any = safe_open(file, framework="numpy")
         except (SafetensorError, OSError) as error:
-            raise FormatError(f"{file}: not a whole safetensors file: {fields.shown(str(error))}") from None
+            raise FormatError(f"{file}: not a complete safetensors file: {fields.shown(str(error))}") from None
         names = [str(name) for name in tensors.keys() if is_module_path(str(name))]  # noqa: SIM118
         shapes |= {name: list(tensors.get_slice(name).get_shape()) for name in names}
     if not shapes:
@@ -106,7 +107,7 @@ def base_shapes(model_dir: Path) -> dict[str, tuple[int, int] | None]:
             packed = f"{name}.absmax" in shapes  # bitsandbytes
             found[module] = None if packed else (shape[0], shape[1])
     if gpt2.is_fan_in_fan_out(described):
-        return dict(gpt2.in_file(module, shape) for module, shape in found.items())
+        return dict(gpt2.canonical_layer(module, shape) for module, shape in found.items())
     return found
 
 
@@ -129,12 +130,12 @@ def _present(path: Path, names: Mapping[str, str]) -> dict[str, Path]:
     return {layout: path / name for layout, name in names.items() if (path / name).is_file()}
 
 
-def _only_snapshot(path: Path) -> Path | None:
-    found = sorted(file for file in path.glob("*_adapters.safetensors") if _SNAPSHOT.fullmatch(file.name))
+def _intermediate_save(path: Path) -> Path | None:
+    found = sorted(file for file in path.glob("*_adapters.safetensors") if _INTERMEDIATE_SAVE.fullmatch(file.name))
     if len(found) > 1:
         names = ", ".join(file.name for file in found[-3:])
         raise FormatError(
-            f"{path}: has no adapters.safetensors, but {len(found)} snapshots of a run that did not end ({names}). "
+            f"{path}: has no adapters.safetensors, but {len(found)} intermediate saves of an unfinished run ({names}). "
             "Rename the one you want to adapters.safetensors."
         )
     return found[0] if found else None
@@ -144,7 +145,7 @@ def _read_names(
     tensors: Tensors, parts: tuple[Path, ...], layout: str, file: Path, findings: list[Finding]
 ) -> WeightFile:
     """Return the matrices by module, and add a finding for each deviation from the format's names."""
-    halves, foreign, habits, adapters = Halves(), Tensors(), defaultdict[str, int](int), set[str]()
+    halves, foreign, deviations, adapters = Halves(), Tensors(), defaultdict[str, int](int), set[str]()
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         module, wrappers = _unwrapped(match["module"]) if match else ("", "")
@@ -154,30 +155,30 @@ def _read_names(
         small, adapter = match["part"].islower(), match["adapter"]
         if adapter:
             adapters.add(adapter)
-            habits[f"the name of the adapter ({adapter}) in"] += 1
-        for habit, found in {
-            f"a needless {wrappers} before": bool(wrappers),
-            f"no {PREFIX} before": layout == "peft" and not small and not match["module"].startswith(PREFIX),
-            f"{PREFIX} before": layout == "mlx" and match["module"].startswith(PREFIX),
-            "mlx-lm's lora_a and lora_b in": layout == "peft" and small,
-            "PEFT's lora_A and lora_B in": layout == "mlx" and not small,
-            ".weight after": layout == "mlx" and small and bool(match["end"]),
-            "no .weight after": layout == "peft" and not small and not match["end"],
+            deviations[f"contain the adapter's name ({adapter})"] += 1
+        for deviation, found in {
+            f"start with an extra {wrappers}": bool(wrappers),
+            f"lack {PREFIX} at the start": layout == "peft" and not small and not match["module"].startswith(PREFIX),
+            f"start with {PREFIX}": layout == "mlx" and match["module"].startswith(PREFIX),
+            "contain mlx-lm's lora_a and lora_b": layout == "peft" and small,
+            "contain PEFT's lora_A and lora_B": layout == "mlx" and not small,
+            "end in .weight": layout == "mlx" and small and bool(match["end"]),
+            "lack .weight at the end": layout == "peft" and not small and not match["end"],
         }.items():
-            habits[habit] += found
+            deviations[deviation] += found
         key = (module, match["part"].upper())
         matrix = tensor.T if small else tensor
         if key in halves and not np.array_equal(halves[key], matrix):
-            fault = f"{file.name}: {module}: lora_{key[1]} is there twice, under two names and with different numbers"
-            findings.append(Finding(f"{fault}. Remove the tensor that is wrong"))
+            fault = f"{file.name}: {module}: two names for lora_{key[1]}, with different numbers"
+            findings.append(Finding(f"{fault}. Remove the wrong tensor"))
         elif key in halves:
-            habits["a second copy of"] += 1
+            deviations["repeat a tensor under another name"] += 1
         halves[key] = matrix
     if len(adapters) > 1:
         names = ", ".join(sorted(adapters))
-        findings.append(Finding(f"{file.name}: holds several adapters ({names}). Save the one you want alone"))
-    repair = "gives them the names of the format"
-    findings += [Finding(f"{file.name}: {habit} {n} names", repair) for habit, n in habits.items() if n]
+        findings.append(Finding(f"{file.name}: contains several adapters ({names}). Save only the one you want"))
+    repair = "renames them as the format requires"
+    findings += [Finding(f"{file.name}: {n} names {what}", repair) for what, n in deviations.items() if n]
     return WeightFile(layout, file, parts, halves, foreign)
 
 
@@ -207,12 +208,13 @@ def _read_safetensors(file: Path, findings: list[Finding]) -> Tensors:
     header, _ = _header(file)
     if not any(info.get("dtype") == "U16" for info in header.values()):
         return read_safetensors(file)
-    fitting = {dtype: tensors for dtype in ("BF16", "F16") if _is_natural(tensors := _relabelled(file, dtype))}
-    fault = f"{file.name}: 16-bit integers (U16) where floating-point numbers belong"
+    fitting = {dtype: tensors for dtype in ("BF16", "F16") if _is_plausible(tensors := _relabelled(file, dtype))}
+    fault = f"{file.name}: got 16-bit integers (U16), must be floating-point numbers"
     if len(fitting) != 1:
-        raise FormatError(f"{file}: {fault}, and they could be {' or '.join(fitting) or 'anything'}. Save them again.")
+        plausible = "both BF16 and F16 are" if fitting else "neither BF16 nor F16 is"
+        raise FormatError(f"{file}: {fault}; {plausible} plausible. Save them again.")
     [(dtype, tensors)] = fitting.items()
-    findings.append(Finding(f"{fault}; only read as {dtype} do they look like weights", f"reads them as {dtype}"))
+    findings.append(Finding(f"{fault}; only {dtype} gives plausible weights", f"reads them as {dtype}"))
     return tensors
 
 
@@ -242,11 +244,11 @@ def _relabelled(file: Path, dtype: str) -> Tensors:
         return read_safetensors(copy)
 
 
-def _is_natural(tensors: Mapping[str, np.ndarray]) -> bool:
+def _is_plausible(tensors: Mapping[str, np.ndarray]) -> bool:
     """Return whether the magnitudes, relative to the median of their tensor, are distributed like those of weights."""
     sizes = [np.abs(x[np.nonzero(x)]) for x in tensors.values()]
     if not all(bool(np.isfinite(x).all()) for x in sizes) or not any(x.size for x in sizes):
         return False
-    with np.errstate(over="ignore"):  # far above a median near zero: not natural
+    with np.errstate(over="ignore"):  # far above a median near zero: not plausible
         relative = np.concatenate([x / np.median(x) for x in sizes if x.size])
-    return bool(relative.max() < MOST_SPREAD and np.mean(relative < 1 / 8) > FEWEST_SMALL)
+    return bool(relative.max() < MAX_SPREAD and np.mean(relative < 1 / 8) > MIN_SMALL_SHARE)

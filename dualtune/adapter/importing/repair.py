@@ -1,6 +1,6 @@
 """Import of foreign or damaged adapter directories: `dualtune adapter import`.
 
-Faults are found first (`foreign`, `diagnose`, `orientation`), and fixed on request if the directory itself determines
+Faults are found first (`foreign`, `diagnose`, `change`), and fixed on request if the directory itself determines
 exactly one right answer. The result goes through the same strict readers as any adapter: only they decide what an
 adapter computes.
 """
@@ -43,8 +43,8 @@ class ImportedAdapter:
 def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, repair: bool = False) -> ImportedAdapter:
     """Return the adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
 
-    `base` is a model directory; its names and shapes decide what the adapter itself leaves open. FormatError with all
-    findings if there is a fault and `repair` is not set, or if there is no single right answer.
+    `base` is a model directory; its names and shapes decide what the adapter leaves open. FormatError with all findings
+    if there is a fault and `repair` is not set, or if there is no single right answer.
     """
     directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
@@ -68,8 +68,8 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
         "mended": [{"fault": finding.fault, "repair": finding.repair} for finding in findings],
     }
     template = read_template(directory)
-    turned = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
-    adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes, template, turned)
+    fan_in_fan_out = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
+    adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes, template, fan_in_fan_out)
     return ImportedAdapter(
         adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record}
     )
@@ -83,46 +83,46 @@ def _repair(
     modules = dict.fromkeys(module for w in weights.values() for module, _ in w.halves)
     renamed = diagnose.rename_by_base(modules, shapes, findings)
     config = diagnose.repair_types(diagnose.rename_in_config(config, renamed), findings)
-    found, lone = dict[str, Pairs](), dict[str, list[str]]()
+    found, unpaired = dict[str, Pairs](), dict[str, list[str]]()
     for name, w in weights.items():
-        found[name], lone[name] = _pair_up(w, renamed)
-    main = _main(found)
-    findings += [Finding(f"{text}. Copy the adapter again") for text in lone[main]]
+        found[name], unpaired[name] = _pair_up(w, renamed)
+    main = _main_layout(found)
+    findings += [Finding(f"{text}. Copy the adapter again") for text in unpaired[main]]
     if not found[main]:
         return config, found  # the strict reader reports what is there instead
-    stated = diagnose.stated(config)
-    ranks = dict.fromkeys(found[main], stated.r or stated.rank)
+    settings = diagnose.scale_settings(config)
+    ranks = dict.fromkeys(found[main], settings.r or settings.rank)
     if not config.get("rank_pattern") and (None in ranks.values() or not readings(found[main], ranks, shapes)):
         config = diagnose.repair_rank(config, common_rank(found[main]), findings)
-    elif stated.r and stated.rank and stated.r != stated.rank:
-        config = diagnose.repair_rank(config, stated.r, findings)
+    elif settings.r and settings.rank and settings.r != settings.rank:
+        config = diagnose.repair_rank(config, settings.r, findings)
     config = diagnose.repair_scale(config, layout, findings)
-    depth = len({p.layer for m in shapes if (p := diagnose.place_of(m))}) or None
+    depth = len({p.layer for m in shapes if (p := diagnose.position_of(m))}) or None
     findings += diagnose.missing_modules(config, found[main], shapes)
     return diagnose.repair_num_layers(config, found[main], depth, findings), found
 
 
 def _pair_up(weights: WeightFile, renamed: Mapping[str, str]) -> tuple[Pairs, list[str]]:
     """Return the pairs of a file under their right names, and errors about matrices without a partner."""
-    pairs, lone = Pairs(), list[str]()
+    pairs, unpaired = Pairs(), list[str]()
     for module in sorted({module for module, _ in weights.halves}):
         A, B = (weights.halves.get((module, part)) for part in "AB")
         if A is None or B is None:
-            there, absent = "BA" if A is None else "AB"
-            lone.append(f"{weights.file.name}: {module}: lora_{there} without its lora_{absent}")
+            present, absent = "BA" if A is None else "AB"
+            unpaired.append(f"{weights.file.name}: {module}: lora_{present} is there, but lora_{absent} is missing")
         else:
             pairs[renamed.get(module, module)] = Pair(A, B)
-    return pairs, lone
+    return pairs, unpaired
 
 
 def _options(config: Mapping[str, Any], pairs: Pairs, shapes: Shapes) -> list[Reading]:
-    stated = diagnose.stated(config)
-    rank = None if config.get("rank_pattern") else stated.r or stated.rank
+    settings = diagnose.scale_settings(config)
+    rank = None if config.get("rank_pattern") else settings.r or settings.rank
     return readings(pairs, dict.fromkeys(pairs, rank), shapes)
 
 
-def _main(found: Mapping[str, Pairs]) -> str:
-    """Return the main file: PEFT's, unless mlx-lm's has more modules."""
+def _main_layout(found: Mapping[str, Pairs]) -> str:
+    """Return the layout of the main file: PEFT's, unless mlx-lm's has more modules."""
     return max(found, key=lambda name: (len(found[name]), name == "peft"))
 
 
@@ -134,45 +134,46 @@ def _agreeing(
     findings: list[Finding],
 ) -> tuple[str, Parts]:
     """Return (layout, adapter) with the reading of the matrices that fits; with two files, that agrees in both."""
-    main = _main(found)
+    main = _main_layout(found)
     options = {name: _options(config, pairs, shapes) or [Reading({}, pairs)] for name, pairs in found.items()}
     if len(found) == 1:
         if len(options[main]) > 1:
             findings.append(_ambiguous(weights[main], options[main]))
-        _say_turns(weights[main], options[main][0], findings)
+        _report_changes(weights[main], options[main][0], findings)
         return main, _parse(config, weights[main], options[main][0])
-    [twin] = found.keys() - {main}
-    if any(not reading.turns for reading in _options(config, found[twin], shapes)):
-        options[twin].append(unscrambled(found[twin]))
-    ours, theirs = ([(way, _parse(config, weights[name], way)) for way in options[name]] for name in (main, twin))
+    [second] = found.keys() - {main}
+    if any(not reading.changes for reading in _options(config, found[second], shapes)):
+        options[second].append(unscrambled(found[second]))
+    ours, theirs = (
+        [(reading, _parse(config, weights[name], reading)) for reading in options[name]] for name in (main, second)
+    )
     same = [pair for pair in product(ours, theirs) if _distance(pair[0][1], pair[1][1]) <= SAME_FUNCTION]
     if not same:
         gap = _distance(ours[0][1], theirs[0][1])
-        fault = f"{weights[main].file.name} and {weights[twin].file.name} hold different adapters: their updates differ"
-        findings.append(Finding(f"{fault} by {gap:.1e} of their norm. Remove the file that is wrong"))
+        fault = f"{weights[main].file.name} and {weights[second].file.name} hold different adapters"
+        findings.append(Finding(f"{fault}: their updates differ by {gap:.1e} of their norm. Remove the wrong file"))
         return "dual", ours[0][1]
-    (way, parts), (other_way, other) = same[0]
+    (reading, parts), (other_reading, other) = same[0]
     if any(_distance(parts, also) > SAME_FUNCTION for (_, also), _ in same[1:]):
         findings.append(_ambiguous(weights[main], options[main]))
-    _say_turns(weights[main], way, findings)
-    _say_turns(weights[twin], other_way, findings)
+    _report_changes(weights[main], reading, findings)
+    _report_changes(weights[second], other_reading, findings)
     if foreign := sorted(other.tensors.keys() - parts.tensors.keys()):
-        fault = (
-            f"{weights[twin].file.name} and {weights[main].file.name} each lack modules of the other ({foreign[0]}, …)"
-        )
-        findings.append(Finding(f"{fault}. Remove the file that is wrong"))
+        names = f"{weights[second].file.name} and {weights[main].file.name}"
+        fault = f"{names} each lack tensors that the other has ({foreign[0]}, …)"
+        findings.append(Finding(f"{fault}. Remove the wrong file"))
     elif lost := sorted(parts.tensors.keys() - other.tensors.keys()):
-        fault = f"{weights[twin].file.name} lacks {len(lost)} tensors of {weights[main].file.name} ({lost[0]}, …)"
-        findings.append(Finding(fault, "writes both from the whole one: what they share is the same"))
+        fault = f"{weights[second].file.name} lacks {len(lost)} tensors of {weights[main].file.name} ({lost[0]}, …)"
+        findings.append(Finding(fault, "writes both from the complete one; the shared tensors agree"))
     return "dual", parts
 
 
-def _parse(config: dict[str, Any], weights: WeightFile, way: Reading) -> Parts:
+def _parse(config: dict[str, Any], weights: WeightFile, reading: Reading) -> Parts:
     """Read the matrices with the strict reader of the layout, or of the only tool in the config."""
     is_peft, is_mlx = diagnose.has_peft_keys(config), diagnose.has_mlx_keys(config)
     as_peft = is_peft and (weights.layout == "peft" or not is_mlx)
     tensors: Tensors = dict(weights.foreign)
-    for module, (A, B) in way.pairs.items():
+    for module, (A, B) in reading.pairs.items():
         if as_peft:
             tensors |= {tensor_name(module, "A"): A, tensor_name(module, "B"): B}
         else:
@@ -193,18 +194,18 @@ def _distance(ours: Parts, theirs: Parts) -> float:
     return float(max(gaps, default=np.inf))
 
 
-def _say_turns(weights: WeightFile, reading: Reading, findings: list[Finding]) -> None:
-    for turn in dict.fromkeys(reading.turns.values()):
-        modules = [module for module, done in reading.turns.items() if done == turn]
+def _report_changes(weights: WeightFile, reading: Reading, findings: list[Finding]) -> None:
+    for change in dict.fromkeys(reading.changes.values()):
+        modules = [module for module, done in reading.changes.items() if done == change]
         where = "all modules" if len(modules) == len(reading.pairs) else f"{len(modules)} modules ({modules[0]}, …)"
-        findings.append(Finding(f"{weights.file.name}: {turn} in {where}", "turns them back"))
+        findings.append(Finding(f"{weights.file.name}: {change} in {where}", "restores the right orientation"))
 
 
 def _ambiguous(weights: WeightFile, options: list[Reading]) -> Finding:
-    ways = " or ".join(dict.fromkeys(turn for option in options for turn in option.turns.values()))
+    ways = " or ".join(dict.fromkeys(change for option in options for change in option.changes.values()))
     return Finding(
-        f"{weights.file.name}: {ways}: the shapes allow both, and the updates differ. --base decides if the model has "
-        "layers that are not square; else convert the adapter again from where it came"
+        f"{weights.file.name}: {ways}: the shapes allow both, and the updates differ. Give --base if the model has "
+        "layers that are not square; otherwise convert the original adapter again"
     )
 
 
@@ -227,9 +228,6 @@ def _refuse(directory: Path, findings: list[Finding], *, repair: bool) -> None:
         return
     lines = [f"{directory}: {len(findings)} fault{'s' if len(findings) > 1 else ''}; nothing is written"]
     for fault, how in findings:
-        lines += [
-            f"  {fault}",
-            f"    --repair {how}" if how else "    --repair cannot: the directory holds no single right answer",
-        ]
+        lines += [f"  {fault}", f"    --repair {how or 'cannot fix it: the directory does not show the right answer'}"]
     lines += ["Run it again with --repair."] if all(finding.repair for finding in findings) else []
     raise FormatError("\n".join(lines))

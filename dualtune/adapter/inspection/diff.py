@@ -14,11 +14,11 @@ import numpy as np
 
 from dualtune.adapter.formats.canonical import (
     Pair,
-    beside_distance,
-    beside_of,
-    beside_pairs,
     delta_distance,
     delta_norm,
+    extra_tensors,
+    extras_distance,
+    extras_of,
     to_pairs,
 )
 from dualtune.adapter.formats.directory import SAME_FUNCTION, Adapter, read_adapter
@@ -65,8 +65,8 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
     modules = [
         _difference(m, pairs[m], ours.spec.scale, others[m], theirs.spec.scale) for m in shared if m not in reshaped
     ]
-    beside = [beside_pairs(adapter.tensors) for adapter in (ours, theirs)]
-    modules = [_with_beside(found, *(beside_of(found.module, tensors) for tensors in beside)) for found in modules]
+    extras = [extra_tensors(adapter.tensors) for adapter in (ours, theirs)]
+    modules = [_with_extras(found, *(extras_of(found.module, tensors) for tensors in extras)) for found in modules]
     return AdapterDifference(
         settings={k: (x, y) for k, x in _settings(ours).items() if x != (y := _settings(theirs)[k])},
         only_in_a=tuple(sorted(pairs.keys() - others.keys())),
@@ -79,7 +79,7 @@ def diff_adapters(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Adapt
 def render_difference(found: AdapterDifference) -> str:
     """Format the difference as plain text, the largest parts first."""
     lines = [f"{key}: {ours} in A, {theirs} in B" for key, (ours, theirs) in found.settings.items()]
-    apart = {"only in A": found.only_in_a, "only in B": found.only_in_b, "of another shape": found.of_other_shape}
+    apart = {"only in A": found.only_in_a, "only in B": found.only_in_b, "different shape": found.of_other_shape}
     for title, names in apart.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         lines += [f"{title}: {', '.join(names[:3])}{more}"] if names else []
@@ -124,9 +124,9 @@ def _difference(module: str, ours: Pair, our_scale: float, theirs: Pair, their_s
     return ModuleDifference(module, distance, norm_a, norm_b, cosine)
 
 
-def _with_beside(found: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
-    """Include the parameters that the method trains beside A and B, if they differ more."""
-    distance = max(found.relative_difference, beside_distance(ours, theirs))
+def _with_extras(found: ModuleDifference, ours: Tensors, theirs: Tensors) -> ModuleDifference:
+    """Include the parameters that the method trains in addition to A and B, if they differ more."""
+    distance = max(found.relative_difference, extras_distance(ours, theirs))
     return replace(found, relative_difference=distance)
 
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dualtune.adapter.formats import canonical
-from dualtune.adapter.formats.chat_template import described
+from dualtune.adapter.formats.chat_template import describe_template
 from dualtune.adapter.formats.directory import FILES, Adapter, agreement_problems, load, open_directory
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, integrity_problems
-from dualtune.adapter.layers import place_of
+from dualtune.adapter.layers import position_of
 
 MLX_DEFAULT_SCALE = 20.0
 
@@ -84,7 +84,7 @@ def inspect_adapter(path: str | os.PathLike[str]) -> AdapterReport:
         scaling=spec.scaling,
         dropout=spec.dropout,
         targets=spec.targets,
-        template=described(adapter.template, adapter.metadata),
+        template=describe_template(adapter.template, adapter.metadata),
         num_modules=len(pairs),
         num_parameters=sum(x.size for x in adapter.tensors.values()),
         file_bytes={name: (contents.directory / name).stat().st_size for name in names},
@@ -104,7 +104,7 @@ def render_report(report: AdapterReport) -> str:
         f"adapter     {report.path}",
         f"layout      {report.layout}",
         f"base model  {report.base_model or 'not recorded'}",
-        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_how(report)}, "
+        f"rank        {report.rank}, alpha {report.alpha:.6g}, scale {report.scale:.6g}{_scaling_note(report)}, "
         f"dropout {report.dropout:g}",
         f"targets     {_shortened(report.targets)}",
         f"template    {report.template}",
@@ -121,15 +121,15 @@ def render_report(report: AdapterReport) -> str:
     return "\n".join(lines)
 
 
-def _how(report: AdapterReport) -> str:
+def _scaling_note(report: AdapterReport) -> str:
     return " (rank-stabilized: alpha / √rank)" if report.scaling == "rank_stabilized" else ""
 
 
 def _projections(pairs: canonical.Pairs, scale: float) -> tuple[ProjectionNorms, ...]:
     norms: dict[str, list[float]] = defaultdict(list)
     for module, pair in pairs.items():
-        place = place_of(module)
-        norms[place.name if place else module].append(canonical.delta_norm(pair, scale))
+        position = position_of(module)
+        norms[position.name if position else module].append(canonical.delta_norm(pair, scale))
     return tuple(ProjectionNorms(name, len(n), sum(n) / len(n), max(n)) for name, n in sorted(norms.items()))
 
 
@@ -142,11 +142,13 @@ def _flags(adapter: Adapter, pairs: canonical.Pairs) -> list[str]:
         flags.append(f"B is all zeros in {len(idle)} of {len(pairs)} modules (they do nothing): {_shortened(idle)}")
     # The two usual mistakes of converters between scale and alpha; only hints, since both values can be intended.
     if adapter.layout != "mlx" and spec.alpha == MLX_DEFAULT_SCALE and spec.scaling == "standard":
-        flags.append(f"alpha is 20, which is mlx-lm's default scale: if it was meant as one, alpha is 20 · {spec.rank}")
+        flags.append(
+            f"alpha is 20, which is mlx-lm's default scale: if it was meant as scale, alpha must be 20 · {spec.rank}"
+        )
     if adapter.layout == "mlx" and spec.scale != MLX_DEFAULT_SCALE and spec.scale >= max(spec.rank, 8):
         flags.append(
             f"scale is {spec.scale:g} at rank {spec.rank}: mlx-lm multiplies by it directly. "
-            f"If it was meant as alpha, scale is {spec.scale / spec.rank:g}"
+            f"If it was meant as alpha, scale must be {spec.scale / spec.rank:g}"
         )
     return flags
 

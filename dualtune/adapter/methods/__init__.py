@@ -14,7 +14,7 @@ from dualtune.adapter.methods.method import Method
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in (lora.METHOD,)})
 
 # Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
-NOT_THERE = {
+UNSUPPORTED = {
     "modules_to_save": "whole modules were trained next to the adapter",
     "use_dora": "DoRA rescales the merged weight",
 }

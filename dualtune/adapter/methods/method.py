@@ -40,7 +40,7 @@ class Method:
     initial: Callable[[Shape, int, np.random.Generator, Weight | None], ByPart]
     # The parameters by part, the scale, W -> ΔW, float64 [out, in].
     delta: Callable[[Mapping[str, np.ndarray], float, Weight], np.ndarray]
-    peft_keys: Mapping[str, object]  # its keys in PEFT's adapter_config.json, beside those of LoRA
+    peft_keys: Mapping[str, object]  # its keys in PEFT's adapter_config.json, in addition to those of LoRA
     mlx_type: str  # fine_tune_type in mlx-lm's config
 
     def count(self, weight: Shape, rank: int) -> int:

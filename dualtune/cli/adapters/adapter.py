@@ -125,7 +125,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     """
     from dataclasses import replace
 
-    from dualtune.adapter.formats.chat_template import settle
+    from dualtune.adapter.formats.chat_template import write_training_template
     from dualtune.adapter.formats.directory import read_adapter
     from dualtune.adapter.spec import modules_of
     from dualtune.backend import LoadRequest
@@ -151,7 +151,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
 
         def write(directory: Path) -> None:
             engine.save_merged(directory)
-            shown.tell(f"template    {settle(directory, adapter.template, adapter.metadata)}")
+            shown.tell(f"template    {write_training_template(directory, adapter.template, adapter.metadata)}")
 
         _write_whole(out, write)
     recorded: dict[str, object] = adapter.metadata.get("base") or {}

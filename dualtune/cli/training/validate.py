@@ -73,7 +73,7 @@ def command(
     from dualtune.io.disk import write_file
     from dualtune.platform.choose import choose
     from dualtune.platform.detect import detect
-    from dualtune.validate.plan import open_place
+    from dualtune.validate.plan import open_setup
     from dualtune.validate.tiers import tiers_of
 
     if write_data is not None:
@@ -89,7 +89,7 @@ def command(
             choice = choose(device, machine)
             options.tell(f"platform    {choice.platform}: {choice.reason}")
             shown.begin("importing", choice.backend)
-            setup = open_place(choice, out, random_weights=random_weights)
+            setup = open_setup(choice, out, random_weights=random_weights)
             results = _run_all(tiers, setup, machine, options)
     except Preempted as stop:
         say(f"{stop}. A tier cannot be resumed: the same command starts it again.", err=True)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import yaml
 
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, described
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, describe_template
 from dualtune.adapter.formats.directory import Adapter
 from dualtune.config import Config
 
@@ -64,9 +64,9 @@ def _text_of_base(base: str | None) -> str:
 
 def _rows_of_training(adapter: Adapter, training: Mapping[str, Any], config: Config | None) -> list[tuple[str, Any]]:
     spec = adapter.spec
-    rows: list[tuple[str, Any]] = [("method", spec.trained.title)] if training else []
+    rows: list[tuple[str, Any]] = [("method", spec.method_spec.title)] if training else []
     if adapter.template_hash is not None:
-        rows.append(("chat template", described(adapter.template, adapter.metadata)))
+        rows.append(("chat template", describe_template(adapter.template, adapter.metadata)))
     how = "alpha / √rank" if spec.scaling == "rank_stabilized" else "alpha / rank"
     rows += [("rank", spec.rank), (f"scale ({how})", spec.scale), ("modules", ", ".join(spec.targets))]
     rows += [(key, training[key]) for key in ("backend", "steps", "skipped_steps", "seed") if key in training]
