@@ -25,8 +25,8 @@ from dualtune.errors import ConfigError
 
 Show = Callable[[str, float], None]  # (what is being read, fraction done)
 REASONS = {
-    State.UNTRAINED: "no token to learn",
-    State.TOO_LONG: "no trainable token within max_length",
+    State.NO_TARGET: "no target token",
+    State.TOO_LONG: "no target token within max_length",
 }
 
 
@@ -156,7 +156,7 @@ class Documents(Sequence[Document]):
 
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
-        text = f"{len(self)} documents, {self.num_tokens} tokens, {self.num_targets} of them trained ({share:.0%})"
+        text = f"{len(self)} documents, {self.num_tokens} tokens, {self.num_targets} of them targets ({share:.0%})"
         if self.num_truncated:
             text += f"; {self.num_truncated} cut to max_length"
         if self.num_split:

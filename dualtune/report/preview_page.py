@@ -74,7 +74,7 @@ def _tiles(found: Survey) -> list[tuple[str, str]]:
     return [
         ("documents to train on", f"{found.documents:,}"),
         ("tokens", f"{found.tokens:,}"),
-        ("of them trained", f"{found.trained_share:.1%}"),
+        ("of them targets", f"{found.trained_share:.1%}"),
         ("tokens of the median document", f"{found.lengths.median:,g}"),
         ("steps", f"{found.steps:,}"),
         ("bad rows left out", f"{found.bad_rows:,}"),
@@ -105,7 +105,7 @@ def _late(bar: Bar, usual: int) -> str:
 def _sources(sources: Sequence[SourceNumbers]) -> str:
     heads = "".join(
         f"<th scope=col>{name}</th>"
-        for name in ("source", "documents", "tokens", "trained", "median length", "90 % up to", "longest")
+        for name in ("source", "documents", "tokens", "targets", "median length", "90 % up to", "longest")
     )
     return (
         '<h2>Sources</h2>\n<div class="scroll" role="region" aria-label="Numbers by source" tabindex="0">\n'
@@ -144,7 +144,7 @@ def _of(shown: int, total: int) -> str:
 
 
 _LEGEND = (
-    '<p class="legend part"><span><span class="trained">underlined, on green</span> is learned</span>'
+    '<p class="legend part"><span><span class="target">underlined, on green</span> is a target</span>'
     "<span>the rest is context</span>"
     '<span><span class="special">token</span> is a special token</span></p>\n'
 )
@@ -161,7 +161,7 @@ def _sample(sample: Sample, number: int) -> str:
     return (
         f'<article class="row {kinds}" aria-labelledby="row-{number}">\n'
         f'<header><h3 id="row-{number}">{_place(sample.where)}</h3>{tags}'
-        f"<p>{sample.num_tokens:,} tokens, {sample.num_trained:,} of them trained{twin}</p></header>\n"
+        f"<p>{sample.num_tokens:,} tokens, {sample.num_targets:,} of them targets{twin}</p></header>\n"
         f"{turns}{f'<p class=cutmark>✂ {cut}</p>' if cut else ''}</article>\n"
     )
 
@@ -184,8 +184,8 @@ def _part(part: TurnPart) -> str:
 
 
 def _token(token: ShownToken) -> str:
-    kinds = " ".join(name for name, holds in (("special", token.special), ("trained", token.trained)) if holds)
-    weight = f", weight {token.weight:g}" if token.trained and token.weight != 1 else ""
+    kinds = " ".join(name for name, holds in (("special", token.special), ("target", token.is_target)) if holds)
+    weight = f", weight {token.weight:g}" if token.is_target and token.weight != 1 else ""
     return f'<span title="token {token.id}{weight}"{f" class={kinds!r}" if kinds else ""}>{_text(token.text)}</span>'
 
 

@@ -151,7 +151,7 @@ def test_a_config_s_template_and_length_are_applied(dualtune_main, config_file, 
     assert result.stdout.splitlines() == [
         f"{data}:2: the chat template refuses this conversation: not this",
         f"{data}:5: has no 'completion'; its keys are: prompt",
-        f"{data}: 6 rows, 2 cannot be used; 1 cut at max_length; 1 dropped: no trainable token within max_length",
+        f"{data}: 6 rows, 2 cannot be used; 1 cut at max_length; 1 dropped: no target token within max_length",
         f"{eval_}: 2 rows, 0 cannot be used",
     ]
     assert result.returncode == 3

@@ -65,7 +65,7 @@ def test_what_is_trained_stands_between_marks(dualtune_main, config_file, write_
     result = dualtune_main("preview", config_file({"data.eval": 0}))
     assert (result.returncode, result.stderr) == (0, "")
     assert (
-        f"document    {data}:1: 30 tokens, 5 of them trained\n"
+        f"document    {data}:1: 30 tokens, 5 of them targets\n"
         "<s><|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦four<|im_end|>⟧\n\n"
     ) in result.stdout
 
@@ -126,7 +126,7 @@ def test_what_becomes_of_long_rows_is_told(dualtune_main, config_file, write_row
     write_rows([{"prompt": prompt, "completion": completion} for prompt, completion in rows])
     text = dualtune_main("preview", config_file({"data.eval": 0}), "--rows", 0).stdout
     assert "over-long   2 of the rows have more than 64 tokens, the longest has 113; 1 cut, 1 dropped\n" in text
-    assert "documents   3; 1 dropped: no trainable token within max_length\n" in text
+    assert "documents   3; 1 dropped: no target token within max_length\n" in text
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_the_page_holds_every_token_of_the_first_rows_and_the_data_stay_text(
     first = [row for row in page.rows if "first" in row["kinds"]]
     for row, document in zip(first, documents, strict=True):
         assert [token[0] for token in row["tokens"]] == document.tokens.tolist()
-        assert ["trained" in token[1] for token in row["tokens"]] == document.trained.tolist()
+        assert ["target" in token[1] for token in row["tokens"]] == document.loss_mask.tolist()
     assert {"".join(token[2] for token in row["tokens"]) for row in first} == {
         f"<s><|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
         for prompt, answer in ((EVIL.replace("\x1b", "␛"), "日 & <b>"), ("2", "3"))
@@ -240,7 +240,7 @@ def test_data_without_anything_to_learn_are_an_error(dualtune_main, config_file,
     result = dualtune_main("preview", config_file({"data.eval": 0}))
     assert result.returncode == 3
     assert "nothing to train on" in result.stderr
-    assert "2 dropped: no trainable token within max_length" in result.stderr
+    assert "2 dropped: no target token within max_length" in result.stderr
 
 
 @pytest.mark.parametrize(("args", "code"), [([], 2), (["no.yaml"], 2), (["no.yaml", "--rows", "-1"], 2)])

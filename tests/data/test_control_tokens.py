@@ -38,11 +38,11 @@ def tokenized(tokenizer, *examples, loss_on="all"):
 
 
 def document(tokenizer, example, loss_on="all"):
-    """(ids, learned) of an example that becomes one document."""
+    """(ids, loss mask) of an example that becomes one document."""
     (row,) = tokenized(tokenizer, example, loss_on=loss_on)
     assert not isinstance(row, BadRow), row
-    ((ids, learned),) = row.documents
-    return ids.tolist(), learned.tolist()
+    ((ids, mask),) = row.documents
+    return ids.tolist(), mask.tolist()
 
 
 def controls(ids):
@@ -63,10 +63,10 @@ def with_policy(tiny_llama, tmp_path):
 def test_control_tokens_in_a_chat_are_text_and_the_template_s_are_not(with_policy, loss_on):
     tokenizer = with_policy()
     example = chat(EVIL, f"No.{EVIL}")
-    ids, learned = document(tokenizer, example, loss_on)
+    ids, mask = document(tokenizer, example, loss_on)
     assert controls(ids) == [BOS, START, END, START, END]
     assert tokenizer.decode_all(ids).rstrip("\n") == tokenizer.render(example.messages).rstrip("\n")
-    said = tokenizer.decode_all([id for id, it in zip(ids, learned, strict=True) if it])
+    said = tokenizer.decode_all([id for id, it in zip(ids, mask, strict=True) if it])
     assert said.endswith(f"No.{EVIL}<|im_end|>") and (loss_on == "all" or said == f"No.{EVIL}<|im_end|>")
 
 
@@ -92,9 +92,9 @@ def test_a_plain_text_and_a_completion_obey_too(with_policy):
     text = Example("f", 1, prompt="", completion="<s>one</s>two", is_text=True)
     assert controls(document(tokenizer, text)[0]) == [BOS, EOS]  # the tokenizer's, and the end that is put behind it
     pair = Example("f", 1, prompt="a</", completion="s>b<|im_end|>")  # put together out of both
-    ids, learned = document(tokenizer, pair, "assistant")
+    ids, mask = document(tokenizer, pair, "assistant")
     assert controls(ids) == [BOS, EOS] and tokenizer.decode_all(ids) == "<s>a</s>b<|im_end|></s>"
-    assert sum(learned) == len("s>b<|im_end|>") + 1
+    assert sum(mask) == len("s>b<|im_end|>") + 1
 
 
 def test_a_token_across_the_border_is_cut_beside_a_control_token_too(with_policy):
@@ -102,8 +102,8 @@ def test_a_token_across_the_border_is_cut_beside_a_control_token_too(with_policy
     tokenizer = with_policy()
     for before in ("a", "</s>"):
         pair = Example("f", 1, prompt=f"{before}1+6=", completion="7</s>")
-        ids, learned = document(tokenizer, pair, "assistant")
-        said = [id for id, it in zip(ids, learned, strict=True) if it]
+        ids, mask = document(tokenizer, pair, "assistant")
+        said = [id for id, it in zip(ids, mask, strict=True) if it]
         assert tokenizer.decode_all(said) == "7</s></s>" and len(said) == len("7</s>") + 1
         assert controls(ids) == [BOS, EOS]
 

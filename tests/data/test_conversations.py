@@ -53,13 +53,13 @@ def test_other_keys_reach_the_template():
     assert [m.as_dict() for m in messages] == [user("?", name="Ann"), assistant("!", reasoning_content="Hm.")]
 
 
-@pytest.mark.parametrize(("marks", "learned"), [
+@pytest.mark.parametrize(("marks", "is_trained"), [
     ({}, True), ({"train": True}, True), ({"train": False}, False), ({"weight": 1}, True), ({"weight": 0}, False),
     ({"weight": 0.0, "train": False}, False), ({"weight": 1, "train": True}, True), ({"train": None}, True),
 ])  # fmt: skip
-def test_train_and_weight_decide_whether_a_turn_is_learned(marks, learned):
+def test_train_and_weight_decide_whether_a_turn_is_trained_on(marks, is_trained):
     messages = read(user("?", train=False, weight=0), assistant("!") | marks, ASK, SAY)
-    assert [m.train for m in messages if m.role == "assistant"] == [learned, True]
+    assert [m.train for m in messages if m.role == "assistant"] == [is_trained, True]
     assert all(m.as_dict().keys() == {"role", "content"} for m in messages)
 
 

@@ -31,14 +31,14 @@ CONVERSATIONS = {
 
 
 def by_transformers(source, messages, tools=(), **options):
-    """(text, generation spans), by transformers' own functions."""
+    """(text, generation ranges), by transformers' own functions."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    texts, spans = render_jinja_template(
+    texts, ranges = render_jinja_template(
         [messages], tools=list(tools) or None, chat_template=source, **options, **SPECIAL
     )
-    return texts[0], spans
+    return texts[0], ranges
 
 
 def render(source, messages=(ASKS,), **options):
@@ -123,8 +123,8 @@ def test_generation_markers_give_the_spans_of_transformers():
     source = (GOLDEN / "chatml_with_markers.jinja").read_text(encoding="utf-8")
     messages, _ = CONVERSATIONS["two turns"]
     template = ChatTemplate(source, SPECIAL)
-    text, (spans,) = by_transformers(source, messages, return_assistant_tokens_mask=True)
-    assert template.render_marked(messages) == (text, spans) and len(spans) == 2
+    text, (ranges,) = by_transformers(source, messages, return_assistant_tokens_mask=True)
+    assert template.render_marked(messages) == (text, ranges) and len(ranges) == 2
     assert template.marks_turns and not ChatTemplate("{# {% generation %} #}", SPECIAL).marks_turns
 
 

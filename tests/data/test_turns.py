@@ -95,7 +95,7 @@ def test_a_cut_row_keeps_its_turns_up_to_the_cut(samples_of, length):
     for sample in found:
         tokens = [token for turn in sample.turns for part in turn.parts for token in part.tokens]
         assert len(tokens) == sample.num_tokens == min(length, numbers.longest_row)
-        assert sample.num_trained == sum(token.trained for token in tokens)
+        assert sample.num_targets == sum(token.is_target for token in tokens)
         assert sample.lost == numbers.longest_row - sample.num_tokens
         assert [turn.role for turn in sample.turns] == ["user", "assistant", "user", "assistant"][: len(sample.turns)]
         contents = [

@@ -32,7 +32,7 @@ _REFUSALS = (
 )  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
-Spans = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]  # of characters: start, end
 
 
 class ChatTemplate:
@@ -57,8 +57,8 @@ class ChatTemplate:
 
     def render_marked(
         self, messages: Messages, *, tools: Messages = (), add_generation_prompt: bool = False
-    ) -> tuple[str, Spans]:
-        """Return the text and the character spans of its generation blocks."""
+    ) -> tuple[str, Ranges]:
+        """Return the text and the character ranges of its generation blocks."""
         try:
             with self._lock:
                 text, turns = self._render(
@@ -66,12 +66,12 @@ class ChatTemplate:
                 )
         except _REFUSALS as error:
             raise RowError(f"the chat template refuses this conversation: {_reason(error)}") from error
-        spans = [(start, start + len(turn)) for start, turn in turns]
-        edges = [edge for span in spans for edge in span]
+        ranges = [(start, start + len(turn)) for start, turn in turns]
+        edges = [edge for turn in ranges for edge in turn]
         if edges != sorted(edges) or any(text[start : start + len(turn)] != turn for start, turn in turns):
             # Inside a macro or a {% set %} block the final position of a marker's text is unknown.
             raise RowError("the chat template's generation markers are nested, or not where the text is written")
-        return text, spans
+        return text, ranges
 
     def _render(self, messages: list[Any], tools: list[Any], add_generation_prompt: bool) -> tuple[str, Any]:
         sandbox = self._sandbox

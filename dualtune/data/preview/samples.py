@@ -33,7 +33,7 @@ class Sample:
     kinds: frozenset[str]
     turns: list[Turn]
     num_tokens: int
-    num_trained: int
+    num_targets: int
     lost: int  # tokens of the row lost by truncation
     twin: str | None  # path:line of the document that it repeats
 
@@ -83,7 +83,7 @@ def _sample(
     document = show_document(documents[i], tokenizer.decode_all, tokenizer.special_ids)
     lost = int(documents.row_lengths()[i]) - len(document.tokens) if documents.is_cut()[i] else 0
     turns = turns_of(document, examples.get(document.where), tokenizer)
-    return Sample(document.where, kinds, turns, len(document.tokens), document.num_trained, lost, twin)
+    return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, twin)
 
 
 def _examples(sources: Sequence[OpenedSource], wanted: Iterable[str]) -> dict[str, Example]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dualtune.base_model import vocabulary_size
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.template import ChatTemplate, Spans
+from dualtune.data.chat.template import ChatTemplate, Ranges
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
 from dualtune.data.tokens.tokenizer_files import Loaded, load
@@ -129,8 +129,8 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = False,
-    ) -> tuple[str, Spans]:
-        """Return the chat as text and the character spans of the template's generation blocks."""
+    ) -> tuple[str, Ranges]:
+        """Return the chat as text and the character ranges of the template's generation blocks."""
         assert self.template is not None
         turns = [message.as_dict() for message in messages]
         return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
