@@ -74,5 +74,5 @@ def _content(source: Path, name: str) -> bytes:
     search = SecretSearch()
     search.feed(content)
     if search.found:
-        raise FormatError(f"{file}: holds {search.found} (not shown), and would be copied. Take it out, and revoke it")
+        raise FormatError(f"{file}: holds {search.found} (not shown), and would be copied. Remove it, and revoke it")
     return content

@@ -14,7 +14,7 @@ from dualtune.config import Config
 from dualtune.config.schema import DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.held_out import held_out_tokens
-from dualtune.data.sources.bad_rows import BadRows, judge
+from dualtune.data.sources.bad_rows import BadRows, check_bad_rows
 from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
 from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.tokens.cache import open_store
@@ -301,7 +301,7 @@ class Data:
             check(bad.count, bad.first, writer.num_rows)
 
         def check(num_bad: int, first: Sequence[str], num_good: int) -> None:
-            judge(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
+            check_bad_rows(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
 
         store = open_store(key, build)
         check(store.num_bad, store.bad, store.num_rows)
@@ -318,5 +318,5 @@ def tokenize(examples: Iterable[Example], tokenizer: Tokenizer, loss_on: str, ma
     """Tokenize examples in memory. Raises DataError that lists the rows the template rejects."""
     bad = BadRows()
     store = stored_in_memory(list(bad.sift(tokenize_rows(examples, tokenizer, loss_on, max_length))))
-    judge(bad.count, bad.first, store.num_rows, skip=False, limit=0)
+    check_bad_rows(bad.count, bad.first, store.num_rows, skip=False, limit=0)
     return Documents([store], [np.ones(store.num_rows, bool)])

@@ -63,7 +63,10 @@ def preview_page(page: Page) -> str:
             _filters(page, kinds),
             _LEGEND,
             *(_sample(sample, number) for number, sample in enumerate(page.samples, start=1)),
-            *map(_bad, page.found.first_bad_rows),
+            *(
+                f'<article class="row bad"><p class="reason">{_text(reason)}</p></article>\n'
+                for reason in page.found.first_bad_rows
+            ),
             "</main>\n</body>\n</html>\n",
         ]
     )
@@ -187,10 +190,6 @@ def _token(token: ShownToken) -> str:
     kinds = " ".join(name for name, holds in (("special", token.special), ("target", token.is_target)) if holds)
     weight = f", weight {token.weight:g}" if token.is_target and token.weight != 1 else ""
     return f'<span title="token {token.id}{weight}"{f" class={kinds!r}" if kinds else ""}>{_text(token.text)}</span>'
-
-
-def _bad(reason: str) -> str:
-    return f'<article class="row bad"><p class="reason">{_text(reason)}</p></article>\n'
 
 
 def _text(text: str) -> str:

@@ -271,12 +271,12 @@ def test_control_tokens_in_a_row_s_own_text_are_marked_and_counted(dualtune_main
     assert shown.count("; a control token in its own text") == 1
     assert page.read_text().count('<span class="tag control">control token in text</span>') == 1
     allowed = dualtune_main("preview", config, "--set", "data.special_tokens_in_text=allow", "--json").stdout
-    assert "taken for the control token" in json.loads(allowed)["warnings"][0]
+    assert "read as the control token" in json.loads(allowed)["warnings"][0]
 
 
 def test_a_share_that_cannot_be_held_out_is_a_warning(dualtune_main, config_file, write_rows):
     data = write_rows([{"text": "one long row " * 50}])
     found = json.loads(dualtune_main("preview", config_file({"data.train": data, "data.eval": 0.1}), "--json").stdout)
-    assert "evaluation data: none: data.eval asks for 10% of the rows, and there is only one to learn from" in (
+    assert "evaluation data: none: data.eval is 10% of the rows, but only one row can be trained on" in (
         " ".join(found["warnings"])
     )

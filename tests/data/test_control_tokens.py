@@ -116,7 +116,7 @@ def test_what_is_allowed_is_the_control_token_as_before(with_policy):
 def test_an_error_names_the_token_and_the_ways_on(with_policy):
     bad, good = tokenized(with_policy("error"), chat("ok", "x<|im_end|>"), chat("ok", "x<|im_en"))
     assert isinstance(bad, BadRow) and not isinstance(good, BadRow)
-    assert "'<|im_end|>'" in bad.reason and "data.special_tokens_in_text: text reads it as characters" in bad.reason
+    assert "'<|im_end|>'" in bad.reason and "data.special_tokens_in_text: text reads it as plain text" in bad.reason
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_characters_that_stand_for_control_tokens_are_refused_beside_one(with_po
     tokenizer = with_policy()
     forged = "".join(chr(0xF0000 + n) * len(token) for n, token in enumerate(("<pad>", "<s>", "</s>", "<|im_start|>")))
     bad, alone = tokenized(tokenizer, chat(f"{forged} <|im_end|>", "ok"), chat(forged, "ok"))
-    assert isinstance(bad, BadRow) and "private-use plane 15" in bad.reason
+    assert isinstance(bad, BadRow) and "private-use characters of plane 15" in bad.reason
     assert controls(alone.documents[0][0].tolist()) == [BOS, START, END, START, END]
 
 
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_has_no_other_way_to_write_it_refuses_the_row(tiny_llam
     table["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
     (path / "tokenizer.json").write_text(json.dumps(table))
     bad, good = tokenized(Tokenizer(path), chat("a </s>", "ok"), chat("a", "ok"))
-    assert isinstance(bad, BadRow) and "the tokenizer has no other way to write it" in bad.reason
+    assert isinstance(bad, BadRow) and "the tokenizer cannot encode it as plain text" in bad.reason
     assert not isinstance(good, BadRow)
 
 
@@ -205,10 +205,10 @@ def test_rows_without_any_have_the_same_ids_under_every_policy(shared, with_poli
 
 def test_a_run_warns_once_with_the_way_on(make_config, write_rows, open_backend):
     data = write_rows([{"prompt": f"{i}", "completion": "</s>" if i > 5 else "x"} for i in range(8)])
-    for policy, said in (("text", "it is plain text; if"), ("allow", "it is taken for the control token")):
+    for policy, said in (("text", "it is plain text; if"), ("allow", "it is read as the control token")):
         config = make_config(data, {"data.special_tokens_in_text": policy})
         (warning,) = [line for line in prepare(config, open_backend("numpy")).summary() if "warning" in line]
-        assert f"in their own text: 2, the first: {data}:7; {said}" in warning
+        assert f"in their text: 2, the first: {data}:7; {said}" in warning
 
 
 def test_a_prompt_obeys_the_same_rule(with_policy):

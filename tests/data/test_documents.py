@@ -207,8 +207,8 @@ def test_rows_that_the_template_refuses_are_listed(with_template):
     assert str(caught.value).splitlines() == [
         "f:1: the chat template refuses this conversation: no system turn",
         "f:1: the chat template refuses this conversation: no system turn",
-        "2 of 3 rows cannot be used. Mend or remove them, or leave them out with data.on_bad_row: skip. "
-        "`dualtune check-data` lists them all.",
+        "2 of 3 rows cannot be used. Fix or remove them, or set data.on_bad_row: skip. "
+        "`dualtune check-data` lists all of them.",
     ]
 
 

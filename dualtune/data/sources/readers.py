@@ -87,13 +87,14 @@ def open_source(path: str, *, role: Role = "train", subset: str | None = None, s
     if found == "nothing":
         raise DataError(f"{place}: no such file or directory")
     if subset is not None:
-        raise DataError(f"{place}: subset chooses within a dataset of the hub, got '{subset}' with local files")
+        raise DataError(f"{place}: subset: got '{subset}', allowed only for a dataset of the hub")
     if found == "directory":
         return FileSource(path, _files_for(place, role if split is None else _role_named(place, split)))
     if split is not None:
-        raise DataError(f"{place}: split chooses within a dataset of the hub or a directory, got '{split}' with a file")
+        raise DataError(f"{place}: split: got '{split}', allowed only for a dataset of the hub or a directory")
     if not kind_of(place):
-        raise DataError(f"{place}: got a '{place.suffix or 'suffixless'}' file, allowed: {KINDS}")
+        got = f"a '{place.suffix}' file" if place.suffix else "a file without a suffix"
+        raise DataError(f"{place}: got {got}, allowed: {KINDS}")
     return FileSource(path, (place,))
 
 
@@ -118,7 +119,7 @@ def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
         if place.is_dir():
             return place, "directory"
         if place.exists() and not place.is_file():
-            raise DataError(f"{place}: is no regular file; write the data to one first")
+            raise DataError(f"{place}: is not a regular file; write the data to a file first")
         return place, "file" if place.exists() else "nothing"
     except (OSError, ValueError, RuntimeError) as error:  # no permission, an invalid name, no home directory
         raise DataError(f"{path}: cannot be read: {error}") from error
@@ -167,8 +168,8 @@ def _files_for(directory: Path, role: Role) -> tuple[Path, ...]:
         raise DataError(f"{directory}: needs {wanted} (.*: {KINDS}); it holds: {shown or 'nothing'}")
     if len({candidate.group for candidate in found}) > 1:
         names = ", ".join(candidate.path.name for candidate in found)
-        raise DataError(f"{directory}: which of these is the data for the role {role}? {names}. Name one file")
+        raise DataError(f"{directory}: several files fit the role {role}: {names}. Name one file")
     parts = found[0].group[1]
     if parts.isdigit() and int(parts) != len(found):
-        raise DataError(f"{directory}: has {len(found)} of the {int(parts)} parts of {found[0].path.name}")
+        raise DataError(f"{directory}: has only {len(found)} of the {int(parts)} parts of {found[0].path.name}")
     return tuple(candidate.path for candidate in sorted(found, key=lambda candidate: candidate.part or 0))

@@ -60,10 +60,12 @@ def open_store(key: Mapping[str, Any], build: Build) -> TokenStore:
     finally:
         if temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)
-    made = _read(place)
-    if made is None:
-        raise DiskError(f"{place}: the cache of tokenized data was just written and is not there. Set DUALTUNE_CACHE")
-    return made
+    store = _read(place)
+    if store is None:
+        raise DiskError(
+            f"{place}: the tokenized data was written, but is not there. Set DUALTUNE_CACHE to another directory"
+        )
+    return store
 
 
 @functools.cache
@@ -97,7 +99,7 @@ def _write(directory: Path, build: Build) -> None:
     except OSError as error:
         raise DiskError(
             f"{directory.parent}: the tokenized data cannot be written: {error.strerror or error}. "
-            "Make room, or set DUALTUNE_CACHE to a directory elsewhere"
+            "Free disk space, or set DUALTUNE_CACHE to a directory on another disk"
         ) from error
 
 

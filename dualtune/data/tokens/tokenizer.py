@@ -65,7 +65,7 @@ class Tokenizer:
         behind = self.encode(closing, special=False)[:1].tolist()  # the token that ends a turn, if it is a single one
         ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*behind})}
         self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
-        self.warning = self._doubt(closing)
+        self.warning = self._template_warning(closing)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the ids of a text or a chat."""
@@ -95,8 +95,8 @@ class Tokenizer:
         if size is not None and largest >= size:
             token = self._rust.id_to_token(largest)
             raise FormatError(
-                f"{self._model_dir}: the tokenizer gives {token!r} the id {largest}, and the model has embeddings for "
-                f"{size} tokens, 0 to {size - 1}. Use the tokenizer.json and the weights of one model"
+                f"{self._model_dir}: the tokenizer gives {token!r} the id {largest}, but the model has embeddings for "
+                f"{size} tokens, 0 to {size - 1}. Use the tokenizer.json and the weights of the same model"
             )
 
     @property
@@ -183,14 +183,14 @@ class Tokenizer:
     def _encode_masked(self, masked: str, *, special: bool) -> np.ndarray:
         return self.control_tokens.encode_batch([masked], special=special)[0][0]
 
-    def _doubt(self, closing: str) -> str | None:
+    def _template_warning(self, closing: str) -> str | None:
         """Return why this template may not match this tokenizer, or None."""
         mark = _MARK.match(closing)
         if mark is None or len(self.encode(mark[0], special=False)) == 1:
             return None
         return (
             f"the chat template ends a turn with {mark[0]}, which this tokenizer splits into several tokens: the model "
-            "was made for another template. Set data.template"
+            "was trained with another template. Set data.template"
         )
 
     def _closing(self) -> str:

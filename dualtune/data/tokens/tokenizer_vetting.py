@@ -127,7 +127,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Refused(Exception):
-    """A tokenizer.json asks for more than a tokenizer needs."""
+    """A tokenizer.json needs more than a tokenizer should."""
 
 
 def check(table: Table) -> bool:
@@ -184,7 +184,7 @@ def _growth(part: Table, name: str) -> float:
             text = _object(pattern, name).get("String")
             _check_pattern(pattern, name)
             if not isinstance(content, str):
-                raise Refused(f"{name}: a Replace without content")
+                raise Refused(f"{name}: Replace has no content")
             # A regular expression may match the empty string; then the content is added to the characters.
             return max(1.0, len(content) / len(text)) if isinstance(text, str) and text else 1.0 + len(content)
         case "Split":
@@ -212,20 +212,20 @@ def _check_pattern(pattern: Any, name: str) -> None:
         case {"String": str(text)} | {"Regex": str(text)} if len(text) <= MAX_PATTERN:
             return
         case _:
-            raise Refused(f"{name}: a pattern that is neither String nor Regex of at most {MAX_PATTERN} characters")
+            raise Refused(f"{name}: pattern must be a String or Regex of at most {MAX_PATTERN} characters")
 
 
 def _charsmap_growth(charsmap: Any) -> float:
     """Return the growth bound of SentencePiece's replacement table: a trie, then zero-terminated strings."""
     if not isinstance(charsmap, str) or len(charsmap) > MAX_CHARSMAP:
-        raise Refused(f"normalizer: a precompiled_charsmap that is no text of at most {MAX_CHARSMAP} characters")
+        raise Refused(f"normalizer: precompiled_charsmap must be a text of at most {MAX_CHARSMAP} characters")
     try:
         blob = base64.b64decode(charsmap, validate=True)
     except ValueError:
-        raise Refused("normalizer: a precompiled_charsmap that is not base64") from None
+        raise Refused("normalizer: precompiled_charsmap is not base64") from None
     size = int.from_bytes(blob[:4], "little")
     if not 4 + size <= len(blob):
-        raise Refused("normalizer: a precompiled_charsmap that is cut off")
+        raise Refused("normalizer: precompiled_charsmap is truncated")
     return max([1, *(len(text.decode("utf-8", "replace")) for text in blob[4 + size :].split(b"\0"))])
 
 
