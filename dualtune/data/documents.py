@@ -47,22 +47,22 @@ class Documents(Sequence[Document]):
         # The index entries of these rows, including dropped rows.
         self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]
         self._states: Counter[int] = Counter()
-        sources, places, lengths, targets = ([np.zeros(0, np.int64)] for _ in range(4))
+        sources, indices, lengths, targets = ([np.zeros(0, np.int64)] for _ in range(4))
         for s, (store, found) in enumerate(zip(stores, self._entries, strict=True)):
             # Count a split row once.
             first = found[np.diff(store.index["row"][found], prepend=-1) != 0]
             self._states.update(store.index["state"][first].tolist())
             kept = found[store.index["length"][found] > 0]
             sources.append(np.full(len(kept), s, np.int64))
-            places.append(kept)
+            indices.append(kept)
             lengths.append(store.index["length"][kept].astype(np.int64))
             targets.append(store.index["num_targets"][kept].astype(np.int64))
-        self.sources, self._places, self.lengths, self.targets = map(
-            np.concatenate, (sources, places, lengths, targets)
+        self.sources, self._indices, self.lengths, self.targets = map(
+            np.concatenate, (sources, indices, lengths, targets)
         )
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @overload
     def __getitem__(self, index: int) -> Document: ...
@@ -74,7 +74,7 @@ class Documents(Sequence[Document]):
         return self._document(index)
 
     def _document(self, index: int) -> Document:
-        return self.stores[int(self.sources[index])].document(int(self._places[index]))
+        return self.stores[int(self.sources[index])].document(int(self._indices[index]))
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +124,7 @@ class Documents(Sequence[Document]):
 
     def _column(self, name: str) -> np.ndarray:
         """Return a field of the index for each document."""
-        parts = [store.index[name][self._places[self.sources == s]] for s, store in enumerate(self.stores)]
+        parts = [store.index[name][self._indices[self.sources == s]] for s, store in enumerate(self.stores)]
         return np.concatenate(parts) if parts else np.zeros(0, INDEX[name])
 
     def fingerprint(self) -> str:

@@ -156,20 +156,20 @@ _LEGEND = (
 def _sample(sample: Sample, number: int) -> str:
     kinds = " ".join(sorted(sample.kinds))
     tags = "".join(f'<span class="tag {name}">{text}</span>' for name, text in TAGS.items() if name in sample.kinds)
-    twin = f"; the same as {_text(sample.twin)}" if sample.twin else ""
+    original = f"; the same as {_text(sample.original)}" if sample.original else ""
     turns = f'<div class="turns">\n{"".join(map(_turn, sample.turns))}</div>\n'
     if sample.num_tokens > FOLDED:
         turns = f"<details><summary>Show {sample.num_tokens:,} tokens</summary>\n{turns}</details>\n"
     cut = f"cut at {sample.num_tokens:,} tokens: {sample.lost:,} more are lost" if sample.lost else ""
     return (
         f'<article class="row {kinds}" aria-labelledby="row-{number}">\n'
-        f'<header><h3 id="row-{number}">{_place(sample.where)}</h3>{tags}'
-        f"<p>{sample.num_tokens:,} tokens, {sample.num_targets:,} of them targets{twin}</p></header>\n"
+        f'<header><h3 id="row-{number}">{_location(sample.where)}</h3>{tags}'
+        f"<p>{sample.num_tokens:,} tokens, {sample.num_targets:,} of them targets{original}</p></header>\n"
         f"{turns}{f'<p class=cutmark>✂ {cut}</p>' if cut else ''}</article>\n"
     )
 
 
-def _place(where: str) -> str:
+def _location(where: str) -> str:
     """Return path:line, with the directory dimmed."""
     directory, slash, name = where.rpartition("/")
     return f'<span class="dim">{_text(directory + slash)}</span>{_text(name)}'

@@ -47,8 +47,8 @@ def with_header(path, header, content=b""):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (r'{"a": "\ud800"}', "unpaired surrogate"),  # which no UTF-8 file can hold: writing it again failed
-        (r'{"\udc00\ud800": 1}', "unpaired surrogate"),
+        (r'{"a": "\ud800"}', "half a surrogate pair"),  # which no UTF-8 file can hold: writing it again failed
+        (r'{"\udc00\ud800": 1}', "half a surrogate pair"),
         ('{"a": 1e999}', "beyond the range of a float"),  # became Infinity, which JSON does not have
         ('{"a":' * 80 + "1" + "}" * 80, "nested too deeply"),  # ended the recursion of who printed it
         ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),

@@ -13,7 +13,7 @@ from dualtune.config import Config
 from dualtune.data.batching.batches import SequenceLayout, fill, plan
 from dualtune.data.batching.order import Order
 from dualtune.data.documents import REASONS, Documents, OpenedSource
-from dualtune.data.tokens.control_tokens import about_rows
+from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenize import State
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ OUTLIERS = 0.02  # the share of the documents that may be length outliers
 MEASURED_STEPS = 200  # steps to measure padding over; more take long and give the same result
 PROBED_DOCUMENTS = 1000  # documents per source to check for an end token
 MOST_CUT, MOST_DUPLICATES = 0.10, 0.05  # shares that give a warning
-LEAST_TRAINED = 0.005  # a smaller share is shown as 0 %
+LEAST_TARGETS = 0.005  # a smaller share is shown as 0 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         for each in (SequenceLayout(layout.max_tokens, config.data.max_length), SequenceLayout(layout.max_tokens))
     )
     control = train.with_control_text() + eval_.with_control_text()
-    repeated = twins(train.digests())
-    leaks = _places_in(train.digests(), eval_.digests())
+    repeated = duplicates(train.digests())
+    leaks = _first_indices(train.digests(), eval_.digests())
     leaked = np.flatnonzero(leaks >= 0)
     stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # a store may contain both
     return Survey(
@@ -155,7 +155,7 @@ def warnings(
         if not len(mine):
             texts.append(f"{source.path}: no row can be trained on")
             continue
-        if train.targets[mine].sum() < LEAST_TRAINED * train.lengths[mine].sum():
+        if train.targets[mine].sum() < LEAST_TARGETS * train.lengths[mine].sum():
             texts.append(f"{source.path}: 0 % of the tokens are targets; check data.loss_on and the template")
         if opened.format() == "text":
             continue
@@ -168,7 +168,7 @@ def warnings(
         texts.append(tokenizer.warning)
     if found.first_control_text_row is not None:
         policy = config.data.special_tokens_in_text
-        texts.append(about_rows(found.control_text_rows, found.first_control_text_row, policy))
+        texts.append(control_token_warning(found.control_text_rows, found.first_control_text_row, policy))
     if found.cut > MOST_CUT * found.rows:
         texts.append(f"{found.cut / found.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
     if found.duplicates > MOST_DUPLICATES * found.documents:
@@ -322,7 +322,7 @@ def _lengths(lengths: np.ndarray) -> Lengths:
     return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), p90, int(lengths.max()))
 
 
-def twins(digests: np.ndarray) -> list[tuple[int, int]]:
+def duplicates(digests: np.ndarray) -> list[tuple[int, int]]:
     """Return (document, the first one equal to it) for each repeated document."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     first = first[inverse]
@@ -330,7 +330,7 @@ def twins(digests: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(again.tolist(), first[again].tolist(), strict=True))
 
 
-def _places_in(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _first_indices(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return int64 [N of wanted]: the index of each in `digests`, or -1."""
     known, first = np.unique(digests, return_index=True)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)

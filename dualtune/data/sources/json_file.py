@@ -163,20 +163,20 @@ class _Window:
         try:
             text, used = codecs.utf_8_decode(data, "strict", self._at_end)
         except UnicodeDecodeError as error:
-            line, column = self._place_of_byte(data, error.start)
+            line, column = self._position_of_byte(data, error.start)
             raise DataError(f"{self._file.path}:{line}: not UTF-8 at byte {column} of the line") from error
-        line, column = self._place_of_byte(data, used)
+        line, column = self._position_of_byte(data, used)
         self._read_lines, self._read_bytes = line - 1, column - 1
         self._undecoded = data[used:]
-        behind = max(0, self._at - SHOWN)
+        kept_from = max(0, self._at - SHOWN)
         self._text, self._at, self._line_start = (
-            self._text[behind:] + text,
-            self._at - behind,
-            self._line_start - behind,
+            self._text[kept_from:] + text,
+            self._at - kept_from,
+            self._line_start - kept_from,
         )
         return True
 
-    def _place_of_byte(self, data: bytes, at: int) -> tuple[int, int]:
+    def _position_of_byte(self, data: bytes, at: int) -> tuple[int, int]:
         """Return the line and the byte in the line, both from 1."""
         newline = data.rfind(b"\n", 0, at)
         line = 1 + self._read_lines + data.count(b"\n", 0, at)

@@ -136,14 +136,14 @@ class ControlTokens:
         return _Finder([*self._hidden, *self._shown])
 
 
-def about_rows(number: int, first: str, policy: Policy) -> str:
+def control_token_warning(number: int, first: str, policy: Policy) -> str:
     """Return a warning about control tokens in content: they are intended only in rows formatted by hand."""
-    became = {
+    effects = {
         "text": "it is plain text; if the rows were formatted by hand, set data.special_tokens_in_text: allow",
         "allow": "it is read as the control token (data.special_tokens_in_text: allow)",
         "error": "it is an error",
     }
-    return f"rows with a control token in their text: {number}, the first: {first}; {became[policy]}"
+    return f"rows with a control token in their text: {number}, the first: {first}; {effects[policy]}"
 
 
 class _Finder:

@@ -133,7 +133,7 @@ class _Chat:
             return None
         start, turn = len(before), through[len(before) :]
         if not self.text.startswith(turn, start):
-            turn = _as_in(self.text, start, turn, content.strip())
+            turn = _suffix_at(self.text, start, turn, content.strip())
         return (start, start + _end(turn, content)) if turn else None
 
     def _by_sentinel(self, i: int) -> Range | None:
@@ -173,7 +173,7 @@ def _end(text: str, content: str) -> int:
     return max(len(text.rstrip()), at + len(content) if at >= 0 else 0)
 
 
-def _as_in(text: str, start: int, turn: str, content: str) -> str:
+def _suffix_at(text: str, start: int, turn: str, content: str) -> str:
     """Return the longest suffix of `turn` that is in the text at `start` and contains the whole content, or ""."""
     head = text[start : start + min(HEAD, max(1, len(content)))]
     at = turn.find(head) if head else -1

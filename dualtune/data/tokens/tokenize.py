@@ -126,10 +126,10 @@ def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer
     for (start, end), weight in zip(row.ranges, weights, strict=True):
         inside = (starts < end) & (ends > start)
         mask[inside] = weight
-        behind = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
+        after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
         # A turn's end token is a target too, even if the template's generation block ends before it.
-        if behind < len(tokens) and int(tokens[behind]) in tokenizer.stop_ids and starts[behind] == end:
-            mask[behind] = weight
+        if after < len(tokens) and int(tokens[after]) in tokenizer.stop_ids and starts[after] == end:
+            mask[after] = weight
     # Without an end token the model would never learn to stop.
     if row.ranges and row.ranges[-1][1] >= len(row.text.rstrip()) and tokenizer.eos_id is not None and len(tokens):
         last = int(np.flatnonzero(mask)[-1]) if mask.any() else len(tokens) - 1
@@ -155,12 +155,12 @@ def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, toke
         text, encode = row.masked, tokenizer.control_tokens.encode_batch
     pieces = encode([text[a:b] for a, b in pairwise(edges)], special=False)
     written = np.flatnonzero(starts < ends)  # tokens that the tokenizer adds (BOS) cover no characters
-    first, behind = int(written[0]), int(written[-1]) + 1
-    cut = np.concatenate([tokens[:first], *(ids for ids, _ in pieces), tokens[behind:]])
+    first, after = int(written[0]), int(written[-1]) + 1
+    cut = np.concatenate([tokens[:first], *(ids for ids, _ in pieces), tokens[after:]])
     if tokenizer.decode(cut.tolist()) != tokenizer.decode(tokens.tolist()):
         return tokens, offsets
     moved = [piece + at for (_, piece), at in zip(pieces, edges, strict=False)]
-    return cut, np.concatenate([offsets[:first], *moved, offsets[behind:]])
+    return cut, np.concatenate([offsets[:first], *moved, offsets[after:]])
 
 
 def _fitted(tokens: np.ndarray, mask: np.ndarray, max_length: int, *, split: bool) -> tuple[State, list[Tokens]]:

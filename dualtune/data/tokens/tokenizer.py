@@ -61,9 +61,9 @@ class Tokenizer:
         self.eos_id = self._loaded.id_of("eos_token")
         # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
-        closing = self._closing()
-        behind = self.encode(closing, special=False)[:1].tolist()  # the token that ends a turn, if it is a single one
-        ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*behind})}
+        closing = self._text_after_answer()
+        end_token = self.encode(closing, special=False)[:1].tolist()  # ends a turn, if it is a single token
+        ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*end_token})}
         self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
         self.warning = self._template_warning(closing)
 
@@ -193,7 +193,7 @@ class Tokenizer:
             "was trained with another template. Set data.template"
         )
 
-    def _closing(self) -> str:
+    def _text_after_answer(self) -> str:
         """Return what the template writes after an assistant message."""
         if self.template is None:
             return ""

@@ -76,21 +76,21 @@ def vet(data: bytes, path: Path) -> None:
     """Raise FormatError if this content of a tokenizer.json must not be loaded."""
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(f"{path}: more than {MAX_FILE_BYTES} bytes, which no tokenizer has. {REMEDY}")
-    note = _note(data)
+    verdict = _verdict_file(data)
     with contextlib.suppress(OSError):
-        if note.read_text(encoding="ascii") == "ok":
+        if verdict.read_text(encoding="ascii") == "ok":
             return
     try:
         if len(data) > MAX_HERE or check(parse_object(data, path, strict=False)):
-            _try_out(data)
+            _run_trial(data)
     except Refused as refusal:
         raise FormatError(f"{path}: {refusal}. {REMEDY}") from None
     with contextlib.suppress(OSError, DiskError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_file(note, "ok")
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        write_file(verdict, "ok")
 
 
-def _try_out(data: bytes) -> None:
+def _run_trial(data: bytes) -> None:
     limits = Limits(MEMORY_BYTES + MEMORY_FOR_A_BYTE * len(data), CPU_S + len(data) // BYTES_A_SECOND)
     try:
         refusal = run("dualtune.data.tokens.tokenizer_trial", data, limits)
@@ -112,7 +112,7 @@ def rust_errors(path: object) -> Generator[None]:
         raise FormatError(f"{path}: the tokenizer is damaged: {reason}. {REMEDY}") from None
 
 
-def _note(data: bytes) -> Path:
+def _verdict_file(data: bytes) -> Path:
     """Return the path of the cached verdict for a content."""
     version = versions_of(("tokenizers",))
     digest = hashlib.sha256(json.dumps([RULES, version]).encode())
@@ -137,7 +137,7 @@ def check(table: Table) -> bool:
     _check_ids([token.get("id") for token in tokens], "added_tokens")
     if sum(len(str(token.get("content"))) for token in tokens) > MAX_ADDED_BYTES:
         raise Refused(f"the added tokens have more than {MAX_ADDED_BYTES} characters")
-    doubtful = False
+    needs_trial = False
     for name, (known, key) in SEQUENCES.items():
         parts = _parts(table.get(name), known, key, name)
         growth = math.prod(_growth(part, name) for part in parts)
@@ -145,8 +145,8 @@ def check(table: Table) -> bool:
             raise Refused(
                 f"its {name} can make a text {growth:.3g} times as long, at most {MAX_GROWTH} times are allowed"
             )
-        doubtful |= any(part["type"] == "Precompiled" or _has_own_regex(part) for part in parts)
-    return doubtful
+        needs_trial |= any(part["type"] == "Precompiled" or _has_own_regex(part) for part in parts)
+    return needs_trial
 
 
 def _has_own_regex(part: Table) -> bool:
