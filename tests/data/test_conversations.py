@@ -141,7 +141,7 @@ BAD = [
     ([ASK, user("x"), SAY], "message 2: the second user message in a row; join the two, or add what was between"),
     ([ASK, SAY, SAY], "message 3: the second assistant message in a row; join the two, or add what was between"),
     ([SAY, ASK], "message 1: starts with an assistant message; a user or system message must come first"),
-    ([ASK], "has no assistant message, so there is nothing to learn from"),
+    ([ASK], "has no assistant message, so there is nothing to train on"),
     ([ASK, assistant("!", train=1)], "message 2: train: got 1, allowed: true or false"),
     ([ASK, assistant("!", weight=-0.5)], "message 2: weight: got -0.5, allowed: a number from 0 to 1000"),
     ([ASK, assistant("!", weight=1e300)], "message 2: weight: got 1e+300, allowed: a number from 0 to 1000"),

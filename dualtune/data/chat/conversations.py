@@ -80,7 +80,7 @@ def check_conversation(messages: Sequence[Message], name: str = "message", first
             raise RowError(f"{at}: the assistant's answer is blank; fill it in, or set train: false")
         previous = message.role
     if all(message.role != "assistant" for message in messages):
-        raise RowError("has no assistant message, so there is nothing to learn from")
+        raise RowError("has no assistant message, so there is nothing to train on")
 
 
 def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str) -> None:

@@ -156,7 +156,7 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any]) -> Example:
     before = read_messages(fields["prompt"], "prompt", "prompt: message")
     answer = read_messages(fields["completion"], "completion", "completion: message")
     if all(message.role != "assistant" for message in answer):
-        raise RowError("completion: has no assistant message, so there is nothing to learn from")
+        raise RowError("completion: has no assistant message, so there is nothing to train on")
     return _chat(row, fields, _not_trained_on(before) + answer, "prompt and completion: message")
 
 
@@ -184,7 +184,7 @@ def _preference(row: RawRow, fields: Mapping[str, Any]) -> Example:
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
     if chosen[:-1] != rejected[:-1]:
-        raise RowError("'chosen' and 'rejected' must be the same up to their last message")
+        raise RowError("'chosen' and 'rejected' may differ only in their last message")
     return Example(row.path, row.line, chosen, _tools(fields), rejected=rejected[-1:])
 
 
@@ -242,7 +242,7 @@ def _pair(row: RawRow, fields: Mapping[str, Any], question: str, plain: str, ans
 def _answer(fields: Mapping[str, Any], key: str) -> str:
     answer = text(fields[key], key)
     if _is_blank(answer):
-        raise RowError(f"{key}: is blank, so there is nothing to learn from")
+        raise RowError(f"{key}: is blank, so there is nothing to train on")
     return answer
 
 
