@@ -100,7 +100,7 @@ def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_
     found, _ = Data(config).train_and_eval(Tokenizer(model, config.data.template))
     if len(found) != len(rows):
         raise SystemExit(f"{shared / workload.rows}: {len(rows)} rows gave {len(found)} documents; one each is needed")
-    labels = [np.where(document.trained, document.tokens, -100) for document in found]
+    labels = [np.where(document.loss_mask, document.tokens, -100) for document in found]
     for document in labels:
         document[0] = -100  # nothing precedes it; in a packed row, a peer would predict it from another document
     order = by_length(found.lengths) if workload.by_length else list(range(len(rows)))

@@ -66,7 +66,7 @@ def main():
     first = train[0]
     print(f"train     {train.summary()}\nheld out  {held_out.summary()}")
     print(f"whole     {tokenizer.decode(first.tokens.tolist())!r}")
-    print(f"trained   {tokenizer.decode(first.tokens[first.trained].tolist())!r}")
+    print(f"trained   {tokenizer.decode(first.tokens[first.loss_mask].tolist())!r}")
 
     result = dualtune.train(config, args.platform)
     print(f"loss on held-out rows: {result.eval_loss_before:.4f} before, {result.eval_loss:.4f} after")

@@ -115,12 +115,12 @@ SECRETS = [
     ("a password", "Authorization: Basic ", "dXNlcjpwYXNzd29yZA==", ""),
     ("a W&B API key", "WANDB_API_KEY=", HEX[:40], ""),
     ("a W&B API key", 'wandb_key: "', HEX[:40], '"'),
-    ("a value under a telling name", "aws_secret_access_key = ", f"wJalrXUtnFEMI/K7MDENG+{BODY[:18]}", ""),
-    ("a value under a telling name", '"api_key": "', BODY[:24], '"'),
-    ("a value under a telling name", "export MY_AUTH_TOKEN=", BODY[:24], " && x"),
-    ("a value under a telling name", "client-secret: '", BODY[:24], "'"),
-    ("a value under a telling name", "PGPASSWORD=", "hunter22", " psql"),
-    ("a value under a telling name", '"passphrase": "', "correct-h0rse", '"'),
+    ("the value of a key or password", "aws_secret_access_key = ", f"wJalrXUtnFEMI/K7MDENG+{BODY[:18]}", ""),
+    ("the value of a key or password", '"api_key": "', BODY[:24], '"'),
+    ("the value of a key or password", "export MY_AUTH_TOKEN=", BODY[:24], " && x"),
+    ("the value of a key or password", "client-secret: '", BODY[:24], "'"),
+    ("the value of a key or password", "PGPASSWORD=", "hunter22", " psql"),
+    ("the value of a key or password", '"passphrase": "', "correct-h0rse", '"'),
 ]  # fmt: skip
 INNOCENT = [
     "0dcfa94e1a2b3c4d5e6f708192a3b4c5d6e7f809",  # a commit
@@ -232,7 +232,7 @@ def test_a_file_is_searched_in_pieces_and_for_the_environment_too(tmp_path, monk
      "SSH_PRIVATE_KEY", "KEY_PASSPHRASE", "SENTRY_DSN", "SLACK_WEBHOOK_URL", "AZURE_STORAGE_CONNECTION_STRING",
      "GIT_CREDS", "SESSION_COOKIE", "SIGNING_KEY_2", "MASTERKEY", "privateKey", "AZURE_SAS", "SUPABASE_JWT"],
 )  # fmt: skip
-def test_the_value_of_a_variable_with_a_telling_name_is_blotted_out(monkeypatch, name):
+def test_the_value_of_a_variable_with_the_name_of_a_secret_is_redacted(monkeypatch, name):
     monkeypatch.setenv(name, "correct horse")
     assert environment_secrets() == ["correct horse"]
     assert redact("said 'correct horse', twice: correct horse") == "said '***', twice: ***"

@@ -17,9 +17,9 @@ from dualtune.io.untrusted import read_json
 MAX_CONFIG_BYTES = 4 << 20
 # Keys by which a config makes a library import code or open arbitrary files.
 REFUSED = {
-    "auto_map": "names code of its own, which transformers would import",
-    "model_file": "names code of its own, which mlx-lm would run",
-    "transformers_weights": "names a weight file of its own choice",
+    "auto_map": "names Python code, which transformers would import",
+    "model_file": "names Python code, which mlx-lm would run",
+    "transformers_weights": "names another weight file",
 }
 TABLES_OF_POSITIONS = {"gpt_neo", "opt"}  # families with another key for the number of positions
 # The implementation of attention. transformers takes any other name as a hub repository and loads a kernel from it.
@@ -37,15 +37,15 @@ def read_config(path: Path) -> dict[str, Any]:
         for key in REFUSED.keys() & {name for name, value in table.items() if value}:
             raise FormatError(
                 f"{file}: the key '{key}' {REFUSED[key]} ({shown(str(table[key]))}). dualtune runs no code of a model. "
-                "Where transformers and mlx-lm know the model_type themselves, copy the model's directory (hf download "
-                f"NAME --local-dir DIR), take '{key}' out of config.json there, and use the copy"
+                "If transformers and mlx-lm know the model_type themselves, copy the model's directory (hf download "
+                f"NAME --local-dir DIR), remove '{key}' from its config.json, and use the copy"
             )
         for key in ATTENTION_KEYS:
             for name in _names(table.get(key)):
                 if not isinstance(name, str) or name not in ATTENTION:
                     raise FormatError(
-                        f"{file}: {key}: got {shown(repr(name))}, allowed: {', '.join(sorted(ATTENTION))}. Any other "
-                        "name would be fetched from the hub and run. Remove the key: the backend chooses its kernels"
+                        f"{file}: {key}: got {shown(repr(name))}, allowed: {', '.join(sorted(ATTENTION))}. Code of any "
+                        "other name would be downloaded and run. Remove the key: the backend chooses its kernels"
                     )
     return config
 
@@ -94,7 +94,7 @@ def check_storage(config: Mapping[str, Any], weights: BaseWeights) -> None:
     is_packed = any(name.endswith(".scales") or t.dtype == "U32" for name, t in weights.tensors.items())
     if config.get("quantization") and not is_packed:
         raise ConfigError(
-            f"model.name: the config.json in {weights.directory} says that it is quantized, but its weights are plain. "
+            f"model.name: the config.json in {weights.directory} says that it is quantized, but its weights are not. "
             "Remove the key 'quantization' there, or download the model again"
         )
 

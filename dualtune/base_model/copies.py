@@ -34,24 +34,24 @@ def staged(directory: Path, weights: BaseWeights | None) -> Generator[Path]:
     """
     config = config_for_loaders(directory)
     with tempfile.TemporaryDirectory(prefix="dualtune-model-") as name:
-        place = Path(name)
-        with (place / "config.json").open("w", encoding="utf-8") as file:
+        staging = Path(name)
+        with (staging / "config.json").open("w", encoding="utf-8") as file:
             json.dump(config, file)
         if weights is not None:
-            _link(place, weights)
-        yield place
+            _link(staging, weights)
+        yield staging
 
 
-def _link(place: Path, weights: BaseWeights) -> None:
+def _link(staging: Path, weights: BaseWeights) -> None:
     count = len(weights.files)
     names = {file: f"model-{i:05d}-of-{count:05d}.safetensors" for i, file in enumerate(weights.files, start=1)}
     if count == 1:
         names = {weights.files[0]: SINGLE}
     for file, name in names.items():
-        (place / name).symlink_to(file.resolve())
+        (staging / name).symlink_to(file.resolve())
     if count > 1:
         weight_map = {tensor: names[stored.file] for tensor, stored in weights.tensors.items()}
-        (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
+        (staging / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
 
 
 def copy_without_weights(source: Path, target: Path) -> None:
@@ -74,5 +74,5 @@ def _content(source: Path, name: str) -> bytes:
     search = SecretSearch()
     search.feed(content)
     if search.found:
-        raise FormatError(f"{file}: holds {search.found} (not shown), and would be copied. Take it out, and revoke it")
+        raise FormatError(f"{file}: holds {search.found} (not shown), and would be copied. Remove it, and revoke it")
     return content

@@ -17,13 +17,13 @@ def file_in(directory: Path, name: str) -> Path:
     try:
         root, target = directory.resolve(), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: circular links
-        reason = error.strerror if isinstance(error, OSError) else "its links go round in a circle"
+        reason = error.strerror if isinstance(error, OSError) else "its links form a loop"
         raise FormatError(f"{path}: cannot be read: {reason}") from None
     is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
     if not (target.is_relative_to(root) or is_blob):
         raise FormatError(
-            f"{path}: is a link to {target}, outside of the model directory. If that file belongs to the model, put a "
-            "copy in place of the link"
+            f"{path}: is a link to {target}, outside of the model directory. If that file belongs to the model, "
+            "replace the link with a copy"
         )
     if not target.is_file():
         raise FormatError(f"{path}: is not a regular file")

@@ -133,14 +133,14 @@ def check_complete(
         "not in the model": [shown(name) for name in sorted(unexpected)],
         "of another shape": [f"{shown(name)} ({shapes})" for name, shapes in sorted(mismatched.items())],
     }
-    told = [
+    texts = [
         f"{len(names)} {fault}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
         for fault, names in faults.items()
         if names
     ]
-    if told:
+    if texts:
         raise FormatError(
-            f"model.name: {directory}: the tensors are not those of the model in config.json; {'; '.join(told)}. "
-            "Nothing was loaded. Use the config.json and the weights of one model, both unchanged; if they are, this "
-            "backend does not know the model in this form, and the other one may"
+            f"model.name: {directory}: the tensors are not those of the model in config.json; {'; '.join(texts)}. "
+            "Nothing was loaded. Use the config.json and the weights of the same model, both unchanged; if they are, "
+            "this backend does not support the model in this form, and the other one may"
         )

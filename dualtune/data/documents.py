@@ -14,7 +14,7 @@ from dualtune.config import Config
 from dualtune.config.schema import DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.held_out import held_out_tokens
-from dualtune.data.sources.bad_rows import BadRows, judge
+from dualtune.data.sources.bad_rows import BadRows, check_bad_rows
 from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
 from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.tokens.cache import open_store
@@ -24,8 +24,8 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
 
 Show = Callable[[str, float], None]  # (what is being read, fraction done)
-REASONS = {
-    State.UNTRAINED: "no token to learn",
+REASONS = {  # also keys in `--json`, so these words stay
+    State.NO_TARGET: "no token to learn",
     State.TOO_LONG: "no trainable token within max_length",
 }
 
@@ -47,22 +47,22 @@ class Documents(Sequence[Document]):
         # The index entries of these rows, including dropped rows.
         self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]
         self._states: Counter[int] = Counter()
-        sources, places, lengths, targets = ([np.zeros(0, np.int64)] for _ in range(4))
+        sources, indices, lengths, targets = ([np.zeros(0, np.int64)] for _ in range(4))
         for s, (store, found) in enumerate(zip(stores, self._entries, strict=True)):
             # Count a split row once.
             first = found[np.diff(store.index["row"][found], prepend=-1) != 0]
             self._states.update(store.index["state"][first].tolist())
             kept = found[store.index["length"][found] > 0]
             sources.append(np.full(len(kept), s, np.int64))
-            places.append(kept)
+            indices.append(kept)
             lengths.append(store.index["length"][kept].astype(np.int64))
             targets.append(store.index["num_targets"][kept].astype(np.int64))
-        self.sources, self._places, self.lengths, self.targets = map(
-            np.concatenate, (sources, places, lengths, targets)
+        self.sources, self._indices, self.lengths, self.targets = map(
+            np.concatenate, (sources, indices, lengths, targets)
         )
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @overload
     def __getitem__(self, index: int) -> Document: ...
@@ -74,7 +74,7 @@ class Documents(Sequence[Document]):
         return self._document(index)
 
     def _document(self, index: int) -> Document:
-        return self.stores[int(self.sources[index])].document(int(self._places[index]))
+        return self.stores[int(self.sources[index])].document(int(self._indices[index]))
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +124,7 @@ class Documents(Sequence[Document]):
 
     def _column(self, name: str) -> np.ndarray:
         """Return a field of the index for each document."""
-        parts = [store.index[name][self._places[self.sources == s]] for s, store in enumerate(self.stores)]
+        parts = [store.index[name][self._indices[self.sources == s]] for s, store in enumerate(self.stores)]
         return np.concatenate(parts) if parts else np.zeros(0, INDEX[name])
 
     def fingerprint(self) -> str:
@@ -156,7 +156,7 @@ class Documents(Sequence[Document]):
 
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
-        text = f"{len(self)} documents, {self.num_tokens} tokens, {self.num_targets} of them trained ({share:.0%})"
+        text = f"{len(self)} documents, {self.num_tokens} tokens, {self.num_targets} of them targets ({share:.0%})"
         if self.num_truncated:
             text += f"; {self.num_truncated} cut to max_length"
         if self.num_split:
@@ -301,7 +301,7 @@ class Data:
             check(bad.count, bad.first, writer.num_rows)
 
         def check(num_bad: int, first: Sequence[str], num_good: int) -> None:
-            judge(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
+            check_bad_rows(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
 
         store = open_store(key, build)
         check(store.num_bad, store.bad, store.num_rows)
@@ -318,5 +318,5 @@ def tokenize(examples: Iterable[Example], tokenizer: Tokenizer, loss_on: str, ma
     """Tokenize examples in memory. Raises DataError that lists the rows the template rejects."""
     bad = BadRows()
     store = stored_in_memory(list(bad.sift(tokenize_rows(examples, tokenizer, loss_on, max_length))))
-    judge(bad.count, bad.first, store.num_rows, skip=False, limit=0)
+    check_bad_rows(bad.count, bad.first, store.num_rows, skip=False, limit=0)
     return Documents([store], [np.ones(store.num_rows, bool)])

@@ -27,7 +27,7 @@ def probe_documents(num_documents: int, number: int, seed: int) -> list[int]:
     """
     if number and number >= num_documents:
         raise DataError(
-            f"{number} training documents are to be held out as probes, and there are {num_documents}. Use more data"
+            f"{number} training documents are needed as probes, but there are only {num_documents}. Use more data"
         )
     return sorted(np.random.default_rng([seed, 5]).permutation(num_documents)[:number].tolist())
 
@@ -45,14 +45,14 @@ def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.nda
     order = order[tokens[order] > 0]
     if len(order) < 2:
         return np.zeros(len(tokens), bool), (
-            f"none: data.eval asks for {share:.0%} of the rows, and there is only one to learn from. "
-            "Divide the row, name evaluation data in data.eval, or set it to 0"
+            f"none: data.eval is {share:.0%} of the rows, but only one row can be trained on. "
+            "Split the row, name evaluation data in data.eval, or set it to 0"
         )
     chosen = _by_tokens(tokens, order, share)
     if _is_near(tokens, chosen, share):
         return chosen, ""
-    found = f"{_share(tokens, chosen):.0%} of the tokens are held out where data.eval asks for {share:.0%}"
-    return chosen, f"{found}: the rows are too few and too uneven for it. Divide the longest rows"
+    found = f"{_share(tokens, chosen):.0%} of the tokens are held out, but data.eval is {share:.0%}"
+    return chosen, f"{found}: there are too few rows, and their lengths differ too much. Split the longest rows"
 
 
 def _by_tokens(tokens: np.ndarray, order: np.ndarray, share: float) -> np.ndarray:

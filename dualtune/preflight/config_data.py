@@ -119,7 +119,7 @@ def _judge_tokens(
         fix = "Raise data.max_length, or check data.loss_on"
         return Check(row.name, "fail" if whole else "advice", found, fix, DataError.exit_code)
     text = f"{row.found}; up to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average"
-    cut, dropped = states[State.CUT], states[State.UNTRAINED] + states[State.TOO_LONG]
+    cut, dropped = states[State.CUT], states[State.NO_TARGET] + states[State.TOO_LONG]
     if not cut + dropped:
         return Check(row.name, "ok", text)
     text += f"; {cut} cut to data.max_length, {dropped} without a token to learn"

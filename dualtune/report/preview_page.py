@@ -63,7 +63,10 @@ def preview_page(page: Page) -> str:
             _filters(page, kinds),
             _LEGEND,
             *(_sample(sample, number) for number, sample in enumerate(page.samples, start=1)),
-            *map(_bad, page.found.first_bad_rows),
+            *(
+                f'<article class="row bad"><p class="reason">{_text(reason)}</p></article>\n'
+                for reason in page.found.first_bad_rows
+            ),
             "</main>\n</body>\n</html>\n",
         ]
     )
@@ -74,7 +77,7 @@ def _tiles(found: Survey) -> list[tuple[str, str]]:
     return [
         ("documents to train on", f"{found.documents:,}"),
         ("tokens", f"{found.tokens:,}"),
-        ("of them trained", f"{found.trained_share:.1%}"),
+        ("of them targets", f"{found.trained_share:.1%}"),
         ("tokens of the median document", f"{found.lengths.median:,g}"),
         ("steps", f"{found.steps:,}"),
         ("bad rows left out", f"{found.bad_rows:,}"),
@@ -105,7 +108,7 @@ def _late(bar: Bar, usual: int) -> str:
 def _sources(sources: Sequence[SourceNumbers]) -> str:
     heads = "".join(
         f"<th scope=col>{name}</th>"
-        for name in ("source", "documents", "tokens", "trained", "median length", "90 % up to", "longest")
+        for name in ("source", "documents", "tokens", "targets", "median length", "90 % up to", "longest")
     )
     return (
         '<h2>Sources</h2>\n<div class="scroll" role="region" aria-label="Numbers by source" tabindex="0">\n'
@@ -144,7 +147,7 @@ def _of(shown: int, total: int) -> str:
 
 
 _LEGEND = (
-    '<p class="legend part"><span><span class="trained">underlined, on green</span> is learned</span>'
+    '<p class="legend part"><span><span class="target">underlined, on green</span> is a target</span>'
     "<span>the rest is context</span>"
     '<span><span class="special">token</span> is a special token</span></p>\n'
 )
@@ -153,20 +156,20 @@ _LEGEND = (
 def _sample(sample: Sample, number: int) -> str:
     kinds = " ".join(sorted(sample.kinds))
     tags = "".join(f'<span class="tag {name}">{text}</span>' for name, text in TAGS.items() if name in sample.kinds)
-    twin = f"; the same as {_text(sample.twin)}" if sample.twin else ""
+    original = f"; the same as {_text(sample.original)}" if sample.original else ""
     turns = f'<div class="turns">\n{"".join(map(_turn, sample.turns))}</div>\n'
     if sample.num_tokens > FOLDED:
         turns = f"<details><summary>Show {sample.num_tokens:,} tokens</summary>\n{turns}</details>\n"
     cut = f"cut at {sample.num_tokens:,} tokens: {sample.lost:,} more are lost" if sample.lost else ""
     return (
         f'<article class="row {kinds}" aria-labelledby="row-{number}">\n'
-        f'<header><h3 id="row-{number}">{_place(sample.where)}</h3>{tags}'
-        f"<p>{sample.num_tokens:,} tokens, {sample.num_trained:,} of them trained{twin}</p></header>\n"
+        f'<header><h3 id="row-{number}">{_location(sample.where)}</h3>{tags}'
+        f"<p>{sample.num_tokens:,} tokens, {sample.num_targets:,} of them targets{original}</p></header>\n"
         f"{turns}{f'<p class=cutmark>✂ {cut}</p>' if cut else ''}</article>\n"
     )
 
 
-def _place(where: str) -> str:
+def _location(where: str) -> str:
     """Return path:line, with the directory dimmed."""
     directory, slash, name = where.rpartition("/")
     return f'<span class="dim">{_text(directory + slash)}</span>{_text(name)}'
@@ -184,13 +187,9 @@ def _part(part: TurnPart) -> str:
 
 
 def _token(token: ShownToken) -> str:
-    kinds = " ".join(name for name, holds in (("special", token.special), ("trained", token.trained)) if holds)
-    weight = f", weight {token.weight:g}" if token.trained and token.weight != 1 else ""
+    kinds = " ".join(name for name, holds in (("special", token.special), ("target", token.is_target)) if holds)
+    weight = f", weight {token.weight:g}" if token.is_target and token.weight != 1 else ""
     return f'<span title="token {token.id}{weight}"{f" class={kinds!r}" if kinds else ""}>{_text(token.text)}</span>'
-
-
-def _bad(reason: str) -> str:
-    return f'<article class="row bad"><p class="reason">{_text(reason)}</p></article>\n'
 
 
 def _text(text: str) -> str:

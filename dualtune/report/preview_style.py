@@ -4,11 +4,11 @@ from __future__ import annotations
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1d2127; --dim: #59616c; --page: #f6f7f9; --card: #fff; --line: #d9dde3;
-  --trained: #c6efce; --trained-line: #1f7a3a; --chip: #e6e9ee; --bar: #2f7d4a; --late: #b3661a; --accent: #1d5fbf;
+  --target: #c6efce; --target-line: #1f7a3a; --chip: #e6e9ee; --bar: #2f7d4a; --late: #b3661a; --accent: #1d5fbf;
   --warn: #fff3cf; --warn-line: #7d5c00; --bad: #fde3e1; --bad-line: #b3261e; --assistant: #eef7f0; --user: #edf3fc;
   --system: #f3f0f8; --tool: #fbf4e6 }
 @media (prefers-color-scheme: dark) { :root { --text: #e7e9ec; --dim: #a3abb6; --page: #121417; --card: #1b1e23;
-  --line: #363c45; --trained: #1d4a2b; --trained-line: #6fce8d; --chip: #2e343d; --bar: #5cb87a; --late: #e0a05c;
+  --line: #363c45; --target: #1d4a2b; --target-line: #6fce8d; --chip: #2e343d; --bar: #5cb87a; --late: #e0a05c;
   --accent: #8ab8ff; --warn: #3d330f; --warn-line: #e0bb4a; --bad: #42201e; --bad-line: #ff9d95; --assistant: #17251c;
   --user: #172335; --system: #231f2e; --tool: #2b2415 } }
 * { box-sizing: border-box }
@@ -79,11 +79,11 @@ summary:focus-visible { outline: 3px solid var(--accent); outline-offset: -3px }
   border-radius: .25rem }
 .call::before, .tools::before { display: block; color: var(--accent); font: 600 .78rem/1.6 system-ui, sans-serif }
 .call::before { content: "tool call" } .tools::before { content: "tools on offer" }
-.part .trained { color: var(--text); background: var(--trained);
-  box-shadow: inset 0 -2px var(--trained-line) }
+.part .target { color: var(--text); background: var(--target);
+  box-shadow: inset 0 -2px var(--target-line) }
 .part .special { padding: 0 .3rem; border: 1px solid var(--line); border-radius: .3rem; background: var(--chip);
   font-size: .78rem }
-.part .special.trained { background: var(--trained); border-color: var(--trained-line) }
+.part .special.target { background: var(--target); border-color: var(--target-line) }
 .part span:hover { outline: 1px solid currentColor }
 .cutmark { margin: 0 .9rem .9rem; padding: .35rem .75rem; border: 1px dashed var(--warn-line); border-radius: .4rem;
   color: var(--warn-line); font-size: .875rem }

@@ -1,6 +1,6 @@
 """Find secrets in text, and redact them.
 
-A secret is recognized by its form (`secret_forms`), or as the value of an environment variable with a telling name,
+A secret is recognized by its form (`secret_forms`), or as the value of an environment variable with a name of a secret,
 such as WANDB_API_KEY. Keys without a distinctive form, such as the 40 hex digits of older W&B keys, look like commits:
 they are found only through the environment or after their name.
 """
@@ -15,19 +15,19 @@ from urllib.parse import quote
 
 from dualtune.text.secret_forms import FORMS, Form
 
-BLOT = "***"
+REDACTED = "***"
 MIN_LENGTH = 8  # of a value in the environment, because redacting every `1` or `true` does not help
 _PIECE_BYTES = 1 << 18
 _LONGEST = 1 << 12  # the most characters that a form needs to see at once
 _ENVIRONMENT = "the value of a secret environment variable"
 # Matches anywhere in a name, or its last word. Not TOKENIZERS_PARALLELISM, AUTH_METHOD, KEYBOARD, PWD.
-_TELLING = re.compile(
+_SECRET_NAME = re.compile(
     r"TOKEN(?!IZ)|API_?KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|PRIVATE_?KEY|CONNECTION_?STRING|WEBHOOK"
     r"|(?:^|_|ACCESS|MASTER|SIGNING|SSH|PG|DB)(?:KEY|AUTH|PASS|(?<=.)PWD|PAT|CREDS?|COOKIE|JWT|DSN|SAS)"
     r"(?:_(?:ID|URL|VALUE|DATA|JSON|PEM|B64|BASE64|HEX|\d+))?$",
     re.IGNORECASE,
 )
-_NOT_TELLING = {"OLDPWD"}
+_NOT_SECRET = {"OLDPWD"}
 
 
 def secret_in(text: str) -> str | None:
@@ -38,9 +38,9 @@ def secret_in(text: str) -> str | None:
 def redact(text: str) -> str:
     """Replace every secret in the text. Shorten a text only afterwards: a part of a secret may not be recognized."""
     for spelling in _environment_spellings():
-        text = text.replace(spelling, BLOT)
+        text = text.replace(spelling, REDACTED)
     for form in _candidates(text):
-        text = form.pattern.sub(lambda match: (match[match.lastindex] if match.lastindex else "") + BLOT, text)
+        text = form.pattern.sub(lambda match: (match[match.lastindex] if match.lastindex else "") + REDACTED, text)
     return text
 
 
@@ -70,8 +70,8 @@ def secret_in_file(path: Path) -> str | None:
 
 
 def environment_secrets() -> list[str]:
-    """Return the values of the environment variables with telling names, longest first."""
-    names = (name for name in os.environ if _TELLING.search(name) and name not in _NOT_TELLING)
+    """Return the values of the environment variables with names of secrets, longest first."""
+    names = (name for name in os.environ if _SECRET_NAME.search(name) and name not in _NOT_SECRET)
     values = {os.environ[name].strip() for name in names}
     # GOOGLE_APPLICATION_CREDENTIALS and similar ones name a file, which messages must be able to name too.
     secrets = [value for value in values if len(value) >= MIN_LENGTH and not os.path.exists(value)]  # noqa: PTH110

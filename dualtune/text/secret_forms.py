@@ -151,8 +151,8 @@ _ROWS: tuple[tuple[str, str, str], ...] = (
         rf'(?<=:/)(/?){_USERINFO}*:[^\s/?#"<>]*(?=@)|(https://?){_USERINFO}+(?=@)',
     ),
     ("a W&B API key", "wandb", r"(?i:(wandb[_-](?:api[_-])?key[\"']?\s{0,3}[:=]\s{0,3}[\"']?))[0-9a-f]{40}"),
-    ("a value under a telling name", "key token secret", _KEY),
-    ("a value under a telling name", "passw passphrase secret", _PASSWORD),
+    ("the value of a key or password", "key token secret", _KEY),
+    ("the value of a key or password", "passw passphrase secret", _PASSWORD),
 )
 
 FORMS = tuple(Form(kind, tuple(cues.split()), re.compile(pattern)) for kind, cues, pattern in _ROWS)

@@ -26,7 +26,7 @@ from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.batching.order import Order, without
 from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.held_out import probe_documents
-from dualtune.data.tokens.control_tokens import about_rows
+from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
@@ -106,7 +106,7 @@ class Prepared:
         packed = "packed rows" if found.layout.row_length else "one document a row"
         doubts = [tokenizer.warning]
         if rows := found.train.with_control_text() + found.eval.with_control_text():
-            doubts.append(about_rows(len(rows), rows[0], data.special_tokens_in_text))
+            doubts.append(control_token_warning(len(rows), rows[0], data.special_tokens_in_text))
         if self.start is not None:
             doubts.append(mismatch(self.start.template_hash, tokenizer.template_hash))
         copy = template_of(self.config, self.resumed.checkpoint if self.resumed else None)

@@ -362,7 +362,7 @@ def test_a_plain_name_of_attention_is_no_fault_and_does_not_reach_the_library(lo
 
 def test_plain_weights_that_are_called_quantized_are_refused(load, model):
     configure(model, quantization={"group_size": 64, "bits": 4})
-    with pytest.raises(ConfigError, match="says that it is quantized, but its weights are plain"):
+    with pytest.raises(ConfigError, match="says that it is quantized, but its weights are not"):
         load(model)
 
 

@@ -153,7 +153,7 @@ def test_what_is_no_regular_file_is_never_waited_for(tmp_path, kind, name):
     else:
         path.symlink_to("/dev/null")
     for read in (lambda source: source.identity(), lambda source: list(source.rows())):
-        with pytest.raises(DataError, match=rf"{name}: (is no regular file|cannot be read)"):
+        with pytest.raises(DataError, match=rf"{name}: (is not a regular file|cannot be read)"):
             read(open_source(str(path.parent)))
 
 

@@ -60,7 +60,7 @@ HOSTILE = {  # what is changed in a good file -> what is said
     "a special token of many ids": ({"post_processor": template([TEXT], MANY_IDS)}, "of 1000 ids, at most 64"),
     "an unknown part": ({"normalizer": {"type": "Evil"}}, "normalizer: got type 'Evil', allowed: Sequence, Bert"),
     "an unknown model": ({"model": {"type": "LSTM"}}, "model: got type 'LSTM', allowed: BPE"),
-    "a long pattern": ({"pre_tokenizer": split("a" * 5000)}, "a pattern that is neither"),
+    "a long pattern": ({"pre_tokenizer": split("a" * 5000)}, "pattern must be a String or Regex"),
     "a table of replacements that puts in much": (
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "5e+03 times as long"),
     "a broken table of replacements": (

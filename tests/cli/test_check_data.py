@@ -133,7 +133,7 @@ def test_latin_1_and_other_separators_get_a_remedy(dualtune_main, tmp_path):
     out = dualtune_main("check-data", tmp_path / "a.csv").stdout
     assert "a.csv:1: cells are separated by ';', in a .csv file ',' is needed. Convert it: python3 -c" in out
     (tmp_path / "b.csv").write_text("prompt\tcompletion\na\tb\n")
-    assert "Call it .tsv" in dualtune_main("check-data", tmp_path / "b.csv").stdout
+    assert "Rename it to .tsv" in dualtune_main("check-data", tmp_path / "b.csv").stdout
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_what_is_trained_stands_between_marks(dualtune_main, config_file, write_
     result = dualtune_main("preview", config_file({"data.eval": 0}))
     assert (result.returncode, result.stderr) == (0, "")
     assert (
-        f"document    {data}:1: 30 tokens, 5 of them trained\n"
+        f"document    {data}:1: 30 tokens, 5 of them targets\n"
         "<s><|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦four<|im_end|>⟧\n\n"
     ) in result.stdout
 
@@ -170,7 +170,7 @@ def test_the_page_holds_every_token_of_the_first_rows_and_the_data_stay_text(
     first = [row for row in page.rows if "first" in row["kinds"]]
     for row, document in zip(first, documents, strict=True):
         assert [token[0] for token in row["tokens"]] == document.tokens.tolist()
-        assert ["trained" in token[1] for token in row["tokens"]] == document.trained.tolist()
+        assert ["target" in token[1] for token in row["tokens"]] == document.loss_mask.tolist()
     assert {"".join(token[2] for token in row["tokens"]) for row in first} == {
         f"<s><|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
         for prompt, answer in ((EVIL.replace("\x1b", "␛"), "日 & <b>"), ("2", "3"))
@@ -271,12 +271,12 @@ def test_control_tokens_in_a_row_s_own_text_are_marked_and_counted(dualtune_main
     assert shown.count("; a control token in its own text") == 1
     assert page.read_text().count('<span class="tag control">control token in text</span>') == 1
     allowed = dualtune_main("preview", config, "--set", "data.special_tokens_in_text=allow", "--json").stdout
-    assert "taken for the control token" in json.loads(allowed)["warnings"][0]
+    assert "read as the control token" in json.loads(allowed)["warnings"][0]
 
 
 def test_a_share_that_cannot_be_held_out_is_a_warning(dualtune_main, config_file, write_rows):
     data = write_rows([{"text": "one long row " * 50}])
     found = json.loads(dualtune_main("preview", config_file({"data.train": data, "data.eval": 0.1}), "--json").stdout)
-    assert "evaluation data: none: data.eval asks for 10% of the rows, and there is only one to learn from" in (
+    assert "evaluation data: none: data.eval is 10% of the rows, but only one row can be trained on" in (
         " ".join(found["warnings"])
     )

@@ -26,8 +26,8 @@ if status.exists():
 else:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
-TOO_LONG = "line of more than 3 MiB; divide it, or put long texts into a .txt file"
-CUT = "holds NUL bytes: the file was probably cut by a crash"
+TOO_LONG = "line of more than 3 MiB; split it, or put long texts into a .txt file"
+CUT = "holds NUL bytes: the file was probably truncated by a crash"
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_bad_element_of_an_array_is_named_and_its_neighbours_are_read(read):
         (b'[{"a": 1},\n]', "a.json:2:1: not JSON: Expecting value: "),
         (b'[{"a": 1},\n{"a": 2', "a.json:2:8: not JSON: Expecting ',' delimiter: "),
         (b"[", "a.json:1:2: not JSON: Expecting value: "),
-        (b'[{"a": 1}]\n[]', "a.json:2:1: not JSON: Extra data behind the array: "),
+        (b'[{"a": 1}]\n[]', "a.json:2:1: not JSON: Extra data after the array: "),
         (b'[{"a": 1},\0\0\0', f"a.json:1:11: not JSON: Expecting value: '[{{\"a\": 1}},\\x00\\x00\\x00' ({CUT})"),
         (b'"text"', "a.json:1:1: not JSON: an array of objects is needed: "),
         (b'{"a": 1', "a.json:1:8: not JSON: Expecting ',' delimiter: "),
@@ -200,7 +200,10 @@ def test_a_quote_that_is_never_closed_is_named_where_it_opens(read):
     ("data", "message"),
     [
         (b"a,,b\n1,2,3\n", "a.csv:1: the header: name 2 is empty; give each column a name"),
-        (b"\na,b,a\n1,2,3\n", "a.csv:2: the header: 'a' is there more than once; give each column its own name"),
+        (
+            b"\na,b,a\n1,2,3\n",
+            "a.csv:2: the header: the name 'a' is used more than once; give each column its own name",
+        ),
         (b'"a"b\n1\n', "a.csv:1: the header cannot be read: not CSV: ',' expected after '\"' (in line 1)"),
         (b"\xe9\n1\n", "a.csv:1: the header cannot be read: not UTF-8 at byte 1 of the line"),
         (b"a,b\n\n", "a.csv: has no rows"),
@@ -219,8 +222,8 @@ def test_a_broken_parquet_file_is_an_error(error_of, tmp_path):
 
     pq.write_table(pa.table({"text": [f"{i}" * 100 for i in range(5000)]}), tmp_path / "good.parquet")
     data = (tmp_path / "good.parquet").read_bytes()
-    assert error_of("a.parquet", b"PAR1 and no more").startswith("a.parquet: broken Parquet file, behind row 0: ")
-    assert error_of("a.parquet", data[:-100]).startswith("a.parquet: broken Parquet file, behind row 0: ")
+    assert error_of("a.parquet", b"PAR1 and no more").startswith("a.parquet: broken Parquet file, after row 0: ")
+    assert error_of("a.parquet", data[:-100]).startswith("a.parquet: broken Parquet file, after row 0: ")
     assert error_of("a.parquet", data[:2000] + bytes(2000) + data[4000:]).startswith("a.parquet: ")
 
 
@@ -231,7 +234,7 @@ def test_text_of_parquet_that_is_none_is_named(error_of, read, tmp_path):
     latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xe9"]).buffers())
     pq.write_table(pa.table({"text": latin}), tmp_path / "b.parquet")
     message = error_of("a.parquet", (tmp_path / "b.parquet").read_bytes())
-    assert message.startswith("a.parquet: broken Parquet file, behind row 0: 'utf-8' codec can't decode byte 0xe9")
+    assert message.startswith("a.parquet: broken Parquet file, after row 0: 'utf-8' codec can't decode byte 0xe9")
     pq.write_table(pa.table({"j": pa.array(["{}", "{", None], pa.json_())}), tmp_path / "j.parquet")
     first, (line, reason), last = read("a.parquet", (tmp_path / "j.parquet").read_bytes())
     assert (first, line, last) == ({"j": {}}, 2, {"j": None}) and reason.startswith("column 'j': not usable JSON: ")
@@ -281,7 +284,7 @@ def test_broken_gzip_is_an_error_behind_its_good_rows(tmp_path, error_of):
     path.write_bytes(whole[:-2000])
     rows = open_source(str(path)).rows()
     assert [next(rows).fields["a"] for _ in range(3)] == ["0", "1", "128"]
-    with pytest.raises(DataError, match=r"cut.jsonl.gz: broken gzip file .*; make or download it again"):
+    with pytest.raises(DataError, match=r"cut.jsonl.gz: broken gzip file .*; create or download it again"):
         list(rows)
     assert error_of("a.jsonl.gz", b"{}\n").startswith("a.jsonl.gz: broken gzip file")
     assert error_of("a.csv.gz", whole[:50] + bytes(50) + whole[100:]).startswith("a.csv.gz: broken gzip file")

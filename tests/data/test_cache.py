@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dualtune.data.documents import Data
-from dualtune.data.sources.bad_rows import judge
+from dualtune.data.sources.bad_rows import check_bad_rows
 from dualtune.data.tokens import cache
 from dualtune.data.tokens.store import TOKENS
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -115,20 +115,19 @@ def test_bad_rows_that_are_left_out_are_counted_from_the_cache_too(here, make_co
         assert (len(found), found.num_bad, held_out.num_bad) == (16, 1, 0)
         assert found.summary().endswith("; 1 bad rows left out")
     # A stricter config is not served from what a more lenient one left there.
-    with pytest.raises(DataError, match=r"all of them, or more than data\.max_bad_rows = 0\.01"):
+    with pytest.raises(DataError, match=r"more than data\.max_bad_rows = 0\.01"):
         documents(make_config(path, {"data.on_bad_row": "skip"}), tokenizer)
     with pytest.raises(DataError, match="1 of 17 rows cannot be used"):
         documents(make_config(path), tokenizer)
 
 
 def test_a_limit_of_one_is_one_row_and_a_smaller_one_a_share():
-    judge(1, ["f:1: bad"], 99, skip=True, limit=1)
-    judge(1, ["f:1: bad"], 99, skip=True, limit=0.01)
+    check_bad_rows(1, ["f:1: bad"], 99, skip=True, limit=1)
+    check_bad_rows(1, ["f:1: bad"], 99, skip=True, limit=0.01)
     for count, good, limit in ((2, 98, 1), (2, 98, 0.01), (1, 0, 1), (1, 99, 0)):
-        with pytest.raises(
-            DataError, match=rf"{count} of {count + good} rows cannot be used\. That is all of them, or"
-        ):
-            judge(count, ["f:1: bad"] * count, good, skip=True, limit=limit)
+        reason = rf"That is more than data\.max_bad_rows = {limit}\." if good else r"No usable row is left\."
+        with pytest.raises(DataError, match=rf"{count} of {count + good} rows cannot be used\. {reason}"):
+            check_bad_rows(count, ["f:1: bad"] * count, good, skip=True, limit=limit)
 
 
 def test_a_changed_byte_is_noticed_when_the_document_is_used(here, make_config, write_rows, qa_rows, tokenizer):
@@ -175,7 +174,7 @@ def test_a_full_disk_is_a_disk_error_that_says_what_to_do(make_config, write_row
         monkeypatch.setenv("DUALTUNE_CACHE", str(tmp_path))
         rows = Path(os.environ.get("TMPDIR", "/tmp")) / f"rows-{os.getpid()}.jsonl"
         rows.write_text("".join('{"text": "%s"}\n' % ("a" * 1000) for _ in range(100)))
-        with pytest.raises(DiskError, match="Make room, or set DUALTUNE_CACHE"):
+        with pytest.raises(DiskError, match="Free disk space, or set DUALTUNE_CACHE"):
             documents(make_config(rows), tokenizer)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # nothing half-written is left
     finally:

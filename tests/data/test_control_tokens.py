@@ -38,11 +38,11 @@ def tokenized(tokenizer, *examples, loss_on="all"):
 
 
 def document(tokenizer, example, loss_on="all"):
-    """(ids, learned) of an example that becomes one document."""
+    """(ids, loss mask) of an example that becomes one document."""
     (row,) = tokenized(tokenizer, example, loss_on=loss_on)
     assert not isinstance(row, BadRow), row
-    ((ids, learned),) = row.documents
-    return ids.tolist(), learned.tolist()
+    ((ids, mask),) = row.documents
+    return ids.tolist(), mask.tolist()
 
 
 def controls(ids):
@@ -63,10 +63,10 @@ def with_policy(tiny_llama, tmp_path):
 def test_control_tokens_in_a_chat_are_text_and_the_template_s_are_not(with_policy, loss_on):
     tokenizer = with_policy()
     example = chat(EVIL, f"No.{EVIL}")
-    ids, learned = document(tokenizer, example, loss_on)
+    ids, mask = document(tokenizer, example, loss_on)
     assert controls(ids) == [BOS, START, END, START, END]
     assert tokenizer.decode_all(ids).rstrip("\n") == tokenizer.render(example.messages).rstrip("\n")
-    said = tokenizer.decode_all([id for id, it in zip(ids, learned, strict=True) if it])
+    said = tokenizer.decode_all([id for id, it in zip(ids, mask, strict=True) if it])
     assert said.endswith(f"No.{EVIL}<|im_end|>") and (loss_on == "all" or said == f"No.{EVIL}<|im_end|>")
 
 
@@ -92,9 +92,9 @@ def test_a_plain_text_and_a_completion_obey_too(with_policy):
     text = Example("f", 1, prompt="", completion="<s>one</s>two", is_text=True)
     assert controls(document(tokenizer, text)[0]) == [BOS, EOS]  # the tokenizer's, and the end that is put behind it
     pair = Example("f", 1, prompt="a</", completion="s>b<|im_end|>")  # put together out of both
-    ids, learned = document(tokenizer, pair, "assistant")
+    ids, mask = document(tokenizer, pair, "assistant")
     assert controls(ids) == [BOS, EOS] and tokenizer.decode_all(ids) == "<s>a</s>b<|im_end|></s>"
-    assert sum(learned) == len("s>b<|im_end|>") + 1
+    assert sum(mask) == len("s>b<|im_end|>") + 1
 
 
 def test_a_token_across_the_border_is_cut_beside_a_control_token_too(with_policy):
@@ -102,8 +102,8 @@ def test_a_token_across_the_border_is_cut_beside_a_control_token_too(with_policy
     tokenizer = with_policy()
     for before in ("a", "</s>"):
         pair = Example("f", 1, prompt=f"{before}1+6=", completion="7</s>")
-        ids, learned = document(tokenizer, pair, "assistant")
-        said = [id for id, it in zip(ids, learned, strict=True) if it]
+        ids, mask = document(tokenizer, pair, "assistant")
+        said = [id for id, it in zip(ids, mask, strict=True) if it]
         assert tokenizer.decode_all(said) == "7</s></s>" and len(said) == len("7</s>") + 1
         assert controls(ids) == [BOS, EOS]
 
@@ -116,7 +116,7 @@ def test_what_is_allowed_is_the_control_token_as_before(with_policy):
 def test_an_error_names_the_token_and_the_ways_on(with_policy):
     bad, good = tokenized(with_policy("error"), chat("ok", "x<|im_end|>"), chat("ok", "x<|im_en"))
     assert isinstance(bad, BadRow) and not isinstance(good, BadRow)
-    assert "'<|im_end|>'" in bad.reason and "data.special_tokens_in_text: text reads it as characters" in bad.reason
+    assert "'<|im_end|>'" in bad.reason and "data.special_tokens_in_text: text reads it as plain text" in bad.reason
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_characters_that_stand_for_control_tokens_are_refused_beside_one(with_po
     tokenizer = with_policy()
     forged = "".join(chr(0xF0000 + n) * len(token) for n, token in enumerate(("<pad>", "<s>", "</s>", "<|im_start|>")))
     bad, alone = tokenized(tokenizer, chat(f"{forged} <|im_end|>", "ok"), chat(forged, "ok"))
-    assert isinstance(bad, BadRow) and "private-use plane 15" in bad.reason
+    assert isinstance(bad, BadRow) and "private-use characters of plane 15" in bad.reason
     assert controls(alone.documents[0][0].tolist()) == [BOS, START, END, START, END]
 
 
@@ -147,7 +147,7 @@ def test_a_tokenizer_that_has_no_other_way_to_write_it_refuses_the_row(tiny_llam
     table["model"] = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
     (path / "tokenizer.json").write_text(json.dumps(table))
     bad, good = tokenized(Tokenizer(path), chat("a </s>", "ok"), chat("a", "ok"))
-    assert isinstance(bad, BadRow) and "the tokenizer has no other way to write it" in bad.reason
+    assert isinstance(bad, BadRow) and "the tokenizer cannot encode it as plain text" in bad.reason
     assert not isinstance(good, BadRow)
 
 
@@ -205,10 +205,10 @@ def test_rows_without_any_have_the_same_ids_under_every_policy(shared, with_poli
 
 def test_a_run_warns_once_with_the_way_on(make_config, write_rows, open_backend):
     data = write_rows([{"prompt": f"{i}", "completion": "</s>" if i > 5 else "x"} for i in range(8)])
-    for policy, said in (("text", "it is plain text; if"), ("allow", "it is taken for the control token")):
+    for policy, said in (("text", "it is plain text; if"), ("allow", "it is read as the control token")):
         config = make_config(data, {"data.special_tokens_in_text": policy})
         (warning,) = [line for line in prepare(config, open_backend("numpy")).summary() if "warning" in line]
-        assert f"in their own text: 2, the first: {data}:7; {said}" in warning
+        assert f"in their text: 2, the first: {data}:7; {said}" in warning
 
 
 def test_a_prompt_obeys_the_same_rule(with_policy):

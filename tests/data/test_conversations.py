@@ -53,13 +53,13 @@ def test_other_keys_reach_the_template():
     assert [m.as_dict() for m in messages] == [user("?", name="Ann"), assistant("!", reasoning_content="Hm.")]
 
 
-@pytest.mark.parametrize(("marks", "learned"), [
+@pytest.mark.parametrize(("marks", "is_trained"), [
     ({}, True), ({"train": True}, True), ({"train": False}, False), ({"weight": 1}, True), ({"weight": 0}, False),
     ({"weight": 0.0, "train": False}, False), ({"weight": 1, "train": True}, True), ({"train": None}, True),
 ])  # fmt: skip
-def test_train_and_weight_decide_whether_a_turn_is_learned(marks, learned):
+def test_train_and_weight_decide_whether_a_turn_is_trained_on(marks, is_trained):
     messages = read(user("?", train=False, weight=0), assistant("!") | marks, ASK, SAY)
-    assert [m.train for m in messages if m.role == "assistant"] == [learned, True]
+    assert [m.train for m in messages if m.role == "assistant"] == [is_trained, True]
     assert all(m.as_dict().keys() == {"role", "content"} for m in messages)
 
 
@@ -141,7 +141,7 @@ BAD = [
     ([ASK, user("x"), SAY], "message 2: the second user message in a row; join the two, or add what was between"),
     ([ASK, SAY, SAY], "message 3: the second assistant message in a row; join the two, or add what was between"),
     ([SAY, ASK], "message 1: starts with an assistant message; a user or system message must come first"),
-    ([ASK], "has no assistant message, so there is nothing to learn from"),
+    ([ASK], "has no assistant message, so there is nothing to train on"),
     ([ASK, assistant("!", train=1)], "message 2: train: got 1, allowed: true or false"),
     ([ASK, assistant("!", weight=-0.5)], "message 2: weight: got -0.5, allowed: a number from 0 to 1000"),
     ([ASK, assistant("!", weight=1e300)], "message 2: weight: got 1e+300, allowed: a number from 0 to 1000"),
@@ -150,15 +150,15 @@ BAD = [
     ([ASK, assistant("!", weight=True)], "message 2: weight: got True, allowed: a number from 0 to 1000"),
     ([ASK, assistant("!", weight=0.5, train=False)], "message 2: train and weight contradict each other; keep one"),
     ([ASK, assistant("!", weight=1, train=False)], "message 2: train and weight contradict each other; keep one"),
-    ([user("?", train=True), SAY], "message 1: train: only an assistant message is learned, this is a user "),
-    ([ASK, SAY, tool("x", weight=1)], "message 3: weight: only an assistant message is learned, this is a tool "),
+    ([user("?", train=True), SAY], "message 1: train: allowed only in an assistant message, this is a user "),
+    ([ASK, SAY, tool("x", weight=1)], "message 3: weight: allowed only in an assistant message, this is a tool "),
     ([ASK, SAY, tool("x")],
      "message 3: a tool message must follow an assistant message with tool_calls or another tool message"),
     ([ASK, assistant("", tool_calls=[CALL]), ASK, tool("x")], "message 4: a tool message must follow"),
     ([ASK, assistant("", tool_calls=[CALL]), tool("x", tool_call_id="a")],
      "message 3: tool_call_id: got 'a', the calls before it have: (none)"),
     ([user("?", tool_calls=[CALL]), SAY],
-     "message 1: tool_calls: only an assistant message has them, this is a user message"),
+     "message 1: tool_calls: allowed only in an assistant message, this is a user message"),
     ([ASK, assistant("", tool_calls=CALL)], "message 2: tool_calls: got dict, a list is needed"),
     ([ASK, assistant("", tool_calls=[CALL, {"type": "web"}])],
      "message 2: tool call 2: got the type 'web', allowed: 'function'"),

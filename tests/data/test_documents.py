@@ -1,4 +1,4 @@
-"""Which tokens are trained. The oracle is a text written by hand: what the trained ids decode to."""
+"""Which tokens are targets. The oracle is a text written by hand: what the ids of the targets decode to."""
 
 import json
 import shutil
@@ -48,8 +48,8 @@ def one(example, tokenizer, loss_on="assistant", max_length=1000):
 
 
 def pieces(document, tokenizer) -> list[str]:
-    """The trained runs of a document, each decoded with its special tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], document.trained, [False]]).astype(int)))
+    """The runs of targets of a document, each decoded with its special tokens."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], document.loss_mask, [False]]).astype(int)))
     runs = [document.tokens[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
     return [tokenizer.decode_all(run) for run in runs]
 
@@ -65,26 +65,26 @@ SUMS_TEXT = (
     "<|im_start|>assistant\nIt is 4.<|im_end|>\n<|im_start|>user\nAnd 3+3?<|im_end|>\n"
     "<|im_start|>assistant\n6, of course.<|im_end|>\n"
 )
-SPANS = {
+TARGETS = {
     "assistant": ["It is 4.<|im_end|>", "6, of course.<|im_end|>"],
     "last": ["6, of course.<|im_end|>"],
     "all": [SUMS_TEXT.rstrip("\n")],
 }
 
 
-@pytest.mark.parametrize("loss_on", SPANS)
-def test_smollm2_s_trained_tokens_are_the_answers_and_their_end_tokens(smollm2, loss_on):
+@pytest.mark.parametrize("loss_on", TARGETS)
+def test_smollm2_s_targets_are_the_answers_and_their_end_tokens(smollm2, loss_on):
     document = one(SUMS, smollm2, loss_on)
-    assert pieces(document, smollm2) == SPANS[loss_on]
+    assert pieces(document, smollm2) == TARGETS[loss_on]
     assert text_of(document, smollm2) == SUMS_TEXT  # nothing is added, nothing lost
-    assert document.num_targets == document.trained[1:].sum()
+    assert document.num_targets == document.loss_mask[1:].sum()
 
 
-@pytest.mark.parametrize("loss_on", SPANS)
+@pytest.mark.parametrize("loss_on", TARGETS)
 def test_the_same_with_a_tokenizer_that_has_another_eos(chatml, loss_on):
     """<|im_end|> ends the turn, so no </s> follows it; the template writes the only <s>."""
     document = one(SUMS, chatml, loss_on)
-    assert pieces(document, chatml) == [("<s>" if loss_on == "all" else "") + text for text in SPANS[loss_on]]
+    assert pieces(document, chatml) == [("<s>" if loss_on == "all" else "") + text for text in TARGETS[loss_on]]
     assert text_of(document, chatml) == "<s>" + SUMS_TEXT
 
 
@@ -97,7 +97,7 @@ def test_a_chat_that_ends_with_the_user_trains_no_end_of_it(chatml):
 def test_training_sees_the_prompt_that_generation_sees(chatml):
     document, prompt = one(plain("2+2=", "4"), chatml), chatml.encode_prompt("2+2=")
     assert document.tokens[: len(prompt)].tolist() == prompt.tolist()
-    assert not document.trained[: len(prompt)].any() and document.trained[len(prompt)]
+    assert not document.loss_mask[: len(prompt)].any() and document.loss_mask[len(prompt)]
 
 
 def test_a_template_without_an_end_token_gets_one(with_template):
@@ -119,13 +119,13 @@ def test_the_end_token_behind_a_marked_turn_is_learned_with_it(with_template):
 
 def test_a_document_whose_only_learned_token_is_its_first_has_nothing_to_predict():
     state, kept = _fitted(np.array([7], np.int32), np.array([True]), 8, split=False)
-    assert (state, kept) == (State.UNTRAINED, [])
+    assert (state, kept) == (State.NO_TARGET, [])
 
 
 # --- plain texts -----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_template_the_completion_and_one_eos_are_trained(bare):
+def test_without_a_template_the_completion_and_one_eos_are_targets(bare):
     document = one(plain("2+2 is ", "four é"), bare)
     assert pieces(document, bare) == ["four é</s>"]
     assert text_of(document, bare) == "<s>2+2 is four é</s>"
@@ -155,7 +155,7 @@ def test_no_token_lies_across_the_border(bare):
     document, prompt = one(plain("3+4=", "7!"), bare), bare.encode("3+4=", special=True)
     assert pieces(document, bare) == ["7!</s>"]
     assert document.tokens[: len(prompt)].tolist() == prompt.tolist()
-    assert document.trained.tolist() == [False] * len(prompt) + [True] * 3
+    assert document.loss_mask.tolist() == [False] * len(prompt) + [True] * 3
     inside = one(plain("3+4", "=7!"), bare)  # where nothing lies across, the text is left in one piece
     assert inside.tokens.tolist() == [*bare.encode("3+4=7!", special=True).tolist(), EOS]
 
@@ -185,7 +185,7 @@ def test_truncation_keeps_what_is_trainable_and_counts(bare):
     assert [pieces(document, bare) for document in dropped] == [["c</s>"]]
     assert (dropped.num_rows, dropped.num_truncated, sum(dropped.dropped.values())) == (2, 0, 1)
     assert dropped.summary() == (
-        "1 documents, 5 tokens, 2 of them trained (40%); 1 dropped: no trainable token within max_length"
+        "1 documents, 5 tokens, 2 of them targets (40%); 1 dropped: no trainable token within max_length"
     )
     whole = tokenize(examples, bare, "assistant", 9)
     assert (whole.num_tokens, whole.num_targets, whole.num_truncated) == (9 + 5, 4 + 2, 0)
@@ -207,8 +207,8 @@ def test_rows_that_the_template_refuses_are_listed(with_template):
     assert str(caught.value).splitlines() == [
         "f:1: the chat template refuses this conversation: no system turn",
         "f:1: the chat template refuses this conversation: no system turn",
-        "2 of 3 rows cannot be used. Mend or remove them, or leave them out with data.on_bad_row: skip. "
-        "`dualtune check-data` lists them all.",
+        "2 of 3 rows cannot be used. Fix or remove them, or set data.on_bad_row: skip. "
+        "`dualtune check-data` lists all of them.",
     ]
 
 
@@ -301,7 +301,7 @@ def test_a_long_text_is_split_and_every_token_is_a_target_once(bare):
     text = "".join(chr(97 + i % 26) for i in range(50))
     documents = tokenize([Example("f", 1, (), (), "", text, is_text=True)], bare, "assistant", 8)
     assert all(len(document.tokens) <= 8 for document in documents)
-    targets = [int(t) for d in documents for t, learned in zip(d.tokens[1:], d.trained[1:], strict=True) if learned]
+    targets = [int(t) for d in documents for t, hit in zip(d.tokens[1:], d.loss_mask[1:], strict=True) if hit]
     assert bare.decode_all(targets) == text + "</s>"
     assert (documents.num_split, documents.num_truncated, documents.num_rows) == (1, 0, 1)
     assert "1 texts split at max_length" in documents.summary()
@@ -314,6 +314,6 @@ def test_a_long_text_is_split_and_every_token_is_a_target_once(bare):
 
 def test_what_was_dropped_says_why(bare, chatml):
     rows = [plain("abcdefgh", "x"), chat(("user", "a"), ("assistant", "b"))]
-    unlearned = Example("f", 3, (Message("user", "a"), Message("assistant", "b", train=False)))
+    untrained = Example("f", 3, (Message("user", "a"), Message("assistant", "b", train=False)))
     assert tokenize(rows[:1], bare, "assistant", 5).dropped == {"no trainable token within max_length": 1}
-    assert tokenize([unlearned, *rows[1:]], chatml, "assistant", 1000).dropped == {"no token to learn": 1}
+    assert tokenize([untrained, *rows[1:]], chatml, "assistant", 1000).dropped == {"no token to learn": 1}

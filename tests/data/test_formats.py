@@ -145,25 +145,25 @@ BAD_ROWS = [
     ({"conversations": [ASK, ASK], "system": "x"}, "message 2: the second user message in a row"),
     ({"prompt": "a", "completion": 4}, "'prompt' and 'completion' must both be strings or both lists of messages: got "
      "str and int"),
-    ({"prompt": "a", "completion": " "}, "completion: is blank, so there is nothing to learn from"),
+    ({"prompt": "a", "completion": " "}, "completion: is blank, so there is nothing to train on"),
     ({"prompt": [ASK], "completion": [user("x")]}, "completion: has no assistant message, so there is "),
     ({"prompt": [ASK], "completion": [ASK, SAY]}, "prompt and completion: message 2: the second user message in a row"),
     ({"prompt": [ASK, 7], "completion": [SAY]}, "prompt: message 2: got int, an object is needed"),
-    ({"instruction": "a", "output": ""}, "output: is blank, so there is nothing to learn from"),
+    ({"instruction": "a", "output": ""}, "output: is blank, so there is nothing to train on"),
     ({"instruction": "a", "input": 7, "output": "b"}, "input: got int, a string is needed"),
     ({"text": ["a"]}, "text: got list, a string is needed"),
-    ({"text": "\n"}, "text: is blank, so there is nothing to learn from"),
-    ({"chosen": "a", "rejected": "b"}, "has no 'prompt'; where 'chosen' and 'rejected' are strings, one is needed"),
+    ({"text": "\n"}, "text: is blank, so there is nothing to train on"),
+    ({"chosen": "a", "rejected": "b"}, "has no 'prompt', which is needed if 'chosen' and 'rejected' are strings"),
     ({"prompt": "p", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
-    ({"prompt": "p", "chosen": "a", "rejected": ""}, "rejected: is blank, so there is nothing to learn from"),
+    ({"prompt": "p", "chosen": "a", "rejected": ""}, "rejected: is blank, so there is nothing to train on"),
     ({"prompt": "p", "chosen": "a", "rejected": [SAY]}, "'chosen' and 'rejected' must both be strings or both lists"),
     ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "'chosen' and 'rejected' are the same"),
     ({"chosen": [ASK, SAY], "rejected": [user("3+3?"), SAY]},
-     "'chosen' and 'rejected' must be the same up to their last message"),
+     "'chosen' and 'rejected' may differ only in their last message"),
     ({"chosen": [ASK, SAY], "rejected": [ASK]}, "rejected: must end with an assistant message, got a user message"),
     ({"prompt": "3+3?", "chosen": [ASK, SAY], "rejected": [ASK, assistant("5.")]},
-     "chosen: is a conversation of its own, but does not hold what 'prompt' says"),
-    ({"chosen": [SAY], "rejected": [SAY]}, "chosen with all before it: message 1: starts with an assistant message"),
+     "chosen: is a whole conversation, but does not contain the messages of 'prompt'"),
+    ({"chosen": [SAY], "rejected": [SAY]}, "chosen with its prompt: message 1: starts with an assistant message"),
 ]  # fmt: skip
 
 
@@ -186,7 +186,7 @@ HALF = "a\ud800"
     ({"prompt": "p", "chosen": "a", "rejected": HALF}, "rejected"),
 ])  # fmt: skip
 def test_half_a_surrogate_pair_is_refused_wherever_a_text_is(row, at):
-    assert reason(row) == f"{at}: holds half a surrogate pair (\\ud800), which is no text"
+    assert reason(row) == f"{at}: contains an unpaired surrogate (\\ud800), which is not valid text"
 
 
 # --- the stream ------------------------------------------------------------------------------------------------------
@@ -215,11 +215,11 @@ def test_rows_are_taken_one_at_a_time_and_not_kept():
         tracemalloc.stop()
 
 
-def test_a_row_of_another_format_is_told_so():
+def test_a_row_of_another_format_is_a_bad_row():
     _, other, neither = convert(chat(ASK, SAY), {"instruction": "a", "output": "b"}, {str(n): n for n in range(12)})
     assert other.reason == (
-        "has no 'messages'; its keys are: instruction, output; this row looks like alpaca, the others are read as "
-        "messages: one file has one format"
+        "has no 'messages'; its keys are: instruction, output; this row looks like alpaca, but the file is read "
+        "as messages: all rows need the same format"
     )
     assert neither.reason == "has no 'messages'; its keys are: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …"
 

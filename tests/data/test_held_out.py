@@ -55,14 +55,14 @@ def test_one_row_holds_nothing_out_and_says_so(make_config, write_rows, chatml):
     config = make_config(write_rows([{"text": "word " * 500}]), {"data.eval": 0.1})
     train, eval_ = Data(config).train_and_eval(chatml)
     assert len(train) > 1 and not len(eval_)
-    assert eval_.remark.startswith("none: data.eval asks for 10% of the rows, and there is only one to learn from.")
+    assert eval_.remark.startswith("none: data.eval is 10% of the rows, but only one row can be trained on.")
 
 
-def test_two_uneven_rows_are_divided_and_the_share_is_told(make_config, write_rows, chatml):
+def test_two_uneven_rows_are_split_and_the_share_is_reported(make_config, write_rows, chatml):
     config = make_config(write_rows([{"text": "long " * 90}, {"text": "short " * 60}]), {"data.eval": 0.1})
     train, eval_ = Data(config).train_and_eval(chatml)
     assert (train.num_rows, eval_.num_rows) == (1, 1) and eval_.num_tokens < train.num_tokens
-    assert "44% of the tokens are held out where data.eval asks for 10%: the rows are too few" in eval_.summary()
+    assert "44% of the tokens are held out, but data.eval is 10%: there are too few rows" in eval_.summary()
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25])

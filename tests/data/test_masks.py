@@ -1,4 +1,4 @@
-"""Which characters are learned. The oracle is text: written by hand, or built by a few lines of Python a template."""
+"""Which characters are targets. The oracle is text: written by hand, or built by a few lines of Python a template."""
 
 from pathlib import Path
 
@@ -35,18 +35,18 @@ def called(name, content="", **arguments):
     return turn("assistant", content, tool_calls=[call])
 
 
-def learned(example, tokenizer, loss_on="assistant") -> list[str]:
+def targets(example, tokenizer, loss_on="assistant") -> list[str]:
     rendered = render_example(example, tokenizer, loss_on)
-    edges = [edge for span in rendered.spans for edge in span]
-    assert edges == sorted(edges) and all(start < end for start, end in rendered.spans)
+    edges = [edge for target in rendered.ranges for edge in target]
+    assert edges == sorted(edges) and all(start < end for start, end in rendered.ranges)
     assert (rendered.path, rendered.line) == (example.path, example.line)
-    return [rendered.text[start:end] for start, end in rendered.spans]
+    return [rendered.text[start:end] for start, end in rendered.ranges]
 
 
 SUMS = chat(turn("system", "Be brief."), turn("user", "What is 2+2?"), turn("assistant", "It is 4."),
             turn("user", "And 3+3?"), turn("assistant", "6, of course."))  # fmt: skip
 
-# --- golden cases: template, its whole text, what is learned of it ---------------------------------------------------
+# --- golden cases: template, its whole text, what of it is a target ---------------------------------------------------
 
 CHATML = (
     "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2+2?<|im_end|>\n"
@@ -93,34 +93,34 @@ def test_the_answers_and_their_ends_are_learned(tokenizers, name):
     text, answers = TEXTS[name]
     rendered = render_example(SUMS, tokenizers[name], "assistant")
     assert rendered.text == text and rendered.is_chat
-    assert learned(SUMS, tokenizers[name]) == answers
-    assert learned(SUMS, tokenizers[name], "last") == answers[1:]
-    assert learned(SUMS, tokenizers[name], "all") == [text.rstrip("\n")]
+    assert targets(SUMS, tokenizers[name]) == answers
+    assert targets(SUMS, tokenizers[name], "last") == answers[1:]
+    assert targets(SUMS, tokenizers[name], "all") == [text.rstrip("\n")]
 
 
 def test_smollm2_s_answers_and_their_ends_are_learned(shared):
     tokenizer = Tokenizer(shared("tokenizers/smollm2"))
     assert render_example(SUMS, tokenizer, "assistant").text == CHATML
-    assert learned(SUMS, tokenizer) == TEXTS["chatml"][1]
+    assert targets(SUMS, tokenizer) == TEXTS["chatml"][1]
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_turn_that_shall_not_be_learned_is_left_out(tokenizers, name):
     text, answers = TEXTS[name]
     example = chat(*SUMS.messages[:2], turn("assistant", "It is 4.", train=False), *SUMS.messages[3:])
-    assert learned(example, tokenizers[name]) == answers[1:]
-    assert learned(example, tokenizers[name], "last") == answers[1:]
+    assert targets(example, tokenizers[name]) == answers[1:]
+    assert targets(example, tokenizers[name], "last") == answers[1:]
     before, behind = text.rstrip("\n").split(answers[0], 1)
-    assert learned(example, tokenizers[name], "all") == [before, behind]
+    assert targets(example, tokenizers[name], "all") == [before, behind]
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_an_unlearned_last_turn_leaves_nothing_to_last(tokenizers, name):
     text, answers = TEXTS[name]
     example = chat(*SUMS.messages[:4], turn("assistant", "6, of course.", train=False))
-    assert learned(example, tokenizers[name], "last") == []
-    assert learned(example, tokenizers[name]) == answers[:1]
-    whole = learned(example, tokenizers[name], "all")
+    assert targets(example, tokenizers[name], "last") == []
+    assert targets(example, tokenizers[name]) == answers[:1]
+    whole = targets(example, tokenizers[name], "all")
     assert whole[0] + answers[1] == text.rstrip("\n") and not "".join(whole[1:]).strip()
 
 
@@ -133,7 +133,7 @@ ADDED = chat(turn("user", "2+2?"), called("add", a=2, b=2), turn("tool", "4"), t
 
 def test_tool_calls_are_learned_and_their_answers_are_not(tokenizers):
     """Both calls stand in the text without the empty thoughts that they have where they come last."""
-    assert learned(ADDED, tokenizers["qwen3_like"]) == [
+    assert targets(ADDED, tokenizers["qwen3_like"]) == [
         '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>',
         "It is 4.<|im_end|>",
         'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 3}}\n</tool_call><|im_end|>',
@@ -142,11 +142,11 @@ def test_tool_calls_are_learned_and_their_answers_are_not(tokenizers):
 
 
 def test_a_template_that_knows_no_tools_is_refused(tokenizers):
-    with pytest.raises(RowError, match="does not show the tools \\('add' is nowhere\\)"):
-        learned(ADDED, tokenizers["chatml"])
+    with pytest.raises(RowError, match="does not write the tools \\('add' is missing\\)"):
+        targets(ADDED, tokenizers["chatml"])
     for loss_on in ("assistant", "all"):
-        with pytest.raises(RowError, match="does not show the tool calls \\('add' is nowhere\\)"):
-            learned(chat(*ADDED.messages), tokenizers["chatml"], loss_on)
+        with pytest.raises(RowError, match="does not write the tool calls \\('add' is missing\\)"):
+            targets(chat(*ADDED.messages), tokenizers["chatml"], loss_on)
 
 
 # --- turns that are hard to find -------------------------------------------------------------------------------------
@@ -156,10 +156,10 @@ def test_a_turn_that_no_method_finds_is_refused_with_what_to_do(with_template):
     tokenizer = with_template(
         "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else m.content[:4] }}\n{% endfor %}"
     )
-    with pytest.raises(RowError, match=r"message 3: .*loss_on: last or all, another data.template, or put"):
-        learned(SUMS, tokenizer)
-    assert learned(SUMS, tokenizer, "last") == ["6, of course."]
-    assert len(learned(SUMS, tokenizer, "all")) == 1
+    with pytest.raises(RowError, match=r"message 3: .*loss_on to last or all, use another data.template, or add"):
+        targets(SUMS, tokenizer)
+    assert targets(SUMS, tokenizer, "last") == ["6, of course."]
+    assert len(targets(SUMS, tokenizer, "all")) == 1
 
 
 def test_a_part_of_an_answer_is_not_the_answer(with_template):
@@ -168,12 +168,12 @@ def test_a_part_of_an_answer_is_not_the_answer(with_template):
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
     with pytest.raises(RowError, match="message 2"):
-        learned(chat(turn("user", "Hi"), turn("assistant", "6, of course."), turn("user", "Bye")), tokenizer)
+        targets(chat(turn("user", "Hi"), turn("assistant", "6, of course."), turn("user", "Bye")), tokenizer)
 
 
 def test_whitespace_that_the_template_trims_does_not_move_the_end(tokenizers):
     spaced = chat(turn("user", "Hi"), turn("assistant", "Ho" + " " * 100), turn("user", "Bye"))
-    assert learned(spaced, tokenizers["llama3"]) == ["Ho<|eot_id|>"]
+    assert targets(spaced, tokenizers["llama3"]) == ["Ho<|eot_id|>"]
 
 
 def test_a_sentinel_is_found_where_the_template_trims_and_rewrites(with_template):
@@ -181,7 +181,7 @@ def test_a_sentinel_is_found_where_the_template_trims_and_rewrites(with_template
         "{{ messages | length }} messages\n{% for m in messages %}[{{ m.content | trim }}]\n{% endfor %}"
     )
     example = chat(turn("user", "Hi"), turn("assistant", " \ue0000\ue001 "), turn("user", "Bye"))
-    assert learned(example, tokenizer) == ["\ue0000\ue001"]
+    assert targets(example, tokenizer) == ["\ue0000\ue001"]
 
 
 def test_a_turn_is_not_found_by_content_that_stands_twice(with_template):
@@ -189,7 +189,7 @@ def test_a_turn_is_not_found_by_content_that_stands_twice(with_template):
         "{{ messages | length }}{% for m in messages %}[{{ m.content }}{{ m.content }}]{% endfor %}"
     )
     with pytest.raises(RowError, match="message 2"):
-        learned(chat(turn("user", "Hi"), turn("assistant", "Ho"), turn("user", "Bye")), tokenizer)
+        targets(chat(turn("user", "Hi"), turn("assistant", "Ho"), turn("user", "Bye")), tokenizer)
 
 
 def test_a_template_may_refuse_the_beginning_of_a_conversation(with_template):
@@ -197,18 +197,18 @@ def test_a_template_may_refuse_the_beginning_of_a_conversation(with_template):
         "{% if messages | length < 4 %}{{ raise_exception('too short') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     )
-    assert learned(chat(*SUMS.messages[:4]), tokenizer) == ["It is 4."]
+    assert targets(chat(*SUMS.messages[:4]), tokenizer) == ["It is 4."]
 
 
 def test_a_template_that_refuses_the_whole_conversation_is_the_row_s_error(tokenizers):
     with pytest.raises(RowError, match="refuses this conversation: After the optional system message"):
-        learned(chat(turn("user", "a"), turn("user", "b"), turn("assistant", "c")), tokenizers["mistral_v03"])
+        targets(chat(turn("user", "a"), turn("user", "b"), turn("assistant", "c")), tokenizers["mistral_v03"])
 
 
 def test_markers_that_are_not_as_many_as_the_answers_are_refused(with_template):
     tokenizer = with_template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}")
     with pytest.raises(RowError, match="marks 5 turns as generated, but the conversation has 2 assistant messages"):
-        learned(SUMS, tokenizer)
+        targets(SUMS, tokenizer)
 
 
 # --- plain texts -----------------------------------------------------------------------------------------------------
@@ -218,18 +218,18 @@ def test_markers_that_are_not_as_many_as_the_answers_are_refused(with_template):
 def test_without_a_template_the_completion_is_learned(tiny_llama, loss_on, expected):
     example = Example(path="f", line=1, messages=SUMS.messages, prompt="2+2 is ", completion="four")
     bare = Tokenizer(tiny_llama, "none")
-    assert learned(example, bare, loss_on) == [expected]
+    assert targets(example, bare, loss_on) == [expected]
     assert not render_example(example, bare, loss_on).is_chat
 
 
 def test_a_plain_text_is_learned_whole_with_a_template_too(tokenizers):
     example = Example(path="f", line=1, prompt="", completion=" a text\n", is_text=True)
-    assert learned(example, tokenizers["chatml"]) == [" a text\n"]
+    assert targets(example, tokenizers["chatml"]) == [" a text\n"]
 
 
 def test_a_conversation_needs_a_template(tiny_llama):
     with pytest.raises(RowError, match=r"no chat template, and a conversation needs one. Set data.template"):
-        learned(SUMS, Tokenizer(tiny_llama, "none"))
+        targets(SUMS, Tokenizer(tiny_llama, "none"))
 
 
 # --- any conversation ------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def mistral_v03(turns):
     return [("<s>" + pieces[0][0], *pieces[0][1:]), *pieces[1:]]
 
 
-# For each message: what stands before it, what is learned where it is an answer, what stands behind it.
+# For each message: what stands before it, what of it is a target if it is an answer, what stands behind it.
 ORACLES = {
     "chatml": chatml, "chatml_with_markers": chatml, "llama3": llama3, "mistral_v03": mistral_v03,
     "no_end_token": no_end_token, "qwen3_like": qwen3_like, "zephyr_like": zephyr_like,
@@ -306,5 +306,5 @@ def test_exactly_the_answers_of_any_conversation_are_learned(tokenizers, name, t
     answers = [said for (_, said, _), (role, _) in zip(pieces, turns, strict=True) if role == "assistant"]
     example = chat(*(turn(role, content) for role, content in turns))
     assert render_example(example, tokenizers[name], "assistant").text == "".join(map("".join, pieces))
-    assert learned(example, tokenizers[name]) == [answer for answer in answers if answer]
-    assert "".join(learned(example, tokenizers[name], "last")) == answers[-1]
+    assert targets(example, tokenizers[name]) == [answer for answer in answers if answer]
+    assert "".join(targets(example, tokenizers[name], "last")) == answers[-1]

@@ -59,13 +59,13 @@ def test_a_message_keeps_its_weight_as_float32():
 ])  # fmt: skip
 def test_a_turn_is_learned_by_its_weight(tokenizer, loss_on, expected):
     rendered = render_example(example(0.25, None, 0, 3), tokenizer, loss_on)
-    texts = [rendered.text[start:end] for start, end in rendered.spans]
+    texts = [rendered.text[start:end] for start, end in rendered.ranges]
     assert dict(zip(texts, rendered.weights, strict=True)) == expected
 
 
 def test_all_but_the_weighted_turns_is_learned_as_usual(tokenizer):
     rendered = render_example(example(0.25, None, 0, 3), tokenizer, "all")
-    texts = [rendered.text[start:end] for start, end in rendered.spans]
+    texts = [rendered.text[start:end] for start, end in rendered.ranges]
     assert rendered.weights == [1.0, 0.25, 1.0, 1.0, 3.0]
     assert texts[1] == "answer 0<|im_end|>" and texts[4] == "answer 3<|im_end|>"
     assert "answer 1" in texts[2] and "Question 2" in texts[2] and "Question 3" in texts[3]
@@ -88,7 +88,7 @@ def test_the_tokens_of_a_turn_and_its_end_have_its_weight(tokenizer):
         (0.25, "answer 0<|im_end|>"), (1.0, "answer 1<|im_end|>"), (3.0, "answer 2<|im_end|>"),
     ]  # fmt: skip
     assert document.weights.dtype == np.float32
-    assert np.array_equal(document.weights > 0, document.trained)
+    assert np.array_equal(document.weights > 0, document.loss_mask)
 
 
 def test_the_end_token_that_is_added_has_the_weight_of_the_last_turn(with_template):
@@ -180,7 +180,7 @@ def test_a_cache_of_before_is_read(tmp_path):
     }
     (tmp_path / "store.json").write_text(json.dumps(table))
     document = cache._read(tmp_path).document(0)
-    assert (document.tokens.tolist(), document.trained.tolist(), document.weights) == (
+    assert (document.tokens.tolist(), document.loss_mask.tolist(), document.weights) == (
         [5, 7, 8],
         [False, True, True],
         None,

@@ -21,7 +21,7 @@ END = "<|im_end|>"
 
 
 def chatml(turns):
-    """Pieces of text, and whether they are learned."""
+    """Pieces of text, and whether they are targets."""
     yield SYSTEM, False
     for role, text in turns:
         yield f"<|im_start|>{role}\n", False
@@ -64,16 +64,16 @@ def real(request, shared):
     return config, documents, read(path)
 
 
-def test_rows_tokens_and_trained_tokens_are_those_of_an_independent_count(real, shared):
+def test_rows_tokens_and_targets_are_those_of_an_independent_count(real, shared):
     _, documents, rows = real
     plain = tokenizers.Tokenizer.from_file(str(shared("tokenizers/smollm2/tokenizer.json")))
     num_rows = num_tokens = num_targets = 0
     for pieces in rows:
-        runs = [(learned, "".join(text for text, _ in run)) for learned, run in groupby(pieces, lambda piece: piece[1])]
-        trained = [learned for learned, text in runs for _ in plain.encode(text).ids]
+        runs = [(hit, "".join(text for text, _ in run)) for hit, run in groupby(pieces, lambda piece: piece[1])]
+        mask = [hit for hit, text in runs for _ in plain.encode(text).ids]
         num_rows += 1
-        num_tokens += len(trained)
-        num_targets += sum(trained[1:])  # nothing precedes the first token, so it is no target
+        num_tokens += len(mask)
+        num_targets += sum(mask[1:])  # nothing precedes the first token, so it is no target
     assert (documents.num_rows, documents.num_tokens, documents.num_targets) == (num_rows, num_tokens, num_targets)
 
 

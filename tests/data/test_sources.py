@@ -13,7 +13,7 @@ import pytest
 from dualtune.data.sources.readers import has_role, open_source
 from dualtune.errors import DataError, EnvironmentFault
 
-KINDS = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, .text, .md; each but .parquet also with .gz behind it"
+KINDS = ".jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, .text, .md; all except .parquet also with .gz appended"
 
 
 @pytest.fixture
@@ -62,27 +62,27 @@ def test_what_is_not_there_is_an_error(folder, name):
         assert error_of(name).startswith(".: needs train.*")
 
 
-@pytest.mark.parametrize(("name", "got"), [("a.xlsx", ".xlsx"), ("a", "suffixless"), ("a.parquet.gz", ".gz")])
+@pytest.mark.parametrize(
+    ("name", "got"), [("a.xlsx", "a '.xlsx' file"), ("a", "a file without a suffix"), ("a.parquet.gz", "a '.gz' file")]
+)
 def test_another_kind_of_file_is_an_error_with_the_kinds(folder, name, got):
     folder(name)
-    assert error_of(name) == f"{name}: got a '{got}' file, allowed: {KINDS}"
+    assert error_of(name) == f"{name}: got {got}, allowed: {KINDS}"
 
 
 def test_what_only_a_dataset_has_is_refused_for_files(folder):
     folder("a.jsonl", "d/train.jsonl")
     assert error_of("a.jsonl", split="train") == (
-        "a.jsonl: split chooses within a dataset of the hub or a directory, got 'train' with a file"
+        "a.jsonl: split: got 'train', allowed only for a dataset of the hub or a directory"
     )
     for name in ("a.jsonl", "d"):
-        assert error_of(name, subset="main") == (
-            f"{name}: subset chooses within a dataset of the hub, got 'main' with local files"
-        )
+        assert error_of(name, subset="main") == (f"{name}: subset: got 'main', allowed only for a dataset of the hub")
 
 
 def test_what_cannot_be_read_is_an_error(folder):
     path = folder("a.jsonl") / "a.jsonl"
     os.mkfifo("pipe.jsonl")
-    assert error_of("pipe.jsonl") == "pipe.jsonl: is no regular file; write the data to one first"
+    assert error_of("pipe.jsonl") == "pipe.jsonl: is not a regular file; write the data to a file first"
     assert "cannot be read: " in error_of("x" * 5000 + ".jsonl")
     assert error_of("~no-such-user/a.jsonl").startswith("~no-such-user/a.jsonl: cannot be read: ")
     source = open_source(str(path))
@@ -150,7 +150,7 @@ def test_parts_are_one_stream(folder):
 
 def test_missing_parts_are_noticed(folder):
     folder("train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl")
-    assert error_of(".") == ".: has 2 of the 3 parts of train-00000-of-00003.jsonl"
+    assert error_of(".") == ".: has only 2 of the 3 parts of train-00000-of-00003.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_missing_parts_are_noticed(folder):
 )
 def test_two_sets_for_one_role_are_an_error_and_not_read_twice(folder, names):
     folder(*names)
-    message = f".: which of these is the data for the role train? {', '.join(names)}. Name one file"
+    message = f".: several files fit the role train: {', '.join(names)}. Name one file"
     assert error_of(".") == message
     folder("val.jsonl", "dev.jsonl")
     assert "dev.jsonl, val.jsonl. Name one file" in error_of(".", role="valid")
@@ -302,7 +302,7 @@ def test_the_identity_of_a_dataset_depends_on_the_split_and_not_on_the_network(a
 def test_a_dataset_that_cannot_be_loaded_names_both_possibilities(ask, call, reason):
     name = call.split("'")[1]
     kind, message = ask(ROWS.format(call))
-    expected = f"{name}: no such file or directory, and no such dataset of the hub can be loaded: {reason}"
+    expected = f"{name}: no such file or directory, and it cannot be loaded as a dataset of the hub: {reason}"
     assert (kind, message[: len(expected)]) == ("DataError", expected)
 
 

@@ -71,18 +71,18 @@ def test_every_number_is_what_counting_by_hand_gives(bare, pairs, eval_pairs):
     train, eval_ = in_memory(pairs, bare, config), in_memory(eval_pairs, bare, config)
     found = survey_of(config, train, eval_)
 
-    def counted(pair) -> tuple[bytes, int, int]:  # (what tells documents apart, tokens, trained ones), uncut
+    def counted(pair) -> tuple[bytes, int, int]:  # (what tells documents apart, tokens, targets), uncut
         before, after = (text.encode() for text in pair)
         return before + b"|" + after, len(before) + len(after) + 2, len(after) + 1
 
     rows = [counted(pair) for pair in pairs]
     # A row that is cut keeps as many tokens to learn as there is room behind <s> and the question.
-    kept = [(min(n, 16), learned - max(0, n - 16)) for _, n, learned in rows]
-    kept = [(n, learned) for n, learned in kept if learned > 0]
+    kept = [(min(n, 16), targets - max(0, n - 16)) for _, n, targets in rows]
+    kept = [(n, targets) for n, targets in kept if targets > 0]
     lengths = sorted(n for n, _ in kept)
     long = [n for _, n, _ in rows if n > 16]
     assert (found.rows, found.documents, found.bad_rows) == (len(rows), len(kept), 0)
-    assert (found.tokens, found.trained_tokens) == (sum(lengths), sum(learned for _, learned in kept))
+    assert (found.tokens, found.trained_tokens) == (sum(lengths), sum(targets for _, targets in kept))
     assert found.trained_share == found.trained_tokens / found.tokens
     assert (found.over_long, found.split) == (len(long), 0)
     assert sum(found.dropped.values()) == len(rows) - len(kept) == len(long) - found.cut
@@ -203,15 +203,15 @@ def pairs(number, answer="yes"):
     ("rows", "settings", "template", "warning"),
     [
         (pairs(20), {}, None, None),
-        (pairs(20), {}, "everything", "100 % of the tokens are trained, questions too"),
+        (pairs(20), {}, "everything", "100 % of the tokens are targets, prompts too"),
         (pairs(20), {"data.loss_on": "all"}, "everything", None),  # as was asked for
-        (pairs(20), {}, "no end", "no end token is learned, so the model would not stop"),
-        ([{"prompt": "a" * 900, "completion": "b"}], {}, None, "0 % of the tokens are trained"),
+        (pairs(20), {}, "no end", "no end token is a target, so the model would not learn to stop"),
+        ([{"prompt": "a" * 900, "completion": "b"}], {}, None, "0 % of the tokens are targets"),
         (pairs(9) + pairs(1, "x" * 90), {"data.max_length": 60}, None, None),  # 10 % are not yet too many
         (pairs(8) + pairs(2, "x" * 90), {"data.max_length": 60}, None, "20% of the rows are cut"),
         (pairs(19) + pairs(1), {}, None, None),
         (pairs(18) + pairs(2), {}, None, "10% of the documents are duplicates"),
-        ([{"text": f"A story of {i}."} for i in range(20)], {}, None, None),  # a text is learned whole
+        ([{"text": f"A story of {i}."} for i in range(20)], {}, None, None),  # all of a text is a target
     ],
 )
 def test_what_ruins_a_training_is_said_and_nothing_else(
@@ -235,7 +235,7 @@ def test_a_leak_is_a_warning(make_config, write_rows, qa_rows):
 
 
 def test_a_chat_among_texts_is_judged_alone(make_config, write_rows, tmp_path):
-    """All of the texts is learned and ends; the chats of the other file never end."""
+    """All of each text is a target, and has an end token; the chats of the other file never end."""
     texts, chats = write_rows([{"text": f"Story {i}."} for i in range(9)], "texts.jsonl"), write_rows(pairs(5))
     (tmp_path / "template.jinja").write_text(TEMPLATES["no end"])
     config = make_config([str(texts), str(chats)], {"data.template": tmp_path / "template.jinja"})
@@ -275,15 +275,15 @@ def test_the_runs_are_the_answer_and_the_rest(make_config, write_rows, chatml):
     assert document.runs() == [(False, question), (True, "4 日本<|im_end|>"), (False, "\n")]
     assert document.text == question + "4 日本<|im_end|>\n"
     assert [token.id for token in document.tokens] == train[0].tokens.tolist()
-    assert document.num_trained == train[0].num_targets == len("4 日本".encode()) + 1
+    assert document.num_targets == train[0].num_targets == len("4 日本".encode()) + 1
     assert document.where == train[0].where
 
 
-def test_the_first_token_is_never_shown_as_trained(bare):
+def test_the_first_token_is_never_shown_as_a_target(bare):
     """Nothing precedes it, so it cannot be predicted; the sums do not count it either."""
     document = Document(bare.encode("abc", special=False), np.ones(3, bool))
     shown = show_document(document, bare.decode_all)
-    assert (shown.runs(), shown.num_trained) == ([(False, "a"), (True, "bc")], document.num_targets)
+    assert (shown.runs(), shown.num_targets) == ([(False, "a"), (True, "bc")], document.num_targets)
 
 
 def test_the_documents_shown_are_those_that_are_trained_first(bare):

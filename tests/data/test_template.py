@@ -29,14 +29,14 @@ CONVERSATIONS = {
 
 
 def by_transformers(source, messages, tools=(), **options):
-    """(text, generation spans), by transformers' own functions."""
+    """(text, generation ranges), by transformers' own functions."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    texts, spans = render_jinja_template(
+    texts, ranges = render_jinja_template(
         [messages], tools=list(tools) or None, chat_template=source, **options, **SPECIAL
     )
-    return texts[0], spans
+    return texts[0], ranges
 
 
 def render(source, messages=(ASKS,), **options):
@@ -121,8 +121,8 @@ def test_generation_markers_give_the_spans_of_transformers():
     source = (GOLDEN / "chatml_with_markers.jinja").read_text(encoding="utf-8")
     messages, _ = CONVERSATIONS["two turns"]
     template = ChatTemplate(source, SPECIAL)
-    text, (spans,) = by_transformers(source, messages, return_assistant_tokens_mask=True)
-    assert template.render_marked(messages) == (text, spans) and len(spans) == 2
+    text, (ranges,) = by_transformers(source, messages, return_assistant_tokens_mask=True)
+    assert template.render_marked(messages) == (text, ranges) and len(ranges) == 2
     assert template.marks_turns and not ChatTemplate("{# {% generation %} #}", SPECIAL).marks_turns
 
 
@@ -130,7 +130,7 @@ def test_markers_whose_place_is_unknown_are_refused():
     nested = "ab{% set x %}cd{% generation %}{{ messages[0].content }}{% endgeneration %}{% endset %}ef{{ x }}"
     twice = "{% generation %}{% generation %}{{ 'b' }}{% endgeneration %}b{% endgeneration %}"
     for source in (nested, twice):
-        with pytest.raises(RowError, match="generation markers are nested, or not where"):
+        with pytest.raises(RowError, match="generation markers are nested, or inside a macro or"):
             render(source)
 
 
@@ -180,7 +180,7 @@ def test_what_is_not_json_does_not_reach_a_template():
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled"),
         ("{% for x in y %}" * 200 + "{% endfor %}" * 200, "cannot be compiled"),
         ("{{ 1" + " + 1" * 10000 + " }}", "cannot be compiled"),
-        ("{{ 1" + " + 1" * 50000 + " }}", "line 1 of the chat template: more than 30000 words and signs"),
+        ("{{ 1" + " + 1" * 50000 + " }}", "line 1 of the chat template: more than 30000 Jinja tokens"),
         ("x" * (MAX_SOURCE + 1), "has 262145 characters, allowed: 262144"),
     ],
 )
@@ -350,7 +350,7 @@ def test_what_the_attacks_prepare_is_within_the_limits(prepared):
 
 def test_a_limit_is_no_matter_of_a_row_and_says_what_to_do():
     with pytest.raises(
-        TemplateLimit, match=r"more than 16 MiB of text .* set data.template to another Jinja file"
+        TemplateLimit, match=r"more than 16 MiB of text .* Set data.template to another Jinja file"
     ) as caught:
         render(LIMITS["a huge string"])
     assert isinstance(caught.value, DataError) and not isinstance(caught.value, RowError)

@@ -95,7 +95,7 @@ def test_a_cut_row_keeps_its_turns_up_to_the_cut(samples_of, length):
     for sample in found:
         tokens = [token for turn in sample.turns for part in turn.parts for token in part.tokens]
         assert len(tokens) == sample.num_tokens == min(length, numbers.longest_row)
-        assert sample.num_trained == sum(token.trained for token in tokens)
+        assert sample.num_targets == sum(token.is_target for token in tokens)
         assert sample.lost == numbers.longest_row - sample.num_tokens
         assert [turn.role for turn in sample.turns] == ["user", "assistant", "user", "assistant"][: len(sample.turns)]
         contents = [
@@ -143,8 +143,8 @@ def test_each_kind_of_row_is_shown_once_with_all_that_it_is(samples_of, write_ro
     assert lines["evaluation"] == ["eval.jsonl:1", "eval.jsonl:2"]
     assert len(lines["first"]) == 2 and lines["bad"] == []
     assert len({(s.where, "evaluation" in s.kinds) for s in found}) == len(found)
-    (twin,) = [s.twin.rpartition("/")[2] for s in found if s.twin]
-    assert twin == "train.jsonl:3"
+    (original,) = [s.original.rpartition("/")[2] for s in found if s.original]
+    assert original == "train.jsonl:3"
     totals = {kind.name: kind.total for kind in kinds_of(numbers)}
     assert totals == {"first": 8, "bad": 0, "cut": 1, "duplicate": 1, "longest": 8, "control": 0, "evaluation": 2}
 

@@ -66,7 +66,7 @@ def main(model: str, tied: str, out: str) -> None:
 def weighted(documents):
     """The same documents, every second with weights that are fractions."""
     masks = [
-        np.where(d.trained, 0.25 + 0.1 * i, 0).astype(np.float32) if i % 2 else d.trained
+        np.where(d.loss_mask, 0.25 + 0.1 * i, 0).astype(np.float32) if i % 2 else d.loss_mask
         for i, d in enumerate(documents)
     ]
     return in_memory([(d.tokens, mask) for d, mask in zip(documents, masks, strict=True)])

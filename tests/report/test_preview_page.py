@@ -22,23 +22,23 @@ SAID = "The answer is here."
 VOID = {"meta", "input", "rect"}
 
 
-def tokens(text, trained=False, special=False):
-    return [ShownToken(number, word, trained, special) for number, word in enumerate(re.findall(r"\s*\S+", text))]
+def tokens(text, is_target=False, special=False):
+    return [ShownToken(number, word, is_target, special) for number, word in enumerate(re.findall(r"\s*\S+", text))]
 
 
-def sample(line, *kinds, text=SAID, lost=0, twin=None, repeat=1):
+def sample(line, *kinds, text=SAID, lost=0, original=None, repeat=1):
     turns = [
         Turn("template", [TurnPart("tools", tokens('{"name": "f"}'))]),
         Turn("user", [TurnPart("frame", tokens("<|start|>", special=True)), TurnPart("content", tokens(text))]),
         Turn("assistant", [
-            TurnPart("content", tokens(f"{text} " * repeat, trained=True)),
-            TurnPart("call", tokens('{"f": 1}', trained=True)),
-            TurnPart("frame", tokens("<|end|>", trained=True, special=True)),
+            TurnPart("content", tokens(f"{text} " * repeat, is_target=True)),
+            TurnPart("call", tokens('{"f": 1}', is_target=True)),
+            TurnPart("frame", tokens("<|end|>", is_target=True, special=True)),
         ]),
         Turn("tool", [TurnPart("content", tokens("x" * 300))]),
     ]  # fmt: skip
     number = sum(len(part.tokens) for turn in turns for part in turn.parts)
-    return Sample(f"{LONG}:{line}", frozenset(kinds), turns, number, 3, lost, twin)
+    return Sample(f"{LONG}:{line}", frozenset(kinds), turns, number, 3, lost, original)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def page() -> str:
             sources=[SourceNumbers(LONG, 1234, 1_234_567, 600_000, lengths), SourceNumbers("empty", 0, 0, 0, None)],
             samples=[
                 sample(1, "first"), sample(2, "first", "longest", repeat=FOLDED), sample(3, "cut", lost=77),
-                sample(4, "duplicate", twin=f"{LONG}:1"), sample(5, "evaluation", text=EVIL),
+                sample(4, "duplicate", original=f"{LONG}:1"), sample(5, "evaluation", text=EVIL),
             ],
         )
     )  # fmt: skip
@@ -111,7 +111,7 @@ def test_rows_say_what_they_are(page):
     assert f"; the same as {LONG}:1" in page
     assert page.count("<details>") == 1  # the long one
     assert 'class="part call"' in page and 'class="part tools"' in page
-    assert 'class="special trained"' in page.replace("'", '"')
+    assert 'class="special target"' in page.replace("'", '"')
 
 
 def test_each_filter_says_how_many_of_how_many_it_shows(page):

@@ -347,7 +347,7 @@ def test_what_older_files_hold_beside_the_model_is_left_out(load, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "quantization", "words"),
     [
-        ({"quantization": {"group_size": 64, "bits": 4}}, "auto", "is quantized, but its weights are plain"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "auto", "is quantized, but its weights are not"),
         ({"quantization": {"group_size": 64, "bits": 3}}, "auto", "stored quantized as affine 3-bit, groups of 64"),
         ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "auto", "mxfp4 4-bit, groups of 32"),
         ({"model_type": "granite", "architectures": ["GraniteForCausalLM"]}, "affine4", "mlx_lm.convert --hf-path"),

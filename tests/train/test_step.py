@@ -171,7 +171,7 @@ def test_documents_that_are_too_few_for_the_probes_are_refused(prepared_for):
     class Greedy(toys.Prober):
         name, num_probes = "greedy", 12
 
-    with pytest.raises(DataError, match="12 training documents are to be held out as probes, and there are 12"):
+    with pytest.raises(DataError, match="12 training documents are needed as probes, but there are only 12"):
         prepared_for(Greedy)
 
 

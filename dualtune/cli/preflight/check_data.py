@@ -145,7 +145,7 @@ def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
     """Check all rows. An error that ends them early is reported with them."""
     from dualtune.data.documents import REASONS
-    from dualtune.data.sources.bad_rows import remedy
+    from dualtune.data.sources.bad_rows import advice_for
     from dualtune.data.sources.rows import BadRow
     from dualtune.data.tokens.tokenize import State, TokenizedRow
     from dualtune.errors import DataError
@@ -183,7 +183,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
             say("\n".join(map(one_line, failure.split("\n"))))
     if not silent:
         _say_kinds(kinds, listing)
-        if way := remedy(kinds):
+        if way := advice_for(kinds):
             say(way)
     return {
         "path": stream.path,

@@ -119,7 +119,7 @@ def _show(document: ShownDocument, coloured: bool) -> None:
             return text, {"fg": "green"} if weight else {"dim": True}
         return f"⟦{text}⟧" if weight else text, {}
 
-    counts = f"{len(document.tokens)} tokens, {document.num_trained} of them trained"
+    counts = f"{len(document.tokens)} tokens, {document.num_targets} of them targets"
     counts += "; a control token in its own text" if document.has_control_text else ""
     tell(f"document    {document.where}: {counts}")
     *runs, (weight, end) = document.runs()
@@ -146,7 +146,7 @@ def _as_json(document: ShownDocument) -> dict[str, Any]:
     return {
         "where": document.where,
         "tokens": len(document.tokens),
-        "trained_tokens": document.num_trained,
+        "trained_tokens": document.num_targets,
         "has_control_text": document.has_control_text,
         "runs": [_run_as_json(weight, text) for weight, text in document.runs()],
     }

@@ -185,7 +185,7 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
             length = len(document.tokens)
             start, end = end, end + length
             tokens[b, start:end] = document.tokens
-            labels[b, start : end - 1] = np.where(document.trained[1:], document.tokens[1:], IGNORE_INDEX)
+            labels[b, start : end - 1] = np.where(document.loss_mask[1:], document.tokens[1:], IGNORE_INDEX)
             segments[b, start:end] = segment
             positions[b, start:end] = np.arange(length)
             # Prefix-stable: a position's key does not depend on the document's length or its place in the batch.

@@ -61,12 +61,12 @@ class Order:
         _check_size(config, sum(weight * len(documents) for documents, weight in self._sources))
         self._seed = config.run.seed
         self._documents_per_step = config.train.documents_per_step
-        asked = config.train.tokens_per_step
-        self.tokens_per_step = self._enough_steps(config) if asked == "auto" else asked
+        tokens_per_step = config.train.tokens_per_step
+        self.tokens_per_step = self._auto_tokens_per_step(config) if tokens_per_step == "auto" else tokens_per_step
         self._lock = threading.Lock()  # the loop and the prefetch thread both use it
         self._starts = [0]  # first step of each epoch planned so far
         self._epoch = lru_cache(2)(self._plan)
-        self.num_steps = config.train.steps or self._count(config.train.epochs)
+        self.num_steps = config.train.steps or self._steps_in(config.train.epochs)
 
     def step(self, index: int) -> Step:
         """Return the documents of step `index`, counted from 0."""
@@ -85,7 +85,7 @@ class Order:
             self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1).bounds) - 1)
             is_far = True
 
-    def _enough_steps(self, config: Config) -> int:
+    def _auto_tokens_per_step(self, config: Config) -> int:
         """Return the tokens per step: MOST_TOKENS, or fewer so that the run has LEAST_STEPS steps."""
         if config.train.steps is not None or config.train.documents_per_step is not None:
             return MOST_TOKENS  # the number of steps is the user's choice
@@ -121,7 +121,7 @@ class Order:
             bounds.append(max(end, bounds[-1] + 1))
         return bounds
 
-    def _count(self, epochs: float) -> int:
+    def _steps_in(self, epochs: float) -> int:
         while len(self._starts) - 1 < epochs:
             interrupt.poll()
             self.step(self._starts[-1])

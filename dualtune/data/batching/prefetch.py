@@ -7,26 +7,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-class Ahead(Generic[Made]):
+class Ahead(Generic[Result]):
     """Prefetch one step ahead: `self(step)` returns `make(step)`, which must be a pure function.
 
     A call for any other step than the next one is also correct, but not prefetched.
     """
 
-    def __init__(self, make: Callable[[int], Made], end: int) -> None:
+    def __init__(self, make: Callable[[int], Result], end: int) -> None:
         self._make, self._end = make, end
         self._pool = ThreadPoolExecutor(1, "dualtune-prefetch")
-        self._coming: tuple[int, Future[Made]] | None = None
+        self._coming: tuple[int, Future[Result]] | None = None
 
-    def __call__(self, step: int) -> Made:
+    def __call__(self, step: int) -> Result:
         coming, self._coming = self._coming, None
-        made = coming[1].result() if coming and coming[0] == step else self._make(step)
+        result = coming[1].result() if coming and coming[0] == step else self._make(step)
         if step + 1 < self._end:
             self._coming = step + 1, self._pool.submit(self._make, step + 1)
-        return made
+        return result
 
     def __enter__(self) -> Self:
         return self

@@ -80,7 +80,7 @@ def check_conversation(messages: Sequence[Message], name: str = "message", first
             raise RowError(f"{at}: the assistant's answer is blank; fill it in, or set train: false")
         previous = message.role
     if all(message.role != "assistant" for message in messages):
-        raise RowError("has no assistant message, so there is nothing to learn from")
+        raise RowError("has no assistant message, so there is nothing to train on")
 
 
 def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str) -> None:
@@ -95,16 +95,16 @@ def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str)
 def _message(value: Any, at: str) -> Message:
     fields = present(as_object(value, at))
     role_key, text_key = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
-    said_role = needed(fields, role_key, at)
-    if not isinstance(said_role, str) or said_role not in ROLES:
-        raise RowError(f"{at}: {role_key}: got {shown(said_role)}, allowed: {', '.join(ROLES)}")
-    role = ROLES[said_role]
+    given_role = needed(fields, role_key, at)
+    if not isinstance(given_role, str) or given_role not in ROLES:
+        raise RowError(f"{at}: {role_key}: got {shown(given_role)}, allowed: {', '.join(ROLES)}")
+    role = ROLES[given_role]
     weight = _weight(fields, role, at)
     train = weight != 0
     extra = {key: item for key, item in fields.items() if key not in MESSAGE_KEYS}
     for key, item in extra.items():
         _check_texts([key, item], f"{at}: {shown(key)}")
-    if said_role in CALL_ROLES:
+    if given_role in CALL_ROLES:
         calls, content = from_json(needed(fields, text_key, at), f"{at}: {text_key}"), ""
         calls = cast(list[Any], calls) if isinstance(calls, list) else [calls]
     else:
@@ -115,7 +115,7 @@ def _message(value: Any, at: str) -> Message:
         content = _content(content, f"{at}: {text_key}")
     if calls:
         if role != "assistant":
-            raise RowError(f"{at}: tool_calls: only an assistant message has them, this is a {role} message")
+            raise RowError(f"{at}: tool_calls: allowed only in an assistant message, this is a {role} message")
         extra["tool_calls"] = [_tool_call(call, f"{at}: tool call {n}") for n, call in enumerate(calls, start=1)]
     return Message(role, content, train, extra, weight or 1.0)
 
@@ -145,7 +145,7 @@ def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
         return 0.0 if train is False else float(np.float32(1.0 if weight is None else weight))
     if train or weight:
         key = "train" if train else "weight"
-        raise RowError(f"{at}: {key}: only an assistant message is learned, this is a {role} message")
+        raise RowError(f"{at}: {key}: allowed only in an assistant message, this is a {role} message")
     return 1.0
 
 
@@ -177,7 +177,7 @@ def text(value: Any, at: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:  # valid in JSON, but no tokenizer accepts it
         half = value[error.start].encode("unicode-escape").decode()
-        raise RowError(f"{at}: holds half a surrogate pair ({half}), which is no text") from error
+        raise RowError(f"{at}: contains an unpaired surrogate ({half}), which is not valid text") from error
     return value
 
 

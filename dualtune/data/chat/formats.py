@@ -135,7 +135,7 @@ def _lacks(row: RawRow, name: str, key: str) -> str:
     others = _formats_of(row, {})
     if not others or name in others:
         return reason
-    return f"{reason}; this row looks like {others[0]}, the others are read as {name}: one file has one format"
+    return f"{reason}; this row looks like {others[0]}, but the file is read as {name}: all rows need the same format"
 
 
 # --- one row of each format ------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any]) -> Example:
     before = read_messages(fields["prompt"], "prompt", "prompt: message")
     answer = read_messages(fields["completion"], "completion", "completion: message")
     if all(message.role != "assistant" for message in answer):
-        raise RowError("completion: has no assistant message, so there is nothing to learn from")
-    return _chat(row, fields, _not_learned(before) + answer, "prompt and completion: message")
+        raise RowError("completion: has no assistant message, so there is nothing to train on")
+    return _chat(row, fields, _not_trained_on(before) + answer, "prompt and completion: message")
 
 
 def _alpaca(row: RawRow, fields: Mapping[str, Any]) -> Example:
@@ -174,7 +174,7 @@ def _text(row: RawRow, fields: Mapping[str, Any]) -> Example:
 def _preference(row: RawRow, fields: Mapping[str, Any]) -> Example:
     if _are_strings(fields, "chosen", "rejected"):
         if "prompt" not in fields:
-            raise RowError("has no 'prompt'; where 'chosen' and 'rejected' are strings, one is needed")
+            raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
         prompt, rejected = text(fields["prompt"], "prompt"), _answer(fields, "rejected")
         example = replace(_pair(row, fields, prompt, prompt, "chosen"), rejected=rejected)
         if example.completion == rejected:
@@ -184,7 +184,7 @@ def _preference(row: RawRow, fields: Mapping[str, Any]) -> Example:
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
     if chosen[:-1] != rejected[:-1]:
-        raise RowError("'chosen' and 'rejected' must be the same up to their last message")
+        raise RowError("'chosen' and 'rejected' may differ only in their last message")
     return Example(row.path, row.line, chosen, _tools(fields), rejected=rejected[-1:])
 
 
@@ -193,17 +193,17 @@ def _whole(fields: Mapping[str, Any], key: str) -> tuple[Message, ...]:
     messages = read_messages(fields[key], key, f"{key}: message")
     if messages[-1].role != "assistant":
         raise RowError(f"{key}: must end with an assistant message, got a {messages[-1].role} message")
-    asked = _asked(fields)
+    prompt = _prompt_messages(fields)
     if messages[0].role == "assistant":
-        messages = asked + messages
-    elif any(message not in messages for message in asked):
-        raise RowError(f"{key}: is a conversation of its own, but does not hold what 'prompt' says")
-    messages = _with_system(fields, _not_learned(messages[:-1]) + messages[-1:])
-    check_conversation(messages, f"{key} with all before it: message", _first(fields))
+        messages = prompt + messages
+    elif any(message not in messages for message in prompt):
+        raise RowError(f"{key}: is a whole conversation, but does not contain the messages of 'prompt'")
+    messages = _with_system(fields, _not_trained_on(messages[:-1]) + messages[-1:])
+    check_conversation(messages, f"{key} with its prompt: message", _first(fields))
     return messages
 
 
-def _asked(fields: Mapping[str, Any]) -> tuple[Message, ...]:
+def _prompt_messages(fields: Mapping[str, Any]) -> tuple[Message, ...]:
     if "prompt" not in fields:
         return ()
     if isinstance(fields["prompt"], str):
@@ -231,10 +231,10 @@ def _chat(row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...],
     return Example(row.path, row.line, messages, _tools(fields))
 
 
-def _pair(row: RawRow, fields: Mapping[str, Any], asked: str, plain: str, answer_key: str) -> Example:
+def _pair(row: RawRow, fields: Mapping[str, Any], question: str, plain: str, answer_key: str) -> Example:
     """Build an example of a question and an answer, as a conversation and in plain form."""
     answer = _answer(fields, answer_key)
-    messages = _with_system(fields, (Message("user", asked), Message("assistant", answer)))
+    messages = _with_system(fields, (Message("user", question), Message("assistant", answer)))
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
     return Example(row.path, row.line, messages, _tools(fields), prompt, answer)
 
@@ -242,7 +242,7 @@ def _pair(row: RawRow, fields: Mapping[str, Any], asked: str, plain: str, answer
 def _answer(fields: Mapping[str, Any], key: str) -> str:
     answer = text(fields[key], key)
     if _is_blank(answer):
-        raise RowError(f"{key}: is blank, so there is nothing to learn from")
+        raise RowError(f"{key}: is blank, so there is nothing to train on")
     return answer
 
 
@@ -263,7 +263,7 @@ def _first(fields: Mapping[str, Any]) -> int:
     return 0 if "system" in fields else 1
 
 
-def _not_learned(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _not_trained_on(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return tuple(replace(message, train=False) if message.role == "assistant" else message for message in messages)
 
 

@@ -32,7 +32,7 @@ _REFUSALS = (
 )  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
-Spans = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]  # of characters: start, end
 
 
 class ChatTemplate:
@@ -57,8 +57,8 @@ class ChatTemplate:
 
     def render_marked(
         self, messages: Messages, *, tools: Messages = (), add_generation_prompt: bool = False
-    ) -> tuple[str, Spans]:
-        """Return the text and the character spans of its generation blocks."""
+    ) -> tuple[str, Ranges]:
+        """Return the text and the character ranges of its generation blocks."""
         try:
             with self._lock:
                 text, turns = self._render(
@@ -66,12 +66,12 @@ class ChatTemplate:
                 )
         except _REFUSALS as error:
             raise RowError(f"the chat template refuses this conversation: {_reason(error)}") from error
-        spans = [(start, start + len(turn)) for start, turn in turns]
-        edges = [edge for span in spans for edge in span]
+        ranges = [(start, start + len(turn)) for start, turn in turns]
+        edges = [edge for turn in ranges for edge in turn]
         if edges != sorted(edges) or any(text[start : start + len(turn)] != turn for start, turn in turns):
             # Inside a macro or a {% set %} block the final position of a marker's text is unknown.
-            raise RowError("the chat template's generation markers are nested, or not where the text is written")
-        return text, spans
+            raise RowError("the chat template's generation markers are nested, or inside a macro or a {% set %} block")
+        return text, ranges
 
     def _render(self, messages: list[Any], tools: list[Any], add_generation_prompt: bool) -> tuple[str, Any]:
         sandbox = self._sandbox
@@ -93,7 +93,7 @@ def _compile(sandbox: Sandbox, source: str) -> Any:
     if len(source) > MAX_SOURCE:
         raise ConfigError(f"data.template: the chat template has {len(source)} characters, allowed: {MAX_SOURCE}")
     if any("\ud800" <= character <= "\udfff" for character in source):
-        raise ConfigError("data.template: the chat template holds half a surrogate pair, which no file can")
+        raise ConfigError("data.template: the chat template contains an unpaired surrogate, which is not valid text")
     try:
         return sandbox.from_string(source)
     except TemplateSyntaxError as error:
@@ -104,8 +104,8 @@ def _compile(sandbox: Sandbox, source: str) -> Any:
 
 def _reason(error: BaseException) -> str:
     """Format an error on one line. A template controls the message, so it is not trusted."""
-    said = error.message if isinstance(error, TemplateSyntaxError) else str(error)
-    return shown(" ".join(((said or "")[:SHOWN_CHARACTERS] or type(error).__name__).split()), SHOWN_CHARACTERS)
+    message = error.message if isinstance(error, TemplateSyntaxError) else str(error)
+    return shown(" ".join(((message or "")[:SHOWN_CHARACTERS] or type(error).__name__).split()), SHOWN_CHARACTERS)
 
 
 def _strftime_now(format: str) -> str:

@@ -52,18 +52,18 @@ class Builtins:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._meter.look()
+            self._meter.check_time()
             before, (value, *rest) = args[:hidden], args[hidden:]
             value = self._before_filter(name, value, rest, kwargs)
-            return self._meter.made(function(*before, value, *rest, **kwargs))
+            return self._meter.charged(function(*before, value, *rest, **kwargs))
 
         return run
 
     def _test(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(value: Any, *args: Any) -> Any:
-            self._meter.look()
+            self._meter.check_time()
             if name in ("lower", "upper"):
-                self._meter.room(self._costs.text_bytes(value))
+                self._meter.require(self._costs.text_bytes(value))
             elif name in _MODULO and isinstance(value, str):
                 self._costs.format(value, args)
             return function(value, *args)
@@ -103,7 +103,7 @@ class Builtins:
     def _before_text(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         meter = self._meter
         pieces = len(value) if isinstance(value, str) and name in ("indent", "title") else 0
-        meter.room(self._costs.text_bytes(value) + BYTES_PER_PIECE // 2 * pieces)
+        meter.require(self._costs.text_bytes(value) + BYTES_PER_PIECE // 2 * pieces)
         if name in ("e", "escape"):
             self._costs.escape(value)
         elif name == "trim":
@@ -115,7 +115,7 @@ class Builtins:
         elif name == "indent":
             width = args[0] if args else kwargs.get("width", 4)
             lines = len(str(value).splitlines()) + 1
-            meter.room(4 * lines * (len(width) if isinstance(width, str) else width))
+            meter.require(4 * lines * (len(width) if isinstance(width, str) else width))
 
     def _one_by_one(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items and check the limits for each one, including those that the filter drops."""
@@ -130,7 +130,7 @@ class Builtins:
         for option in (indent, *(separators or ())):
             if option is not None and (len(option) if isinstance(option, str) else option) > 100:
                 raise TemplateLimit("tojson with an indent or separators of more than 100 characters")
-        self._meter.room(6 * self._meter.size(x))
+        self._meter.require(6 * self._meter.size(x))
         options: dict[str, Any] = {
             "ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys,
         }  # fmt: skip

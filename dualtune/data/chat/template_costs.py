@@ -35,23 +35,23 @@ class Costs:
         """Check arguments: the callee may format any of them as text, for instance in an error message."""
         for value in arguments:
             if not (value is None or isinstance(value, (str, int))):
-                self._meter.room(self.text_bytes(value))
+                self._meter.require(self.text_bytes(value))
 
     def escape(self, *values: Any) -> None:
-        self._meter.room(ESCAPED * sum(map(self.text_bytes, values)))
+        self._meter.require(ESCAPED * sum(map(self.text_bytes, values)))
 
     def format(self, text: str, values: Any) -> None:
         if len(text) > MAX_FORMAT or _WIDE.search(text):
-            raise TemplateLimit("a format string that is too long, or asks for a field that is too wide")
-        self._meter.room(text.count("%") * 4 * self._meter.size(values))
+            raise TemplateLimit("a format string that is too long, or has a field that is too wide")
+        self._meter.require(text.count("%") * 4 * self._meter.size(values))
 
     def join(self, separator: Any, items: Sequence[Any]) -> None:
         if isinstance(separator, Markup):
             self.escape(*items)
-        self._meter.room(sum(map(self.text_bytes, items)) + self.text_bytes(separator) * len(items))
+        self._meter.require(sum(map(self.text_bytes, items)) + self.text_bytes(separator) * len(items))
 
     def replace(self, text: str, old: Any = "", new: Any = "") -> None:
-        self._meter.room(text.count(str(old)) * self.text_bytes(new))
+        self._meter.require(text.count(str(old)) * self.text_bytes(new))
 
     def operator(self, operator: str, left: Any, right: Any) -> None:
         if isinstance(left, Markup) or isinstance(right, Markup):
@@ -61,9 +61,9 @@ class Costs:
         elif operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(times, int) and isinstance(value, str):
-                    self._meter.room(times * (getsizeof(value) - getsizeof("")))
+                    self._meter.require(times * (getsizeof(value) - getsizeof("")))
                 elif isinstance(times, int) and isinstance(value, (list, tuple)):
-                    self._meter.room(times * self._meter.size(cast(Any, value)))
+                    self._meter.require(times * self._meter.size(cast(Any, value)))
         elif (
             operator == "**"
             and isinstance(left, int)
@@ -74,20 +74,20 @@ class Costs:
 
     def method(self, text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Check a call of a string method; return the arguments to call it with."""
-        room = self._meter.room
+        require = self._meter.require
         if name == "join" and args:
             args = (self.collected(args[0]),)
             self.join(text, args[0])
         elif name in ("center", "ljust", "rjust", "zfill") and args:
-            room(4 * args[0])
+            require(4 * args[0])
         elif name == "expandtabs":
-            room(4 * text.count("\t") * (args[0] if args else kwargs.get("tabsize", 8)))
+            require(4 * text.count("\t") * (args[0] if args else kwargs.get("tabsize", 8)))
         elif name == "replace":
             self.replace(text, *args[:2])
         elif name in ("split", "rsplit", "splitlines"):
             separator = args[0] if args else kwargs.get("sep")
             pieces = text.count(separator) if separator and isinstance(separator, str) else len(text) // 2
-            room(getsizeof(text) + BYTES_PER_PIECE * pieces)
+            require(getsizeof(text) + BYTES_PER_PIECE * pieces)
         if name in ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"):
             for arg in args[:1]:
                 self._meter.product(len(text), len(arg or ""))

@@ -14,9 +14,9 @@ from dualtune import interrupt
 from dualtune.errors import DataError
 
 # For one render: a base allowance, and an additional one per byte of input.
-PROCESSOR_S, PROCESSOR_S_PER_BYTE = 1.0, 1 / 2**20
+CPU_S, CPU_S_PER_BYTE = 1.0, 1 / 2**20
 MEMORY_BYTES, MEMORY_PER_BYTE = 16 * 2**20, 32
-TICKS_PER_LOOK = 16  # reading the clock costs more than a tick
+TICKS_PER_CHECK = 16  # reading the clock costs more than a tick
 LONG_BYTES = 1 << 16  # an allocation of this size checks the clock at once
 MAX_INT_BITS = 4096
 MAX_PRODUCT = 2**30  # character comparisons in one search from the right or one strip
@@ -28,15 +28,15 @@ class TemplateLimit(DataError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"data.template: the chat template was stopped: {what}. No honest template needs so much for one "
-            "conversation; set data.template to another Jinja file, and do not trust this model's files"
+            f"data.template: the chat template was stopped: {what}. No normal template needs so much for one "
+            "conversation. Set data.template to another Jinja file, and do not trust this model's files"
         )
 
 
 class Meter:
     """The remaining budget of one render. Bytes are charged on allocation and never refunded."""
 
-    __slots__ = ("_allowed_s", "_deadline_s", "_left", "_limit", "_processor_deadline_s", "_ticks")
+    __slots__ = ("_allowed_s", "_cpu_deadline_s", "_deadline_s", "_left", "_limit", "_ticks")
 
     def __init__(self) -> None:
         self.start(())
@@ -44,10 +44,10 @@ class Meter:
     def start(self, given: Any) -> None:
         """Start a render of `given`."""
         self._deadline_s, self._left, self._limit, self._ticks = float("inf"), 2**62, 2**62, 0
-        self._processor_deadline_s: float | None = None
+        self._cpu_deadline_s: float | None = None
         given_bytes = self.size(given)
         self._left = self._limit = MEMORY_BYTES + MEMORY_PER_BYTE * given_bytes
-        self._allowed_s = PROCESSOR_S + PROCESSOR_S_PER_BYTE * given_bytes
+        self._allowed_s = CPU_S + CPU_S_PER_BYTE * given_bytes
         self._deadline_s = time.perf_counter() + self._allowed_s
 
     def spend(self, amount: int) -> None:
@@ -55,25 +55,25 @@ class Meter:
         self._ticks += 1
         if self._left < 0:
             self._too_large()
-        if not self._ticks % TICKS_PER_LOOK or amount > LONG_BYTES:
-            self.look()
+        if not self._ticks % TICKS_PER_CHECK or amount > LONG_BYTES:
+            self.check_time()
 
     def tick(self, _: None) -> None:
         self.spend(0)
 
-    def look(self) -> None:
+    def check_time(self) -> None:
         interrupt.poll()
         if time.perf_counter() < self._deadline_s:
             return
         # From here on the CPU time of this thread counts, so that a busy machine does not stop the template. It is not
         # read earlier, because reading it takes as long as a short render.
         now_s = time.thread_time()
-        if self._processor_deadline_s is None:
-            self._processor_deadline_s = now_s + self._allowed_s
-        elif now_s > self._processor_deadline_s:
-            raise TemplateLimit(f"more than {PROCESSOR_S:g} s of processor time for one conversation")
+        if self._cpu_deadline_s is None:
+            self._cpu_deadline_s = now_s + self._allowed_s
+        elif now_s > self._cpu_deadline_s:
+            raise TemplateLimit(f"more than {CPU_S:g} s of CPU time for one conversation")
 
-    def room(self, amount: int) -> None:
+    def require(self, amount: int) -> None:
         """Raise TemplateLimit if `amount` bytes do not fit. The caller charges them afterwards."""
         if amount > self._left:
             self._too_large()
@@ -84,7 +84,7 @@ class Meter:
 
     def size(self, value: Any) -> int:
         """Return the bytes of a value as a tree: a shared part counts each time, as it would when printed."""
-        self.look()
+        self.check_time()
         total, waiting = 0, [value]
         while waiting:
             item = waiting.pop()
@@ -100,7 +100,7 @@ class Meter:
                 waiting += cast(Iterable[Any], item)
         return total
 
-    def made(self, value: Any, *, deeply: bool = False) -> Any:
+    def charged(self, value: Any, *, deeply: bool = False) -> Any:
         """Charge a new value and return it. `deeply` also charges its items, if they are new too."""
         if isinstance(value, str):
             self.spend(getsizeof(value))

@@ -9,7 +9,7 @@ from jinja2.exceptions import TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
 # Names that are not valid in a template.
-TICK, LOOK, MADE, CONCAT, COLLECT = "<tick>", "<look>", "<made>", "<concat>", "<collect>"
+TICK, CHECK_TIME, CHARGE, CONCAT, COLLECT = "<tick>", "<check time>", "<charge>", "<concat>", "<collect>"
 _REFUSED = (nodes.EvalContextModifier, nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
@@ -43,7 +43,7 @@ class Instrument(NodeTransformer):
             right = operand.expr
             has_constant = isinstance(left, nodes.Const) or isinstance(right, nodes.Const)
             if operand.op in ("in", "notin") or not has_constant:
-                operand.expr = _filter(right, LOOK, node.lineno)
+                operand.expr = _filter(right, CHECK_TIME, node.lineno)
             left = right
         return node
 
@@ -68,17 +68,17 @@ class Instrument(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(node, MADE, node.lineno) if isinstance(node.arg, nodes.Slice) else node
+        return _filter(node, CHARGE, node.lineno) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(node, MADE, node.lineno) if node.items else node
+        return _filter(node, CHARGE, node.lineno) if node.items else node
 
     visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(node, MADE, node.lineno) if node.items and node.ctx == "load" else node
+        return _filter(node, CHARGE, node.lineno) if node.items and node.ctx == "load" else node
 
 
 def _filter(node: nodes.Expr, name: str, lineno: int) -> nodes.Filter:

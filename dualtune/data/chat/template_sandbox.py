@@ -29,7 +29,7 @@ from markupsafe import Markup
 from dualtune.data.chat.template_builtins import Builtins
 from dualtune.data.chat.template_costs import MAX_FORMAT, Costs
 from dualtune.data.chat.template_meter import Meter, TemplateLimit
-from dualtune.data.chat.template_nodes import COLLECT, CONCAT, LOOK, MADE, TICK, Instrument
+from dualtune.data.chat.template_nodes import CHARGE, CHECK_TIME, COLLECT, CONCAT, TICK, Instrument
 
 # The longest template in use, 25,000 characters, has 6,000. Compiling takes about 25 µs per token.
 MAX_TOKENS = 30_000
@@ -61,7 +61,7 @@ class _Generation(Extension):
         """Limit the number of tokens before parsing, which bounds the time of all later steps."""
         for number, token in enumerate(stream):
             if number == MAX_TOKENS:
-                raise TemplateSyntaxError(f"more than {MAX_TOKENS} words and signs", token.lineno)
+                raise TemplateSyntaxError(f"more than {MAX_TOKENS} Jinja tokens", token.lineno)
             yield token
 
     def parse(self, parser: Parser) -> nodes.Node:
@@ -92,8 +92,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests = builtins.tests()
         self.filters = builtins.filters() | {
             TICK: self.meter.tick,
-            LOOK: self._looked,
-            MADE: self.meter.made,
+            CHECK_TIME: self._timed,
+            CHARGE: self.meter.charged,
             CONCAT: self._concat,
             COLLECT: self._costs.collected,
         }
@@ -136,7 +136,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return formatter.of(text)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.meter.look()
+        self.meter.check_time()
         text = getattr(obj, "__self__", None)
         of_text = isinstance(text, str)
         self._costs.any(args)
@@ -144,19 +144,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(text, Markup):
                 self._costs.escape(*args)
             args = self._costs.method(text, obj.__name__, args, kwargs)
-        return self.meter.made(super().call(context, obj, *args, **kwargs), deeply=of_text)
+        return self.meter.charged(super().call(context, obj, *args, **kwargs), deeply=of_text)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self._costs.operator(operator, left, right)
-        return self.meter.made(super().call_binop(context, operator, left, right))
+        return self.meter.charged(super().call_binop(context, operator, left, right))
 
     @pass_eval_context  # tells the compiler not to evaluate it at compile time
     def _output(self, context: Any, value: Any) -> Any:
         self.meter.spend(self._costs.text_bytes(value))
         return value
 
-    def _looked(self, value: Any) -> Any:
-        self.meter.look()
+    def _timed(self, value: Any) -> Any:
+        self.meter.check_time()
         return value
 
     def _concat(self, parts: tuple[Any, ...]) -> str:
@@ -183,7 +183,7 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if _DIGITS.search(format_spec):
-            raise TemplateLimit("a format string that asks for a field that is too wide")
+            raise TemplateLimit("a format string with a field that is too wide")
         return super().format_field(value, format_spec)
 
 
@@ -203,7 +203,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: str) -> None:
     if name.startswith("_"):
-        raise SecurityError(f"a namespace takes no name that begins with an underscore: {name}")
+        raise SecurityError(f"a namespace does not allow names that begin with an underscore: {name}")
 
 
 def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from dualtune.data.batching.order import Order
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, Documents, OpenedSource
-from dualtune.data.preview.survey import Survey, show_document, twins
+from dualtune.data.preview.survey import Survey, duplicates, show_document
 from dualtune.data.preview.turns import Turn, turns_of
 from dualtune.data.tokens.tokenizer import Tokenizer
 
@@ -33,9 +33,9 @@ class Sample:
     kinds: frozenset[str]
     turns: list[Turn]
     num_tokens: int
-    num_trained: int
+    num_targets: int
     lost: int  # tokens of the row lost by truncation
-    twin: str | None  # path:line of the document that it repeats
+    original: str | None  # path:line of the document that it repeats
 
 
 def kinds_of(found: Survey) -> list[Kind]:
@@ -55,7 +55,7 @@ def samples(
     data: Data, train: Documents, eval_: Documents, order: Order, tokenizer: Tokenizer, number: int
 ) -> list[Sample]:
     """Return up to `number` documents of each kind, each document once, in the order of the kinds."""
-    repeated = dict(twins(train.digests()))
+    repeated = dict(duplicates(train.digests()))
     chosen = {
         "first": islice((int(i) for step in range(order.num_steps) for i in order.step(step).documents), number),
         "cut": np.flatnonzero(train.is_cut())[:number].tolist(),
@@ -78,12 +78,12 @@ def samples(
 
 def _sample(
     documents: Documents, i: int, kinds: frozenset[str], examples: dict[str, Example], tokenizer: Tokenizer,
-    twin: str | None,
+    original: str | None,
 ) -> Sample:  # fmt: skip
     document = show_document(documents[i], tokenizer.decode_all, tokenizer.special_ids)
     lost = int(documents.row_lengths()[i]) - len(document.tokens) if documents.is_cut()[i] else 0
     turns = turns_of(document, examples.get(document.where), tokenizer)
-    return Sample(document.where, kinds, turns, len(document.tokens), document.num_trained, lost, twin)
+    return Sample(document.where, kinds, turns, len(document.tokens), document.num_targets, lost, original)
 
 
 def _examples(sources: Sequence[OpenedSource], wanted: Iterable[str]) -> dict[str, Example]:

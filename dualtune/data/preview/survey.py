@@ -13,7 +13,7 @@ from dualtune.config import Config
 from dualtune.data.batching.batches import SequenceLayout, fill, plan
 from dualtune.data.batching.order import Order
 from dualtune.data.documents import REASONS, Documents, OpenedSource
-from dualtune.data.tokens.control_tokens import about_rows
+from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenize import State
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ OUTLIERS = 0.02  # the share of the documents that may be length outliers
 MEASURED_STEPS = 200  # steps to measure padding over; more take long and give the same result
 PROBED_DOCUMENTS = 1000  # documents per source to check for an end token
 MOST_CUT, MOST_DUPLICATES = 0.10, 0.05  # shares that give a warning
-LEAST_TRAINED = 0.005  # a smaller share is shown as 0 %
+LEAST_TARGETS = 0.005  # a smaller share is shown as 0 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         for each in (SequenceLayout(layout.max_tokens, config.data.max_length), SequenceLayout(layout.max_tokens))
     )
     control = train.with_control_text() + eval_.with_control_text()
-    repeated = twins(train.digests())
-    leaks = _places_in(train.digests(), eval_.digests())
+    repeated = duplicates(train.digests())
+    leaks = _first_indices(train.digests(), eval_.digests())
     leaked = np.flatnonzero(leaks >= 0)
     stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # a store may contain both
     return Survey(
@@ -153,22 +153,22 @@ def warnings(
         source = opened.source
         mine = np.flatnonzero(train.sources == s)
         if not len(mine):
-            texts.append(f"{source.path}: no row of it can be trained on")
+            texts.append(f"{source.path}: no row can be trained on")
             continue
-        if train.targets[mine].sum() < LEAST_TRAINED * train.lengths[mine].sum():
-            texts.append(f"{source.path}: 0 % of the tokens are trained; check data.loss_on and the template")
+        if train.targets[mine].sum() < LEAST_TARGETS * train.lengths[mine].sum():
+            texts.append(f"{source.path}: 0 % of the tokens are targets; check data.loss_on and the template")
         if opened.format() == "text":
             continue
         if tokenizer.template is not None and config.data.loss_on != "all" and not masked[mine].any():
-            texts.append(f"{source.path}: 100 % of the tokens are trained, questions too; check the template")
+            texts.append(f"{source.path}: 100 % of the tokens are targets, prompts too; check the template")
         if not any(_ends(train[int(i)], tokenizer.stop_ids) for i in mine[:PROBED_DOCUMENTS]):
             advice = "check the template and data.max_length"
-            texts.append(f"{source.path}: no end token is learned, so the model would not stop; {advice}")
+            texts.append(f"{source.path}: no end token is a target, so the model would not learn to stop; {advice}")
     if tokenizer.warning is not None:
         texts.append(tokenizer.warning)
     if found.first_control_text_row is not None:
         policy = config.data.special_tokens_in_text
-        texts.append(about_rows(found.control_text_rows, found.first_control_text_row, policy))
+        texts.append(control_token_warning(found.control_text_rows, found.first_control_text_row, policy))
     if found.cut > MOST_CUT * found.rows:
         texts.append(f"{found.cut / found.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
     if found.duplicates > MOST_DUPLICATES * found.documents:
@@ -176,7 +176,7 @@ def warnings(
     if found.eval_in_training:
         texts.append(
             f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data, "
-            "so the evaluation would flatter the model; remove them from either"
+            "so the evaluation loss would be too low; remove them from one of the two"
         )
     return texts
 
@@ -200,11 +200,11 @@ def describe(found: Survey) -> list[tuple[str, str]]:
         ("rows", f"{found.rows} to train on, {found.eval_rows} to evaluate on, {found.bad_rows} bad ones left out"),
         *(("", reason) for reason in found.first_bad_rows),
         ("documents", f"{found.documents}{f'; {dropped}' if dropped else ''}"),
-        ("tokens", f"{found.tokens}, {found.trained_tokens} of them trained ({found.trained_share:.1%})"),
+        ("tokens", f"{found.tokens}, {found.trained_tokens} of them targets ({found.trained_share:.1%})"),
         (
             "lengths",
             f"{lengths.min} to {lengths.max} tokens, median {lengths.median:g}, mean {lengths.mean:.1f}, "
-            f"nine in ten up to {lengths.p90}",
+            f"90 % up to {lengths.p90}",
         ),
         ("over-long", _over_long(found)),
         ("duplicates", _with_pair(f"{found.duplicates} of the documents", found.first_duplicate)),
@@ -213,14 +213,14 @@ def describe(found: Survey) -> list[tuple[str, str]]:
         text = f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data"
         rows.append(("leaks", _with_pair(text, found.first_eval_in_training)))
     if found.message_weights:
-        rows.append(("weights", "messages have weights of their own: the loss is the weighted mean over the tokens"))
+        rows.append(("weights", "messages have loss weights: the loss is the weighted mean over the targets"))
     measured = "" if found.fill_steps == found.steps_per_epoch else f", in the first {found.fill_steps} steps"
     return [
         *rows,
         ("steps", f"{found.steps_per_epoch} in an epoch, {found.steps} in all"),
         (
             "filled",
-            f"{found.fill_packed:.1%} of the cells hold a token with packing (which is "
+            f"{found.fill_packed:.1%} of the cells contain a token with packing (which is "
             f"{'on' if found.packing else 'off'}), {found.fill_alone:.1%} without{measured}",
         ),
     ]
@@ -259,7 +259,7 @@ def histogram(lengths: np.ndarray) -> list[Bar]:
 class ShownToken:
     id: int
     text: str
-    trained: bool
+    is_target: bool
     special: bool = False  # a special token, not a piece of text
     weight: float = 1.0  # loss weight, if it is a target
 
@@ -275,12 +275,12 @@ class ShownDocument:
         return "".join(token.text for token in self.tokens)
 
     @property
-    def num_trained(self) -> int:
-        return sum(token.trained for token in self.tokens)
+    def num_targets(self) -> int:
+        return sum(token.is_target for token in self.tokens)
 
     def runs(self) -> list[tuple[float, str]]:
         """Return (loss weight, text) of each run of tokens with the same weight: 0 for no target, 1 by default."""
-        grouped = groupby(self.tokens, key=lambda token: token.weight if token.trained else 0.0)
+        grouped = groupby(self.tokens, key=lambda token: token.weight if token.is_target else 0.0)
         return [(weight, "".join(token.text for token in tokens)) for weight, tokens in grouped]
 
 
@@ -294,9 +294,9 @@ def show_document(
     document: Document, decode: Callable[[Sequence[int]], str], special_ids: Container[int] = ()
 ) -> ShownDocument:
     ids: list[int] = document.tokens.tolist()
-    trained = [False, *document.trained[1:].tolist()]  # the first token has no context, so it is never a target
+    mask = [False, *document.loss_mask[1:].tolist()]  # the first token has no context, so it is never a target
     weights = [1.0] * len(ids) if document.weights is None else document.weights.tolist()
-    tokens = map(ShownToken, ids, pieces(ids, decode), trained, (id in special_ids for id in ids), weights)
+    tokens = map(ShownToken, ids, pieces(ids, decode), mask, (id in special_ids for id in ids), weights)
     return ShownDocument(document.where, list(tokens), document.has_control_text)
 
 
@@ -322,7 +322,7 @@ def _lengths(lengths: np.ndarray) -> Lengths:
     return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), p90, int(lengths.max()))
 
 
-def twins(digests: np.ndarray) -> list[tuple[int, int]]:
+def duplicates(digests: np.ndarray) -> list[tuple[int, int]]:
     """Return (document, the first one equal to it) for each repeated document."""
     _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
     first = first[inverse]
@@ -330,7 +330,7 @@ def twins(digests: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(again.tolist(), first[again].tolist(), strict=True))
 
 
-def _places_in(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _first_indices(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return int64 [N of wanted]: the index of each in `digests`, or -1."""
     known, first = np.unique(digests, return_index=True)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
@@ -339,7 +339,7 @@ def _places_in(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def _ends(document: Document, stop_ids: frozenset[int]) -> bool:
     """Return whether the last target ends an answer."""
-    return int(document.tokens[np.flatnonzero(document.trained)[-1]]) in stop_ids
+    return int(document.tokens[np.flatnonzero(document.loss_mask)[-1]]) in stop_ids
 
 
 def _over_long(found: Survey) -> str:

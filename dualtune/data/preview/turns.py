@@ -44,7 +44,7 @@ class _Place:
     role: str
     start: int
     end: int
-    behind: Kind = "frame"  # kind of the text after the content, up to the end of the turn
+    after: Kind = "frame"  # kind of the text after the content, up to the end of the turn
 
 
 def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokenizer) -> list[Turn]:
@@ -64,17 +64,17 @@ def turns_of(document: ShownDocument, example: Example | None, tokenizer: Tokeni
         begin, end = (bisect_left(starts, at) for at in (place.start, place.end))
         until = bisect_left(starts, following.start) if following else len(starts)
         head += document.tokens[done:begin]
-        behind, between, head_of_next = _divided(document.tokens[end:until], tokenizer, is_last=following is None)
+        after, between, head_of_next = _split_between(document.tokens[end:until], tokenizer, is_last=following is None)
         if not turns:
-            _, before, head = _divided(head, tokenizer, is_last=False, is_first=True)
+            _, before, head = _split_between(head, tokenizer, is_last=False, is_first=True)
             turns += _turn("template", [TurnPart("tools" if example and example.tools else "frame", before)])
-        text, closing = _without_end(behind)
+        text, closing = _without_end(after)
         space, text = _without_space(text)
         turns += _turn(
             place.role,
             [
                 TurnPart("frame", head), TurnPart("content", document.tokens[begin:end]),
-                TurnPart("frame", space), TurnPart(place.behind, text), TurnPart("frame", closing),
+                TurnPart("frame", space), TurnPart(place.after, text), TurnPart("frame", closing),
             ],
         )  # fmt: skip
         turns += _turn("template", [TurnPart("frame", between)])
@@ -90,7 +90,7 @@ def _turn(role: str, parts: Sequence[TurnPart]) -> list[Turn]:
 Tokens = list[ShownToken]
 
 
-def _divided(
+def _split_between(
     tokens: Tokens, tokenizer: Tokenizer, *, is_last: bool, is_first: bool = False
 ) -> tuple[Tokens, Tokens, Tokens]:
     """Split the tokens between two contents: end of the first turn, whole template turns, head of the next turn."""
@@ -153,7 +153,7 @@ def _in_chat(example: Example, tokenizer: Tokenizer) -> tuple[str, list[_Place]]
             read = end
         else:
             start = end = max(at, _start_of_turn(i, text, example, tokenizer))
-        places.append(_Place(message.role, start, end, _behind(message, example)))
+        places.append(_Place(message.role, start, end, _kind_after(message, example)))
         at = end
     return text, places
 
@@ -172,7 +172,7 @@ def _marked(message: Message) -> Message:
     return replace(message, content=message.content.replace(bare, f"{MARK}{bare}{MARK}", 1)) if bare else message
 
 
-def _behind(message: Message, example: Example) -> Kind:
+def _kind_after(message: Message, example: Example) -> Kind:
     if message.extra.get("tool_calls"):
         return "call"
     return "tools" if message.role == "system" and example.tools else "frame"

@@ -13,7 +13,7 @@ SHOWN = 5
 Good = TypeVar("Good")
 
 
-def remedy(reasons: Iterable[str]) -> str:
+def advice_for(reasons: Iterable[str]) -> str:
     """Return advice for bad rows with these reasons, or "" if there is no general advice."""
     if any("not UTF-" in reason for reason in reasons):
         return "If the file is Latin-1: iconv -f LATIN1 -t UTF-8 FILE > new.file"
@@ -38,17 +38,18 @@ class BadRows:
                 yield row
 
 
-def judge(count: int, first: Iterable[str], num_good: int, *, skip: bool, limit: float) -> None:
+def check_bad_rows(count: int, first: Iterable[str], num_good: int, *, skip: bool, limit: float) -> None:
     """Raise DataError unless bad rows may be skipped and do not exceed `limit` (below 1: a share, else a number)."""
     num_rows = num_good + count
     if not count or (skip and num_good and count <= (limit * num_rows if limit < 1 else limit)):
         return
     shown = list(first)[:SHOWN]
     more = f"\n… and {count - len(shown)} more" if count > len(shown) else ""
-    advice = (
-        f"That is all of them, or more than data.max_bad_rows = {limit:g}. Mend the rows, or raise it."
-        if skip
-        else "Mend or remove them, or leave them out with data.on_bad_row: skip. `dualtune check-data` lists them all."
-    )
+    if not skip:
+        advice = "Fix or remove them, or set data.on_bad_row: skip. `dualtune check-data` lists all of them."
+    elif num_good:
+        advice = f"That is more than data.max_bad_rows = {limit:g}. Fix the rows, or raise the limit."
+    else:
+        advice = "No usable row is left. Fix the rows."
     text = "\n".join(map(printable, shown))
-    raise DataError(f"{text}{more}\n{count} of {num_rows} rows cannot be used. {advice} {remedy(shown)}".rstrip())
+    raise DataError(f"{text}{more}\n{count} of {num_rows} rows cannot be used. {advice} {advice_for(shown)}".rstrip())

@@ -18,10 +18,10 @@ from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.errors import DataError
 
 MAX_LINE = 3 << 20  # bytes: almost a million tokens; reading one can need sixteen times as much memory
-LINE_TOO_LONG = f"line of more than {MAX_LINE >> 20} MiB; divide it, or put long texts into a .txt file"
+LINE_TOO_LONG = f"line of more than {MAX_LINE >> 20} MiB; split it, or put long texts into a .txt file"
 MAX_RATIO = 250  # the largest allowed compression ratio; that of real text is 3 to 10…
 FREE_BYTES = 64 << 20  # …checked from this size on
-HOLDS_NUL = "holds NUL bytes: the file was probably cut by a crash"
+HOLDS_NUL = "holds NUL bytes: the file was probably truncated by a crash"
 OTHER_ENCODINGS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),  # before UTF-16: the marks start with the same bytes
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -74,7 +74,7 @@ def reading(path: Path) -> Generator[None]:
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: broken gzip file ({error}); make or download it again") from error
+        raise DataError(f"{path}: broken gzip file ({error}); create or download it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -97,7 +97,7 @@ class _Expanded(gzip.GzipFile):
             if self.tell() > max(FREE_BYTES, MAX_RATIO * cast(BinaryIO, self.fileobj).tell()):
                 raise DataError(
                     f"{self.name}: expands to more than {MAX_RATIO} times its size, as a decompression bomb does. "
-                    "If that is right, decompress it first: gunzip"
+                    "If you trust it, decompress it first: gunzip"
                 )
         return data
 
@@ -107,7 +107,7 @@ def open_regular(path: Path) -> BinaryIO:
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise DataError(f"{path}: is no regular file; write the data to one first")
+        raise DataError(f"{path}: is not a regular file; write the data to a file first")
     return file
 
 

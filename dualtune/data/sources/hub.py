@@ -88,4 +88,4 @@ def _load(name: str, subset: str | None, split: str | None) -> Any:
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:
         cause = f": {error.__cause__}" if isinstance(error, library.exceptions.DatasetGenerationError) else ""
         reason = " ".join(f"{error}{cause}".split())[:500]
-        raise DataError(f"{missing}, and no such dataset of the hub can be loaded: {reason}") from error
+        raise DataError(f"{missing}, and it cannot be loaded as a dataset of the hub: {reason}") from error

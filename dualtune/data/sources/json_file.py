@@ -27,7 +27,7 @@ def read_json(file: DataFile) -> Rows:
     Raises DataError for a syntax error, because the start of the next element is then unknown.
     """
     text = _Window(file)
-    with text.told():
+    with text.errors_located():
         if not text.next():
             return
         if text.next() != "{":
@@ -46,7 +46,7 @@ def read_json(file: DataFile) -> Rows:
             f"or an object with exactly one list of objects in it (here: {found or 'none'})"
         )
     text = _Window(file)
-    with text.told():
+    with text.errors_located():
         for number, _ in enumerate(_keys(text)):
             if number == next(iter(lists.values())):
                 break
@@ -65,7 +65,7 @@ class _Window:
         self._read_lines, self._read_bytes = 0, 0  # whole lines that were decoded, and bytes after them
 
     @contextlib.contextmanager
-    def told(self) -> Generator[None]:
+    def errors_located(self) -> Generator[None]:
         """Convert a syntax error to a DataError with its position."""
         try:
             yield
@@ -91,16 +91,16 @@ class _Window:
             if self._at < len(self._text) or not self._more():
                 return self._text[self._at : self._at + 1]
 
-    def take(self, allowed: str, complaint: str) -> str:
+    def take(self, allowed: str, message: str) -> str:
         """Consume and return the next non-blank character, which must be in `allowed`."""
         char = self.next()
         if not char or char not in allowed:
-            raise self.fault(complaint)
+            raise self.fault(message)
         self._go_to(self._at + 1)
         return char
 
-    def fault(self, complaint: str) -> json.JSONDecodeError:
-        return json.JSONDecodeError(complaint, self._text, self._at)
+    def fault(self, message: str) -> json.JSONDecodeError:
+        return json.JSONDecodeError(message, self._text, self._at)
 
     def value(self, decoder: json.JSONDecoder) -> Any:
         """Consume and return the value here. Raises JSONDecodeError, or what the decoder's hooks raise."""
@@ -144,7 +144,7 @@ class _Window:
     def _too_large(self) -> DataError:
         return DataError(
             f"{self._file.path}:{self._line}: an element of more than {MAX_LINE >> 20} MiB, or of too many small "
-            "parts; divide it"
+            "parts; split it"
         )
 
     def _go_to(self, at: int) -> None:
@@ -163,20 +163,20 @@ class _Window:
         try:
             text, used = codecs.utf_8_decode(data, "strict", self._at_end)
         except UnicodeDecodeError as error:
-            line, column = self._place_of_byte(data, error.start)
+            line, column = self._position_of_byte(data, error.start)
             raise DataError(f"{self._file.path}:{line}: not UTF-8 at byte {column} of the line") from error
-        line, column = self._place_of_byte(data, used)
+        line, column = self._position_of_byte(data, used)
         self._read_lines, self._read_bytes = line - 1, column - 1
         self._undecoded = data[used:]
-        behind = max(0, self._at - SHOWN)
+        kept_from = max(0, self._at - SHOWN)
         self._text, self._at, self._line_start = (
-            self._text[behind:] + text,
-            self._at - behind,
-            self._line_start - behind,
+            self._text[kept_from:] + text,
+            self._at - kept_from,
+            self._line_start - kept_from,
         )
         return True
 
-    def _place_of_byte(self, data: bytes, at: int) -> tuple[int, int]:
+    def _position_of_byte(self, data: bytes, at: int) -> tuple[int, int]:
         """Return the line and the byte in the line, both from 1."""
         newline = data.rfind(b"\n", 0, at)
         line = 1 + self._read_lines + data.count(b"\n", 0, at)
@@ -189,7 +189,7 @@ def _elements(text: _Window) -> Rows:
         raise text.fault("an array of objects is needed")
     yield from _list(text)
     if text.next():
-        raise text.fault("Extra data behind the array")
+        raise text.fault("Extra data after the array")
 
 
 def _list(text: _Window) -> Rows:

@@ -38,7 +38,7 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         text = line.decode().rstrip()
         if takes_too_much(text):
-            raise RowError("not usable JSON: too many small parts in one row; divide it")
+            raise RowError("not usable JSON: too many small parts in one row; split it")
         value = DECODER.decode(text)
     except UnicodeDecodeError as error:
         raise RowError(HOLDS_NUL if b"\0" in line else f"not UTF-8 at byte {error.start + 1} of the line") from error

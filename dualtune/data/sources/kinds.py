@@ -87,4 +87,4 @@ READERS: dict[str, Callable[[DataFile], Rows]] = {
     ".text": read_text,
     ".md": read_text,
 }
-KINDS = f"{', '.join(READERS)}; each but .parquet also with .gz behind it"
+KINDS = f"{', '.join(READERS)}; all except .parquet also with .gz appended"

@@ -34,7 +34,7 @@ def read_parquet(file: DataFile) -> Rows:
                 file.done = last / num_rows
                 yield row
     except (cast(Any, pyarrow).ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file.path}: broken Parquet file, behind row {last}: {error}") from error
+        raise DataError(f"{file.path}: broken Parquet file, after row {last}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -62,8 +62,8 @@ def _stream(file: DataFile) -> Generator[Any]:
 def _reason(child: subprocess.Popen[bytes]) -> str:
     """Return why the reading process failed; "" if it succeeded."""
     assert child.stderr is not None
-    told = child.stderr.read(2000).decode(errors="replace")
+    reason = child.stderr.read(2000).decode(errors="replace")
     if child.wait() == 0:
         return ""
-    allowed = f"it takes more than {MAX_MEMORY >> 20} MiB to read. Write it with smaller pages, or as JSON lines"
-    return told if child.returncode == arrow_pieces.FAILED and told else allowed
+    too_large = f"it takes more than {MAX_MEMORY >> 20} MiB to read. Write it with smaller pages, or as JSON lines"
+    return reason if child.returncode == arrow_pieces.FAILED and reason else too_large

@@ -81,20 +81,21 @@ def open_source(path: str, *, role: Role = "train", subset: str | None = None, s
     In a directory, the files of the role are taken, or of the role that `split` names. Raises DataError if there is
     nothing to read; the files are opened when their rows are read.
     """
-    place, found = _locate(path)
+    location, found = _locate(path)
     if found == "nothing" and _may_be_in_the_hub(path):
         return open_hub(path, role, subset, split)
     if found == "nothing":
-        raise DataError(f"{place}: no such file or directory")
+        raise DataError(f"{location}: no such file or directory")
     if subset is not None:
-        raise DataError(f"{place}: subset chooses within a dataset of the hub, got '{subset}' with local files")
+        raise DataError(f"{location}: subset: got '{subset}', allowed only for a dataset of the hub")
     if found == "directory":
-        return FileSource(path, _files_for(place, role if split is None else _role_named(place, split)))
+        return FileSource(path, _files_for(location, role if split is None else _role_named(location, split)))
     if split is not None:
-        raise DataError(f"{place}: split chooses within a dataset of the hub or a directory, got '{split}' with a file")
-    if not kind_of(place):
-        raise DataError(f"{place}: got a '{place.suffix or 'suffixless'}' file, allowed: {KINDS}")
-    return FileSource(path, (place,))
+        raise DataError(f"{location}: split: got '{split}', allowed only for a dataset of the hub or a directory")
+    if not kind_of(location):
+        got = f"a '{location.suffix}' file" if location.suffix else "a file without a suffix"
+        raise DataError(f"{location}: got {got}, allowed: {KINDS}")
+    return FileSource(path, (location,))
 
 
 def has_role(path: str, role: Role, subset: str | None = None) -> bool:
@@ -102,10 +103,10 @@ def has_role(path: str, role: Role, subset: str | None = None) -> bool:
 
     A hub dataset is downloaded to find out.
     """
-    place, found = _locate(path)
+    location, found = _locate(path)
     if found == "nothing" and _may_be_in_the_hub(path):
         return hub_has_role(path, role, subset)
-    return bool(_candidates(place, role)) if found == "directory" else found == "file" and role == "train"
+    return bool(_candidates(location, role)) if found == "directory" else found == "file" and role == "train"
 
 
 def _may_be_in_the_hub(path: str) -> bool:
@@ -114,22 +115,22 @@ def _may_be_in_the_hub(path: str) -> bool:
 
 def _locate(path: str) -> tuple[Path, Literal["file", "directory", "nothing"]]:
     try:
-        place = Path(path).expanduser()
-        if place.is_dir():
-            return place, "directory"
-        if place.exists() and not place.is_file():
-            raise DataError(f"{place}: is no regular file; write the data to one first")
-        return place, "file" if place.exists() else "nothing"
+        location = Path(path).expanduser()
+        if location.is_dir():
+            return location, "directory"
+        if location.exists() and not location.is_file():
+            raise DataError(f"{location}: is not a regular file; write the data to a file first")
+        return location, "file" if location.exists() else "nothing"
     except (OSError, ValueError, RuntimeError) as error:  # no permission, an invalid name, no home directory
         raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _role_named(place: Path, split: str) -> Role:
+def _role_named(location: Path, split: str) -> Role:
     for role, names in ROLE_NAMES.items():
         if split in names:
             return role
     allowed = ", ".join(name for names in ROLE_NAMES.values() for name in names)
-    raise DataError(f"{place}: split: got '{split}', allowed for a directory: {allowed}")
+    raise DataError(f"{location}: split: got '{split}', allowed for a directory: {allowed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +168,8 @@ def _files_for(directory: Path, role: Role) -> tuple[Path, ...]:
         raise DataError(f"{directory}: needs {wanted} (.*: {KINDS}); it holds: {shown or 'nothing'}")
     if len({candidate.group for candidate in found}) > 1:
         names = ", ".join(candidate.path.name for candidate in found)
-        raise DataError(f"{directory}: which of these is the data for the role {role}? {names}. Name one file")
+        raise DataError(f"{directory}: several files fit the role {role}: {names}. Name one file")
     parts = found[0].group[1]
     if parts.isdigit() and int(parts) != len(found):
-        raise DataError(f"{directory}: has {len(found)} of the {int(parts)} parts of {found[0].path.name}")
+        raise DataError(f"{directory}: has only {len(found)} of the {int(parts)} parts of {found[0].path.name}")
     return tuple(candidate.path for candidate in sorted(found, key=lambda candidate: candidate.part or 0))

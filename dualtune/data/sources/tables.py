@@ -14,33 +14,33 @@ from dualtune.errors import DataError
 
 MAX_COLUMNS = 10_000
 MAX_CELLS = 200_000  # the most delimiters in a record, including those within quotes
-ROW_TOO_LARGE = f"row of more than {MAX_LINE >> 20} MiB, or of too many small parts; divide it"
+ROW_TOO_LARGE = f"row of more than {MAX_LINE >> 20} MiB, or of too many small parts; split it"
 INSTALL_DATASETS = "Install it with: pip install 'dualtune[datasets]'"
 
 
 def read_csv(file: DataFile, delimiter: str = ",") -> Rows:
     """Read a header and one row per record. A quoted cell may contain newlines; a row has its first line's number."""
     csv.field_size_limit(MAX_LINE)
-    complaints: list[str] = []  # about the lines of the current record
-    lines = _Record(_csv_lines(file, complaints), delimiter)
+    errors: list[str] = []  # about the lines of the current record
+    lines = _Record(_csv_lines(file, errors), delimiter)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
         line = reader.line_num + 1
-        complaints.clear()
+        errors.clear()
         lines.size = lines.cells = 0
         try:
             cells = next(reader, None)
         except csv.Error as error:
             cells = []
-            complaints.append(f"not CSV: {error} (in line {reader.line_num})")
+            errors.append(f"not CSV: {error} (in line {reader.line_num})")
         if cells is None:
             return
         if header is None:
-            if complaints or cells:
-                header = _checked_header(file, line, cells, complaints)
-        elif complaints:
-            yield BadRow(file.name, line, complaints[0])
+            if errors or cells:
+                header = _checked_header(file, line, cells, errors)
+        elif errors:
+            yield BadRow(file.name, line, errors[0])
         elif cells and len(cells) != len(header):
             yield BadRow(file.name, line, f"got {len(cells)} cells, the header has {len(header)}")
         elif cells:  # a blank line has no cells
@@ -117,31 +117,33 @@ class _Record:
         return line
 
 
-def _csv_lines(file: DataFile, complaints: list[str]) -> Iterator[str]:
+def _csv_lines(file: DataFile, errors: list[str]) -> Iterator[str]:
     for _, line in file.lines():
         if line is None:
-            complaints.append(LINE_TOO_LONG)
+            errors.append(LINE_TOO_LONG)
             yield "\n"
             continue
         if b"\0" in line:
-            complaints.append(HOLDS_NUL)
+            errors.append(HOLDS_NUL)
         try:
             yield line.decode()
         except UnicodeDecodeError as error:
-            complaints.append(f"not UTF-8 at byte {error.start + 1} of the line")
+            errors.append(f"not UTF-8 at byte {error.start + 1} of the line")
             yield line.decode(errors="replace")
 
 
-def _checked_header(file: DataFile, line: int, names: list[str], complaints: list[str]) -> list[str]:
-    if complaints:
-        raise DataError(f"{file.path}:{line}: the header cannot be read: {complaints[0]}")
+def _checked_header(file: DataFile, line: int, names: list[str], errors: list[str]) -> list[str]:
+    if errors:
+        raise DataError(f"{file.path}:{line}: the header cannot be read: {errors[0]}")
     other = next((mark for mark in (";", "\t") if len(names) == 1 and mark in names[0]), None)
     if other:
         convert = "csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter=';'))"
-        way = (
-            "Call it .tsv" if other == "\t" else f'Convert it: python3 -c "import csv, sys; {convert}" < FILE > new.csv'
+        advice = (
+            "Rename it to .tsv"
+            if other == "\t"
+            else f'Convert it: python3 -c "import csv, sys; {convert}" < FILE > new.csv'
         )
-        raise DataError(f"{file.path}:{line}: cells are separated by {other!r}, in a .csv file ',' is needed. {way}")
+        raise DataError(f"{file.path}:{line}: cells are separated by {other!r}, in a .csv file ',' is needed. {advice}")
     check_names(f"{file.path}:{line}: the header", names)
     return names
 
@@ -149,8 +151,12 @@ def _checked_header(file: DataFile, line: int, names: list[str], complaints: lis
 def check_names(what: str, names: list[str]) -> None:
     """Raise DataError for columns without a name, for duplicate names, and for too many columns."""
     if len(names) > MAX_COLUMNS:
-        raise DataError(f"{what}: {len(names)} names, at most {MAX_COLUMNS} are allowed; leave out what is not needed")
+        raise DataError(
+            f"{what}: {len(names)} names, at most {MAX_COLUMNS} are allowed; remove those that are not needed"
+        )
     if "" in names:
         raise DataError(f"{what}: name {names.index('') + 1} is empty; give each column a name")
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{what}: '{printable(repeated[0])}' is there more than once; give each column its own name")
+        raise DataError(
+            f"{what}: the name '{printable(repeated[0])}' is used more than once; give each column its own name"
+        )

@@ -39,31 +39,33 @@ def open_store(key: Mapping[str, Any], build: Build) -> TokenStore:
     """
     parts = {**key, "versions": versions_of(("tokenizers", "jinja2", "numpy")), "code": _code()}
     name = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-    place = cache_dir() / "data" / name
-    if found := _read(place):
+    directory = cache_dir() / "data" / name
+    if found := _read(directory):
         with contextlib.suppress(OSError):
-            os.utime(place)  # marks it as used now
+            os.utime(directory)  # marks it as used now
         return found
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = hidden_sibling(place)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = hidden_sibling(directory)
         temporary.mkdir()
     except OSError:
         return _in_process(build)
     try:
         _write(temporary, build)
-        _forget(place.parent)
+        _forget(directory.parent)
         with contextlib.suppress(OSError, DiskError):  # another process was faster
-            if place.exists() and _read(place) is None:  # damaged
-                remove_directory(place)
-            temporary.rename(place)
+            if directory.exists() and _read(directory) is None:  # damaged
+                remove_directory(directory)
+            temporary.rename(directory)
     finally:
         if temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)
-    made = _read(place)
-    if made is None:
-        raise DiskError(f"{place}: the cache of tokenized data was just written and is not there. Set DUALTUNE_CACHE")
-    return made
+    store = _read(directory)
+    if store is None:
+        raise DiskError(
+            f"{directory}: the tokenized data was written, but is not there. Set DUALTUNE_CACHE to another directory"
+        )
+    return store
 
 
 @functools.cache
@@ -97,21 +99,21 @@ def _write(directory: Path, build: Build) -> None:
     except OSError as error:
         raise DiskError(
             f"{directory.parent}: the tokenized data cannot be written: {error.strerror or error}. "
-            "Make room, or set DUALTUNE_CACHE to a directory elsewhere"
+            "Free disk space, or set DUALTUNE_CACHE to a directory on another disk"
         ) from error
 
 
-def _read(place: Path) -> TokenStore | None:
+def _read(directory: Path) -> TokenStore | None:
     """Read the store at this path; None if there is no complete one."""
     try:
-        table = json.loads((place / TABLE).read_text(encoding="utf-8"))
-        if any((place / name).stat().st_size != size for name, size in table["bytes"].items()):
+        table = json.loads((directory / TABLE).read_text(encoding="utf-8"))
+        if any((directory / name).stat().st_size != size for name, size in table["bytes"].items()):
             return None
-        file = place / INDEX_FILE
+        file = directory / INDEX_FILE
         index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # cannot map 0 bytes
         counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
-        weights = TokenFile(place / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
-        return TokenStore(TokenFile(place / TOKENS), index, tuple(table["files"]), *counts, place, weights)
+        weights = TokenFile(directory / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
+        return TokenStore(TokenFile(directory / TOKENS), index, tuple(table["files"]), *counts, directory, weights)
     except (OSError, ValueError, KeyError):
         return None
 

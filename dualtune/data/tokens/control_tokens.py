@@ -62,7 +62,7 @@ class ControlTokens:
             return token, None
         if self._policy == "error":
             raise RowError(
-                f"its text holds the control token {token!r}. {ADVICE}: text reads it as characters, allow as the token"
+                f"its text holds the control token {token!r}. {ADVICE}: text reads it as plain text, allow as the token"
             )
         try:
             source = self._swapped(render(self._hide(content)), text)
@@ -83,7 +83,7 @@ class ControlTokens:
         """Replace each control token in the strings of a JSON value by its placeholder."""
         if isinstance(value, str):
             if next(self._placeholders.matches(value), None):
-                raise RowError("has characters of the private-use plane 15 too, which stand for control tokens here")
+                raise RowError("it has private-use characters of plane 15, which dualtune needs as placeholders")
             return self._tokens.replaced(value, self._hidden)
         if isinstance(value, Mapping):
             return {self._hide(key): self._hide(item) for key, item in cast(Mapping[Any, Any], value).items()}
@@ -94,7 +94,7 @@ class ControlTokens:
     def _swapped(self, hidden: str, text: str) -> str:
         """Replace each control token of the template by its placeholder, and restore those of the content."""
         if self._placeholders.replaced(hidden, self._shown) != text:
-            raise RowError("the chat template changes it, so that its origin cannot be told")
+            raise RowError("the chat template changes it, so its origin is not known")
         return self._either.replaced(hidden, self._hidden | self._shown)
 
     def _checked(self, encoding: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +102,7 @@ class ControlTokens:
         offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         written = ids[offsets[:, 0] < offsets[:, 1]]  # tokens that the tokenizer adds (BOS) cover no characters
         if np.isin(written, [*self._ids.values()]).any():
-            raise RowError("the tokenizer has no other way to write it")
+            raise RowError("the tokenizer cannot encode it as plain text")
         return np.array([self._meant.get(id, id) for id in ids.tolist()], np.int32), offsets
 
     @cached_property
@@ -136,14 +136,14 @@ class ControlTokens:
         return _Finder([*self._hidden, *self._shown])
 
 
-def about_rows(number: int, first: str, policy: Policy) -> str:
+def control_token_warning(number: int, first: str, policy: Policy) -> str:
     """Return a warning about control tokens in content: they are intended only in rows formatted by hand."""
-    became = {
+    effects = {
         "text": "it is plain text; if the rows were formatted by hand, set data.special_tokens_in_text: allow",
-        "allow": "it is taken for the control token (data.special_tokens_in_text: allow)",
+        "allow": "it is read as the control token (data.special_tokens_in_text: allow)",
         "error": "it is an error",
     }
-    return f"rows with a control token in their own text: {number}, the first: {first}; {became[policy]}"
+    return f"rows with a control token in their text: {number}, the first: {first}; {effects[policy]}"
 
 
 class _Finder:

@@ -12,7 +12,7 @@ differ, so there are three methods to find it, the most reliable first, and each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from dualtune.data.chat.conversations import Message
@@ -20,17 +20,17 @@ from dualtune.data.chat.formats import Example
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 
-Span = tuple[int, int]
+Range = tuple[int, int]  # of characters: start, end
 HEAD = 64  # characters used to search for the start of a turn
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of an example and its target characters: sorted, disjoint spans, possibly none."""
+    """The text of an example and its target characters: sorted, disjoint ranges, possibly none."""
 
     text: str
-    spans: list[Span]
-    weights: list[float] | None  # loss weights of the spans; None: all are 1
+    ranges: list[Range]
+    weights: list[float] | None  # loss weights of the ranges; None: all are 1
     is_chat: bool  # the text already contains its special tokens
     path: str
     line: int
@@ -48,21 +48,21 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
     is_chat = tokenizer.template is not None and bool(example.messages)
     if is_chat:
         chat = _Chat(example, tokenizer)
-        text, spans, weights = chat.text, *chat.learned(loss_on)
+        text, ranges, weights = chat.text, *chat.targets(loss_on)
         control = tokenizer.masked_chat(example.messages, text, tools=example.tools)
     elif example.completion is not None:
         prompt = example.prompt or ""
         text = prompt + example.completion
-        spans, weights = [(0 if loss_on == "all" or example.is_text else len(prompt), len(text))], [1.0]
+        ranges, weights = [(0 if loss_on == "all" or example.is_text else len(prompt), len(text))], [1.0]
         control = tokenizer.masked_text(text)
     else:
         raise RowError(
             "the tokenizer has no chat template, and a conversation needs one. Set data.template to a Jinja file"
         )
-    learned = [(span, weight) for span, weight in zip(spans, weights, strict=True) if span[0] < span[1]]
-    spans, weights = [span for span, _ in learned], [weight for _, weight in learned]
+    filled = [(target, weight) for target, weight in zip(ranges, weights, strict=True) if target[0] < target[1]]
+    ranges, weights = [target for target, _ in filled], [weight for _, weight in filled]
     some = weights if any(weight != 1 for weight in weights) else None
-    return Rendered(text, spans, some, is_chat, example.path, example.line, *control)
+    return Rendered(text, ranges, some, is_chat, example.path, example.line, *control)
 
 
 class _Chat:
@@ -73,7 +73,7 @@ class _Chat:
         self.text, marked = tokenizer.render_marked(example.messages, tools=example.tools)
         _check_names(_tool_names(example.tools), self.text, "tools")
         self._turns = [i for i, message in enumerate(example.messages) if message.role == "assistant"]
-        self._marked: dict[int, Span] | None = None
+        self._marked: dict[int, Range] | None = None
         if tokenizer.template is not None and tokenizer.template.marks_turns:
             if len(marked) != len(self._turns):
                 raise RowError(
@@ -82,17 +82,17 @@ class _Chat:
                 )
             self._marked = dict(zip(self._turns, marked, strict=True))
 
-    def learned(self, loss_on: str) -> tuple[list[Span], list[float]]:
-        """Return the target spans and their loss weights."""
+    def targets(self, loss_on: str) -> tuple[list[Range], list[float]]:
+        """Return the target ranges and their loss weights."""
         if loss_on == "all":
-            return self._everything()
+            return self._all_text()
         wanted = self._turns[-1:] if loss_on == "last" else self._turns
         wanted = [i for i in wanted if self._messages[i].train]
         return [self._turn(i) for i in wanted], [self._messages[i].weight for i in wanted]
 
-    def _everything(self) -> tuple[list[Span], list[float]]:
-        """Return all text except excluded turns. A turn with a weight other than 1 is a separate span."""
-        spans: list[Span] = []
+    def _all_text(self) -> tuple[list[Range], list[float]]:
+        """Return all text except excluded turns. A turn with a weight other than 1 is a separate range."""
+        ranges: list[Range] = []
         weights: list[float] = []
         start = 0
         for i in self._turns:
@@ -101,27 +101,27 @@ class _Chat:
                 _check_names(_call_names(message), self.text, "tool calls")
                 continue
             turn = self._turn(i)
-            spans.append((start, turn[0]))
+            ranges.append((start, turn[0]))
             weights.append(1.0)
             if message.train:
-                spans.append(turn)
+                ranges.append(turn)
                 weights.append(message.weight)
             start = turn[1]
-        return [*spans, (start, _end(self.text, self._messages[-1].content))], [*weights, 1.0]
+        return [*ranges, (start, _end(self.text, self._messages[-1].content))], [*weights, 1.0]
 
-    def _turn(self, i: int) -> Span:
-        """Return the span of assistant message `i`."""
-        span = self._marked[i] if self._marked is not None else self._by_prefix(i) or self._by_sentinel(i)
-        if span is None:
+    def _turn(self, i: int) -> Range:
+        """Return the range of assistant message `i`."""
+        found = self._marked[i] if self._marked is not None else self._by_prefix(i) or self._by_sentinel(i)
+        if found is None:
             raise RowError(
-                f"message {i + 1}: the chat template writes this turn otherwise once others follow, so it cannot be "
-                "located in the text. Use data.loss_on: last or all, another data.template, or put "
-                "{% generation %} markers into it"
+                f"message {i + 1}: the chat template writes this turn differently when others follow, so it cannot be "
+                "located in the text. Set data.loss_on to last or all, use another data.template, or add "
+                "{% generation %} markers to it"
             )
-        _check_names(_call_names(self._messages[i]), self.text[span[0] : span[1]], "tool calls")
-        return span
+        _check_names(_call_names(self._messages[i]), self.text[found[0] : found[1]], "tool calls")
+        return found
 
-    def _by_prefix(self, i: int) -> Span | None:
+    def _by_prefix(self, i: int) -> Range | None:
         content = self._messages[i].content
         try:
             before = self._render(self._messages[:i], add_generation_prompt=True)
@@ -133,10 +133,10 @@ class _Chat:
             return None
         start, turn = len(before), through[len(before) :]
         if not self.text.startswith(turn, start):
-            turn = _as_in(self.text, start, turn, content.strip())
+            turn = _suffix_at(self.text, start, turn, content.strip())
         return (start, start + _end(turn, content)) if turn else None
 
-    def _by_sentinel(self, i: int) -> Span | None:
+    def _by_sentinel(self, i: int) -> Range | None:
         """Find a turn by a sentinel around its content, or around the stripped content if the template trims it."""
         message = self._messages[i]
         if _call_names(message):
@@ -144,7 +144,7 @@ class _Chat:
         sentinel = _sentinel(self.text)
         for content in dict.fromkeys((message.content, message.content.strip())):
             marked = message.content.replace(content, sentinel + content + sentinel, 1)
-            messages = (*self._messages[:i], _with_content(message, marked), *self._messages[i + 1 :])
+            messages = (*self._messages[:i], replace(message, content=marked), *self._messages[i + 1 :])
             try:
                 parts = self._render(messages).split(sentinel)
             except RowError:
@@ -161,7 +161,7 @@ def _check_names(names: Sequence[str], text: str, what: str) -> None:
     """Raise RowError if a name is missing in the text: a template without tool support silently drops tools."""
     for name in names:
         if name not in text:
-            raise RowError(f"the chat template does not show the {what} ('{name}' is nowhere). Use one that does")
+            raise RowError(f"the chat template does not write the {what} ('{name}' is missing). Use another template")
 
 
 def _end(text: str, content: str) -> int:
@@ -173,7 +173,7 @@ def _end(text: str, content: str) -> int:
     return max(len(text.rstrip()), at + len(content) if at >= 0 else 0)
 
 
-def _as_in(text: str, start: int, turn: str, content: str) -> str:
+def _suffix_at(text: str, start: int, turn: str, content: str) -> str:
     """Return the longest suffix of `turn` that is in the text at `start` and contains the whole content, or ""."""
     head = text[start : start + min(HEAD, max(1, len(content)))]
     at = turn.find(head) if head else -1
@@ -190,10 +190,6 @@ def _sentinel(text: str) -> str:
     while (sentinel := f"\ue000{number}\ue001") in text:
         number += 1
     return sentinel
-
-
-def _with_content(message: Message, content: str) -> Message:
-    return Message(message.role, content, extra=message.extra)
 
 
 def _tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:

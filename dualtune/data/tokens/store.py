@@ -42,14 +42,14 @@ INDEX = np.dtype(
 @dataclass(frozen=True, slots=True)
 class Document:
     tokens: np.ndarray  # int32 [T]
-    trained: np.ndarray  # bool [T]: this token is a target
+    loss_mask: np.ndarray  # bool [T]: this token is a target
     where: str = ""  # path:line of the row
     has_control_text: bool = False  # the row's content contains a control token
     weights: np.ndarray | None = None  # float32 [T], 0 where the token is no target; None: 1 for all targets
 
     @property
     def num_targets(self) -> int:
-        return int(np.count_nonzero(self.trained[1:]))  # nothing precedes the first token, so it cannot be predicted
+        return int(np.count_nonzero(self.loss_mask[1:]))  # nothing precedes the first token, so it cannot be predicted
 
 
 class TokenFile:
@@ -115,11 +115,11 @@ class Writer:
         entries["row_length"], entries["control"] = row.num_tokens, row.control_token is not None
         entries["file"] = self._files.setdefault(row.path, len(self._files))
         try:
-            for entry, (tokens, trained) in zip(entries, row.documents, strict=False):
-                raw = np.where(trained, tokens, ~tokens).astype("<i4")
-                weights = None if trained.dtype == bool else trained.astype("<f4")
+            for entry, (tokens, mask) in zip(entries, row.documents, strict=False):
+                raw = np.where(mask, tokens, ~tokens).astype("<i4")
+                weights = None if mask.dtype == bool else mask.astype("<f4")
                 entry["start"], entry["length"] = self._start, len(raw)
-                entry["num_targets"] = np.count_nonzero(trained[1:])
+                entry["num_targets"] = np.count_nonzero(mask[1:])
                 entry["digest"] = np.void(_digest(raw, weights))
                 self._tokens.write(raw.tobytes())
                 if weights is not None:

@@ -1,8 +1,8 @@
 """Convert examples to token ids and loss masks.
 
 The rule: render the whole conversation once, find the target characters (`masks.py`), and tokenize once with offsets. A
-token is a target if it contains a character of a target span. If a token would cross the border of a span, the text is
-split at the border and the pieces are tokenized separately, because the prompt also ends there in generation.
+token is a target if it contains a character of a target range. If a token would cross the border of a range, the text
+is split there and the pieces are tokenized separately, because the prompt also ends there in generation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class State(IntEnum):
     WHOLE = 0
     CUT = 1  # to max_length
     SPLIT = 2  # a plain text in pieces of max_length
-    UNTRAINED = 3  # dropped: it has no target
+    NO_TARGET = 3  # dropped
     TOO_LONG = 4  # dropped: no target within max_length
 
 
@@ -109,43 +109,43 @@ def _finish(
         if isinstance(row, BadRow):
             yield row
             continue
-        tokens, trained = _learned(row.rendered, *next(encoded), tokenizer)
-        state, documents = _fitted(tokens, trained, max_length, split=row.is_text)
+        tokens, mask = _with_mask(row.rendered, *next(encoded), tokenizer)
+        state, documents = _fitted(tokens, mask, max_length, split=row.is_text)
         rendered = row.rendered
         yield TokenizedRow(
             rendered.path, rendered.line, row.number, len(tokens), state, documents, rendered.control_token
         )
 
 
-def _learned(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
+def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
     """Return (token ids, loss mask), with an end token added where the model should learn to stop."""
     tokens, offsets = _cut_at_borders(row, tokens, offsets, tokenizer)
     starts, ends = offsets[:, 0], offsets[:, 1]
-    weights = row.weights or [True] * len(row.spans)
-    trained = np.zeros(len(tokens), bool if row.weights is None else np.float32)
-    for (start, end), weight in zip(row.spans, weights, strict=True):
+    weights = row.weights or [True] * len(row.ranges)
+    mask = np.zeros(len(tokens), bool if row.weights is None else np.float32)
+    for (start, end), weight in zip(row.ranges, weights, strict=True):
         inside = (starts < end) & (ends > start)
-        trained[inside] = weight
-        behind = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
+        mask[inside] = weight
+        after = int(np.flatnonzero(inside)[-1]) + 1 if inside.any() else len(tokens)
         # A turn's end token is a target too, even if the template's generation block ends before it.
-        if behind < len(tokens) and int(tokens[behind]) in tokenizer.stop_ids and starts[behind] == end:
-            trained[behind] = weight
+        if after < len(tokens) and int(tokens[after]) in tokenizer.stop_ids and starts[after] == end:
+            mask[after] = weight
     # Without an end token the model would never learn to stop.
-    if row.spans and row.spans[-1][1] >= len(row.text.rstrip()) and tokenizer.eos_id is not None and len(tokens):
-        last = int(np.flatnonzero(trained)[-1]) if trained.any() else len(tokens) - 1
+    if row.ranges and row.ranges[-1][1] >= len(row.text.rstrip()) and tokenizer.eos_id is not None and len(tokens):
+        last = int(np.flatnonzero(mask)[-1]) if mask.any() else len(tokens) - 1
         if int(tokens[last]) not in tokenizer.special_ids:
             tokens = np.append(tokens[: last + 1], np.int32(tokenizer.eos_id))
-            trained = np.append(trained[: last + 1], trained.dtype.type(weights[-1]))
-    return tokens, trained
+            mask = np.append(mask[: last + 1], mask.dtype.type(weights[-1]))
+    return tokens, mask
 
 
 def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:
-    """Retokenize the text split at the span borders if a token crosses one; otherwise return the tokens unchanged.
+    """Retokenize the text split at the range borders if a token crosses one; otherwise return the tokens unchanged.
 
     They also stay unchanged if splitting changes the decoded text (a tokenizer that adds a space before every piece).
     """
     starts, ends = offsets[:, 0], offsets[:, 1]
-    borders = np.array(sorted({at for span in row.spans for at in span}))[:, None]
+    borders = np.array(sorted({at for target in row.ranges for at in target}))[:, None]
     cuts: list[int] = borders[((starts < borders) & (borders < ends)).any(1), 0].tolist()
     if not cuts:
         return tokens, offsets
@@ -155,27 +155,27 @@ def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, toke
         text, encode = row.masked, tokenizer.control_tokens.encode_batch
     pieces = encode([text[a:b] for a, b in pairwise(edges)], special=False)
     written = np.flatnonzero(starts < ends)  # tokens that the tokenizer adds (BOS) cover no characters
-    first, behind = int(written[0]), int(written[-1]) + 1
-    cut = np.concatenate([tokens[:first], *(ids for ids, _ in pieces), tokens[behind:]])
+    first, after = int(written[0]), int(written[-1]) + 1
+    cut = np.concatenate([tokens[:first], *(ids for ids, _ in pieces), tokens[after:]])
     if tokenizer.decode(cut.tolist()) != tokenizer.decode(tokens.tolist()):
         return tokens, offsets
     moved = [piece + at for (_, piece), at in zip(pieces, edges, strict=False)]
-    return cut, np.concatenate([offsets[:first], *moved, offsets[behind:]])
+    return cut, np.concatenate([offsets[:first], *moved, offsets[after:]])
 
 
-def _fitted(tokens: np.ndarray, trained: np.ndarray, max_length: int, *, split: bool) -> tuple[State, list[Tokens]]:
-    if not trained[1:].any():  # nothing precedes the first token, so it cannot be predicted
-        return State.UNTRAINED, []
+def _fitted(tokens: np.ndarray, mask: np.ndarray, max_length: int, *, split: bool) -> tuple[State, list[Tokens]]:
+    if not mask[1:].any():  # nothing precedes the first token, so it cannot be predicted
+        return State.NO_TARGET, []
     if len(tokens) <= max_length:
-        return State.WHOLE, [(tokens, trained)]
+        return State.WHOLE, [(tokens, mask)]
     if split:
-        return State.SPLIT, _windows(tokens, trained, max_length)
-    if not trained[1:max_length].any():
+        return State.SPLIT, _windows(tokens, mask, max_length)
+    if not mask[1:max_length].any():
         return State.TOO_LONG, []
-    return State.CUT, [(tokens[:max_length], trained[:max_length])]
+    return State.CUT, [(tokens[:max_length], mask[:max_length])]
 
 
-def _windows(tokens: np.ndarray, trained: np.ndarray, size: int) -> list[Tokens]:
+def _windows(tokens: np.ndarray, mask: np.ndarray, size: int) -> list[Tokens]:
     """Split into windows that overlap by one token, so that each token but the first is a target exactly once."""
     starts = range(0, len(tokens) - 1, size - 1)
-    return [(tokens[at : at + size], trained[at : at + size]) for at in starts]
+    return [(tokens[at : at + size], mask[at : at + size]) for at in starts]

@@ -19,7 +19,7 @@ import numpy as np
 
 from dualtune.base_model import vocabulary_size
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.template import ChatTemplate, Spans
+from dualtune.data.chat.template import ChatTemplate, Ranges
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
 from dualtune.data.tokens.tokenizer_files import Loaded, load
@@ -61,11 +61,11 @@ class Tokenizer:
         self.eos_id = self._loaded.id_of("eos_token")
         # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
-        closing = self._closing()
-        behind = self.encode(closing, special=False)[:1].tolist()  # the token that ends a turn, if it is a single one
-        ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*behind})}
+        closing = self._text_after_answer()
+        end_token = self.encode(closing, special=False)[:1].tolist()  # ends a turn, if it is a single token
+        ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*end_token})}
         self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
-        self.warning = self._doubt(closing)
+        self.warning = self._template_warning(closing)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the ids of a text or a chat."""
@@ -95,8 +95,8 @@ class Tokenizer:
         if size is not None and largest >= size:
             token = self._rust.id_to_token(largest)
             raise FormatError(
-                f"{self._model_dir}: the tokenizer gives {token!r} the id {largest}, and the model has embeddings for "
-                f"{size} tokens, 0 to {size - 1}. Use the tokenizer.json and the weights of one model"
+                f"{self._model_dir}: the tokenizer gives {token!r} the id {largest}, but the model has embeddings for "
+                f"{size} tokens, 0 to {size - 1}. Use the tokenizer.json and the weights of the same model"
             )
 
     @property
@@ -129,8 +129,8 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = False,
-    ) -> tuple[str, Spans]:
-        """Return the chat as text and the character spans of the template's generation blocks."""
+    ) -> tuple[str, Ranges]:
+        """Return the chat as text and the character ranges of the template's generation blocks."""
         assert self.template is not None
         turns = [message.as_dict() for message in messages]
         return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -183,17 +183,17 @@ class Tokenizer:
     def _encode_masked(self, masked: str, *, special: bool) -> np.ndarray:
         return self.control_tokens.encode_batch([masked], special=special)[0][0]
 
-    def _doubt(self, closing: str) -> str | None:
+    def _template_warning(self, closing: str) -> str | None:
         """Return why this template may not match this tokenizer, or None."""
         mark = _MARK.match(closing)
         if mark is None or len(self.encode(mark[0], special=False)) == 1:
             return None
         return (
             f"the chat template ends a turn with {mark[0]}, which this tokenizer splits into several tokens: the model "
-            "was made for another template. Set data.template"
+            "was trained with another template. Set data.template"
         )
 
-    def _closing(self) -> str:
+    def _text_after_answer(self) -> str:
         """Return what the template writes after an assistant message."""
         if self.template is None:
             return ""

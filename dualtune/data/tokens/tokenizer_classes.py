@@ -91,17 +91,17 @@ def family_of(model_config: Table, config: Table, data: bytes) -> Family:
     if not is_known or "model_name" in model_config:
         raise Unknown
     registered = CLASS_OF_TYPE.get(model_type) if model_type is not None else None
-    own, said = config.get("tokenizer_class"), model_config.get("tokenizer_class")
-    if not isinstance(own or said or "", str):
+    own, named = config.get("tokenizer_class"), model_config.get("tokenizer_class")
+    if not isinstance(own or named or "", str):
         raise Unknown
-    chosen = (own or said or "").removesuffix("Fast")
+    chosen = (own or named or "").removesuffix("Fast")
     if chosen == "LlamaTokenizer" and model_type not in OVERRULED and b'"ByteLevel"' in data:
         return FAMILIES[PLAIN]
     if chosen and registered and registered != chosen:
         if registered == PLAIN:
             return FAMILIES[PLAIN]
         return _family(registered if model_type in OVERRULED else chosen)
-    if not own and said:
+    if not own and named:
         raise Unknown
     return _family(chosen or registered or PLAIN)
 

@@ -244,7 +244,9 @@ def _templates(directory: Path, config: Table) -> str | Mapping[str, str] | None
             case {"name": str(name), "template": str(template)}:
                 named[name] = template
             case _:
-                raise FormatError(f"{directory / CONFIG}: chat_template: got neither a text nor names and templates")
+                raise FormatError(
+                    f"{directory / CONFIG}: chat_template: must be a text, or a list of names and templates"
+                )
     return named
 
 

@@ -33,7 +33,7 @@ def answer(data: bytes) -> str:
                     text = run * (LENGTH // len(run)) + end
                     ids = rust.encode(text).ids
                     if len(ids) > MAX_TOKENS * len(text):
-                        return f"it makes {len(ids)} tokens of {len(text)} characters"
+                        return f"it splits {len(text)} characters into {len(ids)} tokens"
                     rust.decode(ids[:LENGTH])
     except Refused as refusal:
         return str(refusal)

@@ -76,21 +76,21 @@ def vet(data: bytes, path: Path) -> None:
     """Raise FormatError if this content of a tokenizer.json must not be loaded."""
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(f"{path}: more than {MAX_FILE_BYTES} bytes, which no tokenizer has. {REMEDY}")
-    note = _note(data)
+    verdict = _verdict_file(data)
     with contextlib.suppress(OSError):
-        if note.read_text(encoding="ascii") == "ok":
+        if verdict.read_text(encoding="ascii") == "ok":
             return
     try:
         if len(data) > MAX_HERE or check(parse_object(data, path, strict=False)):
-            _try_out(data)
+            _run_trial(data)
     except Refused as refusal:
         raise FormatError(f"{path}: {refusal}. {REMEDY}") from None
     with contextlib.suppress(OSError, DiskError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_file(note, "ok")
+        verdict.parent.mkdir(parents=True, exist_ok=True)
+        write_file(verdict, "ok")
 
 
-def _try_out(data: bytes) -> None:
+def _run_trial(data: bytes) -> None:
     limits = Limits(MEMORY_BYTES + MEMORY_FOR_A_BYTE * len(data), CPU_S + len(data) // BYTES_A_SECOND)
     try:
         refusal = run("dualtune.data.tokens.tokenizer_trial", data, limits)
@@ -112,7 +112,7 @@ def rust_errors(path: object) -> Generator[None]:
         raise FormatError(f"{path}: the tokenizer is damaged: {reason}. {REMEDY}") from None
 
 
-def _note(data: bytes) -> Path:
+def _verdict_file(data: bytes) -> Path:
     """Return the path of the cached verdict for a content."""
     version = versions_of(("tokenizers",))
     digest = hashlib.sha256(json.dumps([RULES, version]).encode())
@@ -127,7 +127,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Refused(Exception):
-    """A tokenizer.json asks for more than a tokenizer needs."""
+    """A tokenizer.json needs more than a tokenizer should."""
 
 
 def check(table: Table) -> bool:
@@ -137,7 +137,7 @@ def check(table: Table) -> bool:
     _check_ids([token.get("id") for token in tokens], "added_tokens")
     if sum(len(str(token.get("content"))) for token in tokens) > MAX_ADDED_BYTES:
         raise Refused(f"the added tokens have more than {MAX_ADDED_BYTES} characters")
-    doubtful = False
+    needs_trial = False
     for name, (known, key) in SEQUENCES.items():
         parts = _parts(table.get(name), known, key, name)
         growth = math.prod(_growth(part, name) for part in parts)
@@ -145,8 +145,8 @@ def check(table: Table) -> bool:
             raise Refused(
                 f"its {name} can make a text {growth:.3g} times as long, at most {MAX_GROWTH} times are allowed"
             )
-        doubtful |= any(part["type"] == "Precompiled" or _has_own_regex(part) for part in parts)
-    return doubtful
+        needs_trial |= any(part["type"] == "Precompiled" or _has_own_regex(part) for part in parts)
+    return needs_trial
 
 
 def _has_own_regex(part: Table) -> bool:
@@ -184,7 +184,7 @@ def _growth(part: Table, name: str) -> float:
             text = _object(pattern, name).get("String")
             _check_pattern(pattern, name)
             if not isinstance(content, str):
-                raise Refused(f"{name}: a Replace without content")
+                raise Refused(f"{name}: Replace has no content")
             # A regular expression may match the empty string; then the content is added to the characters.
             return max(1.0, len(content) / len(text)) if isinstance(text, str) and text else 1.0 + len(content)
         case "Split":
@@ -212,20 +212,20 @@ def _check_pattern(pattern: Any, name: str) -> None:
         case {"String": str(text)} | {"Regex": str(text)} if len(text) <= MAX_PATTERN:
             return
         case _:
-            raise Refused(f"{name}: a pattern that is neither String nor Regex of at most {MAX_PATTERN} characters")
+            raise Refused(f"{name}: pattern must be a String or Regex of at most {MAX_PATTERN} characters")
 
 
 def _charsmap_growth(charsmap: Any) -> float:
     """Return the growth bound of SentencePiece's replacement table: a trie, then zero-terminated strings."""
     if not isinstance(charsmap, str) or len(charsmap) > MAX_CHARSMAP:
-        raise Refused(f"normalizer: a precompiled_charsmap that is no text of at most {MAX_CHARSMAP} characters")
+        raise Refused(f"normalizer: precompiled_charsmap must be a text of at most {MAX_CHARSMAP} characters")
     try:
         blob = base64.b64decode(charsmap, validate=True)
     except ValueError:
-        raise Refused("normalizer: a precompiled_charsmap that is not base64") from None
+        raise Refused("normalizer: precompiled_charsmap is not base64") from None
     size = int.from_bytes(blob[:4], "little")
     if not 4 + size <= len(blob):
-        raise Refused("normalizer: a precompiled_charsmap that is cut off")
+        raise Refused("normalizer: precompiled_charsmap is truncated")
     return max([1, *(len(text.decode("utf-8", "replace")) for text in blob[4 + size :].split(b"\0"))])
 
 
