@@ -56,7 +56,7 @@ class Team:
         """Raise Preempted if any process has been asked to stop."""
         if self.agree(wish):
             interrupt.poll()
-            raise Preempted("Stopped: another process of the run was asked to")
+            raise Preempted("Stopped: another process of the run was asked to stop")
 
     def total(self, *numbers: float) -> tuple[float, ...]:
         """Return the sums of up to three numbers over all processes, bitwise equal in each."""

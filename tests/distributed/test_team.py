@@ -109,7 +109,7 @@ def test_a_request_to_stop_reaches_those_that_got_no_signal():
     results = in_world(2, lambda team: team.stop_if(team.rank == 1))
     assert not interrupt.requested()
     assert [type(error) for error in results] == [Preempted, Preempted]
-    assert "another process of the run was asked to" in str(results[0])
+    assert "another process of the run was asked to stop" in str(results[0])
 
 
 def test_alone_nothing_is_exchanged_and_nothing_watched():
@@ -136,6 +136,6 @@ def test_a_wait_that_is_too_long_is_ended_and_a_short_one_is_not():
     with watchdog.waiting("process 1"):
         assert ended.wait(10)
     assert said == [
-        "waited 0.2 s for process 1: it hangs, or is slower than that. Look at its output. "
+        "waited 0.2 s for process 1: it hangs or needs more time. Check its output. "
         "To wait longer: DUALTUNE_WAIT_S=<seconds>"
     ]

@@ -131,7 +131,7 @@ def _noise(differences: np.ndarray) -> float:
 
 
 def _diverged(train: _Train, evals: _Evals) -> RunVerdict | None:
-    advice = "Lower train.learning_rate; the adapter is not worth using"
+    advice = "Lower train.learning_rate and train again; do not use this adapter"
     if train.num_lost and 2 * train.num_lost > max(1, train.num_steps // 5):
         return RunVerdict("diverged", f"{train.num_lost} of the last steps had a loss that is not finite", advice)
     if evals.known and not math.isfinite(evals.end):
@@ -166,10 +166,10 @@ def _overfitting(train: _Train, evals: _Evals) -> RunVerdict | None:
     has_turned = rise > max(WORSE * abs(evals.best), 2 * evals.jitter)  # the jitter is overestimated if the curve bends
     if has_turned and train.end < train.at(evals.best_step):
         because = f"{_both(train, evals)}; the best evaluation was {evals.best:.4f} after step {evals.best_step}"
-        return RunVerdict("overfitting", because, "Take fewer epochs or more data, or set guards.restore_best: true")
+        return RunVerdict("overfitting", because, "Train fewer epochs, use more data, or set guards.restore_best: true")
     if evals.start - evals.best < NOTHING * abs(evals.start) and train.has_fallen(train.start, BLOWN_UP):
-        advice = "Take more data, or data.eval of the same kind as data.train"
-        return RunVerdict("overfitting", f"{_both(train, evals)}: only the training data are learned", advice)
+        advice = "Use more data, or a data.eval of the same kind as data.train"
+        return RunVerdict("overfitting", f"{_both(train, evals)}: only the training loss has fallen", advice)
     return None
 
 
@@ -181,7 +181,7 @@ def _flat(train: _Train, evals: _Evals) -> RunVerdict | None:
     if not is_flat:
         return None
     noise = "" if evals.known else f", within the noise of {SURE * math.sqrt(2) * train.error:.2g}"
-    advice = "Raise train.learning_rate or train.steps, and look at the data with dualtune preview"
+    advice = "Raise train.learning_rate or train.steps, and check the data with dualtune preview"
     return RunVerdict("flat", f"{_both(train, evals)}{noise}", advice)
 
 
@@ -193,12 +193,12 @@ def _still_falling(train: _Train, evals: _Evals) -> RunVerdict | None:
         fall, end, error = train.start - train.end, train.end, math.sqrt(2) * train.error
         late = train.at(2 / 3 * train.num_steps) - train.end
     if late > LATE_SHARE * fall and late > NOTHING * abs(end) and late > SURE * error:
-        because = f"{_both(train, evals)}, {late / fall:.0%} of it in the last third"
+        because = f"{_both(train, evals)}, {late / fall:.0%} of the fall in the last third"
         return RunVerdict("still falling", because, "More train.steps or train.epochs should lower it further")
     return None
 
 
 def _both(train: _Train, evals: _Evals) -> str:
     """Return both curves in numbers."""
-    said = f"training loss {train.start:.4f} -> {train.end:.4f}"
-    return f"{said}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else said
+    text = f"training loss {train.start:.4f} -> {train.end:.4f}"
+    return f"{text}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else text
