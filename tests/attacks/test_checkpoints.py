@@ -68,7 +68,7 @@ def test_a_copy_under_a_later_name_does_not_set_the_real_ones_aside(stopped, che
 @pytest.mark.parametrize("step", [8, "2", None, 2.0001])
 def test_a_manifest_of_another_step_is_refused(checkpoints, step):
     rewrite(checkpoints / "step-00000002", step=step)
-    with pytest.raises(FormatError, match=r"the state after step 2, and MANIFEST.json says"):
+    with pytest.raises(FormatError, match=r"the state after step 2, but MANIFEST.json says"):
         checkpoint.read(checkpoints / "step-00000002")
 
 

@@ -61,7 +61,7 @@ def test_totals_are_the_same_bits_everywhere():
 @pytest.mark.parametrize("size", [0, 1, 5000])
 def test_all_have_the_bytes_of_the_first(size):
     sent = bytes(range(256)) * 20
-    assert in_world(3, lambda team: team.of_first(sent[:size] if team.is_first else b"other")) == [sent[:size]] * 3
+    assert in_world(3, lambda team: team.broadcast(sent[:size] if team.is_first else b"other")) == [sent[:size]] * 3
 
 
 def test_the_first_works_before_the_others():
@@ -118,7 +118,7 @@ def test_alone_nothing_is_exchanged_and_nothing_watched():
         assert team.agree(True)
         assert not team.agree(False)
         assert team.total(2.5, 1.0) == (2.5, 1.0)
-        assert team.of_first(b"mine") == b"mine"
+        assert team.broadcast(b"mine") == b"mine"
 
 
 def test_a_wait_that_is_too_long_is_ended_and_a_short_one_is_not():

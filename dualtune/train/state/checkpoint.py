@@ -241,13 +241,17 @@ def _check_guards(guards: Mapping[str, Any], where: str) -> None:
     for key in guards:
         value: Any = guards[key]
         if key == "losses":
-            is_valid = isinstance(value, list) and all(map(_is_number, cast("list[Any]", value)))
+            is_valid = _are_numbers(value)
         elif key == "in_spike":
             is_valid = isinstance(value, bool)
         else:  # a step, a count or a loss; null if there is none yet
             is_valid = key in known and (_is_number(value) or (value is None and known[key] is None))
         if not is_valid:
             raise fields.wrong(where, key, value, "a value of the state of the guards")
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_number, cast("list[Any]", values)))
 
 
 def _is_number(value: Any) -> bool:
