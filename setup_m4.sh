@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up dualtune on a Mac with Apple silicon: look at the machine, install into .venv, try Metal, say what comes next.
+# Set up dualtune on a Mac with Apple silicon: check the machine, install into .venv, test Metal, print the next steps.
 set -euo pipefail
 cd "$(dirname "$0")"
 # shellcheck source=scripts/setup_common.sh
@@ -7,7 +7,7 @@ cd "$(dirname "$0")"
 
 readonly LEAST_MACOS=14 # of MLX
 readonly LEAST_GIB=16 GOOD_GIB=32
-native='platform.machine() == "arm64"' # what a Python must fulfil
+native='platform.machine() == "arm64"' # the condition for a Python
 python=python3
 
 usage() {
@@ -15,13 +15,13 @@ usage() {
 Usage: ./setup_m4.sh [--dry-run] [--help]
 
 Sets up dualtune with MLX on a Mac with Apple silicon (M1 or later), macOS 14 or newer, 16 GiB of memory or more:
-makes .venv, installs dualtune into it, multiplies two matrices on the GPU and checks the environment.
+creates .venv, installs dualtune there, multiplies two matrices on the GPU and checks the environment.
 It can be run again at any time.
 
-  --dry-run   print the commands and run none of them; works on every machine
-  --help      print this
+  --dry-run   print the commands without running them; works on every machine
+  --help      print this help
 
-PYTHON=/path/to/python3.12 ./setup_m4.sh   takes that interpreter.
+PYTHON=/path/to/python3.12 ./setup_m4.sh   uses that interpreter.
 Exit code: 0 ready, 2 wrong usage, 4 the machine lacks something; 0 after a dry run.
 EOF
 }
@@ -65,9 +65,9 @@ set_up() {
   pip_install --editable '.[mlx]'
   mark_as_made
   run "$VENV/bin/dualtune" check-gpu --probe ||
-    fail "MLX is installed and the GPU does not work; what to do about it stands above"
+    fail "MLX is installed, but the GPU does not work; the fix is printed above"
   run "$VENV/bin/dualtune" check-env --for m4 ||
-    fail "something is missing; what to do about it stands above, behind each ->"
+    fail "something is missing; the fixes are printed above, after each ->"
 }
 
 what_next() {
@@ -75,11 +75,11 @@ what_next() {
 
 Next:
   source $VENV/bin/activate
-  make demo                                                     fine-tunes a tiny model that is part of dualtune
+  make demo                                                     fine-tune the tiny model that is part of dualtune
   dualtune config training_config_m4 > config.yaml              then set data.train in it
   dualtune check-config config.yaml                             does it fit this Mac?
   dualtune train config.yaml
-docs/SETUP_M4.md says more, and what to do when memory is short.
+docs/SETUP_M4.md has the details, and what to do if memory is short.
 EOF
 }
 
@@ -94,7 +94,7 @@ done
 if [ "$(uname -s)" = Darwin ]; then
   check_mac
 elif [ "$dry_run" = yes ]; then
-  say "This is $(uname -s), not a Mac: the checks of chip, macOS and memory are left out. On a Mac these commands would run:"
+  say "This is $(uname -s), not a Mac: the checks of chip, macOS and memory are skipped. On a Mac these commands would run:"
   native=True
 else
   fail "this is $(uname -s), not a Mac. On Linux: scripts/setup_cuda.sh. To see what this script does: $0 --dry-run"

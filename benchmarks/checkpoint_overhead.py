@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--platform", default="cpu")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per step")
-    parser.add_argument("--starts", type=int, default=5, help="how many fresh and how many resumed starts")
+    parser.add_argument("--starts", type=int, default=5, help="number of fresh starts, and of resumed starts")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder), args.steps, args.tokens)
@@ -151,7 +151,7 @@ def start(config: Path, platform: str, overrides: list[str], until: str) -> floa
                 elapsed = time.perf_counter() - began
                 process.kill()
                 return elapsed
-    raise SystemExit(f"the run ended without a line that starts with {until!r}: {' '.join(command)}")
+    raise SystemExit(f"the run printed no line that starts with {until!r}: {' '.join(command)}")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
     )
     dtype, kernels, dropout = given.pop("dtype", "bfloat16"), given.pop("kernels", "auto"), given.pop("dropout", "0")
     if given:
-        raise SystemExit(f"variant {variant!r}: there is no {', '.join(given)}")
+        raise SystemExit(f"variant {variant!r}: unknown settings: {', '.join(given)}")
     defaults = AdapterConfig()
     spec = AdapterSpec(defaults.rank, defaults.alpha, float(dropout), tuple(defaults.targets))
     engine = backend.load(LoadRequest(model, dtype, "auto", "random", spec, OptimizerSpec(), seed=1, kernels=kernels))

@@ -16,7 +16,7 @@ best       against the peer's fastest settings (peers_settings.py), chosen in a 
 dropout    dualtune with a dropout of 0.05 against dualtune without
 
 Sides take turns, forth and back, so that a drift of the machine affects both. Only tokens of documents count, not
-padding, and `--warmup` steps are left out. Writes results/peers.json, with a table and a plot beside it. Parts that do
+padding, and `--warmup` steps are left out. Writes results/peers.json, with a table and a plot next to it. Parts that do
 not run keep their old result; each has its own date, commit and versions.
 """
 
@@ -136,7 +136,7 @@ class Bench:
     def theirs(self, peer: str, settings: Settings, steps: int) -> Run:
         python = python_of(peer, self.args.envs)
         if python is None:
-            raise NotRun(f"there is no environment {self.args.envs / peer}; peers.py --make-envs makes it")
+            raise NotRun(f"there is no environment {self.args.envs / peer}; to create it: peers.py --make-envs")
         folder = self._scratch()
         job, result = folder / "job.json", folder / "result.json"
         description = {
@@ -178,7 +178,7 @@ class Bench:
                     seen_s = time.time() - began_at
                 if time.time() - began_at > self.args.limit:
                     process.kill()
-                    raise NotRun(f"it took longer than {self.args.limit} s")
+                    raise NotRun(f"took longer than {self.args.limit} s")
                 time.sleep(0.02)
         if process.returncode:
             lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -312,24 +312,30 @@ def without_paths(figures: dict[str, Any], args: argparse.Namespace) -> dict[str
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, help="a folder with data/gsm8k, data/wikisql and tokenizers/smollm2")
-    parser.add_argument("--envs", type=Path, default=ROOT / "build" / "peers", help="an environment a peer, by name")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "peers-work", help="weights, data, scratch")
-    parser.add_argument("--make-envs", action="store_true", help="make the environments, and nothing else")
+    parser.add_argument(
+        "--envs", type=Path, default=ROOT / "build" / "peers", help="folder with one environment per peer, by name"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "peers-work", help="folder for weights, data and temporary files"
+    )
+    parser.add_argument("--make-envs", action="store_true", help="only create the environments")
     parser.add_argument("--platform", choices=PLATFORMS, default="cpu")
     parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the base weights, on MLX")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the base weights, on MLX")
     parser.add_argument("--quantization", choices=("none", "nf4"), default="none")
-    parser.add_argument("--peers", help="by default all of the platform")
-    parser.add_argument("--workloads", help=f"of {', '.join(WORKLOADS)}; by default those of the platform")
+    parser.add_argument("--peers", help="default: all of the platform")
+    parser.add_argument("--workloads", help=f"some of {', '.join(WORKLOADS)}; default: those of the platform")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="of each run…")
-    parser.add_argument("--warmup", type=int, default=2, help="…of which the first ones are not measured")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each run")
+    parser.add_argument("--warmup", type=int, default=2, help="first steps of each run that are not measured")
     parser.add_argument("--curve", type=int, default=50, help="steps of the first pair against a peer's best")
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False))
-    parser.add_argument("--limit", type=int, default=3600, help="seconds that a process may take")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of dualtune's config")
-    parser.add_argument("--no-tune", dest="tune", action="store_false", help="the first of a peer's best settings")
+    parser.add_argument("--limit", type=int, default=3600, help="seconds after which a process is stopped")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of dualtune's config"
+    )
+    parser.add_argument("--no-tune", dest="tune", action="store_false", help="use the first of a peer's best settings")
     parser.add_argument("--no-record", dest="record", action="store_false", help="print the table, write nothing")
     args = parser.parse_args()
     args.shape = args.shape or PLATFORMS[args.platform].shape
@@ -340,9 +346,9 @@ def parse() -> argparse.Namespace:
     if not args.make_envs and not (args.shared and (args.shared / "tokenizers").is_dir()):
         parser.error(f"--shared: got {args.shared}, must be a folder with data/ and tokenizers/smollm2")
     if args.dtype and args.platform != "mlx":
-        parser.error("--dtype: torch's sides train in bfloat16; leave it out")
+        parser.error("--dtype: torch's sides train in bfloat16; remove this option")
     if args.warmup >= args.steps or args.steps < 2:
-        parser.error(f"--steps: got {args.steps}, must be above --warmup ({args.warmup}), and two at the least")
+        parser.error(f"--steps: got {args.steps}, must be at least 2 and above --warmup ({args.warmup})")
     args.envs, args.work, args.shared = args.envs.resolve(), args.work.resolve(), args.shared and args.shared.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     return args
@@ -351,7 +357,7 @@ def parse() -> argparse.Namespace:
 def listed(parser: argparse.ArgumentParser, name: str, given: str, allowed: Any) -> list[str]:
     names = given.split(",")
     if unknown := [item for item in names if item not in allowed]:
-        parser.error(f"--{name}: got {unknown[0]!r}, must be of {', '.join(allowed)}")
+        parser.error(f"--{name}: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
     return names
 
 

@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Rows of ../shared, and what of them is learned."""
+    """Rows of ../shared, and which of their tokens are targets."""
 
     rows: str
     loss_on: str  # data.loss_on
@@ -99,7 +99,7 @@ def make_inputs(folder: Path, shared: Path, shape: str, workload: Workload, num_
     config = configure(model, natural, workload)
     found, _ = Data(config).train_and_eval(Tokenizer(model, config.data.template))
     if len(found) != len(rows):
-        raise SystemExit(f"{shared / workload.rows}: {len(rows)} rows gave {len(found)} documents; one each is needed")
+        raise SystemExit(f"{shared / workload.rows}: {len(rows)} rows gave {len(found)} documents; must be one each")
     labels = [np.where(document.loss_mask, document.tokens, -100) for document in found]
     for document in labels:
         document[0] = -100  # nothing precedes it; in a packed row, a peer would predict it from another document

@@ -211,7 +211,7 @@ def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
             clock.targets.append(report["trained_tokens"] - sum(clock.targets))
 
     class Tokenized:
-        """Documents that are tokenized already: (token ids, number of the first ones that are not learned)."""
+        """Documents that are tokenized already: (token ids, number of tokens before the first target)."""
 
         def __init__(self, documents: list[dict[str, list[int]]]) -> None:
             self._pairs = [(d["input_ids"], next(i for i, t in enumerate(d["labels"]) if t != -100)) for d in documents]
@@ -286,7 +286,7 @@ def versions() -> dict[str, str]:
 
 
 def peak_device_bytes() -> int:
-    """0 where there is no device with a memory of its own."""
+    """0 if there is no device with separate memory."""
     torch = sys.modules.get("torch")
     return torch.cuda.max_memory_allocated() if torch and torch.cuda.is_available() else 0
 

@@ -108,7 +108,7 @@ def own_bytes() -> int:
 
 
 class Peak:
-    """The most own memory during a block, looked at every 5 ms."""
+    """The most own memory during a block, sampled every 5 ms."""
 
     def __enter__(self) -> Peak:
         self.bytes, self._done = own_bytes(), threading.Event()

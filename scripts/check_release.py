@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 def problems(tag: str, code: str, changelog: str) -> list[str]:
     """Return what does not agree, as text; empty if the tag can be released."""
     version = re.search(r'^VERSION = "([^"]+)"', code, re.M)
-    said = version[1] if version else "nothing"
-    found = [] if tag == f"v{said}" else [f"the tag is {tag}, and dualtune/versions.py says {said}"]
+    stated = version[1] if version else "nothing"
+    found = [] if tag == f"v{stated}" else [f"the tag is {tag}, but dualtune/versions.py says {stated}"]
     if not re.search(rf"^## {re.escape(tag.removeprefix('v'))} \(\d{{4}}-\d\d-\d\d\)$", changelog, re.M):
         found.append(f"CHANGELOG.md has no section `## {tag.removeprefix('v')} (YYYY-MM-DD)`")
     return found

@@ -22,26 +22,26 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 HEAD = """# The five validation tiers
 
-Written by `scripts/gpu_tiers_page.py`; change that, or the data that it reads, and not this page.
+Written by `scripts/gpu_tiers_page.py`: change the script or its data, not this page.
 
 `dualtune validate --tier NAME` trains by the config of a tier, through the same code as `dualtune train`, and judges
 the run by the tier's criteria: exit code 0 if all are met, 1 if one is not, 4 if the machine lacks the memory, the
 device or the model. `--tier all` runs all tiers but `full`. With `--random-weights` a tier runs in its real shape
-without a download; what has to learn is then skipped. On a GPU machine `scripts/gpu-test.sh` runs them and looks at
-the driver first: `scripts/gpu-test.sh help`.
+without a download; criteria that need real weights are then skipped. On a GPU machine
+`scripts/gpu-test.sh` runs them and checks the driver first: `scripts/gpu-test.sh help`.
 
-The data are made up: rows that ask to "Explain concept number i", and whose answers end in keywords drawn at random,
+The data are synthetic: rows that ask to "Explain concept number i", with answers that end in random keywords,
 so that the loss falls far and then settles above zero. `dualtune validate --write-data PATH` writes them. Real data on
 a strong base model may not let the loss fall by 30 % at all."""
 TWINS = """On a CPU each tier has a twin: the same criteria on the small model that is part of dualtune, with another
-learning rate, fewer steps where it says so, and limits of its own for memory. Twins show that the tiers and their
+learning rate, fewer steps where it says so, and separate memory limits. Twins show that the tiers and their
 criteria work; their seconds say nothing about a GPU, nor about how fast dualtune is."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
-    parser.add_argument("--record", metavar="NAME", help="keep the reports as benchmarks/results/tiers_NAME.json")
+    parser.add_argument("--record", metavar="NAME", help="store the reports as benchmarks/results/tiers_NAME.json")
     parser.add_argument("reports", nargs="*", type=Path, help="what to record: report.json of `dualtune validate`")
     options = parser.parse_args()
     if bool(options.record) != bool(options.reports):
@@ -51,7 +51,8 @@ def main() -> int:
     text = page(results())
     if options.check:
         is_current = PAGE.read_text(encoding="utf-8") == text
-        print(f"{PAGE.relative_to(ROOT)} is {'up to date' if is_current else 'out of date: scripts/gpu_tiers_page.py'}")
+        state = "up to date" if is_current else "out of date: run scripts/gpu_tiers_page.py"
+        print(f"{PAGE.relative_to(ROOT)} is {state}")
         return 0 if is_current else 1
     PAGE.write_text(text, encoding="utf-8")
     return 0
@@ -75,12 +76,12 @@ def results() -> list[dict[str, Any]]:
 def page(reports: list[dict[str, Any]]) -> str:
     on_gpu = [report for report in reports if not any(tier["twin"] for tier in report["tiers"])]
     on_cpu = [report for report in reports if report not in on_gpu]
-    none = "No results of a GPU have been recorded yet: there are no figures of seconds or memory to give."
+    none = "No GPU results have been recorded yet, so there are no figures for seconds or memory."
     sections = [
         HEAD,
         "## What each tier is",
         *tiers_table(),
-        "## What each tier asks",
+        "## The criteria of each tier",
         *criteria_table(),
         "## Measured on GPUs",
         *(measured(on_gpu) if on_gpu else [none]),
@@ -113,7 +114,7 @@ def criteria_table() -> list[str]:
     return [
         markdown(["criterion", *TIERS], [[name, *(row.get(tier, "") for tier in TIERS)] for name, row in rows.items()]),
         "Means of the loss and the growth of memory are over windows of 50 steps; tokens/s are those of ten steps. On "
-        "MLX the base is affine4 in place of nf4, whose scales and biases take more: the limit is 0.57 bytes per "
+        "MLX the base is affine4 instead of nf4; its scales and biases take more, so the limit is 0.57 bytes per "
         "weight there.",
     ]
 

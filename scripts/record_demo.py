@@ -240,7 +240,7 @@ def _share(seconds: float, whole: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--redraw", action="store_true", help="draw the recording that is there")
+    parser.add_argument("--redraw", action="store_true", help="draw the existing recording again")
     if not parser.parse_args().redraw:
         CAST.write_text(cast_of(record()), encoding="utf-8")
     SVG.write_text(draw(events_of(CAST.read_text(encoding="utf-8"))), encoding="utf-8")

@@ -64,14 +64,14 @@ def main() -> int:
     collector = Collector()
     tests = ROOT / "tests" / "faults"
     options = ["--collect-only", "-qqq"] if check else ["-q"]
-    options += ["-p", "no:cacheprovider", f"--ignore={tests / 'test_table.py'}"]  # it checks the table made here
+    options += ["-p", "no:cacheprovider", f"--ignore={tests / 'test_table.py'}"]  # it checks the table written here
     code = pytest.main([str(tests), *options], [collector])
     page = PAGE.read_text(encoding="utf-8")
     figures = {"chaos": chaos_table(), "overhead": overhead_table()}
     if check:
         table = page.partition(BEGIN)[2].partition(END)[0]
         stale = [name for name, lines in figures.items() if _with(page, name, lines) != page]
-        print("\n".join(f"not what is in benchmarks/results: {name}" for name in stale))
+        print("\n".join(f"differs from benchmarks/results: {name}" for name in stale))
         declared = [line for line, _ in collector.lines()]
         listed = [line.strip("| ").rpartition(" | ")[0] for line in table.strip().splitlines()[len(HEAD) :]]
         for line in sorted({*declared} ^ {*listed}):
@@ -92,7 +92,7 @@ def chaos_table() -> list[str]:
     return [
         *_markdown(["backend", *columns], rows),
         "",
-        f"{found['date']}, {found['machine']}, seed {found['seed']}, {kills} kills; where they hit stands in "
+        f"{found['date']}, {found['machine']}, seed {found['seed']}, {kills} kills; their places are in "
         "`benchmarks/results/chaos.json`.",
     ]
 

@@ -112,8 +112,8 @@ class Tree:
         command = [sys.executable, "-m", "dualtune", *words]
         done = subprocess.run(command, env=self.environment, cwd=self.path, capture_output=True, timeout=TIMEOUT_S)
         if done.returncode:
-            said = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()
-            raise RuntimeError(f"{self.name}: exit {done.returncode}: {' | '.join(said[-3:])}")
+            output = (done.stdout + done.stderr).decode(errors="replace").strip().splitlines()
+            raise RuntimeError(f"{self.name}: exit {done.returncode}: {' | '.join(output[-3:])}")
         return done.stdout.decode()
 
 
@@ -226,7 +226,7 @@ def _adapter_differences(old: Path, new: Path) -> Iterator[str]:
         if not (old / name).is_file() or not (new / name).is_file():
             yield f"adapter/{name}: only one version writes it"
         elif (old / name).read_bytes() != (new / name).read_bytes():
-            yield f"adapter/{name}: other bytes"
+            yield f"adapter/{name}: different bytes"
     configs = [json.loads((path / "adapter_config.json").read_text(encoding="utf-8")) for path in (old, new)]
     for key in configs[0]:
         if configs[0][key] != configs[1].get(key):
@@ -238,11 +238,11 @@ def _tensor_differences(old: Path, new: Path) -> Iterator[str]:
     left, right = _tensors(old), _tensors(new)
     changed = [name for name in left.keys() & right.keys() if left[name] != right[name]]
     if changed:
-        yield f"{old.name}: {len(changed)} of {len(left)} tensors, such as {min(changed)}"
+        yield f"{old.name}: {len(changed)} of {len(left)} tensors differ, such as {min(changed)}"
     only_left = Counter(left[name] for name in left.keys() - right.keys())
     only_right = Counter(right[name] for name in right.keys() - left.keys())
     if only_left != only_right:
-        yield f"{old.name}: other tensors under other names"
+        yield f"{old.name}: different tensors under different names"
     if not left:
         yield f"{old.name}: no tensors"
 
@@ -271,13 +271,13 @@ def _metric_differences(old: list[dict[str, float]], new: list[dict[str, float]]
     if not any("loss" in row for row in old):
         yield "metrics: no losses"
     if len(old) != len(new):
-        yield f"metrics: {len(old)} rows and {len(new)}"
+        yield f"metrics: {len(old)} and {len(new)} rows"
     changed = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
     if changed:
         before, after = changed[0]
         keys = [key for key in before | after if before.get(key) != after.get(key)]
         values = ", ".join(f"{key} {before.get(key)} and {after.get(key)}" for key in keys[:2])
-        yield f"metrics: {len(changed)} rows, first at step {before.get('step')}: {values}"
+        yield f"metrics: {len(changed)} rows differ, first at step {before.get('step')}: {values}"
 
 
 # --- a case -----------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def compare(case: Case, old: Tree, new: Tree, material: Path, home: Path) -> lis
         runs = [train(tree, case, material, home / tree.name) for tree in (old, new)]
         found = list(differences(*runs))
         if f'"event": "{case.event}"' not in (runs[0] / "metrics.jsonl").read_text(encoding="utf-8") and case.event:
-            found.append(f"metrics: no event {case.event!r}, which this config is about")
+            found.append(f"metrics: no event {case.event!r}, which this config tests")
         if case.resumes:
             found += _compare_resumed(case, old, new, material, runs)
     except (RuntimeError, subprocess.TimeoutExpired, OSError, ValueError) as error:
@@ -314,10 +314,12 @@ def _compare_resumed(case: Case, old: Tree, new: Tree, material: Path, runs: lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a commit, or a directory with a tree")
-    parser.add_argument("new", help="likewise")
+    parser.add_argument("new", help="the same for the other version")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a config, or a pattern of names")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="configs at a time (default: one a core)")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep everything that was written, in a new directory")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="configs at a time (default: one per core)"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all written files in this new directory")
     args = parser.parse_args()
     chosen = [case for case in CASES if not args.only or any(fnmatch(case.name, pattern) for pattern in args.only)]
     if not chosen:

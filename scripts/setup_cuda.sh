@@ -95,12 +95,12 @@ set_up() {
   else
     # 4 GB: whether the GPU works at all. Which model fits is asked later.
     run "$VENV/bin/dualtune" check-gpu --probe --require-memory 4GB ||
-      fail "torch is installed and the GPU does not work; what to do about it stands above"
+      fail "torch is installed, but the GPU does not work; the fix is printed above"
     run "$VENV/bin/dualtune" check-env --for auto || missing
   fi
 }
 
-missing() { fail "something is missing; what to do about it stands above, behind each ->"; }
+missing() { fail "something is missing; the fixes are printed above, after each ->"; }
 
 what_next() {
   cat <<EOF
@@ -134,7 +134,7 @@ if [ "$(uname -s)" = Linux ]; then
   if [ "$cpu" = no ]; then check_driver; fi
   check_python
 elif [ "$dry_run" = yes ]; then
-  say "This is $(uname -s), not Linux: the checks of the driver are left out. On Linux these commands would run:"
+  say "This is $(uname -s), not Linux: the checks of the driver are skipped. On Linux these commands would run:"
 else
   fail "this is $(uname -s), not Linux. On a Mac: ./setup_m4.sh. To see what this script does: $0 --dry-run"
 fi

@@ -34,8 +34,8 @@ from same_bits import COMMON, EVERYTHING, Tree, open_tree, settings_as_words, wr
 def train_step_s(tree: Tree, material: Path, out: Path) -> float:
     """Return the median seconds of 20 steps."""
     words = ["bench", str(material / "llama.yaml"), "--platform", "cpu", "--steps", "20", "--warmup", "5", "--json"]
-    said = tree.dualtune(*words, "--out", str(out), *settings_as_words(COMMON | EVERYTHING))
-    return float(statistics.median(json.loads(said)["step_s"]))
+    result = tree.dualtune(*words, "--out", str(out), *settings_as_words(COMMON | EVERYTHING))
+    return float(statistics.median(json.loads(result)["step_s"]))
 
 
 def processor_s(action: Callable[[], Any]) -> float:
@@ -72,7 +72,7 @@ def in_turns(measure: Callable[[Tree], float], old: Tree, new: Tree, pairs: int)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", help="a commit, or a directory with a tree")
-    parser.add_argument("new", help="likewise")
+    parser.add_argument("new", help="the same for the other version")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     args = parser.parse_args()

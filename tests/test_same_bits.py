@@ -41,7 +41,7 @@ def test_a_changed_constant_is_found_where_it_matters_and_nowhere_else(python, m
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["numpy-padded", "same"], result.stdout + result.stderr  # it has no dropout
     assert lines[1].split() == ["numpy-rollback", "DIFFERS"]
-    assert "adapter/adapter_model.safetensors: other bytes" in result.stdout
+    assert "adapter/adapter_model.safetensors: different bytes" in result.stdout
     assert "metrics: " in result.stdout
     assert "1 the same, 1 different" in lines[-1]
     assert result.returncode == 1
@@ -74,12 +74,12 @@ def test_time_memory_and_names_of_files_are_no_difference(same_bits, write_run, 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"weight": 1.0 + 2**-23}, "adapter/adapter_model.safetensors: other bytes"),
-        ({"moment": -2.0}, "step-00000001: 1 of 2 tensors, such as optimizer_m.safetensors/w"),
-        ({"moment": -2.0, "optimizer": "slot_m"}, "step-00000001: other tensors under other names"),
-        ({"loss": 0.5 + 2**-53}, "metrics: 1 rows, first at step 1: loss 0.5 and 0.5000000000000001"),
-        ({"loss": float("nan")}, "metrics: 1 rows, first at step 1: loss 0.5 and nan"),
-        ({"new_number": 1}, "metrics: 1 rows, first at step 1: new_number None and 1"),
+        ({"weight": 1.0 + 2**-23}, "adapter/adapter_model.safetensors: different bytes"),
+        ({"moment": -2.0}, "step-00000001: 1 of 2 tensors differ, such as optimizer_m.safetensors/w"),
+        ({"moment": -2.0, "optimizer": "slot_m"}, "step-00000001: different tensors under different names"),
+        ({"loss": 0.5 + 2**-53}, "metrics: 1 rows differ, first at step 1: loss 0.5 and 0.5000000000000001"),
+        ({"loss": float("nan")}, "metrics: 1 rows differ, first at step 1: loss 0.5 and nan"),
+        ({"new_number": 1}, "metrics: 1 rows differ, first at step 1: new_number None and 1"),
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ WANTED = {
     "A key is not known, or its value is not allowed": "dualtune config",
     "Rows cannot be used": "check-data",
     "The run directory is in use": "lock",
-    "The run cannot be continued": "run.dir",
+    "The run cannot be resumed": "run.dir",
     "The disk is full, or not ours": "run.keep",
     "The loss is NaN": "train.learning_rate",
     "It stopped with 75": "signal",
@@ -243,7 +243,7 @@ def test_what_a_command_prints_is_found_under_its_heading(dualtune_main, monkeyp
 def test_a_run_that_cannot_be_continued_is_found_under_its_heading(mistake):
     assert mistake({})[0] == 0
     code, said = mistake({"adapter.rank": 3})
-    assert (code, entries_for(said)) == (2, {"The run cannot be continued (exit 2)"})
+    assert (code, entries_for(said)) == (2, {"The run cannot be resumed (exit 2)"})
     code, said = mistake({})
     assert (code, "There is nothing to do" in entries_for(said)) == (0, True)
 

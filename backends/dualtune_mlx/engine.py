@@ -64,7 +64,7 @@ class MlxEngine:
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._bind(self._layout.named(self._params))
         self._kernels = choose(model, request.kernels)
-        wrap = Compiled if self._kernels.compiles else _as_it_is
+        wrap = Compiled if self._kernels.compiles else _not_compiled
         self._accumulate, self._update = wrap(self._add_gradient), wrap(self._updated)
         self.description = EngineDescription(
             **description,
@@ -266,6 +266,6 @@ class MlxEngine:
         return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function unchanged, in place of `Compiled`."""
     return function

@@ -25,8 +25,8 @@ class Model(gpt2.Model):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         # Masks in old files, and the output head, which is the embedding.
-        needless = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
-        bare = {name.removeprefix("transformer."): w for name, w in weights.items() if not name.endswith(needless)}
+        unused = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+        bare = {name.removeprefix("transformer."): w for name, w in weights.items() if not name.endswith(unused)}
         return super().sanitize(bare)
 
 
@@ -49,13 +49,13 @@ def config_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, (default, *others) in COMPUTED.items():
         if config.get(key, default) not in (default, *others):
             raise ConfigError(
-                f"model.name: {key} is {config[key]} in the config.json of this GPT-2, and mlx-lm computes with "
+                f"model.name: {key} is {config[key]} in the config.json of this GPT-2, but mlx-lm always uses "
                 f"{default}. Train it with --platform cpu or cuda"
             )
     if config.get("n_inner") not in (None, 4 * config["n_embd"]):
         raise ConfigError(
-            f"model.name: n_inner is {config['n_inner']} in the config.json of this GPT-2, and mlx-lm knows 4 x n_embd "
-            "alone. Train it with --platform cpu or cuda"
+            f"model.name: n_inner is {config['n_inner']} in the config.json of this GPT-2, but mlx-lm supports only "
+            "4 x n_embd. Train it with --platform cpu or cuda"
         )
     return {"n_ctx": config.get("n_ctx", config["n_positions"])}
 

@@ -1,6 +1,6 @@
 """The adapted layer for each method of `dualtune.adapter.methods`: `LAYER` in the module of that name.
 
-To add a method, add a file beside `lora.py` and its name under `adapter.method` in what the backend honours.
+To add a method, add a file next to `lora.py` and its name under `adapter.method` in what the backend honours.
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def check_names(weights: BaseWeights, modules: list[str]) -> None:
     renamed = [module for module in modules if module not in known]
     if renamed:
         raise ConfigError(
-            f"adapter.targets: mlx-lm calls {len(renamed)} of the adapted modules otherwise than the model's files do "
-            f"(for example {renamed[0]}), so the adapter would fit no other program. Choose other targets"
+            f"adapter.targets: mlx-lm has other names than the model's files for {len(renamed)} of the adapted modules "
+            f"(for example {renamed[0]}), so no other program could load the adapter. Choose other targets"
         )
 
 
@@ -141,8 +141,8 @@ def _refuse_beyond_window(request: LoadRequest, config: dict[str, Any]) -> None:
     ignored = kind in WINDOW_IGNORED and not (kind == "mistral" and "layer_types" in config)  # mlx-lm honours those
     if window and ignored and config.get("use_sliding_window", True) and request.longest > window:
         raise ConfigError(
-            f"data.max_length: the longest document has {request.longest} tokens, but this model attends in a window of"
-            f" {window}, which mlx-lm does not implement for it. Set data.max_length to at most {window}"
+            f"data.max_length: the longest document has {request.longest} tokens, but this model has an attention "
+            f"window of {window}, which mlx-lm does not implement for it. Set data.max_length to at most {window}"
         )
 
 
@@ -151,7 +151,7 @@ def _dtype(name: str) -> tuple[mx.Dtype, str]:
         return DTYPES[name], "as configured"
     if not mx.metal.is_available():
         return mx.float32, "MLX on a CPU has no fast half precision"
-    return mx.bfloat16, "the range of float32, and what the NVIDIA side uses"
+    return mx.bfloat16, "the range of float32, and the default on NVIDIA too"
 
 
 def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
@@ -180,7 +180,7 @@ def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: s
     plain = sum(isinstance(module, nn.Linear) for _, module in model.named_modules())
     if quantization == "none" or not plain:
         return reason
-    return f"{reason}; mlx-lm leaves {plain} linear layers plain"  # routers, and inputs that are no multiple of 64
+    return f"{reason}; mlx-lm does not quantize {plain} linear layers"  # routers, and inputs that are no multiple of 64
 
 
 def _num_weights(module: nn.Module) -> int:

@@ -17,9 +17,9 @@ SWITCH = "MTL_CAPTURE_ENABLED"  # Apple's variable: without it a process may not
 def profile(work: Callable[[], object], trace: Path) -> Profile:
     """Call `work` under Metal's capture, which contains every used buffer and is as large as the model."""
     if not mx.metal.is_available() or mx.default_device().type != mx.DeviceType.gpu:
-        return Profile(None, "MLX has a profiler on Metal alone", {})
+        return Profile(None, "MLX has a profiler only on Metal", {})
     if os.environ.get(SWITCH) != "1":
-        return Profile(None, f"to capture what Metal does, set {SWITCH}=1", {})
+        return Profile(None, f"to record a Metal capture, set {SWITCH}=1", {})
     shutil.rmtree(trace, ignore_errors=True)  # a capture is a directory, and Metal does not replace it
     mx.metal.start_capture(str(trace))
     try:

@@ -27,7 +27,7 @@ class AdapterBuffer:
     ) -> None:
         """Make the weights and gradients of the layers (by module path) views of the buffer."""
         together = sorted(layers, key=lambda path: (input_of(path), path))
-        weights = {path: layer.trained() for path, layer in layers.items()}
+        weights = {path: layer.trainable() for path, layer in layers.items()}
         self._shapes = {
             tensor_name(path, parameter.part, method): tuple(weights[path][parameter.part].shape)
             for parameter in METHODS[method].parameters

@@ -39,10 +39,10 @@ def world(device_type: str) -> World:
     if not launched():
         return Alone()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    who = f"process {rank} of {size} (RANK and WORLD_SIZE are set) waits for the others by way of {place}"
-    alone = "If it was to work alone: unset RANK WORLD_SIZE"
-    notice = threading.Timer(PATIENCE_S, lambda: print(f"waiting     {who}. {alone}", file=sys.stderr, flush=True))
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    who = f"process {rank} of {size} (RANK and WORLD_SIZE are set) waits for the others at {address}"
+    advice = "To train in one process: unset RANK WORLD_SIZE"
+    notice = threading.Timer(PATIENCE_S, lambda: print(f"waiting     {who}. {advice}", file=sys.stderr, flush=True))
     notice.start()
     try:
         store = _store(rank, size)
@@ -51,7 +51,7 @@ def world(device_type: str) -> World:
         dist.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise EnvironmentFault(f"{who}, which cannot be reached: {reason}. {alone}") from error
+        raise EnvironmentFault(f"{who}, but cannot reach them: {reason}. {advice}") from error
     finally:
         notice.cancel()
     return TorchWorld(rank, size)
@@ -122,4 +122,4 @@ def _reached(collective: Callable[[], object]) -> None:
         collective()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise PeerLost(f"another process of the run is gone: {reason}. Look at its output") from error
+        raise PeerLost(f"another process of the run is gone: {reason}. Check its output") from error

@@ -56,7 +56,7 @@ class LoRALinear(AdaptedLayer):
         u_BTr = self.scale * F.linear(x_BTI, self.lora_A.to(x_BTI.dtype))
         return y_BTO + F.linear(u_BTr, self.lora_B.to(x_BTI.dtype))
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable(self) -> dict[str, nn.Parameter]:
         return {"A": self.lora_A, "B": self.lora_B}
 
     def delta(self) -> Tensor:

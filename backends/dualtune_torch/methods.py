@@ -1,6 +1,6 @@
 """The adapted layer for each method of `dualtune.adapter.methods`: `LAYER` in the module of that name.
 
-To add a method, add a file beside `lora.py` and its name under `adapter.method` in what the backend honours.
+To add a method, add a file next to `lora.py` and its name under `adapter.method` in what the backend honours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AdaptedLayer(nn.Module):
     base: FrozenLinear
     grouped: ClassVar[bool] = False  # whether `kernels.lora` may compute it
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable(self) -> dict[str, nn.Parameter]:
         """The trainable parameters by part, in the shapes of the method."""
         raise NotImplementedError
 

@@ -60,7 +60,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
     for module in cast(Iterator[Any], model.modules()):
-        if _is_4bit(module):
+        if type(module).__name__ == "Linear4bit":
             # In eval mode bitsandbytes repacks the weights of a Linear4bit for its CPU inference kernel, which has no
             # backward pass: gradients through the layer would silently vanish.
             module.train()
@@ -68,7 +68,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
             module.compute_dtype, module.compute_type_is_set = dtype, True
     plain = sum(type(module) is nn.Linear for module in model.modules())
     if quantization in BITS and plain:
-        description["quantization_reason"] += f"; {plain} linear layers are plain"
+        description["quantization_reason"] += f"; {plain} linear layers are not quantized"
     return model, {"model_class": type(model).__name__} | description | {"num_parameters": num_parameters(model)}
 
 
@@ -187,7 +187,7 @@ def _module_by_module(
         return model
     torch.manual_seed(request.seed)
 
-    def made(path: str, module: nn.Module) -> nn.Module:
+    def initialized(path: str, module: nn.Module) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             drawn = torch.empty_like(parameter, device=device).normal_(std=0.02)
             setattr(module, name, nn.Parameter(drawn, requires_grad=False))
@@ -197,7 +197,7 @@ def _module_by_module(
         is_packed = isinstance(module, nn.Linear | Conv1D) and path.split(".")[-1] != OUTPUT_HEAD
         return _nf4(cast(nn.Linear, module), dtype) if is_packed else module
 
-    affine_model.replace_modules(model, made)
+    affine_model.replace_modules(model, initialized)
     return model
 
 
@@ -215,7 +215,3 @@ def _nf4(layer: nn.Linear | Conv1D, compute_dtype: torch.dtype) -> nn.Module:
     quantized.weight = weight.to(layer.weight.device)  # quantizes
     quantized.bias = layer.bias
     return quantized
-
-
-def _is_4bit(module: nn.Module) -> bool:
-    return type(module).__name__ == "Linear4bit"

@@ -53,8 +53,8 @@ def profile(work: Callable[[], object], trace: Path, device: torch.device) -> Pr
     profiler.export_chrome_trace(str(trace))
     seconds: dict[str, float] = defaultdict(float)
     for row in profiler.key_averages():
-        is_span = is_cuda and row.is_user_annotation  # a range of kernels, which are counted themselves
-        if (row.device_type == DeviceType.CUDA) == is_cuda and not is_span:
+        is_range = is_cuda and row.is_user_annotation  # of kernels, which are counted one by one
+        if (row.device_type == DeviceType.CUDA) == is_cuda and not is_range:
             spent = row.self_device_time_total if is_cuda else row.self_cpu_time_total
             seconds[kind_of(row.key)] += spent / 1e6
     return Profile(trace, "open it at https://ui.perfetto.dev", dict(seconds))

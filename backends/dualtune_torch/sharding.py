@@ -32,7 +32,7 @@ from dualtune_torch.weights.affine import AffineLayer
 # A base stays whole if it takes at most this share of a device's free memory: a step needs the rest.
 LARGEST_SHARE = 0.8
 GIB = 1 << 30
-LOOK_S = 1.0  # how often a process that waits for a part of a layer checks that the others are alive
+POLL_S = 1.0  # how often a process that waits for a part of a layer checks that the others are alive
 FAILED = "dualtune/failed"  # a key in the store of all processes
 
 
@@ -48,7 +48,7 @@ def decide(
     if not joined():
         return "none", "one process"
     if device.type == "cpu":
-        return "none", "processes on CPUs share one memory or have a machine each; full is for who asks for it"
+        return "none", "processes on CPUs share memory or run on separate machines; set full to shard anyway"
     needed, free = _base_bytes(request, dtype, quantization), torch.cuda.mem_get_info(device)[0]
     fits = torch.tensor(float(needed <= LARGEST_SHARE * free))
     dist.all_reduce(fits, dist.ReduceOp.MIN)
@@ -57,7 +57,7 @@ def decide(
         return "none", f"{size} fits in {LARGEST_SHARE:.0%} of each device's free memory"
     why = f"{size} does not fit in {LARGEST_SHARE:.0%} of each device's free memory (here {free / GIB:.1f} GiB)"
     if quantization == "nf4":
-        return "none", f"{why}, but one in nf4 cannot be split; affine4 can"
+        return "none", f"{why}, but an nf4 base cannot be sharded; affine4 can"
     return "full", why
 
 
@@ -77,7 +77,7 @@ class Shards:
 
         The device never holds more of the base than this and one whole group.
         """
-        for module in [*_layers(model), *_ends(model)]:
+        for module in [*_layers(model), *_embedding_and_head(model)]:
             _buffers_to_parameters(module)
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
             if device.type == "cpu":
@@ -140,18 +140,18 @@ class _AllGather:
             parts = list(output_tensor.chunk(dist.get_world_size(group)))
             work = dist.all_gather(parts, input_tensor, group=group, async_op=True)
             assert work is not None
-            while not _ends_soon(work):
+            while not _wait_briefly(work):
                 if self._store.check([FAILED]):
-                    raise PeerLost("another process of the run has failed. Look at its output")
+                    raise PeerLost("another process of the run has failed. Check its output")
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
-            raise PeerLost(f"another process of the run is gone: {reason}. Look at its output") from error
+            raise PeerLost(f"another process of the run is gone: {reason}. Check its output") from error
 
 
-def _ends_soon(work: dist.Work) -> bool:
+def _wait_briefly(work: dist.Work) -> bool:
     """Wait briefly for a collective, and return whether it has ended. Raises RuntimeError if it has failed."""
     try:
-        work.wait(datetime.timedelta(seconds=LOOK_S))
+        work.wait(datetime.timedelta(seconds=POLL_S))
     except RuntimeError:
         if work.is_completed():
             raise
@@ -163,18 +163,18 @@ def check_whole(description: EngineDescription) -> None:
     """Raise ConfigError if the base is sharded, for operations that need all of it."""
     if description.sharding != "none":
         raise ConfigError(
-            "merge: the base is split among processes (memory.sharding: full). Merge in one process: dualtune "
-            "adapter merge, with --platform cpu where the base fits on no device"
+            "merge: the base is sharded (memory.sharding: full). Merge in one process: dualtune adapter merge, with "
+            "--platform cpu if the base does not fit on a device"
         )
 
 
 def _check_full(quantization: str) -> None:
     if not joined():
-        raise ConfigError("memory.sharding: got full, and this is one process; allowed: auto or none")
+        raise ConfigError("memory.sharding: got full, but this is one process; allowed: auto or none")
     if quantization == "nf4":
         raise ConfigError(
-            "memory.sharding: got full, but bitsandbytes' NF4 weights cannot be split here. Allowed: a plain base, or "
-            "model.quantization: affine4, with full; or sharding: none"
+            "memory.sharding: got full, but bitsandbytes' NF4 weights cannot be sharded. Allowed with full: a plain "
+            "base, or model.quantization: affine4; allowed with nf4: none"
         )
 
 
@@ -194,13 +194,13 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(
-            f"memory.sharding: got full, but transformers does not say which modules of {type(model).__name__} are its "
-            "layers. Allowed: none (each process then holds the whole base)"
+            f"memory.sharding: got full, but transformers does not list the layers of {type(model).__name__}. "
+            "Allowed: none (each process then holds the whole base)"
         )
     return layers
 
 
-def _ends(model: PreTrainedModel) -> list[nn.Module]:
+def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
     if model.all_tied_weights_keys:
         return []
     return [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]

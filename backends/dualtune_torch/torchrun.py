@@ -27,15 +27,15 @@ from torch.distributed.run import parse_args, run
 from dualtune_torch.distributed import listen
 
 VARIABLE = "DUALTUNE_EXIT_CODES"
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 PREEMPTED = 75
 
 
 def main(arguments: list[str]) -> int:
     """Run the workers to their end. Returns 0, or 1 if one of them failed."""
-    for number in PASSED_ON:
-        signal.signal(number, _pass_on)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    for number in FORWARDED:
+        signal.signal(number, _forward)
+    threading.Thread(target=_stop_without_parent, args=(os.getppid(),), daemon=True).start()
     options = parse_args(arguments)
     if options.standalone:
         _stay_on_this_machine(options)
@@ -64,13 +64,13 @@ def _write(codes: dict[int, int]) -> None:
         Path(path).write_text(json.dumps(codes), encoding="utf-8")
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
+def _forward(number: int, frame: FrameType | None) -> None:
     """Forward the first signal to the workers. If there are none yet, there is nothing to save: exit.
 
     Later signals are ignored: depending on its configuration, Slurm signals every process of a step or only the first.
     A second signal would kill a worker that has saved and no longer handles signals.
     """
-    for other in PASSED_ON:
+    for other in FORWARDED:
         signal.signal(other, lambda number, frame: None)
     workers = psutil.Process().children()
     if not workers:
@@ -82,7 +82,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
             continue
 
 
-def _end_with(parent: int) -> None:
+def _stop_without_parent(parent: int) -> None:
     """Wait until the parent process is gone, then let the run save and end: nobody waits for it any more."""
     while os.getppid() == parent:
         time.sleep(1)

@@ -91,7 +91,7 @@ def read_shape(model_dir: Path, *, num_parameters: int, adapter_parameters: int)
     )
     if gap > TOLERANCE * num_parameters:
         raise NoFormula(
-            f"its {num_parameters:,} parameters are not those of a dense decoder with the shapes in config.json"
+            f"its {num_parameters:,} parameters do not match a dense decoder with the shapes in config.json"
         )
     matmul_parameters = shape.linear_parameters + shape.vocab * shape.hidden
     windows = _windows(config, shape.layers)

@@ -62,9 +62,9 @@ class BenchResult:
     fill: float  # the share of the cells of all micro-batches that hold a token of a document
     tokens_per_s: float
     target_tokens_per_s: float
-    # Mean seconds of a step; they sum up to it. "data" is how long the step waits for its batches, which are made while
-    # the previous step runs; "forward" is `Engine.evaluate` on the same batches: without dropout, and without keeping
-    # anything for the backward pass, which is the rest of `Engine.forward_backward`.
+    # Mean seconds of a step; they sum up to it. "data" is how long the step waits for its batches, which are built
+    # while the previous step runs; "forward" is `Engine.evaluate` on the same batches: without dropout, and without
+    # keeping anything for the backward pass, which is the rest of `Engine.forward_backward`.
     phases_s: Mapping[str, float]
     making_data_s: float  # to make a step's batches, with nothing else running
     loaded_bytes: int
@@ -175,7 +175,7 @@ def _train(prepared: Prepared, engine: Engine, spans: Spans, num_steps: int, tel
             with spans("step", step):
                 _take(prepared, engine, spans, step, batches_of)
             if step == 0:
-                tell(f"the first step took {spans.seconds('step')[0]:.1f} s; {num_steps - 1} more, and their parts")
+                tell(f"the first step took {spans.seconds('step')[0]:.1f} s; measuring {num_steps - 1} more")
 
 
 def _take(
@@ -194,7 +194,7 @@ def _take(
 
 def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range) -> list[Batch]:
     """Make the steps' micro-batches again, with nothing else running, and evaluate them."""
-    made: list[Batch] = []
+    all_batches: list[Batch] = []
     seen: set[tuple[int, ...]] = set()  # shapes: the first batch of a shape may compile
     for step in steps:
         with spans("making data", step):
@@ -208,8 +208,8 @@ def _forward_only(prepared: Prepared, engine: Engine, spans: Spans, steps: range
             with spans("forward alone", step):
                 engine.evaluate(batch)
                 prepared.backend.synchronize()
-        made += batches
-    return made
+        all_batches += batches
+    return all_batches
 
 
 def _profile(prepared: Prepared, engine: Engine, out: Path) -> ProfiledStep:

@@ -56,7 +56,7 @@ class Team:
         """Raise Preempted if any process has been asked to stop."""
         if self.agree(wish):
             interrupt.poll()
-            raise Preempted("Stopped: another process of the run was asked to")
+            raise Preempted("Stopped: another process of the run was asked to stop")
 
     def total(self, *numbers: float) -> tuple[float, ...]:
         """Return the sums of up to three numbers over all processes, bitwise equal in each."""
@@ -65,7 +65,7 @@ class Team:
         notes = self._exchange(*numbers)
         return tuple(sum(note[i] for note in notes) for i in range(1, 1 + len(numbers)))
 
-    def of_first(self, data: bytes = b"") -> bytes:
+    def broadcast(self, data: bytes = b"") -> bytes:
         """Return the first process's data in all processes; only the first must know its length."""
         if self.size == 1:
             return data

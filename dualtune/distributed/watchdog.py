@@ -48,7 +48,7 @@ class Watchdog:
             wait = self._wait
             if wait is not None and time.monotonic() - wait[1] > self.limit_s:
                 self._expire(
-                    f"waited {self.limit_s:g} s for {wait[0]}: it hangs, or is slower than that. Look at its output. "
+                    f"waited {self.limit_s:g} s for {wait[0]}: it hangs or needs more time. Check its output. "
                     f"To wait longer: {WAIT_VARIABLE}=<seconds>"
                 )
                 return

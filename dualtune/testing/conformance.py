@@ -29,7 +29,7 @@ from dualtune.testing.conformance_case import (
     Case,
     assert_close,
     assert_equal,
-    assert_same_learning,
+    assert_same_loss_and_gradient,
     gradient,
     gradient_in,
     in_float64,
@@ -40,7 +40,7 @@ from dualtune.testing.conformance_case import (
     with_each_optimizer,
 )
 from dualtune.testing.oracles import loss_of
-from dualtune.testing.tiny_models import row_of, with_rubbish
+from dualtune.testing.tiny_models import row_of, with_other_padding
 
 __all__ = [
     "CHECKS",
@@ -62,7 +62,7 @@ def check_capabilities_are_declared(case: Case) -> None:
     honoured = case.backend.capabilities()
     unknown = honoured.keys() - set(BACKEND_KEYS)
     assert not unknown, f"no such keys: {unknown}"
-    assert all(honoured.values()), "a key that honours nothing can never be used"
+    assert all(honoured.values()), "a key without an honoured value can never be used"
 
 
 def check_description_is_complete(case: Case) -> None:
@@ -73,7 +73,7 @@ def check_description_is_complete(case: Case) -> None:
     json.dumps(engine.description.as_json())
 
 
-def check_fresh_adapter_is_the_core_s(case: Case) -> None:
+def check_new_adapter_is_initialized_by_the_core(case: Case) -> None:
     """A is initialized by the core from the seed, B is zero: the same start on every backend."""
     from dualtune.adapter.spec import init_adapter
 
@@ -87,7 +87,7 @@ def check_fresh_adapter_is_the_core_s(case: Case) -> None:
     assert all(w.dtype == np.float32 for w in state.values())
 
 
-def check_loss_is_the_oracle_s(case: Case) -> None:
+def check_loss_equals_the_oracle(case: Case) -> None:
     """evaluate() = −Σ log p of an independent forward pass, and logprobs() equals all its log-probabilities."""
     engine, batch = case.engine(), case.batch()
     expected = case.oracle(batch, engine.adapter_state(), case.spec.scale)
@@ -99,7 +99,7 @@ def check_loss_is_the_oracle_s(case: Case) -> None:
     assert abs(result.loss_sum - loss_of(expected, batch)) <= tolerances.LOGPROBS * result.num_targets
 
 
-def check_gradient_is_the_oracle_s_slope(case: Case) -> None:
+def check_gradient_equals_finite_differences(case: Case) -> None:
     """Along random directions, the gradient equals central differences of the float64 oracle's loss."""
     engine, batch = case.engine(), case.batch()
     state = engine.adapter_state()
@@ -118,7 +118,7 @@ def check_gradient_is_the_oracle_s_slope(case: Case) -> None:
         assert abs(got - expected) <= tolerances.GRADIENT * (abs(expected) + norm_of(grads)), (got, expected)
 
 
-def check_every_adapter_tensor_learns(case: Case) -> None:
+def check_every_adapter_tensor_has_a_gradient(case: Case) -> None:
     grads = gradient(case.engine(), case.batch())
     dead = [n for n, g in grads.items() if not np.any(g)]
     assert not dead, f"no gradient reaches {dead}"
@@ -135,7 +135,7 @@ def check_accumulation_does_not_matter(case: Case) -> None:
 
 def check_padding_does_not_matter(case: Case) -> None:
     """More padding, other token ids in it, and rows without a document change neither loss nor gradient."""
-    assert_same_learning(case, with_rubbish(case.batch(pad=7)), case.batch())
+    assert_same_loss_and_gradient(case, with_other_padding(case.batch(pad=7)), case.batch())
 
 
 def check_ignored_labels_do_not_matter(case: Case) -> None:
@@ -263,12 +263,12 @@ def check_base_stays_frozen(case: Case) -> None:
         other = case.batch(seed=seed)
         engine.forward_backward(other, divisor=other.num_targets)
         engine.optim_step(lr=1e-1, max_grad_norm=None)
-    assert np.abs(engine.logprobs(batch) - before).max() > 1e-3, "nothing was learned, so nothing is shown"
+    assert np.abs(engine.logprobs(batch) - before).max() > 1e-3, "training changed nothing, so the check shows nothing"
     engine.load_adapter_state(start)
     assert np.array_equal(engine.logprobs(batch), before)
 
 
-def check_dropout_is_a_function_of_the_noise(case: Case) -> None:
+def check_dropout_is_a_function_of_the_seeds(case: Case) -> None:
     """The same dropout seeds give the same gradient, others give another; evaluation has no dropout."""
     batch = case.batch()
     other = replace(batch, dropout_seeds_BT=batch.dropout_seeds_BT[:, ::-1].copy())
@@ -282,16 +282,16 @@ def check_greedy_generation_follows_logprobs(case: Case) -> None:
     """Each generated token is the arg max of logprobs() after everything before it."""
     engine = case.engine()
     tokens = [int(t) for t in case.batch().tokens_BT[0, :6]]
-    made: list[int] = []
+    generated: list[int] = []
 
     def choose(logits_V: np.ndarray) -> int | None:
-        return int(np.argmax(logits_V)) if len(made) < 8 else None
+        return int(np.argmax(logits_V)) if len(generated) < 8 else None
 
     for token in engine.generate(np.array(tokens, np.int32), choose=choose):
-        made.append(token)
-    assert len(made) == 8
-    for i, token in enumerate(made):
-        row = np.array([tokens + made[:i]], np.int32)
+        generated.append(token)
+    assert len(generated) == 8
+    for i, token in enumerate(generated):
+        row = np.array([tokens + generated[:i]], np.int32)
         filled = np.ones_like(row)
         batch = Batch(row, filled * IGNORE_INDEX, filled, np.arange(row.size)[None], filled.astype(np.uint32))
         assert token == int(np.argmax(engine.logprobs(batch)[0, -1]))
@@ -307,7 +307,7 @@ def check_merge_equals_adapter(case: Case) -> None:
     assert gap <= tolerances.MERGE, f"log-probabilities differ by {gap:.2e}"
 
 
-def check_the_backend_can_be_measured(case: Case) -> None:
+def check_backend_can_be_measured(case: Case) -> None:
     """`dualtune bench` gets a product in the engine's dtype, `synchronize`, and a profile or a reason for none."""
     engine, batch = case.engine(), case.batch()
     case.backend.matmul(16, engine.description.dtype)()
@@ -324,7 +324,7 @@ def check_the_backend_can_be_measured(case: Case) -> None:
     assert not found.seconds or sum(found.seconds.values()) > 0 <= min(found.seconds.values())
 
 
-def check_a_process_without_others_is_alone(case: Case) -> None:
+def check_world_of_one_process(case: Case) -> None:
     """The suite is one process, so its world has size 1; test several processes in your own tests."""
     world = case.backend.world()
     assert (world.rank, world.size) == (0, 1)

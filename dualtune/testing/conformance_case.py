@@ -118,7 +118,7 @@ def assert_equal(a: Tensors, b: Tensors) -> None:
     assert not unequal, f"differ: {unequal}"
 
 
-def assert_same_learning(case: Case, a: Batch, b: Batch, *, dropout: float = 0.0) -> None:
+def assert_same_loss_and_gradient(case: Case, a: Batch, b: Batch, *, dropout: float = 0.0) -> None:
     """Assert that both batches have the same loss and the same gradient."""
     losses = [case.engine().evaluate(batch) for batch in (a, b)]
     assert losses[0].num_targets == losses[1].num_targets

@@ -20,7 +20,7 @@ def train(engine: Engine, *batches: Batch) -> None:
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
 
 
-def spoil(engine: Engine, batch: Batch, value: float, *, num_targets: int) -> None:
+def forward_backward_with_bad_weight(engine: Engine, batch: Batch, value: float, *, num_targets: int) -> None:
     """Run forward_backward through an adapter with one weight replaced by `value`, then restore the adapter."""
     good = engine.adapter_state()
     bad = {n: w.copy() for n, w in good.items()}
@@ -111,7 +111,7 @@ def check_foreign_slots_are_refused(case: Case) -> None:
             engine.load_optimizer_state(OptimizerState(0, slots))
         except ValueError:
             continue
-        raise AssertionError("slots that the optimizer has not were accepted, or one without all tensors")
+        raise AssertionError("slots of another optimizer, or with a missing tensor, were accepted")
     assert_same_state(engine, *before)
 
 
@@ -128,7 +128,7 @@ def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
         before = state_of(engine)
         for b in (0, 1):
             if b in spoiled:
-                spoil(engine, row_of(bad, b), value, num_targets=bad.num_targets)
+                forward_backward_with_bad_weight(engine, row_of(bad, b), value, num_targets=bad.num_targets)
             else:
                 engine.forward_backward(row_of(bad, b), divisor=bad.num_targets)
         output = engine.optim_step(lr=1e-2, max_grad_norm=max_norm)
@@ -141,7 +141,7 @@ def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
 
 
 @with_each_optimizer
-def check_a_gradient_alone_that_is_not_finite_changes_nothing(case: Case) -> None:
+def check_a_gradient_that_is_not_finite_changes_nothing(case: Case) -> None:
     """A NaN weight in a micro-batch without targets leaves the loss finite.
 
     The gradient is 0 or, as 0 · NaN, NaN: either the step is done or nothing changes, and the reported norm says which.
@@ -151,7 +151,7 @@ def check_a_gradient_alone_that_is_not_finite_changes_nothing(case: Case) -> Non
     adapter, optimizer = state_of(engine)
     engine.forward_backward(batch, divisor=batch.num_targets)
     none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
-    spoil(engine, none, math.nan, num_targets=batch.num_targets)
+    forward_backward_with_bad_weight(engine, none, math.nan, num_targets=batch.num_targets)
     output = engine.optim_step(lr=1e-2, max_grad_norm=1.0)
     assert math.isfinite(float(output.loss))
     if math.isfinite(float(output.grad_norm)):

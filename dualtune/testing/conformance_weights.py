@@ -37,7 +37,7 @@ def check_weights_of_one_are_no_weights(case: Case) -> None:
         assert_close(found, plain, tolerances.GRADIENT)
 
 
-def check_weighted_loss_is_the_oracle_s(case: Case) -> None:
+def check_weighted_loss_equals_the_oracle(case: Case) -> None:
     """evaluate() = −Σ w·log p, and the step reports it divided by the given `num_targets`."""
     engine, batch = case.engine(), weighted(case.batch(), *WEIGHTS)
     expected = loss_of(case.oracle(batch, engine.adapter_state(), case.spec.scale), batch)

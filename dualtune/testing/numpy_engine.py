@@ -93,7 +93,9 @@ class NumpyEngine:
         self._shapes = shapes
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = self.neutral_state()
-        self._slots = {slot: _zeros(self._params) for slot in request.optimizer.entry.slots}
+        self._slots = {
+            slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.entry.slots
+        }
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
@@ -243,7 +245,3 @@ def _weighted(values: np.ndarray, batch: Batch) -> np.ndarray:
         return values
     weights_N = batch.weights_BT[batch.labels_BT != IGNORE_INDEX].astype(np.float64)
     return values * weights_N.reshape(-1, *[1] * (values.ndim - 1))
-
-
-def _zeros(like: Tensors) -> Tensors:
-    return {n: np.zeros_like(w) for n, w in like.items()}

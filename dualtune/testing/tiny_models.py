@@ -146,7 +146,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
     return packed
 
 
-def with_rubbish(batch: Batch) -> Batch:
+def with_other_padding(batch: Batch) -> Batch:
     """Return the batch with other token ids in its padding, and one more row that is only padding."""
     empty = np.zeros_like(batch.tokens_BT[:1])
     return Batch(

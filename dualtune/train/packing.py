@@ -23,38 +23,38 @@ NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 def check_packing(engine: Engine) -> None:
-    """Raise ConfigError unless packed documents have the same losses as each document alone.
+    """Raise ConfigError unless packed documents have the same losses as separate ones.
 
-    Raise NonFiniteError if a document alone has a loss that is not finite: then packing is not the cause.
+    Raise NonFiniteError if a separate document has a loss that is not finite: then packing is not the cause.
 
     The losses may differ by a tenth of the effect of joining all documents into one; at least by the rounding noise of
     the dtype, and at most by ten times that noise.
     """
     documents = _documents(engine)
-    alone = np.concatenate([_losses(engine, documents, [[i]]) for i in range(len(documents))])
-    if (broken := alone[~np.isfinite(alone)]).size:
+    separate = np.concatenate([_losses(engine, documents, [[i]]) for i in range(len(documents))])
+    if (broken := separate[~np.isfinite(separate)]).size:
         raise NonFiniteError(
-            f"model.name: before any training the model computes losses that are not finite ({broken[0]}) in "
+            f"model.name: before training, the loss of the model is not finite ({broken[0]}) in "
             f"{engine.description.dtype}. Its weights hold NaN or Inf, or are too large for this dtype: use "
             "model.dtype: float32, or download the model again"
         )
-    glued = _losses(engine, documents, ROWS, glue=True)
+    joined = _losses(engine, documents, ROWS, join=True)
     try:
         packed = _losses(engine, documents, ROWS)
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
         # Any error in the model's code. Rows of this shape worked just before, so packing is the cause.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise _refusal(engine, f"takes no packed documents ({reason})") from error
-    gaps, noise = np.abs(packed - alone), NOISE[engine.description.dtype]
-    allowed = np.clip(np.abs(glued - alone).max() / 10, noise, 10 * noise)
+        raise _refusal(engine, f"fails on packed documents ({reason})") from error
+    gaps, noise = np.abs(packed - separate), NOISE[engine.description.dtype]
+    allowed = np.clip(np.abs(joined - separate).max() / 10, noise, 10 * noise)
     worst = int(np.argmax(gaps))
     if not gaps[worst] <= allowed:  # also true for NaN
-        numbers = f"got {packed[worst]:.6g}, alone {alone[worst]:.6g}"
+        numbers = f"packed {packed[worst]:.6g}, separate {separate[worst]:.6g}"
         raise _refusal(engine, f"computes another loss for packed documents ({numbers})")
 
 
 def _refusal(engine: Engine, reason: str) -> ConfigError:
-    model = engine.description.model_class or "of no known class"
+    model = engine.description.model_class or "of unknown class"
     return ConfigError(f"data.packing: this model ({model}) {reason}; set data.packing: false")
 
 
@@ -66,15 +66,15 @@ def _documents(engine: Engine) -> list[np.ndarray]:
 
 
 def _losses(
-    engine: Engine, documents: Sequence[np.ndarray], rows: Sequence[Sequence[int]], *, glue: bool = False
+    engine: Engine, documents: Sequence[np.ndarray], rows: Sequence[Sequence[int]], *, join: bool = False
 ) -> np.ndarray:
-    """Return the mean loss of each document in these rows, by its index. With `glue`, each row is one document."""
+    """Return the mean loss of each document in these rows, by its index. With `join`, each row is one document."""
     losses: list[float] = []
     for i in sorted({i for row in rows for i in row}):
         # Only this document has targets, and not its first token, which a preceding document would predict.
         shown = [(tokens, (np.arange(len(tokens)) > 0) & (j == i)) for j, tokens in enumerate(documents)]
         layout = [list(row) for row in rows]
-        if glue:
+        if join:
             pairs = [[shown[j] for j in row] for row in rows]
             shown = [(np.concatenate([t for t, _ in row]), np.concatenate([m for _, m in row])) for row in pairs]
             layout = [[b] for b in range(len(rows))]

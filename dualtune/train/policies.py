@@ -33,7 +33,7 @@ def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:
     if entry["name"] != policy.name:
         other = fields.shown(fields.text_of(entry["name"]))
         raise ConfigError(
-            f"{saved.path}: was saved by the step policy {other!r}, and this run has {policy.name!r}. "
+            f"{saved.path}: was saved by the step policy {other!r}, but this run has {policy.name!r}. "
             "Restore the config, or choose another run.dir to start a new run"
         )
     try:

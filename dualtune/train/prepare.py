@@ -112,7 +112,7 @@ class Prepared:
         copy = template_of(self.config, self.resumed.checkpoint if self.resumed else None)
         return [
             f"model       {self.config.model.name}, {template}",
-            *([f"template    {copy}, for there is no {data.template} here"] if copy != data.template else []),
+            *([f"template    {copy}, because {data.template} does not exist here"] if copy != data.template else []),
             *(f"warning     {doubt}" for doubt in doubts if doubt),
             f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
             f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
@@ -176,7 +176,7 @@ def _prepare(
 def _check_sharding(config: Config, team: Team) -> None:
     if config.memory.sharding == "full" and team.size == 1:
         raise ConfigError(
-            "memory.sharding: got full, and this run has one process; allowed: auto or none, or several processes: "
+            "memory.sharding: got full, but this run has one process; allowed: auto or none. For several processes: "
             "dualtune launch --on local --procs N"
         )
 
@@ -185,9 +185,9 @@ def _check_targets(config: Config, *found: Documents) -> None:
     for documents in found:
         if documents.num_rows and not len(documents):
             raise DataError(
-                f"{', '.join(documents.names)}: no trainable token: 0 of {documents.num_rows} rows have a target "
+                f"{', '.join(documents.names)}: no targets: 0 of {documents.num_rows} rows have a target "
                 f"within data.max_length = {config.data.max_length}. "
-                "Raise max_length, or check data.loss_on and the template."
+                "Raise data.max_length, or check data.loss_on and data.template."
             )
 
 
@@ -205,8 +205,8 @@ def _check_length(config: Config, model_dir: Path) -> None:
     positions = position_table_size(read_config(model_dir))
     if positions is not None and config.data.max_length > positions:
         raise ConfigError(
-            f"data.max_length: got {config.data.max_length}, but this model has positions up to {positions} and no "
-            f"others. Use --set data.max_length={positions}"
+            f"data.max_length: got {config.data.max_length}, but this model has only {positions} positions. "
+            f"Use --set data.max_length={positions}"
         )
 
 
@@ -258,7 +258,7 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
         if key in config.adapter.model_fields_set and _unordered(getattr(config.adapter, key)) != _unordered(value)
     ]
     if problems:
-        raise ConfigError("\n".join(problems) + "\nLeave them out, or set them to the adapter's own.")
+        raise ConfigError("\n".join(problems) + "\nRemove these keys, or set them to the adapter's values.")
     return config.model_copy(update={"adapter": config.adapter.model_copy(update=found)})
 
 

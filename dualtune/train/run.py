@@ -176,7 +176,7 @@ def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> Non
     # A checkpoint from another directory, or one older than the newest, starts a new branch.
     is_here = saved is not None and saved.path.parent == place.checkpoints
     moved = set_aside(place.checkpoints, after=step if is_here else -1)
-    notes = [*place.notes, *(f"set aside {path}: not a part of this run any more" for path in moved)]
+    notes = [*place.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:
@@ -196,7 +196,7 @@ def _sources(prepared: Prepared, step: int) -> list[str]:
 def _restore_best(engine: Engine, saver: Saver, log: Metrics, step: int) -> None:
     best = saver.best()
     if best is None:
-        text = "guards.restore_best: there is no checkpoint of a best evaluation; the last adapter is written"
+        text = "guards.restore_best: no checkpoint of the best evaluation; the adapter of the last step is written"
         return log.event(Event(step, "no_best", text))
     engine.load_adapter_state(best.adapter)
     return log.event(Event(step, "best_restored", f"the adapter of step {best.step}", {"from_step": best.step}))
@@ -206,7 +206,7 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
     """Return the error for a run that a signal stopped."""
     if saver.failure is not None:
         kept = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
-        return DiskError(f"{stop}, and could not be saved; {kept}. {saver.failure}")
+        return DiskError(f"{stop}, but the state could not be saved; {kept}. {saver.failure}")
     return Preempted(f"{stop}; saved in {saver.newest}")
 
 

@@ -63,8 +63,8 @@ class Saver:
             self._open_checkpoints()
         except DiskError as error:
             self.failure = error
-            kept = f"{self.newest} remains" if self.newest else "there is none yet"
-            self._log.event(Event(step, "save_failed", f"no checkpoint after step {step}: {error} Older ones: {kept}"))
+            kept = f"The newest one is {self.newest}" if self.newest else "There is no older one"
+            self._log.event(Event(step, "save_failed", f"no checkpoint after step {step}: {error} {kept}"))
             return
         self._saved_step, self.failure = step, None
         try:
@@ -81,15 +81,19 @@ class Saver:
         if not self._team.is_first:
             return
         if fault := self._place.fault():
-            raise self._moved_out(step, fault)
+            raise self._rescue(step, fault)
         try:
-            found = [self._log.put_back(), *map(self._put_back_record, self._place.records), self._check_checkpoints()]
+            found = [
+                self._log.restore_file(),
+                *map(self._restore_record, self._place.records),
+                self._check_checkpoints(),
+            ]
         except DiskError as error:
             found = [str(error)]
         for note in filter(None, found):
             self._log.event(Event(step, "replaced", note))
 
-    def asked(self) -> bool:
+    def was_requested(self) -> bool:
         """Return whether the user has created the file checkpoint-now, and remove it."""
         try:
             (self._place.path / CHECKPOINT_NOW).unlink()
@@ -119,7 +123,7 @@ class Saver:
         state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
         return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 
-    def _moved_out(self, step: int, fault: str) -> DiskError:
+    def _rescue(self, step: int, fault: str) -> DiskError:
         """Save everything in a new run directory next to the old one. Return the error that ends the run."""
         old = self._place.path
         new = free_name(old.with_name(f"{old.name}-rescued"))
@@ -131,13 +135,13 @@ class Saver:
             self._log.copy_to(new / METRICS)
             self.newest = self._write(new / CHECKPOINTS, step)
         except (OSError, DiskError) as error:
-            return DiskError(f"run.dir: {fault} while the run trained, and nothing could be saved in {new}: {error}")
+            return DiskError(f"run.dir: {fault} during training, and nothing could be saved in {new}: {error}")
         return DiskError(
-            f"run.dir: {fault} while the run trained, so nothing more is written there. The state after step {step} "
-            f"is saved in {new}. Continue with: --set run.dir={new}"
+            f"run.dir: {fault} during training, so nothing more is written there. The state after step {step} "
+            f"is saved in {new}. To resume: --set run.dir={new}"
         )
 
-    def _put_back_record(self, name: str) -> str | None:
+    def _restore_record(self, name: str) -> str | None:
         """Restore a file that records how the run is trained. Contents are compared, because editors replace files."""
         path, text = self._place.path / name, self._place.records[name]
         try:
@@ -150,16 +154,16 @@ class Saver:
             is_same = False
         if is_same:
             return None
-        fault = f"{path} was {'changed' if os.path.lexists(path) else 'deleted'}, which changes nothing in this run"
+        fault = f"{path} was {'changed' if os.path.lexists(path) else 'deleted'}, which has no effect on this run"
         try:
             kept = set_aside(path)
         except OSError as error:
             raise DiskError(f"{fault}, and cannot be renamed: {error.strerror}") from error
         write_file(path, text)
-        return f"{fault}; it is written again as it was{kept}"
+        return f"{fault}; it was restored{kept}"
 
     def _check_checkpoints(self) -> str | None:
-        """Check that the checkpoints are still where they were saved; else set aside what is there and start anew."""
+        """Check that the checkpoints are still where they were saved; else set aside what is there."""
         fault = self._opened.fault() if self._opened else None
         if self._opened is None or fault is None:
             return None
@@ -169,7 +173,7 @@ class Saver:
             kept = set_aside(self._place.checkpoints)
         except OSError as error:
             raise DiskError(f"{fault}, and cannot be renamed: {error.strerror}") from error
-        return f"{fault}: the checkpoints in it are gone, and the next one is saved anew{kept}"
+        return f"{fault}: its checkpoints are lost; the next one is saved in a new directory{kept}"
 
     def _open_checkpoints(self) -> None:
         if self._opened is None and self._team.is_first and self._place.checkpoints.is_dir():
@@ -205,5 +209,6 @@ def check_space(place: RunDir, config: Config, num_weights: int) -> None:
     if free < needed:
         raise DiskError(
             f"run.dir: {place.path} needs {in_bytes(needed)} more, for {kept} checkpoints of {in_bytes(each)} and "
-            f"the adapter, and the disk has {in_bytes(free)} free. Free some, lower run.keep, or choose another run.dir"
+            f"the adapter, but the disk has {in_bytes(free)} free. Free some space, lower run.keep, or "
+            "choose another run.dir"
         )

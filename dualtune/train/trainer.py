@@ -56,24 +56,26 @@ def fit(job: Job, first_step: int = 0) -> int:
 
 def _take_step(job: Job, step: int) -> int:
     """Let the policy take a step, and check the previous step. Return the number of steps done."""
-    made, team = job.prepared, job.prepared.team
-    max_steps = steps_until_due(made.config.run, step, made.data.order.num_steps)
+    prepared, team = job.prepared, job.prepared.team
+    max_steps = steps_until_due(prepared.config.run, step, prepared.data.order.num_steps)
     try:
-        outcome = made.policy.take(TrainingStep(made, job.engine, step, job.batches, max_steps=max_steps))
+        outcome = prepared.policy.take(TrainingStep(prepared, job.engine, step, job.batches, max_steps=max_steps))
     except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
         job.saver.save(_settle(job, step))
         team.check()
         raise
     faults.reach("step")
     if not 1 <= outcome.num_steps <= max_steps:
-        raise ValueError(f"step policy {made.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}")
+        raise ValueError(
+            f"step policy {prepared.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}"
+        )
     step += outcome.num_steps
     with team.waiting("the gradients of the other processes"):
-        record_before = record(outcome, job.log, step, made.data.order.step(step - 1).epoch)
-    return _judge(job, step, record_before)
+        record_before = record(outcome, job.log, step, prepared.data.order.step(step - 1).epoch)
+    return _pass_to_guards(job, step, record_before)
 
 
-def _judge(job: Job, step: int, record: StepRecord | None) -> int:
+def _pass_to_guards(job: Job, step: int, record: StepRecord | None) -> int:
     """Pass a record to the guards. Return the number of steps done."""
     if record is not None:
         if event := job.guards.on_step(record):
@@ -84,7 +86,7 @@ def _judge(job: Job, step: int, record: StepRecord | None) -> int:
 
 def _settle(job: Job, step: int) -> int:
     """Read and check what the device still holds, so that the state can be saved. Return the number of steps done."""
-    return _judge(job, step, job.log.flush())
+    return _pass_to_guards(job, step, job.log.flush())
 
 
 def _roll_back(job: Job, step: int, spike: int) -> int:
@@ -96,22 +98,22 @@ def _roll_back(job: Job, step: int, spike: int) -> int:
     job.guards.spike_step = None
     saved = job.saver.before_spike(spike)
     if saved is None:
-        job.log.event(Event(spike, "no_rollback", "there is no older checkpoint to return to, so the run goes on"))
+        job.log.event(Event(spike, "no_rollback", "there is no older checkpoint to return to, so the run continues"))
         return step
     job.log.discard()
     restore(job.engine, saved)
     restore_policy(job.prepared.policy, saved)
     job.guards.rolled_back(saved.step, spike, saved.state.get("guards", {}))
-    text = f"back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are left out"
+    text = f"rolled back to the weights after step {saved.step}; steps {saved.step + 1} to {spike} are not repeated"
     job.log.event(Event(spike, "rollback", text, {"to_step": saved.step}))
     return spike
 
 
 def _do_what_is_due(job: Job, step: int) -> int:
     """Save and evaluate if due. Return the number of steps done."""
-    made, saver = job.prepared, job.saver
-    is_last = step == made.data.order.num_steps
-    save_due = made.team.agree(saver.asked()) or is_last or is_due(step, made.config.run.save_every)
+    prepared, saver = job.prepared, job.saver
+    is_last = step == prepared.data.order.num_steps
+    save_due = prepared.team.agree(saver.was_requested()) or is_last or is_due(step, prepared.config.run.save_every)
     if not (save_due or _eval_due(job, step)):
         return step
     step = _settle(job, step)
@@ -127,13 +129,13 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         return
     record, log = job.log.history.evals.get(step), job.log  # the rows are the same in all processes
     if record is not None:
-        job.guards.on_eval(record)  # made before the run was stopped
+        job.guards.on_eval(record)  # from before the run was stopped
         return
     try:
-        made = job.prepared
+        prepared = job.prepared
         record = evaluate(
-            job.engine, made.data.eval, made.data.layout, step,
-            lambda done, total: job.watchers.tell("on_eval_batch", done, total), made.team,
+            job.engine, prepared.data.eval, prepared.data.layout, step,
+            lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,
         )  # fmt: skip
     except Exception:  # on any error, also a stop request: do not lose the steps so far
         job.saver.save(step)
@@ -145,7 +147,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         job.saver.save(step)
     if job.guards.stops_early:
         best = job.guards.state
-        text = f"no better evaluation than {best.best_loss} after step {best.best_step}, {best.evals_since_best} times"
+        text = f"evaluations since the best one (loss {best.best_loss}, step {best.best_step}): {best.evals_since_best}"
         log.event(Event(step, "early_stop", text))
 
 

@@ -368,7 +368,7 @@ def test_plain_weights_that_are_called_quantized_are_refused(load, model):
 
 def test_nan_in_the_base_is_said_to_be_the_base_s(model, make_config, write_rows, qa_rows, open_backend):
     edit(model, lambda t: t["model.norm.weight"].fill(np.nan))
-    with pytest.raises(NonFiniteError, match=r"model\.name: before any training.*hold NaN"):
+    with pytest.raises(NonFiniteError, match=r"model\.name: before training, the loss of the model.*hold NaN"):
         run(make_config(write_rows(qa_rows), {"data.packing": True}, model=model), open_backend("torch"))
 
 

@@ -61,21 +61,21 @@ def test_a_copy_under_a_later_name_does_not_set_the_real_ones_aside(stopped, che
     result = stopped()
     kept = {path.name for path in checkpoints.iterdir()}
     assert kept == {*(f"step-0000000{step}" for step in (2, 4, 6, 8, 9)), "step-00000008.old-1"}
-    said = "it holds the state after step 2, and its name says 8"
+    said = "it holds the state after step 2, but its name says 8"
     assert any(said in message for message in found(result.run_dir))
 
 
 @pytest.mark.parametrize("step", [8, "2", None, 2.0001])
 def test_a_manifest_of_another_step_is_refused(checkpoints, step):
     rewrite(checkpoints / "step-00000002", step=step)
-    with pytest.raises(FormatError, match=r"the state after step 2, and MANIFEST.json says"):
+    with pytest.raises(FormatError, match=r"the state after step 2, but MANIFEST.json says"):
         checkpoint.read(checkpoints / "step-00000002")
 
 
 @pytest.mark.parametrize("key", ["fingerprints", "guards", "place", "schedule"])
 def test_a_checkpoint_without_what_it_is_compared_by_is_refused(checkpoints, key):
     rewrite(checkpoints / "step-00000006", {key: ...})
-    with pytest.raises(FormatError, match="missing, so nothing would be compared with it"):
+    with pytest.raises(FormatError, match="missing, so the run cannot be compared with it"):
         checkpoint.read(checkpoints / "step-00000006")
 
 
@@ -98,7 +98,7 @@ def test_the_fingerprints_that_are_required_are_those_that_are_written(checkpoin
 def test_a_checkpoint_of_a_newer_version_is_not_set_aside(stopped, checkpoints):
     rewrite(checkpoints / "step-00000006", schema_version=99)
     before = sorted(checkpoints.iterdir())
-    with pytest.raises(FormatError, match="was made by a newer dualtune: it has schema version 99"):
+    with pytest.raises(FormatError, match="was written by a newer dualtune: it has schema version 99"):
         stopped()
     assert sorted(checkpoints.iterdir()) == before
 
@@ -149,7 +149,7 @@ def test_a_pipe_or_a_link_in_a_checkpoint_is_a_problem_and_never_read(checkpoint
     file.rename(tmp_path / name)
     if name != "MANIFEST.json":
         file.symlink_to(tmp_path / name)
-        assert checkpoint.problem_of(file.parent) == f"{name} is not a plain file"
+        assert checkpoint.problem_of(file.parent) == f"{name} is not a regular file"
         file.unlink()
     os.mkfifo(file)
     assert "is not a " in checkpoint.problem_of(file.parent)
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_an_absurd_step_is_refused_at_once(stopped, checkpoints)
     far = checkpoints / f"step-{10**9:08d}"
     (checkpoints / "step-00000006").rename(far)
     rewrite(far, {"step": 10**9}, step=10**9)
-    with pytest.raises(ConfigError, match="1000000000 are done, 9 are asked for"):
+    with pytest.raises(ConfigError, match="1000000000 steps are done, 9 are configured"):
         stopped()
     rewrite(far, {"step": 10**11}, step=10**11)
     assert "must be a number of steps" in checkpoint.problem_of(far)

@@ -108,9 +108,9 @@ def test_the_same_command_again_continues_or_says_why_not(dualtune_main, config_
     assert last_eval(tmp_path / "runs" / "a")["step"] == 6
     changed = dualtune_main("train", config, "--set", "adapter.rank=3", *NUMPY)
     assert changed.returncode == 2
-    assert "what is marked as forbidden has changed" in changed.stderr
+    assert "the values marked as forbidden have changed" in changed.stderr
     never = dualtune_main("train", config, "--resume", "never", *NUMPY)
-    assert (never.returncode, "already holds a run, and it is not to be resumed" in never.stderr) == (2, True)
+    assert (never.returncode, "already holds a run, and --resume never does not resume it" in never.stderr) == (2, True)
 
 
 def test_eval_measures_the_base_a_file_and_exact_answers(dualtune_main, config_file, write_rows, qa_rows, tmp_path):

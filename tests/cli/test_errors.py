@@ -106,7 +106,7 @@ def test_an_unknown_platform(config_file, refused):
 def test_a_run_directory_that_is_taken(config_file, refused, tmp_path):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "thesis.txt").write_text("precious")
-    assert "a holds something that is not a run. Choose another" in refused(2, "train", config_file(), *NUMPY)
+    assert "a is not empty and holds no run. Choose another" in refused(2, "train", config_file(), *NUMPY)
     file = config_file({"run.dir": tmp_path / "runs" / "a" / "thesis.txt"})
     assert "thesis.txt is a file" in refused(2, "train", file, *NUMPY)
 
@@ -132,7 +132,7 @@ def test_eval_without_an_adapter_or_with_too_many(config_file, refused):
         ("a.jsonl", '{"q": "a"}\n', "{file}:1: no known format has the keys q. Known: "),
         ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "{file}:2: has no 'text'; its keys are: txt\n1 of 2 rows "),
         ("a.jsonl", json.dumps({"prompt": "x" * 99, "completion": "y"}) + "\n",
-         "{file}: no trainable token: 0 of 1 rows have a target within data.max_length = 64. "),
+         "{file}: no targets: 0 of 1 rows have a target within data.max_length = 64. "),
     ],
 )  # fmt: skip
 def test_unusable_data_is_named_with_its_line(config_file, refused, tmp_path, name, text, message):
@@ -158,7 +158,7 @@ def test_unusable_evaluation_data(config_file, refused, tmp_path):
 def test_evaluation_data_without_a_trainable_token_is_not_passed_over(config_file, refused, write_rows):
     file = write_rows([{"prompt": "x" * 99, "completion": "y"}], "eval.jsonl")
     message = refused(3, "train", config_file({"data.eval": file}), *NUMPY)
-    assert message.startswith(f"{file}: no trainable token: 0 of 1 rows")
+    assert message.startswith(f"{file}: no targets: 0 of 1 rows")
 
 
 def test_conversations_without_a_template(config_file, refused, write_rows):

@@ -56,7 +56,7 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
     assert (found["done"]["model"].endswith("softmax"), found["done"]["learning_rate"]) == (True, 0.01)
     assert found["done"]["date"].startswith("20") and found["done"]["date"].endswith("+00:00")
     assert found["killed"]["checkpoint"] == 2
-    assert found["killed"]["reason"].endswith(" was killed; the same command continues it after step 2")
+    assert found["killed"]["reason"].endswith(" was killed; the same command resumes it after step 2")
     assert "6 steps in a row" in found["failed"]["reason"]
     assert (found["preempted"]["step"], found["preempted"]["checkpoint"]) == (1, 1)
     assert "Stopped by SIGTERM" in found["preempted"]["reason"]
@@ -134,7 +134,7 @@ def test_a_lock_file_of_wrong_types_hides_no_run(made, states, lock):
     found = states()
     assert found["good"]["state"] == "done"
     assert (found["bad"]["state"], found["bad"]["loss"]) == ("failed", 1.5)
-    assert found["bad"]["reason"] == "it has a lock file that cannot be read to tell why"
+    assert found["bad"]["reason"] == "reason unknown: its lock file cannot be read"
 
 
 def test_a_lock_file_of_a_newer_version_is_read(made, states):
@@ -220,7 +220,7 @@ def test_a_directory_without_runs_and_none_at_all(dualtune_main, tmp_path):
     (tmp_path / "empty").mkdir()
     assert dualtune_main("runs", tmp_path / "empty").stdout == f"there is no run in {tmp_path / 'empty'}\n"
     missing = dualtune_main("runs", tmp_path / "nowhere")
-    assert (missing.returncode, "there is no such directory" in missing.stderr) == (2, True)
+    assert (missing.returncode, "this directory does not exist" in missing.stderr) == (2, True)
     foreign = dualtune_main("checkpoints", tmp_path / "empty")
     assert (foreign.returncode, "is not a run directory" in foreign.stderr) == (2, True)
 

@@ -13,7 +13,7 @@ import pytest
 from dualtune.backend import get_backend
 from dualtune.errors import EnvironmentFault
 from dualtune.testing.conformance import CHECKS, PACKING_CHECKS, Case, llama_case, softmax_case
-from dualtune.testing.conformance_state import assert_same_state, spoil, state_of, train
+from dualtune.testing.conformance_state import assert_same_state, forward_backward_with_bad_weight, state_of, train
 
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
 BACKENDS = REQUIRED or ["numpy", "torch", "mlx"]
@@ -70,7 +70,7 @@ def test_either_number_alone_stops_the_step(spoiled, case):
     if spoiled == "loss":
         engine._loss = loss + math.inf
     else:
-        spoil(engine, batch, math.nan, num_targets=batch.num_targets)
+        forward_backward_with_bad_weight(engine, batch, math.nan, num_targets=batch.num_targets)
         engine._loss = loss
     output = engine.optim_step(lr=1e-2, max_grad_norm=1.0)
     finite = [math.isfinite(float(number)) for number in (output.loss, output.grad_norm)]

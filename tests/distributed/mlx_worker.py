@@ -39,7 +39,7 @@ def main(model: Path, out: Path) -> None:
         engine.load_adapter_state(before)
         results[f"{name} share"] = len([batch for batch in share if batch.num_targets])
     long = bytes(range(256)) * 4000
-    assert team.of_first(long if team.is_first else b"") == long
+    assert team.broadcast(long if team.is_first else b"") == long
     np.savez(out / f"{team.size}-{team.rank}.npz", **results)
 
 

@@ -61,7 +61,7 @@ def test_totals_are_the_same_bits_everywhere():
 @pytest.mark.parametrize("size", [0, 1, 5000])
 def test_all_have_the_bytes_of_the_first(size):
     sent = bytes(range(256)) * 20
-    assert in_world(3, lambda team: team.of_first(sent[:size] if team.is_first else b"other")) == [sent[:size]] * 3
+    assert in_world(3, lambda team: team.broadcast(sent[:size] if team.is_first else b"other")) == [sent[:size]] * 3
 
 
 def test_the_first_works_before_the_others():
@@ -109,7 +109,7 @@ def test_a_request_to_stop_reaches_those_that_got_no_signal():
     results = in_world(2, lambda team: team.stop_if(team.rank == 1))
     assert not interrupt.requested()
     assert [type(error) for error in results] == [Preempted, Preempted]
-    assert "another process of the run was asked to" in str(results[0])
+    assert "another process of the run was asked to stop" in str(results[0])
 
 
 def test_alone_nothing_is_exchanged_and_nothing_watched():
@@ -118,7 +118,7 @@ def test_alone_nothing_is_exchanged_and_nothing_watched():
         assert team.agree(True)
         assert not team.agree(False)
         assert team.total(2.5, 1.0) == (2.5, 1.0)
-        assert team.of_first(b"mine") == b"mine"
+        assert team.broadcast(b"mine") == b"mine"
 
 
 def test_a_wait_that_is_too_long_is_ended_and_a_short_one_is_not():
@@ -136,6 +136,6 @@ def test_a_wait_that_is_too_long_is_ended_and_a_short_one_is_not():
     with watchdog.waiting("process 1"):
         assert ended.wait(10)
     assert said == [
-        "waited 0.2 s for process 1: it hangs, or is slower than that. Look at its output. "
+        "waited 0.2 s for process 1: it hangs or needs more time. Check its output. "
         "To wait longer: DUALTUNE_WAIT_S=<seconds>"
     ]

@@ -141,7 +141,7 @@ def test_an_error_in_one_process_ends_both_with_its_reason(job, sharding, where)
 def test_a_signal_to_one_process_stops_both_and_the_run_is_saved(job):
     ended = job.start(2, "run", memory_sharding="full", inject={1: f"enter({FORWARD!r}, 5, send('SIGTERM'))\n"}).wait()
     assert [process.code for process in ended] == [Preempted.exit_code] * 2
-    assert "another process of the run was asked to; saved in" in ended[0].output
+    assert "another process of the run was asked to stop; saved in" in ended[0].output
     saved = len(job.rows("run"))
     assert 0 < saved < 9
     job.run(2, "run")

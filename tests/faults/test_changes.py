@@ -26,7 +26,7 @@ def refused(box) -> list[str]:
 
     before = content()
     title, *lines = box.resume(2).stderr.splitlines()[-20:]
-    while "cannot be continued: what is marked as forbidden has changed." not in title:
+    while "cannot resume: the values marked as forbidden have changed." not in title:
         title, *lines = lines
     assert content() == before
     return [" ".join(line.split()) for line in lines]
@@ -126,7 +126,7 @@ def test_other_data_are_refused(box, how, qa_rows, write_rows):
     before, now = (f"{count} documents, sha256 " for count in counts)
     assert line.startswith(f"{name} {before}") and now in line[len(name) + len(before) :]
     assert line.endswith("forbidden")
-    assert advice == "Restore what was there, or choose another run.dir to start a new run."
+    assert advice == "Restore the previous files, or choose another run.dir to start a new run."
 
 
 @pytest.mark.fault(
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_a_newer_schema_is_refused(old):
     (path / "MANIFEST.json").write_text(json.dumps(manifest | {"schema_version": 99}))
     complaint = old.resume(6).stderr
     assert (
-        f"{path}: was made by a newer dualtune: it has schema version 99, this dualtune reads up to 3. Upgrade it"
+        f"{path}: was written by a newer dualtune: it has schema version 99, this one reads up to 3. Upgrade dualtune"
         in complaint
     )
     assert json.loads((path / "MANIFEST.json").read_text())["schema_version"] == 99

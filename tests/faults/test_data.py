@@ -127,7 +127,7 @@ def test_data_without_a_trainable_token_is_refused(box, write_rows, what):
     too_long = [{"prompt": "x" * 99, "completion": "y"}] * 3
     box.settings |= {"data.eval": 0, "data.train": write_rows(too_long if what == "too long" else unlearned)}
     result = box.train(3)
-    assert "no trainable token: 0 of 3 rows have a target within data.max_length = 64" in result.stderr
+    assert "no targets: 0 of 3 rows have a target within data.max_length = 64" in result.stderr
 
 
 TEMPLATES = {

@@ -75,7 +75,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(box, full, kind):
     newest = box.dir / "checkpoints" / "step-00000002"
     reason = "No space left on device" if kind == "tmpfs" else "File too large"
     assert event["step"] == 4
-    assert reason in event["message"] and event["message"].endswith(f"Older ones: {newest} remains")
+    assert reason in event["message"] and event["message"].endswith(f"The newest one is {newest}")
     assert said.count("save failed") == 1
     assert not box.leftovers
     assert box.adapter == box.straight()
@@ -107,7 +107,7 @@ def test_a_stop_that_cannot_save_says_what_there_is(box, full):
     inject = full("rlimit", 2, 9) + f"enter({box.forward!r}, 14, send('SIGTERM'))"
     box.settings["run.save_every"] = 2
     complaint = box.train(5, inject=inject).stderr
-    assert "topped by SIGTERM, and could not be saved" in complaint
+    assert "topped by SIGTERM, but the state could not be saved" in complaint
     assert f"the newest checkpoint is {box.dir / 'checkpoints' / 'step-00000002'}" in complaint
     box.resume()
     assert box.adapter == box.straight()
@@ -125,7 +125,7 @@ def test_too_little_room_is_found_before_the_first_step(box, small_disk):
         file.write(bytes(960 * 1024))
     complaint = box.train(5).stderr
     assert re.search(
-        rf"run\.dir: {box.dir} needs .* more, for 5 checkpoints of .* and the disk has .* free\.", complaint
+        rf"run\.dir: {box.dir} needs .* more, for 5 checkpoints of .* but the disk has .* free\.", complaint
     )
     assert not list(small_disk.rglob("metrics.jsonl"))
 
@@ -209,7 +209,7 @@ def test_a_directory_that_cannot_be_looked_into_is_said(box):
     row=7,
     fault="a line in metrics.jsonl that is no row of ours",
     injection="a JSON object without a step, appended before the resume",
-    expected="passed over; adapter bitwise equal",
+    expected="ignored; adapter bitwise equal",
 )
 def test_a_foreign_line_in_metrics_does_not_stop_a_resume(box):
     begun(box)
@@ -247,7 +247,7 @@ def begun(box) -> Path:
 def falls_back(box, newest, reason):
     """The run goes on from the checkpoint before, says why, keeps the damaged one, and ends as ever."""
     said = box.resume().stdout
-    assert f"passed over {newest}: {reason}" in said
+    assert f"ignored the checkpoint {newest}: {reason}" in said
     assert f"after step 2, from {newest.with_name('step-00000002')}" in said
     assert newest.with_name("step-00000004.old-1").is_dir()
     assert box.adapter == box.straight()
@@ -271,7 +271,7 @@ def test_a_cut_file_is_named_with_both_sizes(box):
         whole = (newest / name).read_bytes()
         for cut in (0, 7, *range(1024, len(whole), 1024), len(whole) - 1):
             (newest / name).write_bytes(whole[:cut])
-            problem = f"{name} has {cut} bytes, and the manifest says {len(whole)}"
+            problem = f"{name} has {cut} bytes, but the manifest says {len(whole)}"
             assert problem_of(newest) == problem
         if name != "state.json":
             (newest / name).write_bytes(whole)
@@ -294,7 +294,7 @@ def test_a_flipped_bit_is_found_by_its_hash(box):
             damaged = bytearray(whole)
             damaged[place] ^= 1 << place % 8
             (newest / name).write_bytes(damaged)
-            assert problem_of(newest) == f"{name} is damaged: its sha256 is not the manifest's"
+            assert problem_of(newest) == f"{name} is damaged: its sha256 differs from the manifest's"
         (newest / name).write_bytes(whole)
     manifest = (newest / "MANIFEST.json").read_bytes()
     for bit in range(0, 8 * len(manifest), 11):
@@ -305,7 +305,7 @@ def test_a_flipped_bit_is_found_by_its_hash(box):
         assert problem_of(newest) or json.loads(changed)["files"] == json.loads(manifest)["files"]
     (newest / "MANIFEST.json").write_bytes(manifest)
     (newest / "state.json").write_bytes(damaged)
-    falls_back(box, newest, "state.json is damaged: its sha256 is not the manifest's")
+    falls_back(box, newest, "state.json is damaged: its sha256 differs from the manifest's")
 
 
 @pytest.mark.fault(
@@ -365,7 +365,7 @@ def test_empty_and_zeroed_files_are_not_loaded(box, name, zeros):
     size = (newest / name).stat().st_size
     (newest / name).write_bytes(bytes(size) if zeros else b"")
     reasons = {
-        (WEIGHTS[0], False): f"{name} has 0 bytes, and the manifest says {size}",
-        (WEIGHTS[0], True): f"{name} is damaged: its sha256 is not the manifest's",
+        (WEIGHTS[0], False): f"{name} has 0 bytes, but the manifest says {size}",
+        (WEIGHTS[0], True): f"{name} is damaged: its sha256 differs from the manifest's",
     }
     falls_back(box, newest, reasons.get((name, zeros), "MANIFEST.json is not a manifest"))

@@ -31,7 +31,7 @@ def test_a_kill_inside_a_write_leaves_what_was_there_before(box, number, share):
     (leftover,) = box.leftovers
     assert leftover.name.startswith(f".{written[number].name}.tmp-")
     said = box.resume().stdout
-    assert f"removed {leftover}: left half-written by a run that was killed" in said
+    assert f"removed {leftover}: incomplete, left by a run that was killed" in said
     assert ("resumed     " in said) == (number > 0)
     assert number == 0 or f"after step {step_of(written[number - 1])}, from" in said
     assert not box.leftovers
@@ -50,7 +50,7 @@ def test_a_checkpoint_without_its_name_does_not_count(box, number):
     box.train(-9, fault=f"synced:{number}")
     (leftover,) = box.leftovers
     assert box.checkpoints == ["step-00000002", "step-00000003"][: number - 1]
-    assert f"removed {leftover}: left half-written" in box.resume().stdout
+    assert f"removed {leftover}: incomplete, left by a run" in box.resume().stdout
     assert box.adapter == straight
 
 

@@ -174,7 +174,7 @@ def test_a_rollback_leaves_the_window_out_and_is_deterministic(spiking):
     spiking.resume()
     (event,) = spiking.events("rollback")
     assert (event["step"], event["to_step"]) == (SPIKE + 1, 20)
-    assert "steps 21 to 25 are left out" in event["message"]
+    assert "steps 21 to 25 are not repeated" in event["message"]
     state = json.loads((spiking.dir / "checkpoints" / "step-00000030" / "state.json").read_text())
     assert (state["step"], state["optimizer_step"]) == (30, 25)  # 26 to 30 on top of the 20
     losses = dict(spiking.losses())

@@ -42,7 +42,7 @@ def steps_of(run_dir) -> list[int]:
 def rescued(box, said) -> Path:
     """The directory that the message names; the run continues there to the end."""
     new = box.dir.with_name("run-rescued")
-    assert f"is saved in {new}. Continue with: --set run.dir={new}" in said
+    assert f"is saved in {new}. To resume: --set run.dir={new}" in said
     assert steps_of(new) == [1, 2, 3, 4, 5, 6]
     assert (new / "environment.json").is_file() and f"dir: {new}" in (new / "config.yaml").read_text()
     straight = box.straight()
@@ -58,7 +58,7 @@ ELSEWHERE = "everything is saved in a new directory beside it, exit 5 names it; 
 @pytest.mark.fault(row=51, fault="the run directory is deleted", injection=DURING, expected=ELSEWHERE)
 def test_a_run_whose_directory_is_deleted_loses_nothing(box, during):
     result = during(lambda: shutil.rmtree(box.dir), 5)
-    assert f"run.dir: {box.dir} was deleted while the run trained" in result.stderr
+    assert f"run.dir: {box.dir} was deleted during training" in result.stderr
     assert not box.dir.exists()
     rescued(box, result.stderr)
 
@@ -89,7 +89,7 @@ def test_a_run_does_not_write_into_the_directory_of_another(box, during, how):
             box.dir.symlink_to(other)
 
     result = during(replace, 5)
-    assert f"{box.dir} was replaced while the run trained" in result.stderr
+    assert f"{box.dir} was replaced during training" in result.stderr
     files = {path.name: path.read_text() for path in box.dir.rglob("*") if path.is_file()}
     assert files == dict.fromkeys(["metrics.jsonl", "config.yaml", "lock", "lock.claim"], "theirs")
     rescued(box, result.stderr)
@@ -100,7 +100,7 @@ def test_a_run_does_not_write_into_the_directory_of_another(box, during, how):
 )
 def test_a_run_without_its_lock_does_not_share_the_directory(box, during):
     result = during(lambda: (box.dir / "lock").unlink(), 5)
-    assert f"{box.dir / 'lock'} was deleted while the run trained" in result.stderr
+    assert f"{box.dir / 'lock'} was deleted during training" in result.stderr
     rescued(box, result.stderr)
 
 
@@ -118,7 +118,7 @@ def test_a_rescue_that_fails_is_said(box, during):
         (box.home / "deep").write_text("a file")
 
     said = during(replace, 5).stderr
-    assert "while the run trained, and nothing could be saved in" in said and "Not a directory" in said
+    assert "during training, and nothing could be saved in" in said and "Not a directory" in said
 
 
 PUT_BACK = "said in metrics.jsonl and on the screen; written again whole, what was there is kept; adapter bitwise equal"

@@ -227,7 +227,7 @@ def test_the_changes_below_are_what_is_refused(saved):
         ({"config": [1]}, "config: got"),
         ({"config": ...}, "config: missing"),
         ({"config": {"model": "x"}}, "config: model: got 'x', must be an object"),
-        ({"fingerprints": {"data": 1}}, "fingerprints: data: got '1', must be a text"),
+        ({"fingerprints": {"data": 1}}, "fingerprints: data: got '1', must be a string"),
         ({"guards": {"losses": ["x"]}}, "guards: losses: got"),
         ({"guards": {"surprise": 1}}, "guards: surprise: got"),
         ({"guards": {"num_skipped": None}}, "guards: num_skipped: got"),
@@ -249,7 +249,7 @@ def test_a_state_of_the_wrong_types_is_refused_although_its_hash_is_right(saved,
     ],
 )
 def test_moments_of_other_tensors_than_the_adapter_s_are_refused(saved, edit):
-    with pytest.raises(FormatError, match="not of the same tensors"):
+    with pytest.raises(FormatError, match="do not have the same tensors"):
         checkpoint.read(saved(optimizer_v=edit))
 
 

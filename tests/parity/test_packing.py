@@ -137,10 +137,10 @@ def test_the_check_lets_rounding_go_and_nothing_else(softmax):
     check_packing(Faulty(softmax, off_by(5e-5)))
     check_packing(Faulty(softmax, off_by(1e-2), dtype="bfloat16"))
     for fault, dtype, message in (
-        (off_by(5e-4), "float32", r"computes another loss for packed documents \(got 5.5259, alone 5.5254\)"),
+        (off_by(5e-4), "float32", r"computes another loss for packed documents \(packed 5.5259, separate 5.5254\)"),
         (off_by(3e-2), "bfloat16", "computes another loss"),
-        (off_by(np.nan), "float32", "computes another loss for packed documents .got nan"),
-        (stumbles, "float32", r"takes no packed documents \(TypeError: 'PackedRows' object is not subscriptable\)"),
+        (off_by(np.nan), "float32", "computes another loss for packed documents .packed nan"),
+        (stumbles, "float32", r"fails on packed documents \(TypeError: 'PackedRows' object is not subscriptable\)"),
     ):
         with pytest.raises(ConfigError, match=rf"^data.packing: this model \(Leaky\) {message}.*packing: false$"):
             check_packing(Faulty(softmax, fault, dtype=dtype))

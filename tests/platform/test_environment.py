@@ -124,7 +124,7 @@ def test_a_machine_with_everything_passes_for_its_target():
         ({"cuda": "12.9", "built": "13.0"}, "CUDA of torch", "fail", "built for CUDA 13.0"),
         ({"built": "none", "torch": "2.13.0+cpu"}, "CUDA of torch", "fail", "without CUDA"),
         ({"torch": None, "built": None}, "CUDA of torch", "skipped", "not installed"),
-        ({"built": None}, "CUDA of torch", "skipped", "does not tell"),
+        ({"built": None}, "CUDA of torch", "skipped", "does not report it"),
         ({"capability": "7.0", "built": "13.0"}, "CUDA of torch", "fail", "compute capability 7.0"),
         ({"capability": "7.0", "built": "12.6"}, "CUDA of torch", "ok", "12.6"),
         ({"capability": "7.5", "built": "13.0"}, "CUDA of torch", "ok", "13.0"),

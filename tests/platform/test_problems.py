@@ -46,7 +46,7 @@ CASES = [  # machine, the name and level of the only row, words of what is found
     (named("p100"), "compute capability", "fail", "6.0; 7.0 is needed", "--platform cpu"),
     (replace(H100, torch_cuda="none", cuda="12.4"), "torch", "fail", "without CUDA", "whl/cu126"),
     (replace(H100, torch_cuda="none"), "torch", "fail", "without CUDA", "pip install --force-reinstall torch"),
-    (replace(H100, cuda="12.9"), "torch", "fail", "built for CUDA 13.0, and driver", "driver 580 or newer"),
+    (replace(H100, cuda="12.9"), "torch", "fail", "built for CUDA 13.0, but driver", "driver 580 or newer"),
     (replace(named("v100-16"), torch_cuda="13.0"), "torch", "fail", "no code for compute capability 7.0", "cu126"),
     (replace(named("b200"), torch_cuda="12.6", cuda="12.8"), "torch", "fail", "no code for compute capability 10.0",
      "driver 580 or newer"),

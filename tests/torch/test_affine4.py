@@ -188,7 +188,7 @@ def test_every_matrix_of_whole_groups_is_packed(load, tmp_path, tied, quantizati
     assert (head.weight.data_ptr() == embedding.weight.data_ptr()) == tied
     found, weights = engine.description, engine.description.adapted_weights
     assert (found.quantization, found.num_parameters) == (quantization, sum(w.size for w in stored.values()))
-    assert found.quantization_reason == "as configured; 2 linear layers are plain"
+    assert found.quantization_reason == "as configured; 2 linear layers are not quantized"
     is_whole = weights["layers"] - 2  # down_proj of two layers is not
     assert weights["four_bit"] == (is_whole if bits == 4 else 0)
     assert "loss" in found.kernels.partition(";")[0], "the fused loss takes a packed head"
@@ -317,12 +317,12 @@ def without_scales(tensors):
     [
         (drop(f"{PROJECTION}.biases"), f"have no tensor '{PROJECTION}.biases'"),
         (drop("model.norm.weight"), "have no tensor 'model.norm.weight'"),
-        (drop(f"{PROJECTION}.scales"), f"'{PROJECTION}.weight' is uint32 [128, 8], needed is float32 or"),
+        (drop(f"{PROJECTION}.scales"), f"'{PROJECTION}.weight' is uint32 [128, 8], must be float32 or"),
         (without_scales, "is uint32"),
         (put("model.layers.1.mlp.switch_mlp.scales", np.ones((2, 2), np.float32)), "have 1 tensors that transformers'"),
-        (put(f"{PROJECTION}.scales", np.ones((128, 1), np.uint8)), "is uint8 [128, 1], needed is float32 or bfloat16"),
-        (put(f"{PROJECTION}.weight", np.ones((128, 6), np.uint32)), "is uint32 [128, 6], needed is uint32 [128, 8]"),
-        (groups_of_32, "is float32 [128, 2], needed is float32 or bfloat16 or float16 [128, 1]"),
+        (put(f"{PROJECTION}.scales", np.ones((128, 1), np.uint8)), "is uint8 [128, 1], must be float32 or bfloat16"),
+        (put(f"{PROJECTION}.weight", np.ones((128, 6), np.uint32)), "is uint32 [128, 6], must be uint32 [128, 8]"),
+        (groups_of_32, "is float32 [128, 2], must be float32 or bfloat16 or float16 [128, 1]"),
     ],
 )  # fmt: skip
 def test_a_directory_that_does_not_fit_is_refused_by_name(load, tmp_path, change, words):
@@ -364,5 +364,5 @@ def test_a_layer_that_is_more_than_its_matrix_is_refused():
     class Odd(torch.nn.Linear):
         pass
 
-    with pytest.raises(DualtuneError, match=r"transformers' Odd is no plain matrix"):
+    with pytest.raises(DualtuneError, match=r"transformers' Odd is not a plain matrix"):
         affine_model.finished(Odd(64, 64), "affine4", torch.float32)

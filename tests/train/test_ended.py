@@ -55,10 +55,10 @@ def test_a_finished_run_on_torch_refuses_another_dtype_and_other_kernels(refusal
 
 
 def is_refused_by_name(lines, key):
-    assert "has no step left that these values could be applied to: 4 are done" in lines[0]
+    assert "the run is finished, so these values would have no effect: 4 steps are done" in lines[0]
     assert lines[1].split() == ["finished", "now"]
     assert lines[2].split()[0] == key.replace("__", ".") and "no effect" not in lines[2]
-    assert lines[3].startswith("Nothing was changed. Ways on:")
+    assert lines[3].startswith("Nothing was changed. Options:")
 
 
 @numpy
@@ -121,7 +121,7 @@ def test_fewer_steps_than_a_stopped_run_has_made_are_refused(lab, refusal):
     with pytest.raises(Crash):
         lab.run(hooks=[Stop()], **RUN | {"train__steps": 9})
     lines = refusal(train__steps=5)
-    assert "6 are done, 5 are asked for" in lines[0] and lines[2].split() == ["train.steps", "9", "5"]
+    assert "6 steps are done, 5 are configured" in lines[0] and lines[2].split() == ["train.steps", "9", "5"]
     assert lab.run(**RUN | {"train__steps": 6}).num_steps == 6
 
 
@@ -146,17 +146,19 @@ def test_a_run_that_stopped_early_refuses_another_learning_rate(lab, refusal, sa
 
 @numpy
 @pytest.mark.parametrize("base", [RUN, EARLY], ids=["finished", "stopped early"])
-@pytest.mark.parametrize("way", ["a new run with these values", "these values from here on", "the run as it is"])
+@pytest.mark.parametrize(
+    "way", ["start a new run with these values", "continue with these values", "keep the run as it is"]
+)
 def test_each_way_that_is_shown_works(lab, refusal, base, way):
     changed = {"train__weight_decay": 0.5}
     lines = refusal(base, **changed)
     (shown,) = [line for line in lines if way in line]
-    if way == "the run as it is":
+    if way == "keep the run as it is":
         assert lab.run(**base).was_finished
         return
     resume = "never" if "--resume never" in shown else "auto"
     overrides = {key.replace(".", "__"): yaml.safe_load(v) for key, v in re.findall(r"--set (\S+)=(\S+)", shown)}
     again = run(lab.config(**base | changed | overrides), lab.backend, resume=resume)
     assert not again.was_finished
-    assert (again.run_dir == lab.tmp_path / "run") == (way == "these values from here on")
+    assert (again.run_dir == lab.tmp_path / "run") == (way == "continue with these values")
     assert "weight_decay: 0.5" in (again.run_dir / "config.yaml").read_text()

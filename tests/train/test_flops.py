@@ -119,7 +119,7 @@ def test_where_config_does_not_say_whether_the_head_is_tied_the_parameters_do(tm
     [
         ("mixtral", {}, "it is a mixture of experts, of which a token meets a few"),
         ("qwen3_moe", {"moe_intermediate_size": 16}, "it is a mixture of experts, of which a token meets a few"),
-        ("falcon_h1", {"num_key_value_heads": 2, "head_dim": 8}, "are not those of a dense decoder"),
+        ("falcon_h1", {"num_key_value_heads": 2, "head_dim": 8}, "do not match a dense decoder"),
     ],
 )
 def test_a_model_that_the_formula_is_not_for_is_named(tmp_path, kind, changes, reason):

@@ -310,6 +310,6 @@ def test_a_run_none_of_whose_checkpoints_verifies_is_refused_and_left_alone(lab)
     for path in (result.run_dir / "checkpoints").iterdir():
         (path / "state.json").write_text("{}")
     before = sorted(result.run_dir.rglob("*"))
-    with pytest.raises(FormatError, match=r"no checkpoint in .* verifies:\n.*step-00000004: state.json has 2 bytes"):
+    with pytest.raises(FormatError, match=r"no checkpoint in .* can be used:\n.*step-00000004: state.json has 2 bytes"):
         lab.run(train__steps=4, run__save_every=2)
     assert sorted(result.run_dir.rglob("*")) == before

@@ -122,7 +122,7 @@ def test_a_path_without_a_checkpoint_is_refused(lab, given):
 
 def test_never_wants_a_new_directory(lab):
     lab.run("new", resume="never", train__steps=2)
-    with pytest.raises(ConfigError, match="already holds a run, and it is not to be resumed"):
+    with pytest.raises(ConfigError, match="already holds a run, and --resume never does not resume it"):
         lab.run("new", resume="never", train__steps=2)
 
 

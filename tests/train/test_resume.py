@@ -122,7 +122,7 @@ def test_resume_with_another_config_is_refused_with_a_table(lab, stopped):
     with pytest.raises(ConfigError) as caught:
         lab.run(**RUN | changes)
     title, *rows, advice = str(caught.value).splitlines()
-    assert title.endswith("step-00000002 cannot be continued: what is marked as forbidden has changed.")
+    assert title.endswith("step-00000002: cannot resume: the values marked as forbidden have changed.")
     assert [row.split() for row in rows] == [
         ["checkpoint", "now"],
         ["adapter.rank", "2", "3", "forbidden"],
@@ -238,7 +238,7 @@ DAMAGES = [
     (damage_lose, "state.json cannot be read: No such file"),
     (damage_manifest, "MANIFEST.json is not a manifest"),
     (damage_no_manifest, "MANIFEST.json is missing"),
-    (damage_by_a_foreign_file, "MANIFEST.json lists '/dev/zero', which a checkpoint does not have"),
+    (damage_by_a_foreign_file, "MANIFEST.json lists '/dev/zero', which does not belong to a checkpoint"),
 ]
 
 
@@ -259,8 +259,8 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said(lab, stopped, weights_o
     assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
     events = [json.loads(line) for line in (resumed.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["message"] for row in events if row.get("event") == "found"] == [
-        f"passed over {checkpoints / 'step-00000004'}: {problem}",
-        f"set aside {checkpoints / 'step-00000004.old-1'}: not a part of this run any more",
+        f"ignored the checkpoint {checkpoints / 'step-00000004'}: {problem}",
+        f"renamed to {checkpoints / 'step-00000004.old-1'}: no longer part of this run",
     ]
 
 

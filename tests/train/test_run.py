@@ -217,7 +217,7 @@ def test_a_directory_of_something_else_is_refused_and_left_alone(lab):
     directory = lab.tmp_path / "run"
     directory.mkdir()
     (directory / "thesis.txt").write_text("precious")
-    with pytest.raises(ConfigError, match=r"holds something that is not a run\. Choose another with --set run\.dir"):
+    with pytest.raises(ConfigError, match=r"is not empty and holds no run\. Choose another with --set run\.dir"):
         lab.run()
     assert [path.name for path in directory.iterdir()] == ["thesis.txt"]
 
@@ -261,7 +261,7 @@ def test_init_from_refuses_what_contradicts_the_adapter(lab):
     rank, alpha, *_, advice = str(caught.value).splitlines()
     assert rank == "adapter.rank: got 8, but the adapter in adapter.init_from has 2"
     assert alpha.startswith("adapter.alpha: got 9.0, but the adapter in adapter.init_from has 4")
-    assert advice == "Leave them out, or set them to the adapter's own."
+    assert advice == "Remove these keys, or set them to the adapter's values."
     assert not (lab.tmp_path / "second").exists()
 
 

@@ -292,7 +292,7 @@ def test_the_state_travels_in_a_bundle(train, tmp_path):
 
 def test_the_state_of_another_policy_is_refused(train):
     train(toys.Remembering, train__steps=4)
-    with pytest.raises(ConfigError, match="saved by the step policy 'remembering', and this run has 'ordinary'"):
+    with pytest.raises(ConfigError, match="saved by the step policy 'remembering', but this run has 'ordinary'"):
         train(Ordinary, train__steps=9)
 
 

@@ -137,5 +137,5 @@ def update(decoder: Decoder, ask: Ask, kept: MemoryPart) -> MemoryPart:
     n = num_trained(decoder, ask)
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
     alive = always + for_slot * len(OPTIMIZERS[ask.optimizer].slots)
-    formula = f"update of {n:,} weights × {alive:g} × {MASTER_BYTES} B, less the activations, which are gone by then"
+    formula = f"update of {n:,} weights × {alive:g} × {MASTER_BYTES} B, minus the activations, which are freed by then"
     return MemoryPart("workspace", int(alive * MASTER_BYTES * n) - kept.bytes, formula)

@@ -66,19 +66,19 @@ class Attention:
 
 def install(model: nn.Module, attention: Attention) -> int:
     """Make a model use `attention`, by changing the classes of its modules. Returns how many were changed."""
-    made: dict[type[nn.Module], type[nn.Module]] = {}
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
     changed = 0
     for module in model.modules():
         kind = type(module)
         call = kind.__call__
         if not isinstance(call, FunctionType) or NAME not in call.__code__.co_names or NAME not in call.__globals__:
             continue
-        if kind not in made:
+        if kind not in classes:
             names = call.__globals__ | {NAME: attention.replaces(call.__globals__[NAME])}
             copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
             copy.__kwdefaults__ = call.__kwdefaults__
-            made[kind] = cast(type[nn.Module], type(kind.__name__, (kind,), {"__call__": copy}))
-        module.__class__ = made[kind]
+            classes[kind] = cast(type[nn.Module], type(kind.__name__, (kind,), {"__call__": copy}))
+        module.__class__ = classes[kind]
         changed += 1
     return changed
 

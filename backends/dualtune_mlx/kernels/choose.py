@@ -46,7 +46,7 @@ def choose(model: nn.Module, kernels: str) -> Kernels:
         chosen.used.append("attention")
     else:
         chosen.attention = None
-        chosen.plain.append("attention plain: this model does not call mlx-lm's")
+        chosen.plain.append("attention plain: this model does not call mlx-lm's function")
     reason = compiled.why_not() if kernels == "fused" else compiled.why_not_worth_it()
     if reason is None:
         chosen.compiles = True
@@ -55,7 +55,7 @@ def choose(model: nn.Module, kernels: str) -> Kernels:
         chosen.plain.append(f"nothing is compiled: {reason}")
     if kernels == "fused" and chosen.plain:
         raise ConfigError(
-            f"model.kernels: got fused, but for this model ({type(model).__module__}) not everything can be: "
-            f"{'; '.join(chosen.plain)}. Set auto to use what can"
+            f"model.kernels: got fused, but not all fast kernels work for this model ({type(model).__module__}): "
+            f"{'; '.join(chosen.plain)}. Set auto to use those that work"
         )
     return chosen

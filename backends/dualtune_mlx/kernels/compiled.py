@@ -44,7 +44,7 @@ class Compiled:
 def why_not() -> str | None:
     """Return why nothing can be compiled here, or None. On a CPU, MLX calls the C++ compiler at run time."""
     if mx.default_device().type == mx.DeviceType.cpu and shutil.which("g++") is None:
-        return "MLX needs g++ for that on a CPU, and there is none"
+        return "MLX needs g++ to compile on a CPU, and it is not installed"
     return None
 
 

@@ -66,7 +66,7 @@ def split(model: nn.Module) -> tuple[Callable[..., mx.array], Head] | str:
     """
     body: Any = getattr(model, "model", None)
     if not isinstance(body, nn.Module):
-        return "this model has no body apart from its head"
+        return "this model has no body separate from its head"
     embedding = getattr(body, "embed_tokens", getattr(body, "wte", None))
     for layer in (getattr(model, "lm_head", None), embedding):
         if not isinstance(layer, (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)):
@@ -101,12 +101,12 @@ def target_loss(
 
     def chunks(hidden_NH: mx.array) -> tuple[mx.array, ...]:
         """Return the loss and, if needed, its gradient [N, H] without the loss weights."""
-        made: list[tuple[mx.array, ...]] = []
+        done: list[tuple[mx.array, ...]] = []
         for rows in _chunk_rows(labels_N, head, chunk_elements):
-            losses_n1, slopes_nV = _chunk(_after(made, hidden_NH[rows]), labels_N[rows], head)
+            losses_n1, slopes_nV = _chunk(_after(done, hidden_NH[rows]), labels_N[rows], head)
             loss = (losses_n1 if weights_N is None else losses_n1 * weights_N[rows, None]).sum()
-            made.append((loss, head.back(slopes_nV)) if slopes else (loss,))
-        losses, *slopes_NH = zip(*made, strict=True)
+            done.append((loss, head.back(slopes_nV)) if slopes else (loss,))
+        losses, *slopes_NH = zip(*done, strict=True)
         return mx.stack([*losses]).sum(), *(mx.concatenate([*parts]) for parts in slopes_NH)
 
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
@@ -128,10 +128,10 @@ def target_logprobs(
 ) -> mx.array:
     """log p(label) of the targets, float32 [N], by the same products as the loss."""
     rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
-    made: list[tuple[mx.array, ...]] = []
+    done: list[tuple[mx.array, ...]] = []
     for rows in _chunk_rows(labels_N, head, chunk_elements):
-        made.append((_chunk(_after(made, rows_NH[rows]), labels_N[rows], head)[0],))
-    return -mx.concatenate([losses_n1.squeeze(-1) for (losses_n1,) in made])
+        done.append((_chunk(_after(done, rows_NH[rows]), labels_N[rows], head)[0],))
+    return -mx.concatenate([losses_n1.squeeze(-1) for (losses_n1,) in done])
 
 
 def _chunk_rows(labels_N: mx.array, head: Head, chunk_elements: int | None) -> Iterator[slice]:
@@ -141,9 +141,9 @@ def _chunk_rows(labels_N: mx.array, head: Head, chunk_elements: int | None) -> I
     return (slice(i, i + num_rows) for i in range(0, labels_N.size, num_rows))
 
 
-def _after(made: Sequence[tuple[mx.array, ...]], rows_nH: mx.array) -> mx.array:
+def _after(done: Sequence[tuple[mx.array, ...]], rows_nH: mx.array) -> mx.array:
     """Make these rows depend on the chunk before: MLX evaluates in any order, and would hold all logits at once."""
-    return mx.depends([rows_nH], list(made[-1]))[0] if made else rows_nH
+    return mx.depends([rows_nH], list(done[-1]))[0] if done else rows_nH
 
 
 def _chunk(hidden_nH: mx.array, labels_n: mx.array, head: Head) -> tuple[mx.array, mx.array]:

@@ -42,7 +42,7 @@ def _torch_for(machine: Machine) -> str:
 
 
 def _no_torch(machine: Machine) -> str | None:
-    return "torch is not installed, which drives NVIDIA GPUs" if machine.gpus and not _torch(machine) else None
+    return "torch is not installed, and NVIDIA GPUs need it" if machine.gpus and not _torch(machine) else None
 
 
 def _cpu_torch(machine: Machine) -> str | None:
@@ -56,7 +56,9 @@ def _torch_too_new(machine: Machine) -> str | None:
     built = _built(machine)
     if not built or machine.cuda is None or built[0] <= version(machine.cuda)[0]:
         return None
-    return f"torch is built for CUDA {machine.torch_cuda}, and driver {machine.driver} knows {machine.cuda} and older"
+    return (
+        f"torch is built for CUDA {machine.torch_cuda}, but driver {machine.driver} supports {machine.cuda} and older"
+    )
 
 
 def _no_code(machine: Machine) -> str | None:
@@ -96,20 +98,20 @@ def _build_check(machine: Machine, torch: str | None) -> Check:
     """Check that the driver supports torch's CUDA version, and that torch has code for the GPU."""
     name, built = "CUDA of torch", machine.torch_cuda
     if torch is None or built is None:
-        return Check(name, "skipped", "torch is not installed" if torch is None else f"torch {torch} does not tell")
-    fine = Check(name, "ok", f"{built}, which the driver's {machine.cuda} runs")
+        return Check(
+            name, "skipped", "torch is not installed" if torch is None else f"torch {torch} does not report it"
+        )
+    fine = Check(name, "ok", f"{built}, supported by the driver's {machine.cuda}")
     return row_or_problem(fine, "torch", problems(machine))
 
 
 def _attention_check(gpu: Gpu, torch: str | None) -> Check:
     """FlashAttention is torch's own; the package flash-attn is never used."""
     name = "flash attention"
-    without = (
-        "Without it, rows get a mask that is written out: the same losses, but long rows take more time and memory"
-    )
+    without = "Without it, attention uses a dense mask: the same losses, but long rows need more time and memory"
     if gpu.capability < BFLOAT16_CAPABILITY:
         return Check(name, "advice", f"optional; needs compute capability 8.0. {without}")
     if torch is None or not at_least(torch, RAGGED_TORCH):
         upgrade = f"pip install --upgrade 'torch>={RAGGED_TORCH}'"
         return Check(name, "advice", f"optional; comes with torch {RAGGED_TORCH}. {without}", upgrade)
-    return Check(name, "ok", "torch's own; the package flash-attn is not needed and not used")
+    return Check(name, "ok", "part of torch; the package flash-attn is not used")

@@ -27,14 +27,14 @@ NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
 EVERYTHING = 1 << 30  # the window of a model without one
 # Arguments of an attention function that make no difference to this one.
-WITHOUT_BEARING = {
+IRRELEVANT_OPTIONS = {
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict",
     "logits_to_keep",
 }  # fmt: skip
 
 
 class NotCovered(Exception):
-    """A model asks for a kind of attention that is not implemented here."""
+    """A model needs a kind of attention that is not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class DocumentBorders:
     cu_seqlens: Tensor | None  # on a GPU: the borders in the flattened rows, int32; padding counts as documents
     longest: int
     maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
-    windows: set[int | None] = field(default_factory=set)  # filled by `attend`: what the model asked for
+    windows: set[int | None] = field(default_factory=set)  # filled by `attend`: the windows that the model uses
 
     @classmethod
     def of(cls, segments_BT: np.ndarray, device: torch.device, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
@@ -83,12 +83,12 @@ def attend(
 
     Raises NotCovered for any other argument that would change the result.
     """
-    asked = {name: value is not None for name, value in options.items() if name not in WITHOUT_BEARING}
-    asked |= {"a mask": attention_mask is not None, "dropout": dropout > 0}
-    asked["no causality"] = not getattr(module, "is_causal", True)
-    if documents is None or any(asked.values()):
-        what = ", ".join(name for name, is_asked in asked.items() if is_asked) or "a cache"
-        raise NotCovered(f"{type(module).__name__} asks for more than causal attention ({what})")
+    needed = {name: value is not None for name, value in options.items() if name not in IRRELEVANT_OPTIONS}
+    needed |= {"a mask": attention_mask is not None, "dropout": dropout > 0}
+    needed["no causality"] = not getattr(module, "is_causal", True)
+    if documents is None or any(needed.values()):
+        what = ", ".join(name for name, is_needed in needed.items() if is_needed) or "a cache"
+        raise NotCovered(f"{type(module).__name__} needs more than causal attention ({what})")
     documents.windows.add(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if documents.cu_seqlens is not None and query.dtype != torch.float32 and softcap is None:

@@ -50,7 +50,7 @@ def compile_mlps(model: nn.Module, maybe_compile: Compile) -> bool:
 
         group = getattr(self.down_proj, "group", None)  # of LoRA layers; gate and up are kept anyway
         if group is not None:
-            group.remake = lambda: inner(gate.detach(), up.detach())
+            group.recompute = lambda: inner(gate.detach(), up.detach())
         return self.down_proj(inner(gate, up))
 
     mlps = [module for module in model.modules() if _names_in(module) == {*MLP}]

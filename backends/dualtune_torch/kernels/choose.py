@@ -28,20 +28,15 @@ from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_param
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 LENGTHS = (5, 3, 6)  # tokens of the documents of the test, all in one row
 HIGHEST_TOKEN = 100
-TROUBLE = (
+TRIAL_ERRORS = (
     NotCovered,
     TypeError,
     AttributeError,
     ValueError,
     LookupError,
     RuntimeError,
-)  # of a model with different code
+)  # raised by a model with different code
 BLOCKS = {"norms": blocks.compile_norms, "mlp": blocks.compile_mlps, "rotary": blocks.compile_rotary}
-
-
-def plainly(function: Any) -> Any:
-    """Return the function unchanged, in place of `compiled.compile_function`."""
-    return function
 
 
 @dataclass
@@ -53,7 +48,7 @@ class Kernels:
     head: FrozenLinear | None = None  # the output head, if it is computed together with the loss…
     cap: float | None = None  # …and the soft cap of its logits
     groups: bool = False  # of LoRA layers
-    maybe_compile: Callable[[Any], Any] = plainly
+    maybe_compile: Callable[[Any], Any] = lambda function: function  # or `compiled.compile_function`
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why
 
@@ -75,7 +70,7 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
         chosen.plain.append(f"nothing is compiled ({reason})")
     else:
         chosen.maybe_compile = compiled.compile_function
-    expected = _alone(model)
+    expected = _separate(model)
     chosen.groups = True
     chosen.used.append("lora")
     _try_attention(model, chosen, expected)
@@ -85,8 +80,8 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
             _try_block(model, chosen, expected, name, install)
     if kernels == "fused" and chosen.plain:
         raise ConfigError(
-            f"model.kernels: got fused, but for this model ({type(model).__name__}) not everything can be: "
-            f"{'; '.join(chosen.plain)}. Set auto to use what can"
+            f"model.kernels: got fused, but not all fast kernels work for this model ({type(model).__name__}): "
+            f"{'; '.join(chosen.plain)}. Set auto to use those that work"
         )
     return chosen
 
@@ -109,14 +104,14 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) ->
     chosen.attention = True
     try:
         if not model._supports_attention_backend:
-            raise NotCovered("does not go through transformers' attention interface")
+            raise NotCovered("does not use transformers' attention interface")
         model.set_attn_implementation(attention.NAME)
         _compare(model, _packed(model, where), expected)
         if not where.windows:
-            raise NotCovered("transformers' attention interface was not asked")
+            raise NotCovered("did not call transformers' attention interface")
         if _has_window(model) and where.windows == {None}:
-            raise NotCovered("has a sliding window that only its own masks know")
-    except TROUBLE as error:
+            raise NotCovered("has a sliding window that exists only in its own masks")
+    except TRIAL_ERRORS as error:
         model.set_attn_implementation(cast(str, chosen.own_attention))
         chosen.attention = False
         chosen.plain.append(f"attention plain: {_first_line(error)}")
@@ -128,11 +123,11 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None
     head = model.get_output_embeddings()
     try:
         if head is None or class_of(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
-            raise NotCovered("the output head is adapted, or no plain linear layer")
+            raise NotCovered("the output head is adapted, or not a plain linear layer")
         hidden_BTD = _packed(model.base_model, _documents(model, chosen.maybe_compile) if chosen.attention else None)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         _compare(model, attention.capped(head(hidden_BTD), cap), expected)
-    except TROUBLE as error:
+    except TRIAL_ERRORS as error:
         chosen.plain.append(f"loss plain: {_first_line(error)}")
     else:
         chosen.head, chosen.cap = head, cap
@@ -145,9 +140,9 @@ def _try_block(
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     try:
         if not install(model, chosen.maybe_compile):
-            raise NotCovered("of no known form")
+            raise NotCovered("of unknown form")
         _compare(model, _packed(model, _documents(model, chosen.maybe_compile) if chosen.attention else None), expected)
-    except TROUBLE as error:
+    except TRIAL_ERRORS as error:
         for module, forward in before.items():
             module.__dict__.pop("forward", None)
             if forward is not None:
@@ -160,7 +155,7 @@ def _try_block(
 # --- the trial --------------------------------------------------------------------------------------------------------
 
 
-def _alone(model: PreTrainedModel) -> Tensor:
+def _separate(model: PreTrainedModel) -> Tensor:
     """Return the logits of each test document in a separate row, by the model's own code: [1, T, V]."""
     parts = _tokens(model).split(LENGTHS, dim=1)
     with torch.no_grad():
@@ -181,7 +176,7 @@ def _packed(model: nn.Module, where: DocumentBorders | None) -> Tensor:
 def _compare(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> None:
     gap = float((logits.detach().float() - expected.float()).abs().max() / expected.float().abs().max())
     if not gap <= ROUNDING[compute_dtype(model)]:  # also true for NaN
-        raise NotCovered(f"computes something else (logits differ by {gap:.1e} of the largest)")
+        raise NotCovered(f"computes different logits (by {gap:.1e} of the largest)")
 
 
 def _tokens(model: nn.Module) -> Tensor:

@@ -7,8 +7,8 @@ For every layer i of a group, with x the input and x' the input after dropout:
 
 The backward pass takes 4Mr(I+O) operations, because u is kept and v is computed once; autograd of the plain code takes
 as many, and two more passes over y. Only x' and u are kept: W is frozen, so x itself is not needed. If x can be
-recomputed from what other layers keep (`LoRAGroup.remake`), only u is kept. Gradients are added to the adapter's buffer
-in float32, and nothing is computed below the lowest adapter.
+recomputed from what other layers keep (`LoRAGroup.recompute`), only u is kept. Gradients are added to the adapter's
+buffer in float32, and nothing is computed below the lowest adapter.
 
 Hu et al., LoRA, arXiv 2106.09685. Shapes: M tokens, I input features, O output features, r rank, S ranks of the group.
 """
@@ -43,7 +43,7 @@ class LoRAGroup:
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
         self.maybe_compile = maybe_compile
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
-        self.remake: Callable[[], Tensor] | None = None
+        self.recompute: Callable[[], Tensor] | None = None
         self._input: Tensor | None = None
         self._outputs: dict[LoRALinear, Tensor] = {}
         for layer in self.layers:
@@ -76,10 +76,10 @@ def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(len(matrix) for matrix in neighbours), first.shape[1]), first.stride())
 
 
-def add_undropped(
+def add_after_dropout(
     dx_MI: Tensor, dlora_MI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowest: int, factor: float
 ) -> Tensor:
-    """Add the gradient through the dropout to dx."""
+    """Return dx plus the gradient that passes through the dropout."""
     return dx_MI + dropped(dlora_MI, seeds_M, keys_I, lowest, factor)
 
 
@@ -97,8 +97,8 @@ class _GroupedLoRA(torch.autograd.Function):
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
             outputs.append(y_MO.view(*x_BTI.shape[:-1], -1))
-        ctx.group, ctx.remake, group.remake = group, group.remake, None
-        ctx.save_for_backward(kept_MI if ctx.remake is None else None, u_MS, seeds_M)
+        ctx.group, ctx.recompute, group.recompute = group, group.recompute, None
+        ctx.save_for_backward(kept_MI if ctx.recompute is None else None, u_MS, seeds_M)
         return tuple(outputs)
 
     @staticmethod
@@ -107,7 +107,7 @@ class _GroupedLoRA(torch.autograd.Function):
         group: LoRAGroup = ctx.group
         first, r = group.layers[0], group.B_Or[0].shape[1]
         if kept_MI is None:
-            x_BTI = ctx.remake()
+            x_BTI = ctx.recompute()
             kept_MI = _after_dropout(x_BTI.reshape(-1, x_BTI.shape[-1]), group, seeds_M)
         v_MS = torch.empty_like(u_MS)
         dx_MI = None
@@ -130,7 +130,7 @@ class _GroupedLoRA(torch.autograd.Function):
         if seeds_M is None:
             dx_MI.addmm_(v_MS, group.A_SI)
         else:
-            dx_MI = group.maybe_compile(add_undropped)(
+            dx_MI = group.maybe_compile(add_after_dropout)(
                 dx_MI, v_MS @ group.A_SI, seeds_M, first.keys_I, *drop_rule(first.dropout)
             )
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None

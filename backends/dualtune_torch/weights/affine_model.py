@@ -45,15 +45,15 @@ class TensorReader:
         if name not in self._files:
             raise EnvironmentFault(
                 f"model.name: the weights in {self.model_dir} have no tensor '{name}', which transformers' model "
-                "needs: the directory is incomplete, or mlx-lm calls its tensors otherwise. Load it with --platform "
-                "mlx, or use the plain model"
+                "needs: the directory is incomplete, or mlx-lm has other names for its tensors. Load it with "
+                "--platform mlx, or use the plain model"
             )
         tensor = self._files[name].get_tensor(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise EnvironmentFault(
                 f"model.name: {self.model_dir}: '{name}' is {str(tensor.dtype).removeprefix('torch.')} "
-                f"{list(tensor.shape)}, needed is {allowed} {list(shape)} (packed: 4 or 8 bits in groups of "
+                f"{list(tensor.shape)}, must be {allowed} {list(shape)} (packed: 4 or 8 bits in groups of "
                 f"{GROUP_SIZE}). Load it with --platform mlx, or use the plain model"
             )
         self._unread.discard(name)
@@ -62,9 +62,9 @@ class TensorReader:
     def shape(self, name: str) -> tuple[int, ...] | None:
         return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None
 
-    def check_all_read(self, needless: set[str]) -> None:
+    def check_all_read(self, unused: set[str]) -> None:
         """Raise EnvironmentFault if a tensor was not read: the model would not be the stored one."""
-        left = sorted(name for name in self._unread - needless if not name.endswith(IGNORED))
+        left = sorted(name for name in self._unread - unused if not name.endswith(IGNORED))
         if left:
             raise EnvironmentFault(
                 f"model.name: the weights in {self.model_dir} have {len(left)} tensors that transformers' model does "
@@ -84,7 +84,7 @@ def load(
 ) -> None:
     """Load the weights of a directory into an empty model. With `quantization`, plain weights are quantized."""
 
-    def made(path: str, module: nn.Module) -> nn.Module:
+    def replacement(path: str, module: nn.Module) -> nn.Module:
         if f"{path}.scales" in weights:
             return _packed(weights, path, module, dtype, device)
         for name, parameter in _own(module).items():  # in the stored precision
@@ -92,19 +92,19 @@ def load(
         return finished(module, quantization, dtype)
 
     with open_weights(stored) as weights:
-        replace_modules(model, made)
-        weights.check_all_read(needless={*model.all_tied_weights_keys})
+        replace_modules(model, replacement)
+        weights.check_all_read(unused={*model.all_tied_weights_keys})
 
 
-def replace_modules(model: PreTrainedModel, made: Callable[[str, nn.Module], nn.Module]) -> None:
-    """Replace each module that directly holds weights by the result of `made`, one by one; then tie tied weights."""
+def replace_modules(model: PreTrainedModel, replacement: Callable[[str, nn.Module], nn.Module]) -> None:
+    """Replace each module that directly holds weights by its `replacement`, one by one; then tie tied weights."""
     tied = model.all_tied_weights_keys
     for path in [path for path, _ in model.named_modules()]:  # not the modules: a list would keep all of them alive
         module = model.get_submodule(path)
         if any(f"{path}.{name}" not in tied for name in _own(module)):
-            stands_there = made(path, module)
-            if stands_there is not module:
-                model.set_submodule(path, stands_there)
+            new = replacement(path, module)
+            if new is not module:
+                model.set_submodule(path, new)
     for target, source in tied.items():
         path, layer = target.removesuffix(".weight"), model.get_submodule(source.removesuffix(".weight"))
         if isinstance(layer, AffineLayer):
@@ -155,8 +155,8 @@ def in_place_of(module: nn.Module, packed: Packed) -> AffineLayer:
     if kind.__name__.endswith("ScaledWordEmbedding") and isinstance(factor, Tensor):  # Gemma's: rows times a number
         return AffineEmbedding(packed, factor)
     raise ConfigError(
-        f"model.quantization: transformers' {kind.__name__} is no plain matrix, and the backend 'torch' has no "
-        "quantized form of it. Use model.quantization: none or nf4, or --platform mlx"
+        f"model.quantization: transformers' {kind.__name__} is not a plain matrix, and the backend 'torch' "
+        "cannot quantize it. Use model.quantization: none or nf4, or --platform mlx"
     )
 
 
@@ -164,9 +164,9 @@ def check_family(model_dir: Path, family: str) -> None:
     """Raise ConfigError for a model family that mlx-lm may quantize differently."""
     if family not in FAMILIES:
         raise ConfigError(
-            f"model.quantization: which layers of a {family} model mlx-lm quantizes, and how, the backend 'torch' does "
-            f"not know; it knows {', '.join(FAMILIES)}. Make the bytes with mlx-lm, which runs on Linux too: "
-            f"mlx_lm.convert --hf-path {model_dir} -q, and train on that directory; or use model.quantization: nf4"
+            f"model.quantization: the backend 'torch' does not know which layers of a {family} model mlx-lm quantizes; "
+            f"it knows {', '.join(FAMILIES)}. Quantize with mlx-lm, which runs on Linux too: "
+            f"mlx_lm.convert --hf-path {model_dir} -q, and train on its output; or use model.quantization: nf4"
         )
 
 

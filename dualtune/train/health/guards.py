@@ -65,8 +65,8 @@ class Guards:
         if self.state.nonfinite_in_a_row > self._config.nonfinite_limit:
             raise NonFiniteError(
                 f"{self.state.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
-                f"guards.nonfinite_limit is {self._config.nonfinite_limit}. None of them reached the weights. "
-                "Look at the samples named above, lower train.learning_rate, or use model.dtype: float32"
+                f"guards.nonfinite_limit is {self._config.nonfinite_limit}. None of them changed the weights. "
+                "Check the data rows listed above, lower train.learning_rate, or use model.dtype: float32"
             )
 
     def on_eval(self, record: EvalRecord) -> bool:
@@ -101,7 +101,7 @@ class Guards:
             record.step,
             "skipped_step",
             f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}: skipped, the weights are "
-            f"unchanged. Its samples: {_list(rows)}",
+            f"unchanged. Its data rows: {_list(rows)}",
             {"rows": rows},
         )
 
@@ -112,7 +112,10 @@ class Guards:
         was_in_spike, state.in_spike = state.in_spike, score > config.spike_threshold
         if not state.in_spike or was_in_spike or config.on_spike == "ignore":
             return None
-        text = f"step {record.step}: loss {record.loss:.4f} is {score:.1f} robust standard deviations above the last"
+        text = (
+            f"step {record.step}: loss {record.loss:.4f} is {score:.1f} robust standard deviations above the median "
+            "of recent steps"
+        )
         details: dict[str, Any] = {"score": score, "rows": self._sources(record.step)}
         if config.on_spike == "rollback":
             self.spike_step = record.step

@@ -19,9 +19,9 @@ import numpy as np
 MIN_STEPS = 20  # with fewer, warm-up and decay of the learning rate are most of the run
 WINDOWS = 10
 SURE = 5.0  # standard errors; of a million runs that learn nothing, about one gets another verdict
-NOTHING = 0.01  # of the loss: a smaller change is ignored
-WORSE = 0.03  # of the best evaluation: a later loss this much higher means overfitting
-BLOWN_UP = 0.1  # of the lowest loss: a rise this large is more than noise
+NEGLIGIBLE = 0.01  # of the loss: a smaller change is ignored
+OVERFIT_RISE = 0.03  # of the best evaluation: a later loss this much higher means overfitting
+DIVERGED_RISE = 0.1  # of the lowest loss: a rise this large is more than noise
 LATE_SHARE = 0.15  # of the whole fall, in the last third; a straight line has 0.33, a converged run 0
 MIN_EVALS = 6  # to separate the noise of evaluations from their trend
 
@@ -131,7 +131,7 @@ def _noise(differences: np.ndarray) -> float:
 
 
 def _diverged(train: _Train, evals: _Evals) -> RunVerdict | None:
-    advice = "Lower train.learning_rate; the adapter is not worth using"
+    advice = "Lower train.learning_rate and train again; do not use this adapter"
     if train.num_lost and 2 * train.num_lost > max(1, train.num_steps // 5):
         return RunVerdict("diverged", f"{train.num_lost} of the last steps had a loss that is not finite", advice)
     if evals.known and not math.isfinite(evals.end):
@@ -140,12 +140,12 @@ def _diverged(train: _Train, evals: _Evals) -> RunVerdict | None:
         return None
     low = min(train.windows)
     rise = train.end - low
-    is_sure = rise > (SURE + 2) * train.error and rise > BLOWN_UP * abs(low) and 2 * rise > train.start - low
-    is_sure |= train.end - train.first > max(SURE * train.noise, BLOWN_UP * abs(train.first))
+    is_sure = rise > (SURE + 2) * train.error and rise > DIVERGED_RISE * abs(low) and 2 * rise > train.start - low
+    is_sure |= train.end - train.first > max(SURE * train.noise, DIVERGED_RISE * abs(train.first))
     if evals.known:
-        risen = evals.end > (1 + BLOWN_UP) * evals.start
-        is_sure |= risen and not train.has_fallen(train.start, NOTHING)
-        is_sure |= risen and train.end > (1 + BLOWN_UP) * train.first  # both curves are above those of the base model
+        risen = evals.end > (1 + DIVERGED_RISE) * evals.start
+        is_sure |= risen and not train.has_fallen(train.start, NEGLIGIBLE)
+        is_sure |= risen and train.end > (1 + DIVERGED_RISE) * train.first  # both curves are above the base model
     if train.num_steps < MIN_STEPS:  # too few to know the noise
         is_sure = train.end > 2 * abs(train.start) or (evals.known and evals.end > 1.5 * abs(evals.start))
     return RunVerdict("diverged", _both(train, evals), advice) if is_sure else None
@@ -163,25 +163,26 @@ def _overfitting(train: _Train, evals: _Evals) -> RunVerdict | None:
     if not evals.known:
         return None
     rise = evals.end - evals.best
-    has_turned = rise > max(WORSE * abs(evals.best), 2 * evals.jitter)  # the jitter is overestimated if the curve bends
+    # The jitter is overestimated if the curve bends.
+    has_turned = rise > max(OVERFIT_RISE * abs(evals.best), 2 * evals.jitter)
     if has_turned and train.end < train.at(evals.best_step):
         because = f"{_both(train, evals)}; the best evaluation was {evals.best:.4f} after step {evals.best_step}"
-        return RunVerdict("overfitting", because, "Take fewer epochs or more data, or set guards.restore_best: true")
-    if evals.start - evals.best < NOTHING * abs(evals.start) and train.has_fallen(train.start, BLOWN_UP):
-        advice = "Take more data, or data.eval of the same kind as data.train"
-        return RunVerdict("overfitting", f"{_both(train, evals)}: only the training data are learned", advice)
+        return RunVerdict("overfitting", because, "Train fewer epochs, use more data, or set guards.restore_best: true")
+    if evals.start - evals.best < NEGLIGIBLE * abs(evals.start) and train.has_fallen(train.start, DIVERGED_RISE):
+        advice = "Use more data, or a data.eval of the same kind as data.train"
+        return RunVerdict("overfitting", f"{_both(train, evals)}: only the training loss has fallen", advice)
     return None
 
 
 def _flat(train: _Train, evals: _Evals) -> RunVerdict | None:
     if evals.known:
-        is_flat = evals.start - evals.end <= NOTHING * abs(evals.start)
+        is_flat = evals.start - evals.end <= NEGLIGIBLE * abs(evals.start)
     else:
-        is_flat = not train.has_fallen(train.start, NOTHING)
+        is_flat = not train.has_fallen(train.start, NEGLIGIBLE)
     if not is_flat:
         return None
     noise = "" if evals.known else f", within the noise of {SURE * math.sqrt(2) * train.error:.2g}"
-    advice = "Raise train.learning_rate or train.steps, and look at the data with dualtune preview"
+    advice = "Raise train.learning_rate or train.steps, and check the data with dualtune preview"
     return RunVerdict("flat", f"{_both(train, evals)}{noise}", advice)
 
 
@@ -192,13 +193,13 @@ def _still_falling(train: _Train, evals: _Evals) -> RunVerdict | None:
     else:
         fall, end, error = train.start - train.end, train.end, math.sqrt(2) * train.error
         late = train.at(2 / 3 * train.num_steps) - train.end
-    if late > LATE_SHARE * fall and late > NOTHING * abs(end) and late > SURE * error:
-        because = f"{_both(train, evals)}, {late / fall:.0%} of it in the last third"
+    if late > LATE_SHARE * fall and late > NEGLIGIBLE * abs(end) and late > SURE * error:
+        because = f"{_both(train, evals)}, {late / fall:.0%} of the fall in the last third"
         return RunVerdict("still falling", because, "More train.steps or train.epochs should lower it further")
     return None
 
 
 def _both(train: _Train, evals: _Evals) -> str:
     """Return both curves in numbers."""
-    said = f"training loss {train.start:.4f} -> {train.end:.4f}"
-    return f"{said}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else said
+    text = f"training loss {train.start:.4f} -> {train.end:.4f}"
+    return f"{text}, evaluation loss {evals.start:.4f} -> {evals.end:.4f}" if evals.known else text

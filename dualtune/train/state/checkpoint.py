@@ -155,7 +155,7 @@ def set_aside(directory: Path, after: int) -> list[Path]:
             try:
                 moved.append(path.rename(directory / f"{path.name}.old-{number}"))
             except OSError as error:
-                raise DiskError(f"{path}: cannot be set aside: {error.strerror}") from error
+                raise DiskError(f"{path}: cannot be renamed: {error.strerror}") from error
     return moved
 
 
@@ -167,9 +167,9 @@ def read(path: Path) -> Checkpoint:
     policy = read_safetensors(path / POLICY) if POLICY in manifest["files"] else {}
     shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
     if any(shapes[0] != other for other in shapes):
-        raise FormatError(f"{path}: the adapter and the state of its optimizer are not of the same tensors")
+        raise FormatError(f"{path}: the adapter and the optimizer state do not have the same tensors")
     if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
-        raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed since")
+        raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed afterwards")
     return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state, policy)
 
 
@@ -178,7 +178,7 @@ def restore(engine: Engine, saved: Checkpoint) -> None:
     try:
         check_state(engine.adapter_state(), saved.adapter, f"{saved.path}: adapter.safetensors")
     except ValueError as error:
-        raise FormatError(f"{error}. It was not saved by this run, or changed since") from None
+        raise FormatError(f"{error}. It is from another run, or was changed afterwards") from None
     engine.load_adapter_state(saved.adapter)
     engine.load_optimizer_state(saved.optimizer)
 
@@ -197,11 +197,11 @@ def files_of(saved: Checkpoint) -> list[str]:
 def _check_step(path: Path, manifest: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raise FormatError unless name, manifest and state have the same step: a copy may have another step's name."""
     named = _NAME.fullmatch(path.name)  # a copy in another directory may have any name
-    said = {"its name": int(named[1]) if named else state["step"], MANIFEST: manifest.get("step")}
-    for what, step in said.items():
+    steps = {"its name": int(named[1]) if named else state["step"], MANIFEST: manifest.get("step")}
+    for what, step in steps.items():
         if step != state["step"]:
             shown = fields.shown(fields.text_of(step))
-            raise FormatError(f"{path}: it holds the state after step {state['step']}, and {what} says {shown}")
+            raise FormatError(f"{path}: it holds the state after step {state['step']}, but {what} says {shown}")
 
 
 def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
     found = {*state, *(f"fingerprints: {name}" for name in fields.subtable(state, "fingerprints", path))}
     needed = {"place", "schedule", "guards", "fingerprints", *(f"fingerprints: {name}" for name in FINGERPRINTS)}
     if missing := sorted(needed - found):
-        raise FormatError(f"{path / 'state.json'}: {missing[0]}: missing, so nothing would be compared with it")
+        raise FormatError(f"{path / 'state.json'}: {missing[0]}: missing, so the run cannot be compared with it")
 
 
 def _read_state(path: Path) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise fields.wrong(file, "config: train.optimizer", name, "a name")
     for key, value in fields.subtable(state, "fingerprints", file).items():
         if not isinstance(value, str):
-            raise fields.wrong(f"{file}: fingerprints", key, value, "a text")
+            raise fields.wrong(f"{file}: fingerprints", key, value, "a string")
     for key in ("place", "schedule", "guards"):
         fields.subtable(state, key, file)
     if policy := fields.subtable(state, "policy", file):
@@ -241,13 +241,13 @@ def _check_guards(guards: Mapping[str, Any], where: str) -> None:
     for key in guards:
         value: Any = guards[key]
         if key == "losses":
-            is_right = _are_numbers(value)
+            is_valid = _are_numbers(value)
         elif key == "in_spike":
-            is_right = isinstance(value, bool)
+            is_valid = isinstance(value, bool)
         else:  # a step, a count or a loss; null if there is none yet
-            is_right = key in known and (_is_number(value) or (value is None and known[key] is None))
-        if not is_right:
-            raise fields.wrong(where, key, value, "what the guards of a run remember")
+            is_valid = key in known and (_is_number(value) or (value is None and known[key] is None))
+        if not is_valid:
+            raise fields.wrong(where, key, value, "a value of the state of the guards")
 
 
 def _are_numbers(values: Any) -> bool:
@@ -289,8 +289,8 @@ def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, An
     name = optimizer_of(state)
     if name not in OPTIMIZERS:
         raise NewerCheckpoint(
-            f"{path}: was made by a newer dualtune: its optimizer is {fields.shown(name)!r}, this dualtune has "
-            f"{', '.join(OPTIMIZERS)}. Upgrade it"
+            f"{path}: was written by a newer dualtune: its optimizer is {fields.shown(name)!r}, this one has "
+            f"{', '.join(OPTIMIZERS)}. Upgrade dualtune"
         )
     try:
         _check_listed({*manifest["files"]}, FILES | {slot_file(slot) for slot in OPTIMIZERS[name].slots})
@@ -304,19 +304,19 @@ def _check_listed(listed: Collection[str], needed: Collection[str]) -> None:
         raise FormatError(f"{MANIFEST} does not list {', '.join(sorted(missing))}")
     if foreign := {*listed} - {*needed} - {POLICY}:
         names = ", ".join(repr(fields.shown(name)) for name in sorted(foreign)[:8])
-        raise FormatError(f"{MANIFEST} lists {names}, which a checkpoint does not have")
+        raise FormatError(f"{MANIFEST} lists {names}, which does not belong to a checkpoint")
 
 
 def _verify(path: Path) -> dict[str, Any]:
     """Return the manifest, after verifying the files that it lists. FormatError names the problem."""
     if path.is_symlink():
-        raise FormatError("is a symbolic link, and a checkpoint is a directory. Copy what it leads to")
+        raise FormatError("is a symbolic link, but a checkpoint is a directory. Copy the directory that it points to")
     manifest = _read_manifest(path)
     version, files = manifest["schema_version"], manifest["files"]
     if version > SCHEMA_VERSION:
         raise NewerCheckpoint(
-            f"was made by a newer dualtune: it has schema version {version}, this dualtune reads up to "
-            f"{SCHEMA_VERSION}. Upgrade it"
+            f"was written by a newer dualtune: it has schema version {version}, this one reads up to "
+            f"{SCHEMA_VERSION}. Upgrade dualtune"
         )
     _check_listed({*files}, FILES | {name for name in files if _SLOT_FILE.fullmatch(name)})
     for name in files:
@@ -347,15 +347,15 @@ def _problem_of_file(file: Path, entry: Mapping[str, Any]) -> str | None:
     try:
         found = file.lstat()
         if not stat.S_ISREG(found.st_mode):  # a link may lead to a foreign file; a pipe never ends
-            return f"{file.name} is not a plain file"
+            return f"{file.name} is not a regular file"
         if found.st_size != entry.get("bytes"):
-            said = fields.shown(fields.text_of(entry.get("bytes")))
-            return f"{file.name} has {found.st_size} bytes, and the manifest says {said}"
+            listed = fields.shown(fields.text_of(entry.get("bytes")))
+            return f"{file.name} has {found.st_size} bytes, but the manifest says {listed}"
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"
-    return None if digest == entry.get("sha256") else f"{file.name} is damaged: its sha256 is not the manifest's"
+    return None if digest == entry.get("sha256") else f"{file.name} is damaged: its sha256 differs from the manifest's"
 
 
 def _directories(directory: Path) -> list[tuple[Path, int]]:

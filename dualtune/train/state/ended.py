@@ -46,24 +46,24 @@ def check_end(saved: Checkpoint, config: Config, order: Order) -> list[Change]:
         rows = [(c.what, c.before, c.now, "" if c in refused else "no effect") for c in changes]
         table = in_columns([("", "finished", "now", ""), *rows])
         raise ConfigError(
-            f"{saved.path}: the run has no step left that these values could be applied to: {saved.step} are done, "
-            f"{order.num_steps} are asked for.\n{table}\nNothing was changed. Ways on:\n"
-            + in_columns([(f"  {what}", way) for what, way in _ways(saved, config, order)])
+            f"{saved.path}: the run is finished, so these values would have no effect: {saved.step} steps are done, "
+            f"{order.num_steps} are configured.\n{table}\nNothing was changed. Options:\n"
+            + in_columns([(f"  {aim}", option) for aim, option in _options(saved, config, order)])
         )
     return changes
 
 
-def _ways(saved: Checkpoint, config: Config, order: Order) -> list[tuple[str, str]]:
-    """Return what to do next, with the options for it."""
+def _options(saved: Checkpoint, config: Config, order: Order) -> list[tuple[str, str]]:
+    """Return what the user may want, each with what to change for it."""
     stops_early = _stops_early(saved, config)
     more = ["guards.early_stopping=null"] if stops_early else []
     if not stops_early or order.num_steps <= saved.step:
         more.append(f"train.steps={2 * saved.step}")
     new = shlex.quote(f"run.dir={free_name(path_of(config))}")
     return [
-        ("a new run with these values:", f"--resume never --set {new}"),
-        ("these values from here on:", f"{' '.join(f'--set {setting}' for setting in more)}  (or more)"),
-        ("the run as it is:", "leave these changes out"),
+        ("start a new run with these values:", f"--resume never --set {new}"),
+        ("continue with these values:", f"{' '.join(f'--set {setting}' for setting in more)}  (or more)"),
+        ("keep the run as it is:", "remove these changes"),
     ]
 
 

@@ -59,14 +59,16 @@ class CheckpointSummary:
 def list_runs(directory: Path) -> list[RunSummary]:
     """Return every run directory at or below a directory, by name; an unreadable one with the reason."""
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: there is no such directory. Give the one that holds your run directories")
+        raise ConfigError(
+            f"{directory}: this directory does not exist. Give the one that contains your run directories"
+        )
     return [_summary(path) if problem is None else _unreadable(path, problem) for path, problem in _find(directory)]
 
 
 def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
     """Return every checkpoint of a run directory, verified, newest first."""
     if not is_run_dir(run_dir):
-        raise ConfigError(f"{run_dir}: is not a run directory. `dualtune runs` lists those below a directory")
+        raise ConfigError(f"{run_dir}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
     found = checkpoint.entries(run_dir / CHECKPOINTS)
     evals = History(read_rows(run_dir / METRICS)).evals
     judged = [e.step for e in found if e.step in evals and math.isfinite(evals[e.step].eval_loss)]
@@ -100,7 +102,7 @@ def _unreadable(path: Path, problem: str) -> RunSummary:
 
 
 def _read_summary(path: Path) -> RunSummary:
-    rows, is_whole = _rows(path / METRICS)
+    rows, is_complete = _rows(path / METRICS)
     history = History(rows)
     steps = checkpoint.steps(path / CHECKPOINTS)
     newest = steps[0] if steps else None
@@ -121,7 +123,7 @@ def _read_summary(path: Path) -> RunSummary:
         model=model,
         learning_rate=rate,
         date=_date(path, note),
-        seconds=_seconds(rows) if is_whole else None,
+        seconds=_seconds(rows) if is_complete else None,
         checkpoint=newest,
     )
 
@@ -130,13 +132,13 @@ def _state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | 
     if is_held:
         return "running", f"process {note.pid} on {note.host}" if note else ""
     if note is None:
-        what = "no lock file" if not (path / LOCK_FILE).exists() else "a lock file that cannot be read"
-        return ("done", "") if (path / ADAPTER).exists() else ("failed", f"it has {what} to tell why")
+        problem = "it has no lock file" if not (path / LOCK_FILE).exists() else "its lock file cannot be read"
+        return ("done", "") if (path / ADAPTER).exists() else ("failed", f"reason unknown: {problem}")
     if note.state == "running":
-        way = "starts it again" if newest is None else f"continues it after step {newest}"
-        return "killed", f"process {note.pid} on {note.host} was killed; the same command {way}"
+        effect = "starts it again" if newest is None else f"resumes it after step {newest}"
+        return "killed", f"process {note.pid} on {note.host} was killed; the same command {effect}"
     if note.state not in ("done", "preempted", "failed"):
-        return "failed", f"its lock file speaks of an unknown state, {note.state!r}"
+        return "failed", f"its lock file has an unknown state, {note.state!r}"
     return note.state, note.reason
 
 

@@ -72,7 +72,7 @@ class Lock:
         """Release the lock, and record how the run ended."""
         self._let_go(replace(LockRecord.of_this_process(), state=state, reason=reason))
 
-    def give_back(self, state: str, reason: str) -> None:
+    def release_unused(self, state: str, reason: str) -> None:
         """Release the lock of a run that did not begin, and restore the previous note if there was one."""
         self._let_go(self._before or replace(LockRecord.of_this_process(), state=state, reason=reason))
 
@@ -124,7 +124,7 @@ class Lock:
         with contextlib.suppress(OSError):  # the exit code reports the outcome too
             if note is not None:
                 self._write(note)
-            if _is_at(self._file, self._path):  # the claim beside another lock file belongs to another run
+            if _is_at(self._file, self._path):  # the claim next to another lock file belongs to another run
                 self._claim.unlink(missing_ok=True)
         os.close(self._file)
 
@@ -216,7 +216,7 @@ def _refusal(path: Path, note: LockRecord | None) -> str:
     holder = f"process {note.pid} on {note.host}, since {note.started}" if note else "another process"
     return (
         f"run.dir: {path.parent} is in use by {holder}. Wait for it, stop it, or choose another run.dir. "
-        f"(If that process is gone for good, remove {path}.)"
+        f"(If that process no longer exists, remove {path}.)"
     )
 
 

@@ -37,7 +37,7 @@ class History:
         self.step: int | None = None  # of the last step row
         self.losses = array("d")  # of the step rows
         self.verdict: str | None = None  # the word, if no step has followed
-        self.evals: dict[int, EvalRecord] = {}  # by step, in the order in which they were made
+        self.evals: dict[int, EvalRecord] = {}  # by step, in order of time
         for row in rows:
             self.note(row)
 
@@ -151,7 +151,7 @@ class Metrics:
                 file.write(data)
                 offset += len(data)
 
-    def put_back(self) -> str | None:
+    def restore_file(self) -> str | None:
         """Write the file again if it was deleted or replaced, and continue in it. Return what was found and done."""
         if (fault := fault_of(self._path, self._file)) is None:
             return None
@@ -163,13 +163,13 @@ class Metrics:
             raise DiskError(f"{fault}, and cannot be written again: {error.strerror}") from error
         os.close(self._file)
         self._file = file
-        return f"{fault}; it is written again with all its rows{kept}"
+        return f"{fault}; it was written again with all rows{kept}"
 
     def write_rest(self) -> None:
         """Try a last time to write the rows that a full disk has refused."""
         if self._unwritten and self._try_to_write() is not None:
             num_rows = self._unwritten.count(b"\n")
-            message = f"metrics.jsonl could not be written to the end: {num_rows} rows are lost"
+            message = f"metrics.jsonl could not be written completely: {num_rows} rows are lost"
             self._watchers.tell("on_event", Event(self._step, "metrics_lost", message))
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Metrics:
         problem = self._try_to_write()
         was_failing, self._is_failing = self._is_failing, problem is not None
         if self._is_failing and not was_failing:
-            message = f"metrics.jsonl cannot be written ({problem}). Training goes on; its rows are kept in memory"
+            message = f"metrics.jsonl cannot be written ({problem}). Training continues; the rows are kept in memory"
             self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
 
     def _try_to_write(self) -> str | None:

@@ -93,7 +93,7 @@ def check_config(saved: Checkpoint, config: Config) -> list[Change]:
     """Return the recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
     # A key that the checkpoint's config lacks is newer than the checkpoint: there is nothing to compare.
     changes = [c for c in differences(saved, config) if c.rule != "free" and c.before != UNKNOWN]
-    return _judge(saved, changes, "Restore these values, or choose another run.dir to start a new run.")
+    return _refuse_forbidden(saved, changes, "Restore these values, or choose another run.dir to start a new run.")
 
 
 def differences(saved: Checkpoint, config: Config) -> list[Change]:
@@ -118,7 +118,7 @@ def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
     """Raise ConfigError with a table unless base model, tokenizer and data equal those of the checkpoint."""
     before: dict[str, str] = saved.state.get("fingerprints", {})  # schema version 1 had none
     changes = [Change(k, before[k], now[k], "forbidden") for k in now if k in before and before[k] != now[k]]
-    _judge(saved, changes, "Restore what was there, or choose another run.dir to start a new run.")
+    _refuse_forbidden(saved, changes, "Restore the previous files, or choose another run.dir to start a new run.")
 
 
 def check_place(saved: Checkpoint, place: Mapping[str, Any]) -> None:
@@ -126,8 +126,8 @@ def check_place(saved: Checkpoint, place: Mapping[str, Any]) -> None:
     before = saved.state.get("place", {}).get("next_documents")
     if before is not None and before != place["next_documents"]:
         raise ConfigError(
-            f"{saved.path}: the next step would take other documents ({place['next_documents']}) than the checkpoint "
-            f"says ({before}): the weight of a source has changed, or NumPy orders them otherwise here. Restore the "
+            f"{saved.path}: the next step would use other documents ({place['next_documents']}) than the checkpoint "
+            f"says ({before}): the weight of a source has changed, or this NumPy shuffles differently. Restore the "
             "weights, or use the NumPy version in environment.json"
         )
 
@@ -136,10 +136,10 @@ def table(changes: Sequence[Change]) -> str:
     return in_columns([("", "checkpoint", "now", ""), *changes])
 
 
-def _judge(saved: Checkpoint, changes: list[Change], advice: str) -> list[Change]:
+def _refuse_forbidden(saved: Checkpoint, changes: list[Change], advice: str) -> list[Change]:
     if any(change.rule == "forbidden" for change in changes):
         raise ConfigError(
-            f"{saved.path} cannot be continued: what is marked as forbidden has changed.\n{table(changes)}\n{advice}"
+            f"{saved.path}: cannot resume: the values marked as forbidden have changed.\n{table(changes)}\n{advice}"
         )
     return changes
 

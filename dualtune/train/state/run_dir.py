@@ -72,7 +72,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
     path = path_of(config)
     try:
         check_usable(path, resume)
-        made = [directory for directory in (path, *path.parents) if not directory.exists()]
+        created = [directory for directory in (path, *path.parents) if not directory.exists()]
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
@@ -81,7 +81,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
     def abandon() -> bool:
         """Leave the directory as it was, for a run that has not begun."""
         if lock is not None and not place.has_begun:
-            _leave(lock, place, made, "preempted", "stopped before it began")
+            _leave(lock, place, created, "preempted", "stopped before it began")
         return not place.has_begun
 
     with interrupt.handled(abandon=abandon):
@@ -100,16 +100,16 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
         finally:
             if place.opened:
                 place.opened.close()
-            _leave(lock, place, made, state, reason)
+            _leave(lock, place, created, state, reason)
 
 
-def _leave(lock: Lock, place: RunDir, made: list[Path], state: str, reason: str) -> None:
+def _leave(lock: Lock, place: RunDir, created: list[Path], state: str, reason: str) -> None:
     if place.has_begun:
         lock.release(state, reason)
     elif _is_unused(place.path):
-        _remove(lock, made)  # a run that failed before it wrote anything leaves nothing behind
+        _remove(lock, created)  # a run that failed before it wrote anything leaves nothing behind
     else:
-        lock.give_back(state, reason)
+        lock.release_unused(state, reason)
 
 
 def path_of(config: Config) -> Path:
@@ -127,10 +127,11 @@ def check_usable(path: Path, resume: str) -> None:
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not is_run_dir(path):
-        raise ConfigError(f"run.dir: {path} holds something that is not a run. Choose another with --set run.dir=…")
+        raise ConfigError(f"run.dir: {path} is not empty and holds no run. Choose another with --set run.dir=…")
     if resume == "never":
         raise ConfigError(
-            f"run.dir: {path} already holds a run, and it is not to be resumed. Choose another with --set run.dir=…"
+            f"run.dir: {path} already holds a run, and --resume never does not resume it. "
+            "Choose another with --set run.dir=…"
         )
 
 
@@ -155,10 +156,10 @@ def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     if found is None and problems:
         listed = "\n".join(problems[:5])
         raise FormatError(
-            f"no checkpoint in {directory} verifies:\n{listed}\nNothing was changed. Choose another run.dir to start "
-            "over, or remove the directory."
+            f"no checkpoint in {directory} can be used:\n{listed}\nNothing was changed. Choose another run.dir to "
+            "start over, or remove the directory."
         )
-    return found, [f"passed over {problem}" for problem in problems]
+    return found, [f"ignored the checkpoint {problem}" for problem in problems]
 
 
 def _is_unused(path: Path) -> bool:
@@ -168,16 +169,16 @@ def _is_unused(path: Path) -> bool:
         return False
 
 
-def _remove(lock: Lock, made: list[Path]) -> None:
+def _remove(lock: Lock, created: list[Path]) -> None:
     """Remove the lock and the directories that were created for it."""
     with contextlib.suppress(OSError):  # another process may have begun there
         lock.remove()
-        for directory in made:
+        for directory in created:
             directory.rmdir()
 
 
 def _open(place: RunDir, resume: str) -> None:
     removed = remove_leftovers(place.path) + remove_leftovers(place.checkpoints)
-    notes = [f"removed {found}: left half-written by a run that was killed" for found in removed]
+    notes = [f"removed {found}: incomplete, left by a run that was killed" for found in removed]
     place.saved, problems = find_saved(place.path, resume)
     place.notes = notes + problems

@@ -28,12 +28,12 @@ def open_together(config: Config, resume: str, team: Team) -> Generator[RunDir]:
             with open_run(config, resume) as place:
                 rows = place.path / METRICS
                 shared(team, place.saved)
-                team.of_first(rows.read_bytes() if rows.is_file() else b"")
+                team.broadcast(rows.read_bytes() if rows.is_file() else b"")
                 yield place
         else:
             with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch, interrupt.handled():
                 place = RunDir(Path(scratch), shared(team, None))
-                (place.path / METRICS).write_bytes(team.of_first())
+                (place.path / METRICS).write_bytes(team.broadcast())
                 yield place
 
 
@@ -42,8 +42,8 @@ def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:
     if team.size == 1 or not team.agree(saved is not None):
         return saved
     listed = json.dumps(checkpoint.files_of(saved) if saved else []).encode()
-    names: list[str] = json.loads(team.of_first(listed))
-    files = {name: team.of_first((saved.path / name).read_bytes() if saved else b"") for name in names}
+    names: list[str] = json.loads(team.broadcast(listed))
+    files = {name: team.broadcast((saved.path / name).read_bytes() if saved else b"") for name in names}
     if team.is_first:
         return saved
     with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch:
