@@ -53,10 +53,10 @@ def kept_storages(engine: Any, batch: Batch) -> Storages:
         kept.update(storages([tensor]))
         return tensor
 
-    engine._noise.dropout_seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32))
+    engine._dropout_seeds.seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = engine._loss_sum(batch)
-    engine._noise.dropout_seeds_BT = None
+    engine._dropout_seeds.seeds_BT = None
     assert loss.requires_grad
     return kept
 

@@ -117,9 +117,9 @@ class Card:
 
     def kind_for(self, platform: str, present: Collection[str]) -> str | None:
         """Return the kind of device for a value of --platform on a machine with these kinds; None if unknown."""
-        asked = platform.partition(":")[0]
-        if asked in {device.kind for device in self.devices}:
-            return asked
+        kind = platform.partition(":")[0]
+        if kind in {device.kind for device in self.devices}:
+            return kind
         return next((device.kind for device in self.devices if device.kind in present), None)
 
     def platform_for(self, kind: str) -> str:

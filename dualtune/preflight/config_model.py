@@ -98,7 +98,7 @@ def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, 
         return None, failure("tokenizer", error)
     size = tokenizer.vocabulary_size
     if size is not None and (largest := tokenizer.largest_id) >= size:
-        found = f"ids up to {largest}, but the model has embeddings for {size} tokens; data with larger ids are refused"
+        found = f"ids up to {largest}, but the model has embeddings for {size} tokens; data with other ids are refused"
         return tokenizer, Check("tokenizer", "advice", found, "Use the tokenizer.json and the weights of one model")
     if tokenizer.warning:
         return tokenizer, Check("tokenizer", "advice", tokenizer.warning)

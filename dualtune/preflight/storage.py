@@ -52,11 +52,11 @@ def _writable(name: str, path: Path, other: str) -> Check:
 def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
     """Check that there is room for downloads and for the checkpoints of a run; together if on one disk."""
     models = hub_cache()
-    asked = {"disk for models": (models, download_gb), "disk for runs": (run_dir, RUN_GB)}
+    needs = {"disk for models": (models, download_gb), "disk for runs": (run_dir, RUN_GB)}
     if _disk(models) == _disk(run_dir):
-        asked = {"disk": (models, max(download_gb, RUN_GB))}
+        needs = {"disk": (models, max(download_gb, RUN_GB))}
     rows: list[Check] = []
-    for name, (path, need_gb) in asked.items():
+    for name, (path, need_gb) in needs.items():
         free = shutil.disk_usage(existing(path)).free
         text = f"{free / GB:.0f} GB free at {path}, {need_gb} GB needed"
         enough = free >= need_gb * GB

@@ -15,12 +15,12 @@ ENTRY_POINTS = (
     "[dualtune.backends]\noutsider = outsider.engine:backend\n\n[dualtune.cards]\noutsider = outsider.card:CARD\n"
 )
 CARD = """
-from dualtune.card import Card, Device, Memory, Package
-from dualtune.memory.ask import Part
+from dualtune.card import Card, Device, MemoryFormulas, Package
+from dualtune.memory.ask import MemoryPart
 
 
 def parts(decoder, ask):
-    return (Part("weights", 8 * decoder.num_parameters, "everything in float64"),)
+    return (MemoryPart("weights", 8 * decoder.num_parameters, "everything in float64"),)
 
 
 CARD = Card(
@@ -30,7 +30,7 @@ CARD = Card(
     platforms=("outsider",),
     honoured={"model.init": ("pretrained",), "data.packing": (False, True)},
     package=Package(distribution="dualtune-outsider", recorded=("dualtune-outsider",), detected=("dualtune-outsider",)),
-    memory=Memory(parts),
+    memory=MemoryFormulas(parts),
 )
 """
 # Runs several commands in one process: JSON of [code, stdout, stderr] of each.

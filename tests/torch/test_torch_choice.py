@@ -194,7 +194,7 @@ def kept_bytes(engine):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    engine._noise.dropout_seeds_BT = torch.from_numpy(PACKED.dropout_seeds_BT.view(np.int32))
+    engine._dropout_seeds.seeds_BT = torch.from_numpy(PACKED.dropout_seeds_BT.view(np.int32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         loss = engine._loss_sum(PACKED)
     weights = {w.untyped_storage().data_ptr() for w in engine.model.state_dict().values()}
