@@ -43,7 +43,7 @@ class Honours(Protocol):
 def check_capabilities(backend: Honours, config: Config) -> None:
     """Raise a ConfigError that names every key with a value that this backend does not honour: none is ignored."""
     problems = [_refusal(backend, key, get_value(config, key)) for key in BACKEND_KEYS]
-    problems += [_too_early(key, get_value(config, key)) for key in NOT_YET]
+    problems += [_not_supported(key, get_value(config, key)) for key in NOT_YET]
     if problems := [problem for problem in problems if problem]:
         raise ConfigError("\n".join(problems))
 
@@ -62,10 +62,10 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     return f"{key}: got {_show(value)}, the backend '{backend.name}' honours: {values}"
 
 
-def _too_early(key: str, value: Any) -> str | None:
+def _not_supported(key: str, value: Any) -> str | None:
     if value in NOT_YET[key]:
         return None
-    return f"{key}: got {_show(value)}, and nothing honours that yet; allowed: {', '.join(map(_show, NOT_YET[key]))}"
+    return f"{key}: got {_show(value)}, which is not supported yet; allowed: {', '.join(map(_show, NOT_YET[key]))}"
 
 
 def _default(key: str) -> Any:

@@ -117,9 +117,9 @@ class Card:
 
     def kind_for(self, platform: str, present: Collection[str]) -> str | None:
         """Return the kind of device for a value of --platform on a machine with these kinds; None if unknown."""
-        asked = platform.partition(":")[0]
-        if asked in {device.kind for device in self.devices}:
-            return asked
+        kind = platform.partition(":")[0]
+        if kind in {device.kind for device in self.devices}:
+            return kind
         return next((device.kind for device in self.devices if device.kind in present), None)
 
     def platform_for(self, kind: str) -> str:
@@ -148,8 +148,8 @@ def _loaded(point: EntryPoint) -> Card:
         return point.load()
     except (ImportError, AttributeError) as error:
         raise EnvironmentFault(
-            f"The card of the backend '{point.name}' ({point.value}) cannot be read: {error}. Install the package of "
-            "this backend again, or remove it"
+            f"The card of the backend '{point.name}' ({point.value}) cannot be read: {error}. Reinstall the "
+            "package of this backend, or remove it"
         ) from error
 
 
@@ -175,7 +175,7 @@ def driver_of(kind: str) -> Card:
     """Return the card of the backend for a kind of device. ConfigError if none is registered."""
     found = next((card for card in automatic_cards() if card.device(kind)), None)
     if found is None:
-        raise ConfigError(f"device: got '{kind}', and no backend that is registered computes on it")
+        raise ConfigError(f"device: got '{kind}', but no registered backend computes on it")
     return found
 
 
@@ -191,4 +191,4 @@ def launch_on(on: str, platform: str) -> tuple[Card, Launch]:
         if platform in ("auto", *each.platforms):
             return card, each
     takes = [f"{' or '.join(each.platforms)}: {each.program} runs {card}" for card, each in able]
-    raise ConfigError(f"--platform: got {platform!r}, --on {on} takes {'; '.join(takes) or 'no backend that is here'}")
+    raise ConfigError(f"--platform: got {platform!r}, --on {on} takes {'; '.join(takes) or 'no registered backend'}")

@@ -47,14 +47,14 @@ def _deliver(watcher: _Watcher) -> str | None:
         event, args = watcher.missed.popleft()
         try:
             getattr(watcher.hook, event)(*args)
-        except Exception as error:  # noqa: BLE001  an outsider's code, and a run of days
+        except Exception as error:  # noqa: BLE001  foreign code must not end a run of days
             watcher.missed.appendleft((event, args))
             if watcher.is_failing:
                 return None
             watcher.is_failing = True
             return (
                 f"{type(watcher.hook).__name__}.{event} raised {type(error).__name__}: {error}. "
-                "Training goes on; what it misses is kept and told to it again"
+                "Training continues; the events that it misses are delivered later"
             )
     watcher.is_failing = False
     return None

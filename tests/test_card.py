@@ -50,7 +50,7 @@ def test_the_cards_here_are_found():
 def test_what_nobody_has_is_refused_by_name():
     with pytest.raises(ConfigError, match="backend: got 'jax', allowed: mlx, numpy, torch"):
         card_of("jax")
-    with pytest.raises(ConfigError, match="device: got 'tpu', and no backend that is registered computes on it"):
+    with pytest.raises(ConfigError, match="device: got 'tpu', but no registered backend computes on it"):
         driver_of("tpu")
     with pytest.raises(ConfigError, match="--platform: got 'numpy', --on slurm takes cuda or cpu: torchrun runs torch"):
         launch_on("slurm", "numpy")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from dualtune.config.not_there import NO_SUCH_KEY, NO_SUCH_VALUE
 from dualtune.config.problem import KeyPath, dotted
 from dualtune.config.schema import SourceConfig, sections
+from dualtune.config.unsupported import NO_SUCH_KEY, NO_SUCH_VALUE
 
 # Names of our keys in other trainers (PEFT, TRL, transformers, mlx-lm, axolotl, LLaMA-Factory, unsloth). They do not
 # always mean the same quantity, so they are suggestions and not aliases.
@@ -107,7 +107,7 @@ def _advice_in_source(key: str) -> str:
     here = list(SourceConfig.model_fields)
     name = key.lower().replace("-", "_")
     if name in sections()["data"].model_fields and name not in FOREIGN_SOURCE_KEYS:
-        return f"It belongs to the whole section: 'data.{name}'"
+        return f"Set it for all sources: 'data.{name}'"
     meant = FOREIGN_SOURCE_KEYS.get(name) or next(iter(get_close_matches(name, here, n=1)), None)
     return f"Did you mean '{meant}'?" if meant else f"Allowed here: {', '.join(here)}"
 
@@ -119,7 +119,7 @@ def _advice(section: str, key: str) -> str:
     name = key.lower().replace("-", "_")
 
     if section and name in keys:
-        return f"'{name}' is a section of its own; check the indentation"
+        return f"'{name}' is a section; check the indentation"
     if key in everywhere:
         return f"Write '{everywhere[key]}' below the section '{key.partition('.')[0]}'"
     if homes := [full for full, inner in everywhere.items() if inner == name and not full.startswith(f"{section}.")]:

@@ -25,7 +25,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Iterable[str]
     if isinstance(source, Mapping):
         return _checked(ParsedYaml(_plain(source), {(): Location(MAPPING)}), MAPPING, overrides)
     if not isinstance(source, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]  callers may be unchecked
-        raise ConfigError(f"the config: got {type(source).__name__}, needed: the path of a YAML file, or a mapping")
+        raise ConfigError(f"the config: got {type(source).__name__}, allowed: the path of a YAML file, or a mapping")
     return parse_config(read_text(Path(source)), source=str(source), overrides=overrides)
 
 
@@ -95,7 +95,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if len(raw) > _MAX_BYTES:
-        raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes, which no config is")
+        raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes, too large for a config")
     try:
         return raw.decode("utf-8-sig")  # with or without a byte order mark
     except UnicodeDecodeError as error:

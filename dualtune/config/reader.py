@@ -84,7 +84,7 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
             if depth > _MAX_DEPTH:
                 raise bad_yaml(*_start(event), "nested too deeply")
             if len(events) == _MAX_EVENTS:
-                raise bad_yaml(*_start(event), f"more than {_MAX_EVENTS} keys and values, which no config has")
+                raise bad_yaml(*_start(event), f"more than {_MAX_EVENTS} keys and values, too many for a config")
             events.append(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -108,9 +108,9 @@ def _start(event: Event) -> tuple[int, int]:
 def _in_plain_words(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or error.context or "unreadable"
     if "'\\t'" in problem:
-        return "a tab cannot stand here; indent with spaces"
+        return "a tab is not allowed here; indent with spaces"
     if "mapping values are not allowed" in problem:
-        return "a ':' cannot stand here; check the indentation, or put the value in quotes"
+        return "a ':' is not allowed here; check the indentation, or put the value in quotes"
     return f"not valid YAML: {problem}"
 
 
@@ -124,10 +124,6 @@ def _integer(text: str) -> int:
     return number
 
 
-def _boolean(text: str) -> bool:
-    return text.lower() == "true"
-
-
 def _float(text: str) -> float:
     return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
@@ -135,7 +131,7 @@ def _float(text: str) -> float:
 # The types of unquoted scalars; the first match wins. `render.py` quotes strings that match.
 PLAIN_SCALARS: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     "null": (re.compile(r"(~|null|Null|NULL|)\Z"), lambda _: None),
-    "bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), _boolean),
+    "bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), lambda text: text.lower() == "true"),
     "int": (re.compile(r"[-+]?[0-9]+(_[0-9]+)*\Z"), _integer),
     "float": (
         re.compile(r"([-+]?((\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN))\Z"),
@@ -164,7 +160,8 @@ class _Builder:
         if isinstance(event, AliasEvent):
             self._report(event, path, "aliases (*name) are not allowed; write the value out")
         elif tag is not None:
-            self._report(event, path, f"tag {_short(tag)} is not allowed; write a plain value, or text in quotes")
+            short = tag.replace("tag:yaml.org,2002:", "!!")
+            self._report(event, path, f"tag {short} is not allowed; write a plain value, or text in quotes")
             self._skip(event)
         elif isinstance(event, ScalarEvent):
             return self._scalar(event, path)
@@ -223,7 +220,3 @@ class _Builder:
 
     def _report(self, event: Event, path: KeyPath, message: str) -> None:
         self._document.problems.append(ConfigProblem(self._place(event), path, message))
-
-
-def _short(tag: str) -> str:
-    return tag.replace("tag:yaml.org,2002:", "!!")

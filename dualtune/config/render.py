@@ -22,7 +22,10 @@ def default_yaml() -> str:
         lines += ["", f"# {node['description']}"]
         if section == "data":
             keys = SourceConfig.model_fields.items()
-            lines += ["# Where it is a mapping:", *(f"#   {key}: {field.description}" for key, field in keys)]
+            lines += [
+                "# Where data is a mapping, it has the keys:",
+                *(f"#   {key}: {field.description}" for key, field in keys),
+            ]
         lines += [f"{section}:"]
         for key, inner in node["properties"].items():
             is_required = key in examples()[section]

@@ -86,11 +86,11 @@ class Section(BaseModel):
         for text in _texts(value):
             if kind := secret_in(text):
                 raise refuse(
-                    f"looks like {kind} (not shown). Take it out of the config and revoke it if the file was shared; "
-                    "the place for it is an environment variable such as HF_TOKEN, or `hf auth login`"
+                    f"looks like {kind} (not shown). Remove it from the config, and revoke it if the file was shared; "
+                    "put it in an environment variable such as HF_TOKEN, or run `hf auth login`"
                 )
             if any(unicodedata.category(char) in ("Cc", "Cs") for char in text):
-                raise refuse(f"got {text!r}, must not hold control characters or half surrogates")
+                raise refuse(f"got {text!r}, must not contain control characters or lone surrogates")
         return value
 
 
@@ -113,34 +113,34 @@ class ModelConfig(Section):
     name: Annotated[Name, Field(examples=["Qwen/Qwen3-0.6B"], json_schema_extra={"format": "model"})]
     """The base model to adapt."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The compute dtype; auto takes the best one that the device supports."""
+    """The compute dtype; auto uses the best one that the device supports."""
     quantization: Literal["auto", "none", "nf4", "int8", "affine4", "affine8"] = "auto"
-    """How the base weights are stored in memory; auto keeps what the directory holds; nothing stores int8 yet."""
+    """How the base weights are stored in memory; auto keeps the format of the files; int8 is not supported yet."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Whether to load the weights, or to draw them at random in the real shapes to measure speed and memory."""
+    """Whether to load the weights, or to initialize them at random, in the real shapes, to measure speed and memory."""
     kernels: Literal["auto", "fused", "reference"] = "auto"
-    """Which code computes the model: reference is the plain one, fused the fast one, auto the fast one where it can."""
+    """The code that computes the model: reference is the plain code, fused the fast code, auto fused where possible."""
 
 
 class AdapterConfig(Section):
     """The adapter."""
 
     method: MethodName = "lora"
-    """What is trained: lora is the matrices A and B of an update scale · B A of each target."""
+    """What is trained: lora trains the matrices A and B of each target, which add scale · B·A·x to its output."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Positive = 32.0
-    """The adapter's output is multiplied by alpha / rank, or as `scaling` says."""
+    """The adapter's output is multiplied by alpha / rank; `scaling` can change that."""
     scaling: Literal["standard", "rank_stabilized"] = "standard"
     """standard multiplies by alpha / rank, rank_stabilized by alpha / √rank (rsLoRA), for high ranks."""
     dropout: Fraction = 0.05
-    """The share of the adapter's inputs that is zeroed in training."""
+    """The fraction of the adapter's inputs that is set to zero in training."""
     targets: Literal["all-linear"] | ModuleNames = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
-    """The linear modules to adapt: a whole path, or the end of one."""
+    """The linear layers to adapt, each named by its path or the end of its path."""
     init_from: Location | None = None
-    """An adapter directory, of any layout, to continue training from."""
+    """An adapter directory, in any supported format, to start training from."""
 
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference"]
@@ -153,11 +153,11 @@ class SourceConfig(Section):
     path: Annotated[Location, Field(examples=["data/train.jsonl"])]
     """A file, a directory, or the name of a Hugging Face dataset."""
     weight: Positive = 1.0
-    """How often its documents come in an epoch: 0.5 takes half of them in each, 2 takes each twice."""
+    """How often its documents are used per epoch: 0.5 uses half of them, 2 uses each twice."""
     format: Format | None = None
-    """How its rows are laid out; null takes data.format."""
+    """The format of its rows; null uses data.format."""
     columns: Columns | None = None
-    """Columns that it calls otherwise; null takes data.columns."""
+    """Columns that have other names in its files; null uses data.columns."""
     subset: Name | None = None
     """The subset of a Hugging Face dataset, such as main."""
     split: Name | None = None
@@ -169,7 +169,7 @@ class SourceConfig(Section):
         return os.path.normpath(self.path), self.subset, self.split
 
     @model_serializer(mode="wrap")
-    def _as_brief_as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize without defaults, to keep a long list of sources short."""
         fields = type(self).model_fields
         return {key: value for key, value in handler(self).items() if value != fields[key].default}
@@ -185,7 +185,7 @@ def _all_different_sources(given: tuple[str | SourceConfig, ...]) -> tuple[str |
     seen: set[object] = set()
     for source in _listed(given):
         if source.identity in seen:
-            raise refuse(f"lists {source.path!r} more than once; to take it more often, give it a weight")
+            raise refuse(f"lists {source.path!r} more than once; to use it more often, give it a weight")
         seen.add(source.identity)
     return given
 
@@ -204,26 +204,26 @@ class DataConfig(Section):
     train: Annotated[Location | SourceConfig | Sources, Field(examples=["data/train.jsonl"])]
     """The training data: a file, a directory or a Hugging Face dataset; a mapping says how to read it."""
     eval: Fraction | Location | SourceConfig | Sources | None = 0.1
-    """The evaluation data, or the fraction of the training rows to hold out for it; 0 or null evaluates nothing; a
-    directory's own valid file wins over the default."""
+    """The evaluation data, or the fraction of the training rows to hold out for it; with 0 or null
+    nothing is evaluated; a valid file in the data directory replaces the default."""
     format: Format = "auto"
-    """How a row is laid out; auto tells it from the column names; preference is only checked, not yet trained on."""
+    """The format of a row; auto detects it from the column names; preference is only checked, not trained on yet."""
     columns: Columns = {}
-    """Columns that the file calls otherwise, such as {prompt: question}."""
+    """Columns that have other names in the file, such as {prompt: question}."""
     template: Literal["auto", "none"] | Location = "auto"
     """The chat template: the tokenizer's own, none at all, or a Jinja file."""
     special_tokens_in_text: Literal["error", "text", "allow"] = "text"
-    """What a control token such as <|im_end|> in a row's own text is: a bad row, plain text, or the control token."""
+    """What a control token such as <|im_end|> in a row's text means: a bad row, plain text, or the control token."""
     max_length: Annotated[int, Field(ge=2)] = 2048
-    """The most tokens that a document may have."""
+    """The largest number of tokens in a document."""
     packing: bool = True
     """Whether several documents share a row, each seeing only itself."""
     loss_on: Literal["assistant", "all", "last"] = "assistant"
-    """The tokens that are learned: every assistant turn, everything, or the last assistant turn."""
+    """Which tokens are targets of the loss: every assistant turn, everything, or the last assistant turn."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What a row that cannot be used leads to: an error that lists them, or leaving it out."""
+    """What to do with rows that cannot be used: stop with an error that lists them, or skip them."""
     max_bad_rows: Fraction | Count = 0.01
-    """How many rows may be left out: below 1 a share of them, from 1 on a number."""
+    """How many rows may be skipped: below 1 a fraction of them, from 1 on a number."""
 
     def sources(self) -> tuple[SourceConfig, ...]:
         """Return the training sources. A missing format or columns is replaced by data.format or data.columns."""
@@ -249,41 +249,41 @@ class TrainConfig(Section):
     """The optimization."""
 
     epochs: Positive = 3.0
-    """How often to go through the training data."""
+    """The number of passes over the training data."""
     steps: Count | None = None
-    """The number of optimizer steps; where given, it wins over epochs."""
+    """The number of optimizer steps; if set, it overrides epochs."""
     tokens_per_step: Literal["auto"] | Count = "auto"
-    """How many tokens an optimizer step takes, at least one document; auto is 16384, and less where that would make
-    fewer than 100 steps."""
+    """The number of tokens in an optimizer step, at least one document; auto is 16384, or less if that would give fewer
+    than 100 steps."""
     documents_per_step: Count | None = None
-    """How many documents an optimizer step takes; where given, it wins over tokens_per_step."""
+    """The number of documents in an optimizer step; if set, it overrides tokens_per_step."""
     micro_batch_tokens: Literal["auto"] | Count = "auto"
-    """How many tokens go through the model at once: memory and speed change with it, the result does not."""
+    """How many tokens go through the model at once; this changes memory and speed, but not the result."""
     learning_rate: Positive = 2.0e-4
     """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    """How the learning rate changes after the warm-up."""
     warmup: Fraction | Count = 0.03
-    """The warm-up of the learning rate: below 1 a share of the steps, from 1 on a number of steps."""
+    """The warm-up of the learning rate: below 1 a fraction of the steps, from 1 on a number of steps."""
     optimizer: OptimizerName = "adamw"
-    """How an update is made of a gradient; sgd keeps no state, and needs a far larger learning_rate."""
+    """How gradients update the weights; sgd keeps no state and needs a much larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """The decoupled weight decay: what each update takes off a weight, as a share of the learning rate."""
+    """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
     max_grad_norm: Positive | None = 0.3
-    """The norm to which a larger gradient is clipped; null clips nothing."""
+    """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
 
 
 class MemoryConfig(Section):
-    """What to trade for memory."""
+    """How to save memory."""
 
     checkpointing: Literal["auto", "none", "full"] = "auto"
-    """Whether activations are recomputed in the backward pass; auto only where they would not fit."""
+    """Whether activations are recomputed in the backward pass to save memory; full is not supported yet."""
     offload: Literal["auto", "none"] = "auto"
-    """Whether tensors may move to host memory where the device's does not suffice; nothing moves yet."""
+    """Whether tensors may move to host memory if they do not fit on the device; not supported yet."""
     sharding: Literal["auto", "none", "full"] = "auto"
-    """Whether each process of a run holds a part of the base model only; auto where it would not fit whole."""
+    """Whether each process of a run holds only a part of the base model; auto only if it would not fit whole."""
     limit: Literal["auto"] | Size = "auto"
-    """The device memory that the run may use; nothing limits it yet, so auto is the only value."""
+    """The device memory that the run may use; not supported yet, so auto is the only value."""
 
     @property
     def limit_bytes(self) -> int | None:
@@ -299,39 +299,39 @@ class HybridConfig(Section):
     """Predictive training: some backward passes are predicted instead of computed."""
 
     enabled: bool = False
-    """Whether to train predictively; nothing does yet, so false is the only value."""
+    """Whether to train predictively; not supported yet, so false is the only value."""
 
 
 class GuardsConfig(Section):
-    """What to do when the numbers go wrong."""
+    """How to react to bad numbers."""
 
     nonfinite_limit: Count = 5
-    """How many steps in a row are skipped for a loss or gradient that is not finite before the run ends."""
+    """How many steps in a row may be skipped because a loss or gradient is not finite, before the run ends."""
     on_spike: Literal["ignore", "warn", "rollback"] = "warn"
-    """What a loss spike leads to; rollback returns to the checkpoint before it and leaves out the data since."""
+    """What to do at a loss spike; rollback returns to the checkpoint before it and skips the data since then."""
     spike_threshold: Positive = 8.0
-    """How far above the median of the last losses a spike lies, in robust standard deviations."""
+    """How far a spike is above the median of the last losses, in robust standard deviations."""
     early_stopping: Count | None = None
-    """After how many evaluations in a row without a new best the run ends; null never stops early."""
+    """The run ends after this many evaluations in a row without a new best; null never stops early."""
     restore_best: bool = False
-    """Whether the adapter that is written is the one with the best evaluation, instead of the last."""
+    """Whether to write the adapter with the best evaluation instead of the last one."""
 
 
 class RunConfig(Section):
     """The run directory, and what is written to it."""
 
     dir: Location = "runs/first"
-    """The directory that holds everything about the run."""
+    """The directory to which the run writes everything."""
     seed: Annotated[int, Field(ge=0)] = 42
-    """The seed of every random draw."""
+    """The seed of all random numbers."""
     log_every: Count = 10
-    """How many optimizer steps lie between two log lines."""
+    """The number of optimizer steps between two log lines."""
     eval_every: Count | None = 100
-    """How many optimizer steps lie between two evaluations; null evaluates only at the end."""
+    """The number of optimizer steps between two evaluations; null evaluates only at the end."""
     save_every: Count | None = 100
-    """How many optimizer steps lie between two checkpoints; null saves at the best evaluations and at the end."""
+    """The number of optimizer steps between two checkpoints; null saves at the best evaluations and at the end."""
     keep: Count = 3
-    """How many checkpoints are kept, the newest ones, two at the least; the best one is kept besides."""
+    """How many of the newest checkpoints are kept, at least two; the best one is kept too."""
 
 
 class Config(BaseModel):
@@ -359,16 +359,16 @@ class Config(BaseModel):
 def _impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield (key, conflicting key, message) for values that are valid separately but not together."""
     data, train = config.data, config.train
-    trained = {source.identity for source in data.sources()}
+    train_sources = {source.identity for source in data.sources()}
     for index, source in enumerate(data.eval_sources()):
         path: KeyPath = ("data", "eval", index) if isinstance(data.eval, tuple) else ("data", "eval")
-        if source.identity in trained:
+        if source.identity in train_sources:
             rule = "must be other data, or a fraction of data.train to hold out"
-            yield path, ("data", "train"), f"got {source.path!r}, which is data.train too; {rule}"
+            yield path, ("data", "train"), f"got {source.path!r}, which is also in data.train; {rule}"
         if source.weight != 1:
             yield (*path, "weight"), path, f"got {source.weight:g}, must be 1 here: every document is evaluated once"
     if data.on_bad_row == "error" and data.max_bad_rows != DataConfig.model_fields["max_bad_rows"].default:
-        rule = "means nothing while data.on_bad_row is error; write on_bad_row: skip"
+        rule = "has no effect while data.on_bad_row is error; set on_bad_row: skip"
         yield ("data", "max_bad_rows"), ("data", "on_bad_row"), f"got {data.max_bad_rows:g}, {rule}"
     if isinstance(train.warmup, int) and train.steps is not None and train.warmup >= train.steps:
         rule = f"must be below train.steps ({train.steps})"
@@ -379,10 +379,10 @@ def _impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     guards = config.guards
     for key, value in (("early_stopping", guards.early_stopping), ("restore_best", guards.restore_best)):
         if value and not data.eval:
-            rule = "needs evaluation data, and data.eval holds nothing out"
+            rule = "needs evaluation data, but data.eval is 0 or null"
             yield ("guards", key), ("data", "eval"), f"got {str(value).lower()}, {rule}"
     if guards.on_spike == "rollback" and config.run.save_every is None:
-        rule = "needs checkpoints to return to, and run.save_every is null"
+        rule = "needs checkpoints to return to, but run.save_every is null"
         yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
 
 

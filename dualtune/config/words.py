@@ -98,14 +98,14 @@ def wrong_value(path: KeyPath, value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{got}, must be finite"
     if "enum" in node:
-        text = f"{got}, allowed: {', '.join(names)}"
+        message = f"{got}, allowed: {', '.join(names)}"
     elif _bounds(node) and _has_type(value, node["type"]):
-        text = f"{got}, must be {_bounds(node)}"
+        message = f"{got}, must be {_bounds(node)}"
     else:
-        text = f"{got}, must be {describe(node)}"
-    said = value if isinstance(value, str) else show(value) if value is None or isinstance(value, bool) else ""
-    advice = unknown_value(said, names)
-    return f"{text}. {advice}" if advice else text
+        message = f"{got}, must be {describe(node)}"
+    word = value if isinstance(value, str) else show(value) if value is None or isinstance(value, bool) else ""
+    advice = unknown_value(word, names)
+    return f"{message}. {advice}" if advice else message
 
 
 def _has_type(value: object, kind: str) -> bool:

@@ -74,7 +74,7 @@ class MlxAttempt:
             for child in children:
                 child.send_signal(signal.SIGTERM if child.name() == "ssh" else signal.SIGUSR1)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Kill the remaining ranks some time after one has failed: they may wait for it forever."""
         failed = [code for code in self._codes.values() if code != 0]
         if failed and self._deadline is None:
@@ -125,8 +125,8 @@ def launcher(platform: str, procs: int | None, hosts: str | None, hostfile: Path
             ipaddress.ip_address(name)
         except ValueError:
             raise ConfigError(
-                f"--hosts: got {name!r}, allowed: IP addresses, which the ring connects and ssh logs in to. Names for "
-                "ssh go into a hostfile (see mlx.distributed_config --help): --hostfile FILE"
+                f"--hosts: got {name!r}, allowed: IP addresses, for the ring and for ssh. Names for ssh go "
+                "into a hostfile (see mlx.distributed_config --help): --hostfile FILE"
             ) from None
     count = len(names) * (procs or 1)
     where = ("--hosts", ",".join(names), "-n", str(procs or 1), "--starting-port", str(FIRST_PORT))
@@ -142,7 +142,7 @@ def _by_hostfile(program: Path, hostfile: Path) -> tuple[MlxLaunch, str]:
         raise ConfigError(f"--hostfile: {hostfile} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ConfigError(
-            f'--hostfile: {hostfile} is no hostfile of mlx.launch: expected [{{"ssh": NAME, "ips": [ADDRESS]}}, …]. '
+            f'--hostfile: {hostfile} is not a hostfile of mlx.launch: expected [{{"ssh": NAME, "ips": [ADDRESS]}}, …]. '
             "Write one with: mlx.distributed_config"
         ) from error
     if not addresses:
@@ -152,8 +152,8 @@ def _by_hostfile(program: Path, hostfile: Path) -> tuple[MlxLaunch, str]:
 
 
 def _program(card: Card) -> Path:
-    beside = Path(sys.executable).with_name("mlx.launch")
-    found = beside if beside.is_file() else shutil.which("mlx.launch")
+    next_to_python = Path(sys.executable).with_name("mlx.launch")
+    found = next_to_python if next_to_python.is_file() else shutil.which("mlx.launch")
     if found is None:
         raise EnvironmentFault(f"mlx.launch was not found. It is part of {card}: {card.package.command}")
     return Path(found)
@@ -169,4 +169,4 @@ def _free_ports(count: int) -> int:
             except OSError:
                 continue
             return first
-    raise EnvironmentFault(f"no {count} free ports in a row from {FIRST_PORT} on: end what listens there")
+    raise EnvironmentFault(f"no {count} consecutive free ports from {FIRST_PORT} on: end the programs that use them")

@@ -18,16 +18,16 @@ from dualtune.launch.worker import OWN_REASONS, Work
 from dualtune.versions import VERSION
 
 TASK = "%a"  # in --set, with --array: the number of the task
-# The sbatch options that the script sets itself, and the dualtune option that changes each.
+# The sbatch options that the script sets itself, and how to change each, or why it cannot be changed.
 _OURS = {
-    "nodes": "--nodes", "N": "--nodes", "ntasks-per-node": "--procs", "ntasks": "--procs", "n": "--procs",
-    "gpus-per-node": "--gpus-per-node", "time": "--time", "t": "--time", "partition": "--partition", "p": "--partition",
-    "account": "--account", "A": "--account", "array": "--array", "a": "--array", "signal": "--grace",
-    "requeue": "nothing: it is always on", "no-requeue": "nothing: preemption needs it",
-    "open-mode": "nothing: it is append", "chdir": "nothing: it is the directory you submit in",
-    "D": "nothing: it is the directory you submit in", "output": "run.dir: the log lies beside it",
-    "o": "run.dir: the log lies beside it", "job-name": "run.dir: the job has its name",
-    "J": "run.dir: the job has its name",
+    "nodes": "use --nodes", "N": "use --nodes", "ntasks-per-node": "use --procs", "ntasks": "use --procs",
+    "n": "use --procs", "gpus-per-node": "use --gpus-per-node", "time": "use --time", "t": "use --time",
+    "partition": "use --partition", "p": "use --partition", "account": "use --account", "A": "use --account",
+    "array": "use --array", "a": "use --array", "signal": "use --grace",
+    "requeue": "it is always on", "no-requeue": "preemption needs requeue", "open-mode": "it is always append",
+    "chdir": "it is the directory you submit in", "D": "it is the directory you submit in",
+    "output": "the log is next to run.dir", "o": "the log is next to run.dir",
+    "job-name": "the job is named after run.dir", "J": "the job is named after run.dir",
 }  # fmt: skip
 
 
@@ -52,10 +52,10 @@ class Slurm:
             key, _, value = option.partition("=")
             if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", key):
                 raise ConfigError(
-                    f"--sbatch-option: got {option!r}, allowed: KEY=VALUE or KEY, as qos=long or exclusive"
+                    f"--sbatch-option: got {option!r}, allowed: KEY=VALUE or KEY, such as qos=long or exclusive"
                 )
             if key in _OURS:
-                raise ConfigError(f"--sbatch-option: got {option!r}. Instead of {key}, use {_OURS[key]}")
+                raise ConfigError(f"--sbatch-option: got {option!r}, not allowed here: {_OURS[key]}")
             _quoted(value, f"--sbatch-option {key}")
         for name in ("time", "partition", "account", "array"):
             _quoted(getattr(self, name) or "", f"--{name}")
@@ -65,14 +65,12 @@ class Slurm:
         _, launch = launch_on("slurm", work.platform)
         platform = launch.platforms[0] if work.platform == "auto" and self.gpus_per_node else work.platform
         if platform == "cpu" and self.gpus_per_node:
-            raise ConfigError("--gpus-per-node is for --platform cuda, and --platform cpu was asked for")
+            raise ConfigError(f"--gpus-per-node: got {self.gpus_per_node}, allowed only with --platform cuda, not cpu")
         if self.gpus_per_node and self.procs_per_node > self.gpus_per_node:
             allowed = f"1 to {self.gpus_per_node}, the GPUs of a node"
             raise ConfigError(f"--procs: got {self.procs_per_node}, allowed: {allowed}")
         if work.resume == "never" and self.array:
-            raise ConfigError(
-                "--resume: got never, which says nothing of the tasks of an --array: choose a new run.dir"
-            )
+            raise ConfigError("--resume: got never, which is not allowed with --array: choose a new run.dir instead")
         return replace(work, platform=platform, resume=work.first_resume())
 
 
@@ -112,18 +110,18 @@ def batch_script(slurm: Slurm, work: Work, cwd: Path) -> str:
         "PROCS": str(slurm.procs_per_node),
         "MAX_RESTARTS": str(slurm.max_restarts),
         "FINAL": " | ".join(map(str, sorted(OWN_REASONS))),
-        "PLACE": _PLACE_OF_MANY if slurm.nodes > 1 else _PLACE_OF_ONE,
+        "RENDEZVOUS": _RENDEZVOUS if slurm.nodes > 1 else "",
     }
     return re.sub(r"@(\w+)@", lambda match: values[match[1]], BODY)
 
 
 def write_script(path: Path, text: str, work: Work) -> None:
-    """Write the script and make the directory of the log: Slurm does not, and the job would fail without a message."""
+    """Write the script and create the directory of the log: Slurm does not; the job would fail without a message."""
     for directory in (path.parent, work.run_dir.parent):
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DiskError(f"{directory}: cannot be made: {error.strerror}") from error
+            raise DiskError(f"{directory}: cannot be created: {error.strerror}") from error
     write_file(path, text)
 
 
@@ -132,12 +130,12 @@ def submit(path: Path) -> str:
     program = shutil.which("sbatch")
     if program is None:
         raise EnvironmentFault(
-            "sbatch was not found: submit on a login node of the cluster, or look at the script with --print. "
+            "sbatch was not found: submit on a login node of the cluster, or print the script with --print. "
             "On Debian, install it with: apt-get install slurm-client"
         )
     result = subprocess.run([program, "--parsable", str(path)], capture_output=True, text=True, check=False)
     if result.returncode:
-        raise EnvironmentFault(f"{path}: sbatch did not take it: {result.stderr.strip() or result.stdout.strip()}")
+        raise EnvironmentFault(f"{path}: sbatch rejected it: {result.stderr.strip() or result.stdout.strip()}")
     return result.stdout.strip().partition(";")[0]
 
 
@@ -150,7 +148,7 @@ def _overrides(work: Work, array: str | None) -> list[str]:
 def _array_dir(run_dir: Path) -> Path:
     """Return a separate run directory for each task. ConfigError if the task number is in a parent directory."""
     if TASK in str(run_dir.parent):
-        raise ConfigError(f"run.dir: got {str(run_dir)!r}, allowed with --array: {TASK} in its last part alone")
+        raise ConfigError(f"run.dir: got {str(run_dir)!r}, allowed with --array: {TASK} only in its last part")
     return run_dir if TASK in run_dir.name else run_dir.with_name(f"{run_dir.name}-{TASK}")
 
 
@@ -178,7 +176,6 @@ def _quoted(value: str, what: str) -> str:
     return f'"{value}"' if re.search(r"[\s#]", value) else value
 
 
-_PLACE_OF_ONE = ""
-_PLACE_OF_MANY = (
+_RENDEZVOUS = (
     '--nodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" --rendezvous "$first_node:$port"'  # per node, in srun
 )

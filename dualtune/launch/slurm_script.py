@@ -22,11 +22,11 @@ fi
 say() { echo "slurm       $*"; }
 
 if [[ ! -x $python ]]; then
-    say "$python is not on $(hostname): the nodes must see the environment that the job was submitted from"
+    say "$python is not on $(hostname): every node must have the environment that the job was submitted from"
     exit 4
 fi
 
-# The end of the time (--signal), preemption, scancel: the step is told to save, once.
+# At the time limit (--signal), preemption or scancel, ask the step to save, once.
 step='' asked='' interrupted=''
 ask_to_save() {
     asked=yes interrupted=yes
@@ -41,15 +41,15 @@ first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 run_step() {  # one launcher on each node, until all have ended; its exit code in $code
     local from=$resume
-    # From elsewhere only as long as there is no checkpoint of the run's own.
+    # From a given path only while the run has no checkpoint yet.
     set -- "$run_dir"/checkpoints/step-*
     if [[ -e $1 ]]; then from=auto; fi
     export first_node port=$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0} + restarts) % 20000))
-    # A node that has ended is no reason to end the others: the first one may still save. Who waits for it in vain
-    # ends by itself.
+    # Do not end the other nodes when one has ended: the first one may still save. Processes that wait in vain end
+    # by themselves.
     # shellcheck disable=SC2016  # the variables of the step are those of each node
     srun --kill-on-bad-exit=0 --wait=0 bash -c '
-        exec "$0" -m dualtune.cli.main launch "$@" @PLACE@' \
+        exec "$0" -m dualtune.cli.main launch "$@" @RENDEZVOUS@' \
         "$python" "$config" --on local --procs @PROCS@ --max-restarts 0 --platform @PLATFORM@ \
         ${overrides[@]+"${overrides[@]}"} --resume "$from" &
     step=$!
@@ -64,7 +64,7 @@ run_step() {  # one launcher on each node, until all have ended; its exit code i
 }
 
 requeue() {
-    # A job that is cancelled or preempted is Slurm's to end, and to begin again.
+    # Slurm itself ends a job that is cancelled or preempted, and starts it again.
     local state
     state=$(squeue --noheader --job="$job" --format=%T)
     if [[ $state != RUNNING ]]; then
@@ -78,14 +78,14 @@ requeue() {
 }
 
 restarts=0
-say "job $job on $SLURM_JOB_NODELIST, run $run_dir, begun ${SLURM_RESTART_COUNT:-0} times before"
+say "job $job on $SLURM_JOB_NODELIST, run $run_dir, started ${SLURM_RESTART_COUNT:-0} times before"
 while :; do
     run_step
     case $code in
         0) exit 0 ;;
         75) requeue ;;
         138 | 143) if [[ -n $asked ]]; then requeue; fi ;;  # it died of the signal: there was nothing to save yet
-        @FINAL@) exit "$code" ;;  # the run's own reason: it would be the same again
+        @FINAL@) exit "$code" ;;  # the run itself failed: a restart would end the same
     esac
     if [[ -n $asked ]] || ((restarts >= max_restarts)); then exit "$code"; fi
     restarts=$((restarts + 1))

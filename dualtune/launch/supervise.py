@@ -25,10 +25,10 @@ class Attempt(Protocol):
     process: subprocess.Popen[bytes]  # the external program
 
     def ask_to_stop(self) -> None:
-        """Tell the workers to save and stop."""
+        """Signal the workers to save and stop."""
         ...
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Called several times a second while they run."""
         ...
 
@@ -45,7 +45,7 @@ class Launcher(Protocol):
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables for the processes, besides ours."""
+        """Environment variables for the processes, added to ours."""
         ...
 
     def command(self, worker: Sequence[str]) -> list[str]: ...
@@ -62,7 +62,7 @@ def supervise(launcher: Launcher, work: Work, *, max_restarts: int, tell: Tell) 
             if asked or restarts == max_restarts or not may_restart(code, launcher.num_processes):
                 break
             resume, restarts = work.next_resume(), restarts + 1
-            tell(f"restart     {restarts} of {max_restarts}: {_reason(code)}; all processes begin again")
+            tell(f"restart     {restarts} of {max_restarts}: {_reason(code)}; all processes are restarted")
     if code == Preempted.exit_code:
         tell("stopped     run the same command again to continue")
     elif code:
@@ -72,15 +72,15 @@ def supervise(launcher: Launcher, work: Work, *, max_restarts: int, tell: Tell) 
 
 def _attempt(attempt: Attempt, num_processes: int) -> tuple[int, bool]:
     """Return the exit code, and whether the processes were asked to stop."""
-    asked, family, looked_s = False, list[psutil.Process](), 0.0
+    asked, family, listed_s = False, list[psutil.Process](), 0.0
     try:
         while attempt.process.poll() is None:
             if interrupt.requested() and not asked:
                 asked = True
                 attempt.ask_to_stop()
-            attempt.look()
-            if time.monotonic() - looked_s > FAMILY_S:  # listed now, to find the workers after their parent is gone
-                family, looked_s = _family(attempt.process.pid) or family, time.monotonic()
+            attempt.poll()
+            if time.monotonic() - listed_s > FAMILY_S:  # listed now, to find the workers after their parent is gone
+                family, listed_s = _family(attempt.process.pid) or family, time.monotonic()
             time.sleep(POLL_S)
     finally:  # after a second Ctrl-C, a killed launcher or a bug of ours too, no process stays behind
         kill([*family, *_family(attempt.process.pid)])

@@ -74,7 +74,7 @@ class TorchrunAttempt:
     def ask_to_stop(self) -> None:
         self.process.send_signal(signal.SIGUSR1)  # torchrun forwards it
 
-    def look(self) -> None:
+    def poll(self) -> None:
         pass
 
     def codes(self) -> dict[int, int]:
@@ -100,16 +100,16 @@ class Here:
             missing = f"{launch.program} is part of {card}, which is missing"
             raise EnvironmentFault(f"{missing}: {card.package.command}")
         if platform == "cpu":
-            return self._on_cpu(launch.agent, procs or 1, "as asked" if procs else "no --procs", nodes)
+            return self._on_cpu(launch.agent, procs or 1, "as requested" if procs else "no --procs", nodes)
         if not self.num_gpus:
             because = f" ({self.gpu_problem})" if self.gpu_problem else ""
-            raise EnvironmentFault(f"--platform cuda: no GPU was found{because}. Look with: dualtune check-gpu")
+            raise EnvironmentFault(f"--platform cuda: no GPU was found{because}. Check with: dualtune check-gpu")
         if procs is not None and procs > self.num_gpus:
             allowed = f"1 to {self.num_gpus}, the GPUs of this machine; one process each"
             raise ConfigError(f"--procs: got {procs}, allowed: {allowed}")
         count = _counted(procs or self.num_gpus, "process")
         launcher = Torchrun(launch.agent, procs or self.num_gpus, nodes)
-        return launcher, f"{count} (as asked)" if procs else f"{count}, one for each GPU"
+        return launcher, f"{count} (as requested)" if procs else f"{count}, one for each GPU"
 
     def _on_cpu(self, agent: str, procs: int, why: str, nodes: Nodes | None) -> tuple[Torchrun, str]:
         given = os.environ.get("OMP_NUM_THREADS", "")

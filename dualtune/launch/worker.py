@@ -63,7 +63,7 @@ def verdict(codes: Mapping[int, int], *, asked: bool) -> int:
     """Return the exit code of a run from those of its processes by rank (negative: killed by that signal).
 
     A reason in a worker itself comes first, then a signal that killed one, then what followed in the others. `asked`:
-    they were told to save and stop; one that this signal killed had nothing to save.
+    they were asked to save and stop; one that this signal killed had nothing to save.
     """
     failed = [code for _, code in sorted(codes.items()) if code != 0]
     if not failed:
@@ -77,5 +77,5 @@ def verdict(codes: Mapping[int, int], *, asked: bool) -> int:
 
 
 def may_restart(code: int, num_processes: int) -> bool:
-    """Return whether another attempt may succeed. A single process waits for no other: its code 4 would come again."""
+    """Return whether another attempt may succeed. A single process waits for no other, so its code 4 would repeat."""
     return code > 130 or (code in WORTH_A_RESTART and not (code == EnvironmentFault.exit_code and num_processes == 1))

@@ -127,7 +127,7 @@ def decoder_of(config: Mapping[str, Any]) -> Decoder:
     """Return the shape from config.json. UnknownShape for a model without formulas."""
     nested: Any = config.get("text_config", config)
     if not isinstance(nested, Mapping):
-        raise UnknownShape("its text_config is no table")
+        raise UnknownShape("its text_config is not a mapping")
     config = cast("Mapping[str, Any]", nested)
     decoder, kind = any_decoder(config), str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -152,7 +152,7 @@ def decoder_of(config: Mapping[str, Any]) -> Decoder:
 def any_decoder(config: Mapping[str, Any]) -> Decoder:
     """Return the shape of any family, as far as config.json describes it; unknown features are ignored."""
     if any("experts" in key and isinstance(value, int) and value > 1 for key, value in config.items()):
-        raise UnknownShape("it is a mixture of experts, of which a token meets a few")
+        raise UnknownShape("it is a mixture of experts: a token uses only a few of them")
     layers, heads, hidden, vocab = (_number(config, *names) for names in (LAYERS, HEADS, HIDDEN, ("vocab_size",)))
     return Decoder(
         hidden=hidden,

@@ -31,7 +31,7 @@ def choose(platform: str, machine: Machine | None = None) -> PlatformChoice:
         return _automatic(machine or detect())
     for card in cards():
         if platform == card.name or card.has_platform(platform):
-            return _choice(card, platform, "as asked")
+            return _choice(card, platform, "as requested")
     raise ConfigError(f"--platform: got '{platform}', allowed: {', '.join(platforms())}")
 
 

@@ -25,7 +25,7 @@ NVIDIA_VENDOR = "0x10de"
 def detect() -> Machine:
     """Inspect this machine. Never raises: what cannot be detected is reported as unknown."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = nvidia.look(visible_devices)
+    found = nvidia.query(visible_devices)
     name, features = cpu.linux_cpu()
     memory = psutil.virtual_memory()
     machine = Machine(

@@ -41,7 +41,7 @@ class _Card:
     parts: tuple[Gpu, ...]  # the GPU itself, or its slices
 
 
-def look(visible_devices: str | None) -> Nvidia:
+def query(visible_devices: str | None) -> Nvidia:
     """Query the driver. `visible_devices` is CUDA_VISIBLE_DEVICES, None if not set."""
     try:
         nvml: Any = import_module("pynvml")  # of the distribution nvidia-ml-py
@@ -52,7 +52,7 @@ def look(visible_devices: str | None) -> Nvidia:
     except nvml.NVMLError as error:
         return _fault(error)
     try:
-        return _ask(nvml, visible_devices)
+        return _read(nvml, visible_devices)
     except nvml.NVMLError as error:
         return _fault(error)
     finally:
@@ -63,7 +63,7 @@ def _fault(error: Any) -> Nvidia:
     return Nvidia(fault=FAULTS.get(getattr(error, "value", 0), "other"), problem=str(error))
 
 
-def _ask(nvml: Any, visible_devices: str | None) -> Nvidia:
+def _read(nvml: Any, visible_devices: str | None) -> Nvidia:
     cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
     cards = [_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     visible = tuple(choose_visible(cards, visible_devices))

@@ -25,14 +25,14 @@ from dualtune.platform.choose import PlatformChoice, choose
 from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
 from dualtune.platform.machines import named
-from dualtune.preflight.config_data import look_at_data, step_rows
+from dualtune.preflight.config_data import check_sources, step_rows
 from dualtune.preflight.config_memory import MemoryNeed, memory_row
 from dualtune.preflight.config_model import (
     BaseModel,
     failure,
+    find_model,
     length_row,
-    look_at_model,
-    look_at_tokenizer,
+    load_tokenizer,
     shape_of,
     targets_rows,
 )
@@ -76,11 +76,11 @@ def check_config(
     if choice is not None:
         device = choice.device if report.checks[-1].level == "ok" and machine_name is None else "cpu"
         report.checks += _backend_rows(config, choice, device, is_here=machine_name is None)
-    model, rows = look_at_model(config)
+    model, rows = find_model(config)
     report.checks += rows
-    tokenizer, row = look_at_tokenizer(config, model)
+    tokenizer, row = load_tokenizer(config, model)
     report.checks += [row, length_row(config, model)]
-    rows, seen = look_at_data(config, tokenizer)
+    rows, seen = check_sources(config, tokenizer)
     report.checks += [*rows, *step_rows(config, seen)]
     decoder, reason = shape_of(model)
     if decoder is None:
@@ -124,7 +124,7 @@ def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
         yield f"dropout {adapter.dropout:g} is high", f"adapter.dropout up to {MOST_DROPOUT:g} is usual"
     if not isinstance(adapter.targets, str) and len(adapter.targets) < LEAST_TARGETS:
         found = f"only {', '.join(adapter.targets)} {'is' if len(adapter.targets) == 1 else 'are'} adapted"
-        yield found, "More adapter.targets learn more at the same rank: all of attention, or all seven"
+        yield found, "Name more adapter.targets: all of attention, or all seven, which learn more at the same rank"
 
 
 # --- platform and backend --------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def _choice(platform: str, machine: Machine, report: ConfigReport) -> PlatformCh
         report.checks.append(failure("platform", error))
         return None
     if choice.platform.startswith("cuda") and not machine.gpus:
-        found = f"cuda, and there is no NVIDIA GPU: {machine.gpu_problem or 'none is visible'}"
-        fix = "dualtune check-gpu, or look at another machine with --machine, such as h100-80"
+        found = f"cuda, but there is no NVIDIA GPU: {machine.gpu_problem or 'none is visible'}"
+        fix = "dualtune check-gpu, or check another machine with --machine, such as h100-80"
         report.checks.append(Check("platform", "fail", found, fix, EnvironmentFault.exit_code))
     else:
         report.checks.append(Check("platform", "ok", f"{choice.platform}: {choice.reason}"))
@@ -159,7 +159,7 @@ def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_her
     except EnvironmentFault as error:
         if is_here:
             return [failure("backend", error)]
-        return [Check("backend", "skipped", f"what it honours is not known here: {error}")]
+        return [Check("backend", "skipped", f"which keys it honours is not known on this machine: {error}")]
     return [Check("backend", "ok", f"{backend.name} honours every key")]
 
 
@@ -207,7 +207,7 @@ def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
     except OSError as error:
         found = f"{path}: {place} cannot be written: {error.strerror}"
         return [Check("run.dir", "fail", found, "Choose another with --set run.dir=…", DiskError.exit_code)]
-    holds = " holds a run, which would go on" if path.is_dir() and is_run_dir(path) else " is free"
+    holds = " holds a run, which would be resumed" if path.is_dir() and is_run_dir(path) else " is free"
     rows = [Check("run.dir", "ok", f"{path}{holds}")]
     if decoder is None:
         return rows

@@ -43,7 +43,7 @@ class Seen:
     lengths: tuple[int, ...] = ()  # tokens of its first documents
 
 
-def look_at_data(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
+def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
     """Return a row for each source, and what is known of those to train on."""
     rows: list[Check] = []
     seen: list[Seen] = []
@@ -57,8 +57,8 @@ def look_at_data(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Chec
     for source in own:
         rows.append(_look(config, source, "valid", tokenizer)[0])
     if held_out_share(config) and not own and [found.num_rows for found in seen] == [1]:
-        found = f"none: data.eval asks for {held_out_share(config):.0%} of the rows, and there is only one"
-        rows.append(Check("eval data", "advice", found, "Divide the row, or name evaluation data in data.eval"))
+        found = f"none: data.eval holds out {held_out_share(config):.0%} of the rows, but there is only one"
+        rows.append(Check("eval data", "advice", found, "Split the row, or name evaluation data in data.eval"))
     return rows, seen
 
 
@@ -71,7 +71,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     name = "data" if role == "train" else "eval data"
     nothing = Seen(source.weight)
     if is_of_hub(source):
-        return Check(name, "skipped", f"{source.path}: a dataset of the hub, which is not asked"), nothing
+        return Check(name, "skipped", f"{source.path}: a dataset of the hub; it is not downloaded now"), nothing
     try:
         opened = open_one(source, role)
         first = list(islice(_first(config, opened, tokenizer), FIRST_ROWS))
@@ -92,7 +92,7 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     if bad:
         return Check(name, "advice", f"{source.path}: {len(bad)} of the first {len(first)} rows left out", fix), seen
     row = Check(name, "ok", found)
-    return _judge_tokens(config, row, tokenized, seen.lengths, whole=whole) if tokenized else row, seen
+    return _tokens_row(config, row, tokenized, seen.lengths, whole=whole) if tokenized else row, seen
 
 
 def _first(config: Config, opened: OpenedSource, tokenizer: Tokenizer | None) -> Iterator[object]:
@@ -109,21 +109,21 @@ def _count(opened: OpenedSource) -> int | None:
     return sum(isinstance(row, RawRow) for row in opened.files.rows())
 
 
-def _judge_tokens(
+def _tokens_row(
     config: Config, row: Check, tokenized: list[TokenizedRow], lengths: tuple[int, ...], *, whole: bool
 ) -> Check:
     """Add to the row what tokenizing the first rows showed."""
     states = Counter(found.state for found in tokenized)
     if not lengths:
-        found = f"{row.found}, and none has a token to learn within data.max_length = {config.data.max_length}"
+        found = f"{row.found}, but none has a target within data.max_length = {config.data.max_length}"
         fix = "Raise data.max_length, or check data.loss_on"
         return Check(row.name, "fail" if whole else "advice", found, fix, DataError.exit_code)
     text = f"{row.found}; up to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average"
     cut, dropped = states[State.CUT], states[State.NO_TARGET] + states[State.TOO_LONG]
     if not cut + dropped:
         return Check(row.name, "ok", text)
-    text += f"; {cut} cut to data.max_length, {dropped} without a token to learn"
-    return Check(row.name, "advice", text, "dualtune preview shows what is trained")
+    text += f"; {cut} cut to data.max_length, {dropped} without a target"
+    return Check(row.name, "advice", text, "dualtune preview shows the targets")
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -184,25 +184,25 @@ def _counted(number: int, what: str) -> str:
 def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.ndarray) -> Check:
     train = config.train
     if train.steps is not None:
-        return Check("steps", "ok", f"{train.steps}, as train.steps says")
+        return Check("steps", "ok", f"{train.steps}, set by train.steps")
     if order is None:
-        return Check("steps", "skipped", "their number shows when the data are tokenized: dualtune preview")
+        return Check("steps", "skipped", "not known until the data are tokenized: dualtune preview")
     number = order.num_steps
     held_out_rows = sum(found.num_rows or 0 for found in seen) - len(lengths)
     held = f", {held_out_rows} rows held out" if held_out_rows else ""
     found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}"
     if train.warmup >= number:
         fix = f"--set train.warmup={max(1, number // 10)}"
-        return Check("steps", "advice", f"{found}, and train.warmup takes {train.warmup} of them", fix)
+        return Check("steps", "advice", f"{found}, but train.warmup takes {train.warmup}", fix)
     if number < FEW_STEPS:
-        return Check("steps", "advice", f"{found}; so few steps teach little", _more_steps(config, number))
+        return Check("steps", "advice", f"{found}; so few steps train little", _more_steps(config, number))
     return Check("steps", "ok", found)
 
 
 def _more_steps(config: Config, number: int) -> str:
     train = config.train
     if train.documents_per_step is not None and train.documents_per_step > 1:
-        return "--set train.documents_per_step=null, which takes fewer documents a step where there are few"
+        return "--set train.documents_per_step=null, which takes fewer documents a step if there are few"
     if train.documents_per_step is None and train.tokens_per_step != "auto":
-        return "--set train.tokens_per_step=auto, which takes fewer tokens a step where there are few"
+        return "--set train.tokens_per_step=auto, which takes fewer tokens a step if there are few"
     return f"More rows, or --set train.epochs={math.ceil(FEW_STEPS / number * train.epochs)}"

@@ -71,7 +71,7 @@ def _ways(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[Smaller]:
         yield Smaller({"data.max_length": length, tokens_key: length}, cut)
     if can_shrink and (length := _longest(decoder, four_bit, have_bytes)):
         yield Smaller(packed | {"data.max_length": length, tokens_key: length}, cut)
-    yield Smaller({}, "Not even the shortest documents fit: take a smaller model or a larger machine")
+    yield Smaller({}, "Not even the shortest documents fit: use a smaller model or a larger machine")
 
 
 def _longest(decoder: Decoder, ask: Ask, have_bytes: int) -> int:

@@ -31,7 +31,7 @@ class BaseModel:
     config: Mapping[str, Any] | None  # its config.json; None: not known until it is downloaded
 
 
-def look_at_model(config: Config) -> tuple[BaseModel, list[Check]]:
+def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
     """Find the model in a directory, in the hub cache or among the published shapes. Nothing is downloaded."""
     name = config.model.name
     directory = local_model(name)
@@ -69,9 +69,9 @@ def _architecture(described: Mapping[str, Any]) -> list[Check]:
     names: list[str] = described.get("architectures") or []
     if not names or any(name.endswith(CAUSAL) for name in names):
         return []
-    found = f"{', '.join(names)}: not a model that predicts the next token ({', '.join(f'…{end}' for end in CAUSAL)})"
+    found = f"{', '.join(names)}: not a causal language model ({', '.join(f'…{end}' for end in CAUSAL)})"
     if any(name.endswith(WITH_MORE) for name in names):
-        return [Check("architecture", "advice", f"{found} alone; whether it loads shows when it is loaded")]
+        return [Check("architecture", "advice", f"{found}; only a run shows whether it can be loaded")]
     return [_fails("architecture", found, "Choose a causal language model")]
 
 
@@ -85,7 +85,7 @@ def shape_of(model: BaseModel) -> tuple[Decoder | None, str]:
         return None, f"there is no formula for this model: {error}"
 
 
-def look_at_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, Check]:
+def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, Check]:
     """Load the tokenizer and the chat template, if the model is here."""
     if model.directory is None or not list(model.directory.glob("tokenizer*")):
         if model.directory is None or not Path(config.model.name).expanduser().is_dir():
@@ -98,7 +98,7 @@ def look_at_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | Non
         return None, failure("tokenizer", error)
     size = tokenizer.vocabulary_size
     if size is not None and (largest := tokenizer.largest_id) >= size:
-        found = f"ids up to {largest}, and the model has embeddings for {size} tokens; data with such an id is refused"
+        found = f"ids up to {largest}, but the model has embeddings for {size} tokens; data with other ids are refused"
         return tokenizer, Check("tokenizer", "advice", found, "Use the tokenizer.json and the weights of one model")
     if tokenizer.warning:
         return tokenizer, Check("tokenizer", "advice", tokenizer.warning)
@@ -110,16 +110,16 @@ def length_row(config: Config, model: BaseModel) -> Check:
     """Compare data.max_length with the positions that the model was trained on."""
     length = config.data.max_length
     text = (model.config or {}).get("text_config", model.config or {})
-    learned = position_table_size(text)
-    longest = learned or text.get("max_position_embeddings")
+    table_size = position_table_size(text)
+    longest = table_size or text.get("max_position_embeddings")
     if not isinstance(longest, int):
-        return Check("length", "skipped", "the model's config does not say how long a text it takes")
+        return Check("length", "skipped", "the model's config does not state a maximum length")
     found = f"data.max_length is {length}, the model has positions up to {longest}"
     if length <= longest:
         return Check("length", "ok", found)
     fix = f"--set data.max_length={longest}"
-    if learned:
-        return Check("length", "fail", f"{found} and no others", fix, ConfigError.exit_code)
+    if table_size:
+        return Check("length", "fail", f"{found} and no more", fix, ConfigError.exit_code)
     return Check("length", "advice", f"{found}; it was not trained on longer texts", fix)
 
 

@@ -36,7 +36,7 @@ class TargetMachine:
     smaller: str  # what to do with too little memory
 
 
-SMALLER = "take a smaller model; dualtune check-gpu says which fits, and dualtune check-config whether a config does"
+SMALLER = "use a smaller model; dualtune check-gpu says which fits, and dualtune check-config whether a config does"
 TARGETS = {
     "h100": TargetMachine("cuda", 60, 60, 30, "Use --for rtx, and configs/rtx_24gb.yaml"),
     "m4": TargetMachine("metal", 16, 32, 20, f"Set data.max_length and train.micro_batch_tokens to 1024, or {SMALLER}"),
@@ -70,9 +70,9 @@ def check_environment(name: str, machine: Machine, config: Config | None) -> lis
     `name`: of a target or a backend. ConfigError for any other.
     """
     target, card = target_of(name, machine)
-    asked = requirements(card.package, machine.system)
+    required = requirements(card.package, machine.system)
     rows = [python_check(machine.python)]
-    rows += package_checks(asked, card.package.command, versions_of(one.name for one in asked))
+    rows += package_checks(required, card.package.command, versions_of(one.name for one in required))
     match target.device:
         case "cuda":
             rows += cuda_checks(machine, target, card)
@@ -88,7 +88,7 @@ def python_check(found: str) -> Check:
     if needed.contains(found, prereleases=True):
         return Check("Python", "ok", found)
     return Check(
-        "Python", "fail", f"got {found}, Python {needed} is needed", "python3.12 -m venv .venv, and install anew"
+        "Python", "fail", f"got {found}, Python {needed} is needed", "python3.12 -m venv .venv, and install again"
     )
 
 
@@ -99,7 +99,7 @@ def cuda_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Che
     """Check the driver, the first visible GPU, and what the backend adds."""
     if not machine.gpus:
         reason = machine.gpu_problem or "no NVIDIA GPU is visible"
-        return [Check("GPU", "fail", reason, "dualtune check-gpu says what to do about it")]
+        return [Check("GPU", "fail", reason, "dualtune check-gpu says what to do")]
     gpu, found = machine.gpus[0], problems(machine)
     return [
         Check("GPU", "ok", f"{gpu.name}, driver {machine.driver}"),
@@ -121,7 +121,7 @@ def metal_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Ch
     """Check the chip, what the backend adds, and the unified memory."""
     chip = Check("Apple silicon", "ok", machine.cpu)
     if not machine.is_apple_silicon:
-        text = f"this is {machine.system} on {machine.arch}; {card} is fast on Apple silicon alone"
+        text = f"this is {machine.system} on {machine.arch}; {card} is fast only on Apple silicon"
         chip = Check("Apple silicon", "fail", text, "dualtune check-env --for auto")
     chip = row_or_problem(chip, "Python", problems(machine))  # if it runs under Rosetta
     if chip.level == "fail":
@@ -131,7 +131,7 @@ def metal_checks(machine: Machine, target: TargetMachine, card: Card) -> list[Ch
 
 
 def _memory(name: str, found: float, unit: str, target: TargetMachine) -> Check:
-    text = f"{found:.0f} {unit}, {target.good_memory} or more wanted"
+    text = f"{found:.0f} {unit}, {target.good_memory} or more recommended"
     if found >= target.good_memory:
         return Check(name, "ok", text)
     if found >= target.least_memory:
@@ -139,7 +139,7 @@ def _memory(name: str, found: float, unit: str, target: TargetMachine) -> Check:
     return Check(name, "fail", f"{found:.0f} {unit}, at least {target.least_memory} is needed", target.smaller)
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
+# --- directories ------------------------------------------------------------------------------------------------------
 
 
 def place_checks(target: TargetMachine, config: Config | None) -> list[Check]:
@@ -148,7 +148,7 @@ def place_checks(target: TargetMachine, config: Config | None) -> list[Check]:
     download = config is None or local_model(config.model.name) is None
     rows = [*disk_checks(run_dir, target.download_gb if download else 0), *directory_checks(run_dir)]
     if config is None:
-        rows.append(Check("data and model", "skipped", "no config was given: --config CONFIG looks for both"))
+        rows.append(Check("data and model", "skipped", "no config was given; --config CONFIG checks both"))
     else:
         rows += [*data_checks(config), *model_checks(config)]
     return [*rows, hub_token(download=config is not None and download)]

@@ -24,7 +24,7 @@ def probe(machine: Machine) -> Check:
     # torch raises RuntimeError for every CUDA error; loading a missing library raises OSError.
     except (DualtuneError, RuntimeError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        return Check("probe", "fail", f"no product of matrices: {lines[0]}", "dualtune check-env says what is missing")
+        return Check("probe", "fail", f"no matrix product: {lines[0]}", "dualtune check-env says what is missing")
     elapsed_ms = (time.perf_counter() - began) * 1e3
     return Check(
         "probe", "ok", f"{backend.name} multiplied two {SIZE} x {SIZE} matrices on {device}: {elapsed_ms:.1f} ms"

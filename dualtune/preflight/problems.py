@@ -12,11 +12,7 @@ from itertools import chain
 from dualtune.card import automatic_cards
 from dualtune.checks import Check, Level
 from dualtune.platform.machine import Machine
-from dualtune.preflight.thresholds import (
-    LEAST_CAPABILITY,
-    LEAST_CUDA,
-    version,
-)
+from dualtune.preflight.thresholds import LEAST_CAPABILITY, LEAST_CUDA, version
 
 NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drivers"  # required by CUDA 13
 
@@ -57,7 +53,7 @@ def row_or_problem(fine: Check, name: str, found: Sequence[Check]) -> Check:
 
 
 def _no_binding(machine: Machine) -> str | None:
-    return f"NVML cannot be asked: {machine.gpu_problem}" if machine.gpu_fault == "no binding" else None
+    return f"NVML cannot be queried: {machine.gpu_problem}" if machine.gpu_fault == "no binding" else None
 
 
 def _library_missing(machine: Machine) -> bool:
@@ -74,7 +70,7 @@ def _wsl_path(machine: Machine) -> str | None:
 def _wsl_driver(machine: Machine) -> str | None:
     around = machine.surroundings
     if _library_missing(machine) and around.wsl and not around.wsl_driver:
-        return "this is WSL, and Windows has no NVIDIA driver that it could pass on"
+        return "this is WSL, and Windows has no NVIDIA driver to share with it"
     return None
 
 
@@ -108,7 +104,7 @@ def _not_loaded(machine: Machine) -> str | None:
 def _mismatch(machine: Machine) -> str | None:
     if machine.gpu_fault != "mismatch":
         return None
-    return f"the driver was updated while an older one is loaded ({machine.gpu_problem})"
+    return f"the driver was updated, but the older one is still loaded ({machine.gpu_problem})"
 
 
 def _no_permission(machine: Machine) -> str | None:
@@ -124,7 +120,7 @@ def _other_fault(machine: Machine) -> str | None:
 def _old_driver(machine: Machine) -> str | None:
     if not machine.gpus or machine.cuda is None or version(machine.cuda) >= LEAST_CUDA:
         return None
-    return f"driver {machine.driver} knows CUDA {machine.cuda} and older; {dotted(LEAST_CUDA)} is needed"
+    return f"driver {machine.driver} supports CUDA up to {machine.cuda}; {dotted(LEAST_CUDA)} is needed"
 
 
 # --- which GPUs are visible ------------------------------------------------------------------------------------------
@@ -132,10 +128,10 @@ def _old_driver(machine: Machine) -> str | None:
 
 def _mig_without_slice(machine: Machine) -> str | None:
     names = ", ".join(machine.mig_without_slice)
-    return f"{names}: in MIG mode, and no slice of it is visible" if names else None
+    return f"{names}: in MIG mode, but no slice of it is visible" if names else None
 
 
-def _mig_alone(machine: Machine) -> str | None:
+def _only_mig(machine: Machine) -> str | None:
     return None if machine.gpus else _mig_without_slice(machine)
 
 
@@ -157,7 +153,7 @@ def _some_ignored(machine: Machine) -> str | None:
     last = wanted[len(machine.gpus)].strip()
     if last == "-1":
         return None  # the usual way to end the list
-    return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}': CUDA stops at '{last}', which is no GPU here"
+    return f"CUDA_VISIBLE_DEVICES is '{machine.visible_devices}': CUDA stops at '{last}', which is not a GPU here"
 
 
 def _old_gpu(machine: Machine) -> str | None:
@@ -169,7 +165,7 @@ def _old_gpu(machine: Machine) -> str | None:
 
 def _deprecated_binding(machine: Machine) -> str | None:
     found = machine.packages.get("pynvml")
-    return f"the deprecated package pynvml {found} lies over nvidia-ml-py, whose module it replaces" if found else None
+    return f"the deprecated package pynvml {found} replaces the module of nvidia-ml-py" if found else None
 
 
 def dotted(numbers: tuple[int, ...]) -> str:
@@ -190,32 +186,28 @@ PROBLEMS = (
         "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown",
     ),
     KnownProblem("container", "fail", _not_passed_through, PASS_THROUGH),
-    KnownProblem("container", "advice", _hidden_by_container, f"where the host has one: {PASS_THROUGH}"),
+    KnownProblem("container", "advice", _hidden_by_container, f"if the host has one: {PASS_THROUGH}"),
     KnownProblem(
         "driver",
         "fail",
         _no_driver,
         "sudo ubuntu-drivers install && sudo reboot (elsewhere: https://www.nvidia.com/drivers)",
     ),
-    KnownProblem(
-        "driver", "fail", _not_loaded, "sudo modprobe nvidia; if that fails, install the driver anew and reboot"
-    ),
-    KnownProblem("driver", "fail", _mismatch, "sudo reboot (a container: start it anew)"),
+    KnownProblem("driver", "fail", _not_loaded, "sudo modprobe nvidia; if that fails, reinstall the driver and reboot"),
+    KnownProblem("driver", "fail", _mismatch, "sudo reboot (in a container: restart it)"),
     KnownProblem(
         "driver",
         "fail",
         _no_permission,
-        "sudo usermod -aG video,render $USER, and log in again; under Slurm, ask for a GPU: srun --gres=gpu:1 …",
+        "sudo usermod -aG video,render $USER, and log in again; under Slurm, request a GPU: srun --gres=gpu:1 …",
     ),
     KnownProblem("driver", "fail", _other_fault, "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"),
     KnownProblem("driver", "fail", _old_driver, NEW_DRIVER),
-    KnownProblem("MIG", "fail", _mig_alone, MAKE_SLICE),
+    KnownProblem("MIG", "fail", _only_mig, MAKE_SLICE),
     KnownProblem("MIG", "advice", _mig_among_others, MAKE_SLICE),
     KnownProblem("visibility", "fail", _all_hidden, "unset CUDA_VISIBLE_DEVICES"),
-    KnownProblem(
-        "visibility", "advice", _some_ignored, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists what there is"
-    ),
-    KnownProblem("compute capability", "fail", _old_gpu, "Take a newer GPU, or train small models with --platform cpu"),
+    KnownProblem("visibility", "advice", _some_ignored, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists the GPUs"),
+    KnownProblem("compute capability", "fail", _old_gpu, "Use a newer GPU, or train small models with --platform cpu"),
     KnownProblem(
         "pynvml", "advice", _deprecated_binding, "pip uninstall -y pynvml; pip install --force-reinstall nvidia-ml-py"
     ),

@@ -84,9 +84,9 @@ def _decoder(config: Config) -> Decoder:
     """Return the shape of a published model, or of one on this machine."""
     if config.model.name in KNOWN:
         return decoder_of(KNOWN[config.model.name])
-    from dualtune.preflight.config_model import look_at_model, shape_of  # late: it imports NumPy and tokenizers
+    from dualtune.preflight.config_model import find_model, shape_of  # late: it imports NumPy and tokenizers
 
-    decoder, reason = shape_of(look_at_model(config)[0])
+    decoder, reason = shape_of(find_model(config)[0])
     if decoder is None:
         raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
     return decoder

@@ -50,7 +50,7 @@ def largest_model(machine: Machine) -> Largest | None:
 
 
 def qlora(kind: str, length: int = LEAST_LENGTH) -> Ask:
-    """Return the request for 4-bit training on documents of up to `length` tokens, one at a time, on a device."""
+    """Return the setup of 4-bit training on documents of up to `length` tokens, one at a time, on a device."""
     card = driver_of(kind)
     device = card.device(kind)
     assert device is not None  # since the card is for this kind

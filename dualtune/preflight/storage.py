@@ -40,10 +40,10 @@ def directory_checks(run_dir: Path) -> list[Check]:
 def _writable(name: str, path: Path, other: str) -> Check:
     """Check that a file can be written there, or in the nearest existing parent directory."""
     place = existing(path)
-    made = "" if place == path.absolute() else f" (will be made in {place})"
+    remark = "" if place == path.absolute() else f" (will be created in {place})"
     try:
         with tempfile.TemporaryFile(dir=place):  # not os.access, which ignores read-only file systems
-            return Check(name, "ok", f"{path}{made}")
+            return Check(name, "ok", f"{path}{remark}")
     except OSError as error:
         fix = f"Make it writable, or {other} to a directory that is"
         return Check(name, "fail", f"{path}: {place} cannot be written: {error.strerror}", fix)
@@ -52,11 +52,11 @@ def _writable(name: str, path: Path, other: str) -> Check:
 def disk_checks(run_dir: Path, download_gb: int) -> list[Check]:
     """Check that there is room for downloads and for the checkpoints of a run; together if on one disk."""
     models = hub_cache()
-    asked = {"disk for models": (models, download_gb), "disk for runs": (run_dir, RUN_GB)}
+    needs = {"disk for models": (models, download_gb), "disk for runs": (run_dir, RUN_GB)}
     if _disk(models) == _disk(run_dir):
-        asked = {"disk": (models, max(download_gb, RUN_GB))}
+        needs = {"disk": (models, max(download_gb, RUN_GB))}
     rows: list[Check] = []
-    for name, (path, need_gb) in asked.items():
+    for name, (path, need_gb) in needs.items():
         free = shutil.disk_usage(existing(path)).free
         text = f"{free / GB:.0f} GB free at {path}, {need_gb} GB needed"
         enough = free >= need_gb * GB
@@ -80,7 +80,7 @@ def _data_check(name: str) -> Check:
     if path.exists():
         return Check("data", "ok", f"{path}; its rows: dualtune check-data {name}")
     if is_hub_name(name) and not kind_of(path):
-        return Check("data", "skipped", f"{name}: no such file; taken for a dataset of the hub, which is not asked")
+        return Check("data", "skipped", f"{name}: no such file, so a dataset of the hub; it is not downloaded now")
     return Check(
         "data",
         "fail",
@@ -99,11 +99,11 @@ def model_checks(config: Config) -> list[Check]:
     model = Check("model", "ok", str(path))
     if missing:
         listed = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
-        model = Check("model", "fail", f"{path} lacks {listed}", _get(name))
+        model = Check("model", "fail", f"{path} lacks {listed}", _download(name))
     found = [file for file in TOKENIZERS if (path / file).is_file()]
     if found:
         return [model, Check("tokenizer", "ok", found[0])]
-    return [model, Check("tokenizer", "fail", f"{path} has none of {', '.join(TOKENIZERS)}", _get(name))]
+    return [model, Check("tokenizer", "fail", f"{path} has none of {', '.join(TOKENIZERS)}", _download(name))]
 
 
 def local_model(name: str) -> Path | None:
@@ -145,11 +145,11 @@ def _absent(name: str) -> Check:
         )
     where = f"{name} is neither a directory nor in the hub cache {hub_cache()}"
     if constants.HF_HUB_OFFLINE:
-        return Check("model", "fail", f"{where}, and HF_HUB_OFFLINE is set", f"HF_HUB_OFFLINE=0 {_get(name)}")
-    return Check("model", "advice", f"{where}; the first run downloads it", _get(name))
+        return Check("model", "fail", f"{where}, and HF_HUB_OFFLINE is set", f"HF_HUB_OFFLINE=0 {_download(name)}")
+    return Check("model", "advice", f"{where}; the first run downloads it", _download(name))
 
 
-def _get(name: str) -> str:
+def _download(name: str) -> str:
     return f"hf download {name}" if is_hub_name(name) else "Copy the whole model directory"
 
 
@@ -159,5 +159,5 @@ def hub_token(*, download: bool) -> Check:
 
     if get_token():
         return Check("hub token", "ok", "set")
-    text = "not set; models behind a licence (Llama, Gemma and others) need one"
+    text = "not set; models with a licence to accept (Llama, Gemma and others) need one"
     return Check("hub token", "advice" if download else "ok", text, "hf auth login" if download else None)

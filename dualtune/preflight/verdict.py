@@ -95,7 +95,7 @@ def _accelerator_rows(machine: Machine, level: Level) -> Iterator[Check]:
     for index, gpu in enumerate(machine.gpus):
         yield Check(f"GPU {index}", level if index == 0 else "ok", _described(gpu))
         if gpu.processes:
-            holders = (f"{p.name} ({p.pid}{_held(p.used_bytes)})" for p in gpu.processes)
+            holders = (f"{p.name} ({p.pid}{_used(p.used_bytes)})" for p in gpu.processes)
             yield Check("programs", "advice", f"on GPU {index}: {', '.join(holders)}", "nvidia-smi; kill PID ends one")
     if machine.gpus:
         yield Check("driver", "ok", f"{machine.driver}, CUDA up to {machine.cuda}")
@@ -108,10 +108,10 @@ def _other_gpus(machine: Machine) -> Iterator[Check]:
     others = [*rest, *machine.hidden_gpus]
     largest = max(others, key=lambda gpu: gpu.total_bytes, default=first)
     if largest.total_bytes > first.total_bytes:
-        found = f"a run takes {first.name}, and {largest.name} with {_gb(largest.total_bytes)} is larger"
+        found = f"a run uses {first.name}, but {largest.name} with {_gb(largest.total_bytes)} is larger"
         yield Check("larger GPU", "advice", found, f"export CUDA_VISIBLE_DEVICES={largest.uuid}")
     if machine.hidden_gpus:
-        why = "CUDA_VISIBLE_DEVICES leaves out" if machine.visible_devices is not None else "CUDA takes one slice, not"
+        why = "CUDA_VISIBLE_DEVICES leaves out" if machine.visible_devices is not None else "CUDA uses one slice, not"
         yield Check("hidden", "ok", f"{why} {', '.join(gpu.name for gpu in machine.hidden_gpus)}")
 
 
@@ -121,33 +121,33 @@ def _described(gpu: Gpu) -> str:
     return f"{gpu.name}, {size}, compute capability {gpu.compute_capability}{mig}"
 
 
-def _held(used_bytes: int | None) -> str:
+def _used(used_bytes: int | None) -> str:
     return "" if used_bytes is None else f", {used_bytes / GIB:.1f} GiB"
 
 
 def _nothing_found(machine: Machine) -> str:
     reason = f" ({machine.gpu_problem})" if machine.gpu_problem else ""
-    return f"no NVIDIA GPU is visible{reason}, and this is no Mac with Apple silicon"
+    return f"no NVIDIA GPU is visible{reason}, and this is not a Mac with Apple silicon"
 
 
 def _largest_row(machine: Machine, largest: Largest | None) -> Check:
     name = "largest model"
     if largest is None:
-        return Check(name, "advice", "none of the published ones that dualtune knows fits")
+        return Check(name, "advice", "none of the published models that dualtune knows fits")
     needs = f"an estimated {in_bytes(largest.estimate.total_bytes)}"
-    slowly = ", by memory alone: a CPU is slow" if device_of(machine) == "cpu" else ""
+    slowly = ", by memory only: a CPU is slow" if device_of(machine) == "cpu" else ""
     return Check(name, "ok", f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}{slowly}")
 
 
 def _config_row(start: Start | None) -> Check:
     """Return a row with the config to start with, and the settings if this machine is smaller."""
     if start is None:
-        return Check("config", "advice", "none of the example configs fits, with any model that dualtune knows")
+        return Check("config", "advice", "no example config fits, with any model that dualtune knows")
     found = f"configs/{start.config}"
     if start.need_bytes is not None:
         found += f", an estimated {in_bytes(start.need_bytes)}"
     if start.smaller is not None:
-        found += f", too much here: {start.smaller}"
+        found += f", too much for this machine: {start.smaller}"
     get = f"dualtune config {start.config.removesuffix('.yaml')} > config.yaml"
     return Check("config", "advice" if start.smaller else "ok", found, get)
 
@@ -165,11 +165,11 @@ def _sentence(machine: Machine, kind: Class, longest: int, largest: Largest | No
         fits = "small models can be trained with --platform cpu"
     elif largest is not None:
         fits = f"QLoRA of {largest.name} fits, with documents up to {_tokens(largest)}"
-    begin = f"Begin with configs/{start.config}" if start else "No example config fits"
-    begin += ", made smaller as said at config" if start and start.smaller else ""
+    first_step = f"Start with configs/{start.config}" if start else "No example config fits"
+    first_step += ", with the settings shown at config" if start and start.smaller else ""
     first = next((row for row in problems(machine) if row.level == "fail"), None)
     fix = f". Before that: {first.found} -> {first.fix}" if first else ""
-    return f"{what}; {fits}. {begin}{fix}"
+    return f"{what}; {fits}. {first_step}{fix}"
 
 
 def _answer(question: Question) -> str:

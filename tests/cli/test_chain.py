@@ -147,7 +147,7 @@ def test_exact_match_counts_answers_that_greedy_decoding_gives(dualtune_main, co
 def test_generate_samples_by_seed_and_continues_raw_text(dualtune_main, tiny_softmax):
     def text(*args) -> str:
         result = dualtune_main("generate", tiny_softmax, "--prompt", "abc", "--max-tokens", 20, *args, *NUMPY)
-        assert (result.returncode, result.stderr) == (0, "platform    numpy: as asked\n")
+        assert (result.returncode, result.stderr) == (0, "platform    numpy: as requested\n")
         return result.stdout
 
     assert text("--temperature", 1) == text("--temperature", 1) != text("--temperature", 1, "--seed", 5)

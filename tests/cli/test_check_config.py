@@ -19,7 +19,7 @@ def test_a_good_config_is_a_table_and_the_memory_by_part(dualtune_main, config_f
 def test_the_platform_of_this_machine_is_chosen_unless_one_is_named(dualtune_main, config_file):
     result = dualtune_main("check-config", config_file(), "--platform", "numpy", "--json")
     rows = {row["name"]: row for row in json.loads(result.stdout)["checks"]}
-    assert rows["platform"]["found"] == "numpy: as asked"
+    assert rows["platform"]["found"] == "numpy: as requested"
     assert rows["backend"]["found"] == "numpy honours every key"
     assert rows["memory"] == {
         "name": "memory", "level": "skipped", "found": "there is no estimate for the backend numpy", "mend": None,

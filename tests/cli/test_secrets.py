@@ -70,7 +70,7 @@ def test_training_on_torch_leaves_no_secret(canary, config_file, tiny_llama):
     ],
 )
 def test_a_secret_in_a_config_is_refused_by_its_kind_and_not_shown(canary, config_file, tmp_path, key, value, kind):
-    message = f"{key}: looks like {kind} (not shown). Take it out of the config and revoke it if the file was shared"
+    message = f"{key}: looks like {kind} (not shown). Remove it from the config, and revoke it if the file was shared"
     assert message in canary(2, "train", config_file({key: value}), *NUMPY)
     assert message in canary(2, "train", config_file(), "--set", f"{key}={value}", *NUMPY)
     assert not (tmp_path / "runs").exists()

@@ -97,7 +97,7 @@ def test_every_command_that_uses_an_engine_works(outsider, config_file, tiny_sof
         ("bench", config, "--steps", 2, "--warmup", 1, "--out", tmp_path / "bench", *HERE),
     )
     assert [(code, err) for code, _, err in found if code] == []
-    assert "platform    outsider: as asked" in found[0][1] + found[0][2]
+    assert "platform    outsider: as requested" in found[0][1] + found[0][2]
     environment = json.loads((tmp_path / "runs" / "a" / "environment.json").read_text())
     assert environment["backend"] == "outsider"
     assert environment["packages"]["dualtune-outsider"] == "1.2.3"

@@ -53,7 +53,7 @@ def test_a_tier_shows_lines_a_row_for_each_criterion_and_a_verdict(validate):
     result = validate("--tier", "quick")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
-    assert lines[0] == "platform    cpu: as asked"
+    assert lines[0] == "platform    cpu: as requested"
     assert "the tier's twin for a CPU" in result.stdout
     live = [
         line

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dualtune.config import parse_config
 from dualtune.config.advice import FOREIGN_KEYS
-from dualtune.config.not_there import NO_SUCH_KEY
 from dualtune.config.schema import sections
+from dualtune.config.unsupported import NO_SUCH_KEY
 from dualtune.errors import ConfigError
 
 MINIMAL = "model:\n  name: m\ndata:\n  train: t\n"
@@ -36,7 +36,7 @@ def with_(line: str) -> str:
         ("train: {max_length: 1}", "train.max_length: unknown key. It belongs to another section: 'data.max_length'"),
         ("train: {max_lenght: 1}", "train.max_lenght: unknown key. Did you mean 'data.max_length'?"),
         ("train: {Learning-Rate: 1}", "train.Learning-Rate: unknown key. Did you mean 'learning_rate'?"),
-        ("train: {memory: {limit: 12GB}}", "train.memory: unknown key. 'memory' is a section of its own; check the"),
+        ("train: {memory: {limit: 12GB}}", "train.memory: unknown key. 'memory' is a section; check the"),
         ("hybrid: {zzz: 1}", "hybrid.zzz: unknown key. Allowed here: enabled"),
         ("hybrid: 3", "hybrid: got 3, must be a section (keys: enabled)"),
         ("hybrid: {? null: 1}", "hybrid.null: unknown key."),
@@ -75,10 +75,16 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
     [
         ("train: {optimizer: adamw_8bit}", "train.optimizer: got 'adamw_8bit', allowed: adamw, sgd. Did you mean"),
         ("train: {optim: adamw_torch}", "train.optim: unknown key. Did you mean 'optimizer'?"),
-        ("train: {betas: 1}", "train.betas: unknown key. An optimizer has its usual constants; set 'train.optimizer'"),
-        ("adapter: {num_layers: 16}", "adapter.num_layers: unknown key. It is not there yet; 'adapter.targets'"),
-        ("run: {report_to: wandb}", "run.report_to: unknown key. There is no tracker yet; metrics.jsonl"),
-        ("train: {resume_from_checkpoint: x}", "train.resume_from_checkpoint: unknown key. A run that was stopped"),
+        ("train: {betas: 1}", "train.betas: unknown key. Other constants are fixed; set 'train.optimizer'"),
+        (
+            "adapter: {num_layers: 16}",
+            "adapter.num_layers: unknown key. To adapt only some layers, list their modules in 'adapter.targets'",
+        ),
+        (
+            "run: {report_to: wandb}",
+            "run.report_to: unknown key. Trackers are not supported yet; every metric is in metrics.jsonl",
+        ),
+        ("train: {resume_from_checkpoint: x}", "train.resume_from_checkpoint: unknown key. The same command resumes"),
     ],
 )
 def test_a_key_of_other_trainers_that_has_no_counterpart_is_answered_in_words(line: str, answer: str) -> None:

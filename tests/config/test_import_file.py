@@ -102,14 +102,14 @@ def test_the_config_goes_to_standard_output_and_what_is_lost_to_standard_error(t
     assert done.returncode == 0
     file.write_text(done.stdout, encoding="utf-8")
     assert load_config(file).model.name == "m"
-    assert done.stderr == "not translated  neftune_noise_alpha: 5. NEFTune is not there yet\n"
+    assert done.stderr == "not translated  neftune_noise_alpha: 5. NEFTune is not supported yet\n"
 
 
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a: 1\n", (), "is not seen to be a config of axolotl or mlx-lm"),
-        ("model: {name: m}\ndata: {train: t}\n", (), "is a config of dualtune already"),
+        ("a: 1\n", (), "is not recognized as a config of axolotl or mlx-lm"),
+        ("model: {name: m}\ndata: {train: t}\n", (), "is already a config of dualtune"),
         ("- 1\n", (), "must be a mapping"),
         ("a: [\n", (), "not valid YAML"),
         ("base_model: &a x\nb: *a\n", (), "aliases (*name) are not allowed"),

@@ -94,7 +94,7 @@ runn:
         ("data.packing", "yes", "got 'yes', must be true or false"),
         ("data.on_bad_row", "ignore", "got 'ignore', allowed: error, skip"),
         ("data.max_bad_rows", "1.5", "got 1.5, must be a number >= 0 and < 1, or an integer >= 1"),
-        ("data.format", "dpo", "kin) is not there yet: pairs are read and checked, but not trained on"),
+        ("data.format", "dpo", "similar) is not supported yet: pairs are read and checked, but not trained on"),
         ("data.packing", "1", "got 1, must be true or false"),
         ("data.max_length", "1", "got 1, must be >= 2"),
         ("data.columns", "[a]", "got a list, must be a mapping from our column names to the file's"),
@@ -119,8 +119,8 @@ runn:
         ("memory.limit", "12", "got 12, must be auto or a size such as 12GB or 12GiB"),
         ("memory.limit", "0GB", "got '0GB', must be auto or a size such as 12GB or 12GiB"),
         ("run.dir", "3", "got 3, must be a path"),
-        ("run.dir", '"a\\nb"', "got 'a\\nb', must not hold control characters or half surrogates"),
-        ("run.dir", '"\\uD800"', "must not hold control characters or half surrogates"),
+        ("run.dir", '"a\\nb"', "got 'a\\nb', must not contain control characters or lone surrogates"),
+        ("run.dir", '"\\uD800"', "must not contain control characters or lone surrogates"),
     ],
 )
 def test_a_wrong_value_says_what_is_allowed(key: str, value: str, message: str) -> None:
@@ -180,7 +180,7 @@ def test_any_values_give_a_config_or_our_own_words(values: dict[tuple[str, str],
 @pytest.mark.parametrize(
     ("data", "train", "message"),
     [
-        ("eval: ./x/../t", "", "c.yaml:5: data.eval: got './x/../t', which is data.train too; must be other data"),
+        ("eval: ./x/../t", "", "c.yaml:5: data.eval: got './x/../t', which is also in data.train; must be other data"),
         ("", "warmup: 50, steps: 50", "c.yaml:6: train.warmup: got 50 steps, must be below train.steps (50)"),
         (
             "",
@@ -190,7 +190,7 @@ def test_any_values_give_a_config_or_our_own_words(values: dict[tuple[str, str],
         (
             "max_bad_rows: 10",
             "",
-            "c.yaml:5: data.max_bad_rows: got 10, means nothing while data.on_bad_row is error; write on_bad_row: skip",
+            "c.yaml:5: data.max_bad_rows: got 10, has no effect while data.on_bad_row is error; set on_bad_row: skip",
         ),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_file_that_is_not_there_or_not_a_file_is_named(tmp_path: Path) -> None
     [
         (b"model:\n  name: caf\xe9\n", ":2: byte 0xe9 is not UTF-8; save the file as UTF-8"),
         ("model: {}".encode("utf-16"), ":1: byte 0xff is not UTF-8; save the file as UTF-8"),
-        (b"#" * 2**19, ": is larger than 262144 bytes, which no config is"),
+        (b"#" * 2**19, ": is larger than 262144 bytes, too large for a config"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, raw: bytes, message: str) -> None:
@@ -341,7 +341,7 @@ def test_what_is_wrong_with_a_mapping_is_said_by_key() -> None:
 
 @pytest.mark.parametrize("source", [None, 3, ["model"], b"c.yaml"])
 def test_what_is_neither_a_path_nor_a_mapping_is_refused_in_words(source) -> None:
-    with pytest.raises(ConfigError, match="needed: the path of a YAML file, or a mapping"):
+    with pytest.raises(ConfigError, match="allowed: the path of a YAML file, or a mapping"):
         load_config(source)
 
 

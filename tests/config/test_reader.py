@@ -127,8 +127,8 @@ def test_tags_are_refused_by_name(tag: str) -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("model: {name: m}\ndata:\n\ttrain: t\n", "c.yaml:3:1: a tab cannot stand here"),
-        ("model: {name: m}\ndata: train: t\n", "c.yaml:2:12: a ':' cannot stand here"),
+        ("model: {name: m}\ndata:\n\ttrain: t\n", "c.yaml:3:1: a tab is not allowed here"),
+        ("model: {name: m}\ndata: train: t\n", "c.yaml:2:12: a ':' is not allowed here"),
         ("model: {name: m\ndata: x", "c.yaml:2:5: not valid YAML: "),
         ("model: 'm", "c.yaml:1:10: not valid YAML: "),
         ("model: m\n---\ndata: x\n", "c.yaml:2:1: a second YAML document begins here"),

@@ -28,7 +28,8 @@ def test_the_default_text_names_every_key_once_below_a_comment() -> None:
             at = next(number for number, line in enumerate(lines) if number > start and line.startswith(f"  {key}: "))
             assert lines[at - 1].startswith("  # ")
     assert max(map(len, lines)) <= 120
-    assert "  # How the learning rate falls after the warm-up. Allowed: constant, linear or cosine.\n" in default_yaml()
+    text = default_yaml()
+    assert "  # How the learning rate changes after the warm-up. Allowed: constant, linear or cosine.\n" in text
 
 
 def test_pyyaml_reads_the_default_text_alike() -> None:

@@ -104,7 +104,7 @@ def test_a_written_config_says_what_the_user_wrote(train: str) -> None:
 def test_the_default_text_explains_the_keys_of_a_source() -> None:
     lines = default_yaml().splitlines()
     at = lines.index(
-        "#   weight: How often its documents come in an epoch: 0.5 takes half of them in each, 2 takes each twice."
+        "#   weight: How often its documents are used per epoch: 0.5 uses half of them, 2 uses each twice."
     )
     assert at < lines.index("data:")
     assert [line.split(":")[0] for line in lines[at - 1 : at + 5]] == [
@@ -197,7 +197,7 @@ train:
         ("[{path: a, name: x}]", "{key}[0].name: unknown key. Did you mean 'subset'?"),
         (
             "[{path: a, Max-Length: 5}]",
-            "{key}[0].Max-Length: unknown key. It belongs to the whole section: 'data.max_length'",
+            "{key}[0].Max-Length: unknown key. Set it for all sources: 'data.max_length'",
         ),
         (
             "[{path: a, zzz: x}]",
@@ -207,7 +207,7 @@ train:
         ("{path: a, constrained-str: 1}", "{key}.constrained-str: unknown key. Allowed here: path,"),
         ("{path: a, weight: '2'}", "{key}.weight: got '2', must be a number > 0"),
         ("{}", "{key}.path: missing; 'data.{key}' needs it: a path, such as `path: data/train.jsonl`"),
-        ("[a, b, ./x/../a]", "{key}: lists './x/../a' more than once; to take it more often, give it a weight"),
+        ("[a, b, ./x/../a]", "{key}: lists './x/../a' more than once; to use it more often, give it a weight"),
         ("[a, {path: a, weight: 1}]", "{key}: lists 'a' more than once"),
         ("[{path: a, split: s, subset: t}, {path: a, split: s, subset: t}]", "{key}: lists 'a' more than once"),
         ("[]", "{key}: got an empty list, must be a"),
@@ -224,7 +224,7 @@ def test_other_subsets_and_splits_are_other_sources() -> None:
 
 
 def test_data_to_evaluate_on_is_not_trained_on_too() -> None:
-    rule = "which is data.train too; must be other data, or a fraction of data.train to hold out"
+    rule = "which is also in data.train; must be other data, or a fraction of data.train to hold out"
     assert errors_of("train: [a, {path: b, split: s}]\neval:\n  - c\n  - {path: ./b, split: s}\n  - {path: a}") == [
         f"c.yaml:6: data.eval[1]: got './b', {rule}",
         f"c.yaml:7: data.eval[2]: got 'a', {rule}",

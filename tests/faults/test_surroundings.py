@@ -178,7 +178,7 @@ def test_a_broken_tracker_costs_nothing_but_a_line(box, make_config, open_backen
     assert hopeless.heard == [("eval", 0)]  # before the first step; the rest is waiting behind it
     said = [event["message"] for event in box.events("hook_failed")]
     assert len(said) == 2
-    assert all("Tracker.on_step raised ConnectionError: tracker is down. Training goes on" in line for line in said)
+    assert all("Tracker.on_step raised ConnectionError: tracker is down. Training continues" in line for line in said)
     assert box.adapter == straight
 
 

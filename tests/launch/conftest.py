@@ -58,7 +58,7 @@ class DirectAttempt:
     def ask_to_stop(self) -> None:
         self.process.terminate()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         pass
 
     def codes(self) -> dict[int, int]:

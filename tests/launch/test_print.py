@@ -49,7 +49,7 @@ def test_the_cores_are_shared_among_the_processes(dualtune_main, config, monkeyp
 
     launcher, chosen = Here(8, 0).launcher("cpu", 3, None)
     assert launcher.environment == {"OMP_NUM_THREADS": "2"}
-    assert chosen == "3 processes (as asked), 2 threads each (8 cores for 3)"
+    assert chosen == "3 processes (as requested), 2 threads each (8 cores for 3)"
     assert Here(2, 0).launcher("cpu", 5, None)[0].environment == {"OMP_NUM_THREADS": "1"}
 
 

@@ -61,7 +61,7 @@ def test_a_refusal_of_sbatch_is_shown(dualtune_main, config, cluster, monkeypatc
     cluster.write("sbatch", "echo 'invalid partition specified: x' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{cluster.home}/bin:{os.environ['PATH']}")
     result = dualtune_main("launch", "c.yaml", "--on", "slurm", "--procs", "1", "--partition", "x")
-    assert result.returncode == 4 and "sbatch did not take it: invalid partition specified: x" in result.stderr
+    assert result.returncode == 4 and "sbatch rejected it: invalid partition specified: x" in result.stderr
 
 
 def test_words_with_spaces_and_quotes_arrive_as_they_are(cluster):
@@ -78,7 +78,7 @@ def test_a_task_of_an_array_has_a_run_directory_and_a_number_of_its_own(cluster)
     assert words[-8:-2] == ["--set", "run.seed=2", "--set", "run.dir=ignored", "--set", "run.dir=runs/first-2"]
     text = script(cluster.home, run_dir="runs/of-%a-first", array="0-3")
     assert 'run_dir=runs/of-"$SLURM_ARRAY_TASK_ID"-first\n' in text
-    with pytest.raises(ConfigError, match="%a in its last part alone"):
+    with pytest.raises(ConfigError, match="%a only in its last part"):
         script(cluster.home, run_dir="runs/of-%a/first", array="0-3")
     assert script(cluster.home).count("SLURM_ARRAY_TASK_ID") == 1  # to name the job
 

@@ -89,7 +89,7 @@ def test_what_an_mlx_rank_ends_with_is_what_launch_ends_with(program, open_backe
     work = program(RANK + "rank == 1 and attempt == 1 and os.kill(os.getpid(), 9); time.sleep(1); sys.exit(3 * rank)")
     code, told = supervised(mlx.launcher("auto", 2, None, None)[0], work, max_restarts=5)
     assert (code, len(work.resumed)) == (3, 2)
-    again = "restart     1 of 5: killed by signal 9; all processes begin again"
+    again = "restart     1 of 5: killed by signal 9; all processes are restarted"
     assert told == [again, "failed      exit code 3 in attempt 2"]
 
 

@@ -68,7 +68,7 @@ def test_verdict_config_and_fit_come_from_one_estimate(machine):
         settings = start.smaller.settings.items() if start.smaller else ()
         assert bytes_of(machine, start.config, settings) <= have
         assert (bytes_of(machine, start.config) <= have) == (start.smaller is None)
-        assert ("made smaller" in report.sentence) == (start.smaller is not None)
+        assert ("with the settings shown" in report.sentence) == (start.smaller is not None)
 
 
 def test_no_card_is_sent_to_a_config_for_a_larger_one():

@@ -28,7 +28,7 @@ def test_the_verdict_gives_its_reason_what_fits_and_where_to_begin(dualtune_main
         "NVIDIA GeForce RTX 5080 with 17.1 GB is low on memory for models of 7B, which fit with documents up to 2,560 "
         "tokens; QLoRA of Qwen/Qwen3-8B fits, with documents up to "
     )
-    assert found["verdict"].endswith(" tokens. Begin with configs/rtx_16gb.yaml")
+    assert found["verdict"].endswith(" tokens. Start with configs/rtx_16gb.yaml")
 
 
 def test_the_memory_of_the_largest_model_is_given_by_part(dualtune_main):
@@ -142,12 +142,12 @@ def test_a_probe_that_fails_decides_even_where_the_memory_fits(dualtune_main, mo
     result = dualtune_main("check-gpu", "--probe", "--require-memory", "1GB", "--json")
     row = json.loads(result.stdout)["checks"][-1]
     assert result.returncode == 4
-    assert (row["level"], row["found"]) == ("fail", "no product of matrices: CUDA error: no kernel image is available")
+    assert (row["level"], row["found"]) == ("fail", "no matrix product: CUDA error: no kernel image is available")
 
 
 @pytest.mark.parametrize(
     ("device", "words"),
-    [("tpu", "got 'tpu', allowed: auto, mlx"), ("cuda:7", "platform cuda"), ("numpy", "numpy: as asked")],
+    [("tpu", "got 'tpu', allowed: auto, mlx"), ("cuda:7", "platform cuda"), ("numpy", "numpy: as requested")],
 )
 def test_the_platform_s_default_is_dualtune_device(dualtune_main, monkeypatch, config_for, device, words):
     monkeypatch.setenv("DUALTUNE_DEVICE", device)
@@ -158,4 +158,4 @@ def test_the_platform_s_default_is_dualtune_device(dualtune_main, monkeypatch, c
 def test_the_platform_that_is_named_wins_over_dualtune_device(dualtune_main, monkeypatch, config_for):
     monkeypatch.setenv("DUALTUNE_DEVICE", "tpu")
     result = dualtune_main("train", config_for(), "--dry-run", "--platform", "numpy")
-    assert "platform    numpy: as asked" in result.stdout
+    assert "platform    numpy: as requested" in result.stdout

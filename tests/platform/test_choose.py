@@ -53,7 +53,7 @@ def test_without_any_framework_the_line_that_installs_one_is_given(machine, extr
      ("numpy", "numpy", "auto")],
 )  # fmt: skip
 def test_what_is_asked_for_is_taken(asked, backend, device):
-    assert choose(asked, BARE) == PlatformChoice(asked, backend, device, "as asked")
+    assert choose(asked, BARE) == PlatformChoice(asked, backend, device, "as requested")
 
 
 @pytest.mark.parametrize("unknown", ["tpu", "cuda:", "cuda:a", "cuda:-1", "mlx:0", ""])

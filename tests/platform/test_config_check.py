@@ -292,7 +292,7 @@ def test_only_the_first_rows_are_converted_and_all_are_counted(check, write_rows
 
 def test_of_one_row_nothing_can_be_held_out_and_that_is_told(check, write_rows, qa_rows):
     alone = row(check(f"data.train={write_rows(qa_rows[:1])}"), "eval data")
-    assert (alone.level, alone.found) == ("advice", "none: data.eval asks for 10% of the rows, and there is only one")
+    assert (alone.level, alone.found) == ("advice", "none: data.eval holds out 10% of the rows, but there is only one")
     for number, share in ((1, 0), (2, 0.1)):
         report = check(f"data.train={write_rows(qa_rows[:number])}", f"data.eval={share}")
         assert "eval data" not in [found.name for found in report.checks]
@@ -313,7 +313,7 @@ def test_rows_that_are_cut_or_have_nothing_to_learn_are_told_where_the_tokenizer
     model = f"model.name={tiny_llama}"
     report = check(model, f"data.train={write_rows(rows)}", "data.max_length=80")
     assert row(report, "data").level == "advice"
-    assert "; 1 cut to data.max_length, 0 without a token to learn" in row(report, "data").found
+    assert "; 1 cut to data.max_length, 0 without a target" in row(report, "data").found
     report = check(model, f"data.train={write_rows(rows[1:])}", "data.max_length=16")
     assert faults(report) == {"data": 3}
 
@@ -340,7 +340,7 @@ def test_a_run_directory_that_cannot_be_used_fails(check, tmp_path):
 
 def test_a_run_that_would_go_on_is_told(check, tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    assert row(check(), "run.dir").found.endswith("run holds a run, which would go on")
+    assert row(check(), "run.dir").found.endswith("run holds a run, which would be resumed")
 
 
 def test_a_disk_without_room_for_the_checkpoints_fails(check, monkeypatch):

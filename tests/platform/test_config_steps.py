@@ -53,7 +53,7 @@ def test_the_documents_of_a_step_are_those_that_fit(check, tiny_llama, write_row
 def test_few_steps_are_told_with_a_way_to_more(check, tiny_llama, write_rows, qa_rows, overrides, fix):
     here = [f"model.name={tiny_llama}", f"data.train={write_rows(qa_rows[:14])}"]
     steps = row(check(*here, *overrides), "steps")
-    assert steps.level == "advice" and "; so few steps teach little" in steps.found
+    assert steps.level == "advice" and "; so few steps train little" in steps.found
     assert steps.fix is not None and steps.fix.startswith(fix)
     assert row(check(*here, "train.documents_per_step=null", "train.epochs=12"), "steps").level == "ok"
 

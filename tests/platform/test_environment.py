@@ -255,7 +255,7 @@ def test_a_directory_is_tried_by_writing_to_it_and_nothing_is_left(home):
     before = sorted(home.iterdir())
     rows = storage.directory_checks(home / "runs" / "first")
     assert set(levels(rows).values()) == {"ok"} and len(rows) == 4
-    assert f"will be made in {home}" in only(rows, "run directory").found
+    assert f"will be created in {home}" in only(rows, "run directory").found
     assert only(storage.directory_checks(Path()), "run directory").found == "."
     assert sorted(home.iterdir()) == before
 

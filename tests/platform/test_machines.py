@@ -157,7 +157,7 @@ def test_a_config_that_is_too_much_is_made_smaller(name, settings):
     report = judge(named(name))
     row = next(row for row in report.checks if row.name == "config")
     assert (row.level, settings is None or settings in row.found) == ("ok" if settings is None else "advice", True)
-    assert ("made smaller" in report.sentence) == (settings is not None)
+    assert ("with the settings shown" in report.sentence) == (settings is not None)
 
 
 def test_no_document_is_longer_than_the_model_s_positions():

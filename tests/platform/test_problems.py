@@ -24,7 +24,7 @@ def at(fault="no library", **around):
 CASES = [  # machine, the name and level of the only row, words of what is found, words of what fixes it
     (at(**CARD), "driver", "fail", "no driver (NVML says)", "sudo ubuntu-drivers install"),
     (at("not loaded", **CARD), "driver", "fail", "has not loaded it", "sudo modprobe nvidia"),
-    (at("mismatch"), "driver", "fail", "was updated while an older one is loaded", "sudo reboot"),
+    (at("mismatch"), "driver", "fail", "was updated, but the older one is still loaded", "sudo reboot"),
     (at("no permission"), "driver", "fail", "may not use the GPU", "usermod -aG video,render $USER"),
     (at("other"), "driver", "fail", "does not answer: NVML says", "dmesg"),
     (at("no binding"), "NVML", "fail", "NVML says", "pip install --force-reinstall nvidia-ml-py"),

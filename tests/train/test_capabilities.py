@@ -10,8 +10,8 @@ from dualtune.optimizer import OPTIMIZERS
 from dualtune.train.prepare import prepare
 
 NOT_YET = {
-    "memory.limit": ("8GB", "memory.limit: got 8GB, and nothing honours that yet; allowed: auto"),
-    "hybrid.enabled": (True, "hybrid.enabled: got true, and nothing honours that yet; allowed: false"),
+    "memory.limit": ("8GB", "memory.limit: got 8GB, which is not supported yet; allowed: auto"),
+    "hybrid.enabled": (True, "hybrid.enabled: got true, which is not supported yet; allowed: false"),
 }
 
 
@@ -35,7 +35,7 @@ def test_a_value_that_is_true_anyway_is_not_refused(make_config, name, value):
     """Nothing moves to host memory, so `none` describes every backend."""
     config = make_config("no.jsonl", {"memory.offload": value})
     check_capabilities(card_of(name), config)
-    with pytest.raises(ConfigError, match=r"memory.limit: got 8GB, and nothing honours that yet"):
+    with pytest.raises(ConfigError, match=r"memory.limit: got 8GB, which is not supported yet"):
         check_capabilities(card_of(name), make_config("no.jsonl", {"memory.offload": value, "memory.limit": "8GB"}))
 
 

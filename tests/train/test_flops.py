@@ -117,8 +117,8 @@ def test_where_config_does_not_say_whether_the_head_is_tied_the_parameters_do(tm
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("mixtral", {}, "it is a mixture of experts, of which a token meets a few"),
-        ("qwen3_moe", {"moe_intermediate_size": 16}, "it is a mixture of experts, of which a token meets a few"),
+        ("mixtral", {}, "it is a mixture of experts: a token uses only a few of them"),
+        ("qwen3_moe", {"moe_intermediate_size": 16}, "it is a mixture of experts: a token uses only a few of them"),
         ("falcon_h1", {"num_key_value_heads": 2, "head_dim": 8}, "do not match a dense decoder"),
     ],
 )

@@ -25,9 +25,9 @@ _MOMENTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 def _method(given: Given) -> Settings:
     for key in ("rl", "reward_model", "process_reward_model", "pretraining_dataset"):
         if key in given and not is_off(given.get(key)):
-            raise given.wrong(key, "cannot be translated: preferences, rewards and streams are not there yet")
+            raise given.wrong(key, "cannot be translated: preferences, rewards and streams are not supported yet")
     if given.get("adapter") not in ("lora", "qlora"):
-        raise given.wrong("adapter", "only lora and qlora can be translated; full fine-tuning is not there yet")
+        raise given.wrong("adapter", "only lora and qlora can be translated; full fine-tuning is not supported yet")
     return {}
 
 
@@ -54,8 +54,8 @@ def _quantization(given: Given) -> Settings:
         return {"model.quantization": Note("nf4", "adapter: qlora, or load_in_4bit: true")}
     if given.flag("load_in_8bit"):
         reason = (
-            "bitsandbytes' 8-bit weights are not there; the base stays as it is stored, which takes more memory. "
-            "model.quantization: affine8 has 8 bits of another kind"
+            "bitsandbytes' 8-bit weights are not supported; the base keeps its stored format, which takes more memory. "
+            "model.quantization: affine8 is another 8-bit format"
         )
         given.lose("load_in_8bit", reason)
     return {}
@@ -79,11 +79,9 @@ def _targets(given: Given) -> Settings:
     if isinstance(names, list) and names:
         return {"adapter.targets": names}
     if isinstance(names, str) and names:
-        given.lose(
-            "lora_target_modules", "it is a pattern; write the names of the layers to adapter.targets, as a list"
-        )
+        given.lose("lora_target_modules", "it is a pattern; list the names of the layers in adapter.targets instead")
     else:
-        reason = "the file names none, and PEFT has targets for each architecture; here it is adapter.targets' default"
+        reason = "the file names none, so PEFT chooses by architecture; here the default of adapter.targets is used"
         given.lose("lora_target_modules", reason)
     return {}
 
@@ -99,9 +97,9 @@ def _template(given: Given) -> Settings:
     if jinja is not None:
         if "\n" not in jinja and "{" not in jinja:
             return {"data.template": jinja}
-        given.lose("chat_template_jinja", "write it to a file, and its name to data.template")
+        given.lose("chat_template_jinja", "write it to a file, and name that file in data.template")
     elif name is not None and not name.startswith("tokenizer_default"):
-        reason = "the tokenizer's own template is taken; for another one, name a Jinja file in data.template"
+        reason = "the tokenizer's own template is used; for another one, name a Jinja file in data.template"
         given.lose("chat_template", reason)
     return {}
 
@@ -111,7 +109,7 @@ def _max_length(given: Given) -> Settings:
     if (strategy := given.get("excess_length_strategy")) not in (None, "truncate"):
         reason = "documents longer than data.max_length are cut; `dualtune preview` counts them"
         given.lose("excess_length_strategy", reason, value=strategy)
-    return {"data.max_length": Note(length, f"sequence_len: {length}; longer documents are cut, and dropped there")}
+    return {"data.max_length": Note(length, f"sequence_len: {length}; longer documents are cut, axolotl drops them")}
 
 
 def _steps(given: Given) -> Settings:
@@ -120,7 +118,7 @@ def _steps(given: Given) -> Settings:
     rows = given.count("batch_size") if "batch_size" in given else micro * accumulated
     factors = f"batch_size: {rows}" if "batch_size" in given else (
         f"micro_batch_size: {micro} × gradient_accumulation_steps: {accumulated}")  # fmt: skip
-    gpus = "; multiply it by the number of GPUs that you had"
+    gpus = "; multiply it by the number of GPUs that you used"
     if not given.flag("sample_packing"):
         return {
             "data.packing": given.note(False, "sample_packing"),
@@ -141,7 +139,7 @@ def _length(given: Given) -> Settings:
 def _schedule(given: Given) -> Settings:
     name = given.text("lr_scheduler") or "cosine"
     if name not in _SCHEDULES:
-        given.lose("lr_scheduler", "the schedules are constant, linear and cosine; cosine is taken")
+        given.lose("lr_scheduler", "the schedules are constant, linear and cosine; cosine is used")
     settings: Settings = {
         "train.learning_rate": given.note(given.number("learning_rate"), "learning_rate"),
         "train.schedule": given.note(_SCHEDULES.get(name, "cosine"), "lr_scheduler"),
@@ -163,15 +161,15 @@ def _warmup(given: Given, schedule: str) -> Note:
 def _optimizer(given: Given) -> Settings:
     name = str(given.get("optimizer"))
     if "adamw" in name and name not in _ADAMW:
-        given.lose("optimizer", "it is AdamW with moments in float32 here, which take more memory than 8 bits do")
+        given.lose("optimizer", "here it is AdamW with moments in float32, which take more memory than 8-bit ones")
     elif name not in _ADAMW:
-        given.lose("optimizer", "the optimizer is AdamW; choose its learning rate and weight decay anew")
+        given.lose("optimizer", "AdamW is used instead; choose a new learning rate and weight decay")
     for key, ours in _MOMENTS.items():
         if key in given:
             if given.number(key) == ours:
-                given.skip(key, "it is so")
+                given.skip(key, "it is the same here")
             else:
-                given.lose(key, f"it is {ours:g}, always")
+                given.lose(key, f"it is always {ours:g}")
     return {
         "train.weight_decay": given.note(given.number("weight_decay"), "weight_decay"),
         "train.max_grad_norm": given.note(given.number("max_grad_norm") or None, "max_grad_norm"),
@@ -180,7 +178,7 @@ def _optimizer(given: Given) -> Settings:
 
 def _checkpointing(given: Given) -> Settings:
     if not is_off(given.get("gradient_checkpointing")):
-        given.lose("gradient_checkpointing", "it is not there yet; a lower train.micro_batch_tokens takes less memory")
+        given.lose("gradient_checkpointing", "not supported yet; a lower train.micro_batch_tokens takes less memory")
     return {}
 
 
@@ -192,7 +190,7 @@ def _intervals(given: Given) -> Settings:
         if key not in given:
             continue
         if given.number(key) < 1:
-            given.lose(key, f"it is a share of the run; run.{ours} is a number of steps")
+            given.lose(key, f"it is a fraction of the run; run.{ours} is a number of steps")
         else:
             settings[f"run.{ours}"] = given.note(given.count(key), key)
     for key, ours in (("eval_strategy", "eval_every"), ("evaluation_strategy", "eval_every"),
@@ -200,7 +198,7 @@ def _intervals(given: Given) -> Settings:
         if given.get(key) in ("no", False):
             settings[f"run.{ours}"] = given.note(None, key)
         elif key in given and given.get(key) != "steps":
-            given.lose(key, f"how often is set in steps: run.{ours}")
+            given.lose(key, f"the interval is set in steps: run.{ours}")
     if "save_total_limit" in given:
         settings["run.keep"] = given.note(given.count("save_total_limit"), "save_total_limit")
     return settings
@@ -223,9 +221,9 @@ def _special_tokens(given: Given) -> Settings:
     if isinstance(tokens, dict):
         for name, token in cast(dict[str, Any], tokens).items():
             if name == "pad_token" or is_off(token):
-                given.skip(f"special_tokens.{name}", "padding is not computed with", value=token)
+                given.skip(f"special_tokens.{name}", "padding does not affect the result", value=token)
             else:
-                given.lose(f"special_tokens.{name}", "the model's own tokenizer is used, always", value=token)
+                given.lose(f"special_tokens.{name}", "the model's own tokenizer is always used", value=token)
     return {}
 
 
@@ -235,8 +233,8 @@ def _loss_on(given: Given) -> Settings:
 
 def _order(given: Given) -> Settings:
     if "shuffle_merged_datasets" in given:
-        tell = given.skip if given.flag("shuffle_merged_datasets") else given.lose
-        tell("shuffle_merged_datasets", "documents come in a new random order in each epoch, always")
+        record = given.skip if given.flag("shuffle_merged_datasets") else given.lose
+        record("shuffle_merged_datasets", "documents are always shuffled anew in each epoch")
     return {}
 
 
@@ -244,91 +242,91 @@ def _plugins(given: Given) -> Settings:
     plugins = given.get("plugins")
     for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
         if "liger" in str(name).lower() or "cut_cross_entropy" in str(name):
-            given.skip("plugins", "model.kernels takes the fast code by itself", value=name)
+            given.skip("plugins", "model.kernels chooses the fast code automatically", value=name)
         else:
-            given.lose("plugins", "there are no plugins; hooks watch a run, from Python", value=name)
+            given.lose("plugins", "plugins are not supported; hooks can watch a run, from Python", value=name)
     return {}
 
 
-_NO_PREFERENCES = "preference and reward training are not there yet"
-_NO_TRACKER = "there is no tracker yet; metrics.jsonl in the run directory holds every figure"
-_BY_ITSELF = "the fastest code that keeps the numbers is chosen by itself; see model.kernels"
+_NO_PREFERENCES = "preference and reward training are not supported yet"
+_NO_TRACKER = "trackers are not supported yet; every metric is in metrics.jsonl in the run directory"
+_AUTOMATIC = "the fastest code that keeps the numbers is chosen automatically; see model.kernels"
 _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
 
 RULES = (
     translated("base_model", "model.name", _model),
     translated("adapter rl reward_model process_reward_model pretraining_dataset", "", _method,
-               "adapter: lora and qlora alone; preferences, rewards and streams are refused"),
+               "only adapter: lora and qlora; preferences, rewards and streamed data are refused"),
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
-               "4 bits, or adapter: qlora, are nf4; bitsandbytes' 8 bits are not there"),
+               "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are not supported"),
     translated("lora_r lora_alpha lora_dropout peft_use_rslora", "adapter.rank, adapter.alpha, adapter.dropout",
-               _adapter, "rsLoRA is an alpha of sqrt(lora_r) times as much"),
+               _adapter, "rsLoRA becomes an alpha of lora_alpha × sqrt(lora_r)"),
     translated("lora_target_linear lora_target_modules", "adapter.targets", _targets,
                "lora_target_linear is `all-linear`; a list of names is the same"),
     translated("lora_model_dir", "adapter.init_from", _init_from),
     translated("chat_template chat_template_jinja", "data.template", _template,
-               "`auto` is the tokenizer's own; another one is a Jinja file"),
+               "`auto` is the tokenizer's own; for another one, name a Jinja file"),
     translated("datasets test_datasets val_set_size", "data.train, data.eval", data,
                "type: alpaca is `alpaca`, chat_template is `messages` (or `sharegpt`), completion is `text`; "
-               "val_set_size is a share, as here"),
+               "val_set_size is a fraction, as here"),
     translated("sequence_len excess_length_strategy", "data.max_length", _max_length,
-               "longer documents are cut, which there is excess_length_strategy: truncate"),
+               "longer documents are cut, as with excess_length_strategy: truncate"),
     translated("micro_batch_size gradient_accumulation_steps batch_size sample_packing",
                "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
                "packed: micro_batch_size × gradient_accumulation_steps × sequence_len tokens; else micro_batch_size × "
-               "gradient_accumulation_steps documents; times the number of GPUs that there were"),
+               "gradient_accumulation_steps documents; times the number of GPUs"),
     translated("num_epochs max_steps", "train.epochs, train.steps", _length),
     translated("learning_rate lr_scheduler warmup_steps warmup_ratio",
                "train.learning_rate, train.schedule, train.warmup", _schedule,
-               "a warm-up below 1 is a share of the steps, from 1 on a number of steps"),
+               "a warm-up below 1 is a fraction of the steps, from 1 on a number of steps"),
     translated("optimizer weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
                "train.weight_decay, train.max_grad_norm", _optimizer, "always AdamW, with moments in float32"),
-    translated("gradient_checkpointing", "", _checkpointing, "not there yet"),
+    translated("gradient_checkpointing", "", _checkpointing, "not supported yet"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
-               "run.log_every, run.eval_every, run.save_every, run.keep", _intervals, "in optimizer steps, always"),
+               "run.log_every, run.eval_every, run.save_every, run.keep", _intervals, "always in optimizer steps"),
     translated("early_stopping_patience load_best_model_at_end", "guards.early_stopping, guards.restore_best", _guards),
     translated("output_dir", "run.dir", lambda given: {"run.dir": given.text("output_dir")}),
-    translated("seed", "run.seed", lambda given: {"run.seed": given.count("seed", 0)}, "the draws are other ones"),
+    translated("seed", "run.seed", lambda given: {"run.seed": given.count("seed", 0)}, "the random numbers differ"),
     translated("special_tokens", "", _special_tokens, "a padding token is not needed; others cannot be changed"),
-    translated("plugins", "", _plugins, "fast code is chosen by itself"),
+    translated("plugins", "", _plugins, "fast code is chosen automatically"),
     translated("train_on_inputs", "data.loss_on", _loss_on, "false is `assistant`, true is `all`"),
-    absent("evals_per_epoch saves_per_epoch", "how often is set in steps", "run.eval_every, run.save_every"),
-    absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not there yet"),
+    absent("evals_per_epoch saves_per_epoch", "intervals are set in steps", "run.eval_every, run.save_every"),
+    absent("neftune_noise_alpha noisy_embedding_alpha", "NEFTune is not supported yet"),
     absent("loraplus_lr_ratio loraplus_lr_embedding", "each LoRA matrix has the same learning rate"),
-    absent("peft_use_dora", "DoRA is not there yet; this is LoRA of the same rank"),
+    absent("peft_use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
     absent("lora_modules_to_save lora_target_parameters unfrozen_parameters peft_trainable_token_indices",
            "only LoRA matrices of linear layers are trained", "adapter.targets"),
     absent("peft_layers_to_transform peft_layers_pattern", "name the layers: layers.3.self_attn.q_proj",
            "adapter.targets"),
     absent("lora_rank_pattern lora_alpha_pattern", "every layer has the same rank and alpha"),
-    absent("peft peft_* relora* lisa_* qat quantization", "this kind of training or start is not there yet"),
+    absent("peft peft_* relora* lisa_* qat quantization", "this kind of training or start is not supported yet"),
     absent("cosine_min_lr_ratio cosine_constant_lr_ratio lr_scheduler_kwargs lr_groups lr_div_factor "
            "lr_quadratic_warmup embedding_lr embedding_lr_scale jagged_*",
            "the learning rate has a peak, a warm-up and a schedule that falls to 0", "train.schedule"),
     absent("optim_args optim_target_modules", "AdamW has one learning rate, betas of 0.9 and 0.999 and an eps of 1e-8"),
-    absent("loss_watchdog_threshold loss_watchdog_patience", "loss spikes are found by themselves",
+    absent("loss_watchdog_threshold loss_watchdog_patience", "loss spikes are detected automatically",
            "guards.on_spike, guards.spike_threshold"),
     absent("tokens added_tokens_overrides tokenizer_config resize_token_embeddings_to_32x eot_tokens",
-           "the model's own tokenizer and embeddings are used, always"),
+           "the model's own tokenizer and embeddings are always used"),
     absent("default_system_message chat_template_kwargs", "write a system message into the rows"),
-    translated("shuffle_merged_datasets", "", _order, "always"),
+    translated("shuffle_merged_datasets", "", _order, "documents are always shuffled"),
     absent("curriculum_sampling group_by_length sample_packing_sequentially",
-           "documents come in a new random order in each epoch"),
+           "documents are shuffled anew in each epoch"),
     absent("min_sample_len dataset_exact_deduplication dataset_shard_num dataset_shard_idx",
-           "rows are taken as they are; `dualtune check-data` finds bad ones and `dualtune preview` duplicates"),
+           "rows are used as they are; `dualtune check-data` finds bad ones and `dualtune preview` duplicates"),
     absent("wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet trackio_* use_trackio swanlab_* use_swanlab "
            "use_tensorboard hf_mlflow_log_artifacts otel_* use_otel_metrics", _NO_TRACKER),
     absent("hub_model_id hub_strategy hub_revision push_dataset_to_hub", "`dualtune push hf://…` publishes an adapter"),
-    absent("trust_remote_code", "nothing is ever run from a model's repository; use a model that needs no code"),
+    absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
     absent("deepspeed deepcompile fsdp fsdp_* dp_shard_size dp_replicate_size tensor_parallel_size "
            "context_parallel_size sequence_parallel_degree expert_parallel_size ray_* use_ray", _PROCESSES,
            "memory.sharding"),
     absent("max_memory gpu_memory_limit activation_offloading layer_offloading selective_checkpointing",
-           "memory is not traded for time yet; a lower train.micro_batch_tokens takes less",
+           "this is not supported yet; a lower train.micro_batch_tokens takes less memory",
            "train.micro_batch_tokens"),
     absent("trl vllm ebft dpo_* simpo_* kto_* cpo_* orpo_* rl_beta", _NO_PREFERENCES),
-    absent("reinit_weights", "`model.init: random` measures speed and memory; nothing trained so can be used",
+    absent("reinit_weights", "`model.init: random` is only for measuring speed and memory",
            "model.init"),
     absent("revision_of_model", "download the revision, and name its directory in model.name", "model.name"),
     absent("gptq gptq_* model_quantization_config model_quantization_config_kwargs bnb_config_kwargs "
@@ -337,23 +335,23 @@ RULES = (
     needless("model_type tokenizer_type processor_type tokenizer_use_mistral_common tokenizer_use_fast "
              "tokenizer_legacy base_model_config "
              "is_llama_derived_model is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model",
-             "the model's own files say it"),
+             "it is read from the model's own files"),
     needless("attn_implementation flash_attention flash_attn_* flash_optimum sdp_attention xformers_attention "
              "eager_attention flex_attention flex_attn_compile_kwargs sdpa_varlen liger_* cut_cross_entropy "
              "chunked_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel "
              "use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels experts_implementation "
              "gemma4_hybrid_attn_impl llama4_linearized_experts "
-             "fused_attn_kernel use_kernels torch_compile torch_compile_* tf32 tiled_mlp tiled_mlp_*", _BY_ITSELF),
+             "fused_attn_kernel use_kernels torch_compile torch_compile_* tf32 tiled_mlp tiled_mlp_*", _AUTOMATIC),
     needless("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataloader_* "
              "remove_unused_columns skip_prepare_dataset num_dataset_shards_to_save streaming "
              "shuffle_before_merging_datasets",
-             "tokens are cached, and batches made ahead, by itself"),
+             "tokens are cached, and batches prepared ahead, automatically"),
     needless("eval_sample_packing eval_batch_size pad_to_sequence_len pad_to_multiple_of sample_packing_group_size "
              "sample_packing_bin_size auto_find_batch_size multipack_real_batches batch_flattening low_cpu_mem_usage "
              "gradient_checkpointing_kwargs gc_steps torch_empty_cache_steps",
-             "the layout in memory does not change the result, and is chosen by itself"),
+             "the layout in memory does not change the result, and is chosen automatically"),
     needless("resume_from_checkpoint auto_resume_from_checkpoints", "the same command resumes a run"),
-    needless("device device_map local_rank world_size ddp ddp_* gpu_count", "--platform and the launcher say it"),
+    needless("device device_map local_rank world_size ddp ddp_* gpu_count", "it is set by --platform and the launcher"),
     needless("save_safetensors save_only_model strict debug lora_fan_in_fan_out hf_use_auth_token "
              "include_tokens_per_second include_tkps profiler_steps experimental_skip_move_to_device",
              "there is nothing to set"),

@@ -14,21 +14,21 @@ _OWN_TYPE = {"field_instruction": "instruction", "field_input": "input", "field_
              "field_system": "system"}  # fmt: skip
 _READ = {"path", "name", "split", "type", "data_files", "ds_type", "field", "field_messages", "field_tools",
          "message_field_role", "message_field_content", "message_property_mappings"}  # fmt: skip
-# Values that match our behavior, so nothing is lost.
-_AS_HERE: dict[str, tuple[Any, ...]] = {
+# Values that match our behaviour, so nothing is lost.
+_SAME_HERE: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]), "train_on_eos": ("turn",),
     "chat_template": ("tokenizer_default",), "train_on_eot": ("turn",),
 }  # fmt: skip
 _WHY = {
-    "chat_template": "the tokenizer's own template is taken; for another one, name a Jinja file in data.template",
+    "chat_template": "the tokenizer's own template is used; for another one, name a Jinja file in data.template",
     "chat_template_jinja": "name a Jinja file in data.template",
     "roles_to_train": "data.loss_on is assistant, all or last",
-    "train_on_eos": "the end of each turn that is learned is learned too",
-    "shards": "name a part of the rows in split, such as train[:10%]",
-    "conversation": "the tokenizer's own template is taken",
-    "revision": "download the dataset, and name its files",
-    "drop_system_message": "take the system messages out of the rows",
-    "field_thinking": "a message has a role, its content and calls of tools",
+    "train_on_eos": "the end of each turn that is a target is a target too",
+    "shards": "select a part of the rows with split, such as train[:10%]",
+    "conversation": "the tokenizer's own template is used",
+    "revision": "download that revision of the dataset, and name its files in data.train",
+    "drop_system_message": "remove the system messages from the rows",
+    "field_thinking": "a message has only a role, content and tool calls",
 }
 
 
@@ -45,7 +45,7 @@ def data(given: Given) -> Settings:
         return settings
     share = given.number("val_set_size")
     if share >= 1:
-        given.lose("val_set_size", "data.eval is a share of the rows, below 1, or other data")
+        given.lose("val_set_size", "data.eval is a fraction of the rows, below 1, or other data")
         share = 0
     return settings | {"data.eval": given.note(share, "val_set_size")}
 
@@ -63,7 +63,7 @@ def _sources(given: Given, key: str) -> list[dict[str, Any]]:
 
 
 def _source(given: Given, where: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    _name_the_rest(given, where, entry)
+    _report_other_keys(given, where, entry)
     format, columns = _layout(given, where, entry)
     source: dict[str, Any] = {"path": entry.get("path")}
     files = entry.get("data_files")
@@ -86,8 +86,8 @@ def _layout(given: Given, where: str, entry: dict[str, Any]) -> tuple[str | None
     name, _, style = str(kind or "").partition(":")
     format = _FORMATS.get(name)
     if format is None or style:
-        near = "its prompts are not there" if format else "the format is told from the columns"
-        given.lose(f"{where}.type", f"{near}; allowed are the formats of data.format", value=kind)
+        reason = "its prompts are not supported" if format else "the format is detected from the columns"
+        given.lose(f"{where}.type", f"{reason}; allowed are the formats of data.format", value=kind)
     if format == "text":
         return format, {"text": entry["field"]} if entry.get("field") else {}
     if format in ("messages", "sharegpt"):
@@ -98,7 +98,7 @@ def _layout(given: Given, where: str, entry: dict[str, Any]) -> tuple[str | None
 def _own_layout(given: Given, where: str, kind: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     for key in kind.keys() - _OWN_TYPE.keys():
         if not is_off(kind[key]):
-            given.lose(f"{where}.type.{key}", "prompts are those of data.template, or Alpaca's", value=kind[key])
+            given.lose(f"{where}.type.{key}", "prompts come from data.template, or are Alpaca's", value=kind[key])
     return "alpaca", {ours: kind[theirs] for theirs, ours in _OWN_TYPE.items() if kind.get(theirs)}
 
 
@@ -115,19 +115,19 @@ def _chat_layout(given: Given, where: str, entry: dict[str, Any], format: str) -
     for name in names.keys() - {"role", "content"}:
         given.lose(f"{where}.message_property_mappings.{name}", _WHY["field_thinking"], value=names[name])
     key = "conversations" if format == "sharegpt" else "messages"
-    there = entry.get("field_messages") or "messages"
-    columns = {key: there} if there != key else {}
+    column = entry.get("field_messages") or "messages"
+    columns = {key: column} if column != key else {}
     if entry.get("field_tools") not in (None, "tools"):
         columns["tools"] = entry["field_tools"]
     return format, columns
 
 
-def _name_the_rest(given: Given, where: str, entry: dict[str, Any]) -> None:
+def _report_other_keys(given: Given, where: str, entry: dict[str, Any]) -> None:
     for key, value in entry.items():
         if key in _READ:
             continue
-        if is_off(value) or value in _AS_HERE.get(key, ()):
-            given.skip(f"{where}.{key}", "it is so here", value=value)
+        if is_off(value) or value in _SAME_HERE.get(key, ()):
+            given.skip(f"{where}.{key}", "it is the same here", value=value)
         else:
-            reason = _WHY.get(key, "a source of data has path, subset, split, format, columns and weight")
+            reason = _WHY.get(key, "a source has only path, subset, split, format, columns and weight")
             given.lose(f"{where}.{key}", reason, value=value)

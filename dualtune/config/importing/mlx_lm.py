@@ -32,15 +32,15 @@ def _model(given: Given) -> Settings:
 
 def _method(given: Given) -> Settings:
     if given.get("fine_tune_type") != "lora":
-        raise given.wrong("fine_tune_type", "only lora can be translated: DoRA and full fine-tuning are not there yet")
+        raise given.wrong("fine_tune_type", "only lora can be translated; DoRA and full fine-tuning are not supported")
     if "train" in given and not given.flag("train"):
-        raise given.wrong("train", "there is nothing to translate without training; `dualtune eval` measures")
+        raise given.wrong("train", "without training there is nothing to translate; to evaluate, use `dualtune eval`")
     return {}
 
 
 def _adapter(given: Given) -> Settings:
     if "lora_parameters" in given and "lora_parameters.scale" not in given:
-        raise given.wrong("lora_parameters.scale", "mlx-lm needs it beside the other lora_parameters: alpha / rank")
+        raise given.wrong("lora_parameters.scale", "mlx-lm needs it if there are other lora_parameters: alpha / rank")
     rank, scale = given.count("lora_parameters.rank"), given.number("lora_parameters.scale")
     return {
         "adapter.rank": given.note(rank, "lora_parameters.rank"),
@@ -53,20 +53,20 @@ def _targets(given: Given) -> Settings:
     keys = given.get("lora_parameters.keys")
     if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in cast(list[Any], keys))):
         raise given.wrong("lora_parameters.keys", "must be a list of names")
-    asked, there = given.count("num_layers", least=-1), given.num_layers
-    if asked > 0 and there is None:
+    wanted, available = given.count("num_layers", least=-1), given.num_layers
+    if wanted > 0 and available is None:
         reason = (
-            "the model is not here, so its layers cannot be counted, and the adapter is in all of them; import again "
-            "where the model has been downloaded, or list names such as layers.27.self_attn.q_proj"
+            "the model is not on this machine, so its layers cannot be counted, and all of them get an adapter; "
+            "download it and import again, or list names such as layers.27.self_attn.q_proj in adapter.targets"
         )
-        given.lose("num_layers", f"{reason} in adapter.targets")
-    if asked > (there or asked):
-        raise given.wrong("num_layers", f"the model has {there} layers")
-    if asked <= 0 or there is None or asked == there:
+        given.lose("num_layers", reason)
+    if wanted > (available or wanted):
+        raise given.wrong("num_layers", f"the model has {available} layers")
+    if wanted <= 0 or available is None or wanted == available:
         return {"adapter.targets": keys or "all-linear"}
-    layers, modules = range(there - asked, there), cast(list[str], keys) or _LINEAR
+    layers, modules = range(available - wanted, available), cast(list[str], keys) or _LINEAR
     names = [f"layers.{layer}.{module}" for layer in layers for module in modules]
-    return {"adapter.targets": Note(names, f"num_layers: the last {asked} of {there}")}
+    return {"adapter.targets": Note(names, f"num_layers: the last {wanted} of {available}")}
 
 
 def _data(given: Given) -> Settings:
@@ -77,11 +77,10 @@ def _data(given: Given) -> Settings:
             given.skip("data", "hf_dataset wins over it")
         return settings | _hub(given)
     reason = (
-        "The valid file of the directory is used; where there is none, a tenth of the rows is held out, "
-        "which data.eval: 0 prevents"
+        "The valid file of the directory is used; without one, a tenth of the rows is held out, unless data.eval is 0"
     )
     if "test" in given and given.flag("test"):
-        given.lose("test", "a test set is not read in training; `dualtune eval RUN --data FILE` measures on it")
+        given.lose("test", "training reads no test set; evaluate on it with `dualtune eval RUN --data FILE`")
     given.skip("data (valid)", reason, value="valid.jsonl")
     return settings | {"data.train": given.note(given.text("data"), "data")}
 
@@ -95,7 +94,7 @@ def _hub(given: Given) -> Settings:
     value = given.get("hf_dataset")
     sets: list[Any] = cast(list[Any], value) if isinstance(value, list) else [value]
     if not all(isinstance(each, dict) and isinstance(cast(dict[str, Any], each).get("path"), str) for each in sets):
-        raise given.wrong("hf_dataset", "must be a mapping with a path, or a list of such")
+        raise given.wrong("hf_dataset", "must be a mapping with a path, or a list of such mappings")
     train = [_hub_source(given, each, "train_split", "train[:80%]") for each in sets]
     valid = [_hub_source(given, each, "valid_split", "train[-10%:]") for each in sets]
     return {"data.train": train, "data.eval": valid}
@@ -111,17 +110,17 @@ def _hub_source(given: Given, each: dict[str, Any], key: str, split: str) -> dic
     known = {"path", "train_split", "valid_split", "config", *_COLUMNS}
     if key == "train_split":  # report it once
         for name in each.keys() - known:
-            given.lose(f"hf_dataset.{name}", "a source of data has path, subset, split, format, columns and weight",
+            given.lose(f"hf_dataset.{name}", "a source has only path, subset, split, format, columns and weight",
                        value=each[name])  # fmt: skip
         for name in cast(dict[str, Any], options).keys() - {"name"} if isinstance(options, dict) else ():
-            given.lose(f"hf_dataset.config.{name}", "of the options of load_dataset there is subset alone",
+            given.lose(f"hf_dataset.config.{name}", "of the options of load_dataset, only subset is supported",
                        value=options[name])  # fmt: skip
     return source
 
 
 def _loss_on(given: Given) -> Settings:
     if given.flag("mask_prompt"):
-        return {"data.loss_on": Note("last", "mask_prompt: true; all before the last message is masked")}
+        return {"data.loss_on": Note("last", "mask_prompt: true; everything before the last message is masked")}
     return {"data.loss_on": Note("all", "mask_prompt: false")}
 
 
@@ -149,8 +148,8 @@ def _intervals(given: Given) -> Settings:
 def _learning_rate(given: Given) -> Settings:
     settings: Settings = {
         "train.learning_rate": given.note(given.number("learning_rate"), "learning_rate"),
-        "train.schedule": Note("constant", "without lr_schedule, or one that there is"),
-        "train.warmup": Note(0, "without lr_schedule.warmup"),
+        "train.schedule": Note("constant", "no lr_schedule that can be translated"),
+        "train.warmup": Note(0, "no lr_schedule.warmup"),
     }
     if "lr_schedule" not in given:
         return settings
@@ -169,7 +168,7 @@ def _learning_rate(given: Given) -> Settings:
         settings["train.schedule"] = given.note(_SCHEDULES[name], "lr_schedule.name")
         _check_end(given, name, numbers)
     else:
-        given.lose("lr_schedule.name", "the schedules are constant, linear and cosine; constant is taken")
+        given.lose("lr_schedule.name", "the schedules are constant, linear and cosine; constant is used")
     return settings
 
 
@@ -178,7 +177,7 @@ def _check_end(given: Given, name: str, numbers: list[float]) -> None:
     steps = given.count("iters") // given.count("grad_accumulation_steps")
     end, over = (numbers[2:3], numbers[1:2]) if name == "cosine_decay" else (numbers[1:2], numbers[2:3])
     if any(end) or any(each != steps for each in over):
-        reason = f"the learning rate falls to 0 over all {steps} steps here, whatever the arguments behind the first"
+        reason = f"here the learning rate falls to 0 over all {steps} steps; arguments after the first have no effect"
         given.lose("lr_schedule.arguments", reason)
 
 
@@ -191,27 +190,27 @@ def _optimizer(given: Given) -> Settings:
     if not isinstance(options, dict):
         raise given.wrong(f"optimizer_config.{name}", "must be a mapping")
     if name not in _WEIGHT_DECAY:
-        given.lose("optimizer", "the optimizer is AdamW; choose its learning rate and weight decay anew")
+        given.lose("optimizer", "AdamW is used instead; choose a new learning rate and weight decay")
     elif not cast(dict[str, Any], options).get("bias_correction"):
-        reason = "AdamW corrects the bias of its moments, which mlx-lm does only where told so: the first steps differ"
+        reason = "AdamW corrects the bias of its moments, mlx-lm only if bias_correction is set: the first steps differ"
         given.lose("optimizer", reason)
     for other in cast(dict[str, Any], configs).keys() - {name}:
         key = f"optimizer_config.{other}"
         given.skip(key, f"the optimizer is {name}", value=given.get(key))
     for key in cast(dict[str, Any], options).keys() - {"weight_decay", "bias_correction"}:
-        given.lose(f"optimizer_config.{name}.{key}", "AdamW has betas of 0.9 and 0.999 and an eps of 1e-8, always",
+        given.lose(f"optimizer_config.{name}.{key}", "AdamW always has betas of 0.9 and 0.999 and an eps of 1e-8",
                    value=options[key])  # fmt: skip
     decay = f"optimizer_config.{name}.weight_decay"
     weight_decay = given.number(decay) if decay in given else _WEIGHT_DECAY.get(name, 0.0)
     return {
         "train.weight_decay": given.note(weight_decay, decay),
-        "train.max_grad_norm": Note(None, "mlx-lm clips nothing"),
+        "train.max_grad_norm": Note(None, "mlx-lm does not clip"),
     }
 
 
 def _checkpointing(given: Given) -> Settings:
     if given.flag("grad_checkpoint"):
-        given.lose("grad_checkpoint", "it is not there yet; a lower train.micro_batch_tokens takes less memory")
+        given.lose("grad_checkpoint", "not supported yet; a lower train.micro_batch_tokens takes less memory")
     return {}
 
 
@@ -221,14 +220,14 @@ def _init_from(given: Given) -> Settings:
         return {}
     directory = path.removesuffix("adapters.safetensors").rstrip("/") or "."
     if not path.endswith("adapters.safetensors"):
-        given.lose("resume_adapter_file", "adapter.init_from is a directory, with the adapter's config beside its file")
+        given.lose("resume_adapter_file", "adapter.init_from is a directory that also holds the adapter's config")
         return {}
     return {"adapter.init_from": directory}
 
 
 RULES = (
     translated("model", "model.name", _model),
-    translated("fine_tune_type train", "", _method, "lora alone; DoRA and full fine-tuning are not there yet"),
+    translated("fine_tune_type train", "", _method, "only lora; DoRA and full fine-tuning are not supported yet"),
     translated("lora_parameters.rank lora_parameters.scale lora_parameters.dropout",
                "adapter.rank, adapter.alpha, adapter.dropout", _adapter,
                "alpha is scale × rank: mlx-lm multiplies by scale, dualtune by alpha / rank"),
@@ -236,10 +235,10 @@ RULES = (
                "num_layers counts from the last layer: the targets name these layers one by one"),
     translated("resume_adapter_file", "adapter.init_from", _init_from, "the directory of the file"),
     translated("data hf_dataset test prompt_feature completion_feature text_feature chat_feature",
-               "data.train, data.eval, data.columns", _data, "the valid file of a directory is found by itself"),
+               "data.train, data.eval, data.columns", _data, "the valid file of a directory is found automatically"),
     translated("mask_prompt", "data.loss_on", _loss_on, "false is `all`, true is `last`"),
     translated("max_seq_length", "data.max_length", lambda given: {"data.max_length": given.count("max_seq_length", 2)},
-               "longer documents are cut, as there"),
+               "longer documents are cut, as in mlx-lm"),
     translated("iters batch_size grad_accumulation_steps", "train.steps, train.documents_per_step", _steps,
                "iters counts micro-batches: steps are iters // grad_accumulation_steps, of batch_size × "
                "grad_accumulation_steps documents"),
@@ -248,16 +247,17 @@ RULES = (
                "without lr_schedule the learning rate is constant; ours falls to 0 over the whole run"),
     translated("optimizer optimizer_config", "train.weight_decay, train.max_grad_norm", _optimizer,
                "always AdamW, with bias correction; mlx-lm clips no gradient, so max_grad_norm is null"),
-    translated("grad_checkpoint", "", _checkpointing, "not there yet"),
+    translated("grad_checkpoint", "", _checkpointing, "not supported yet"),
     translated("steps_per_report steps_per_eval save_every", "run.log_every, run.eval_every, run.save_every",
-               _intervals, "in optimizer steps, mlx-lm's in micro-batches"),
+               _intervals, "in optimizer steps; mlx-lm counts micro-batches"),
     translated("adapter_path", "run.dir", lambda given: {"run.dir": given.text("adapter_path")},
                "the adapter is in the folder adapter of the run directory"),
-    translated("seed", "run.seed", lambda given: {"run.seed": given.count("seed", 0)}, "the draws are other ones"),
+    translated("seed", "run.seed", lambda given: {"run.seed": given.count("seed", 0)}, "the random numbers differ"),
     needless("val_batches", "every document of the evaluation data is evaluated"),
     needless("test_batches", "every document is evaluated"),
     needless("clear_cache_threshold", "the allocator's cache needs no setting"),
     needless("config", "it names a config file"),
-    absent("report_to project_name", "there is no tracker yet; metrics.jsonl in the run directory holds every figure"),
-    absent("trust_remote_code", "nothing is ever run from a model's repository; use a model that needs no code"),
+    absent("report_to project_name",
+           "trackers are not supported yet; every metric is in metrics.jsonl in the run directory"),
+    absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
 )  # fmt: skip

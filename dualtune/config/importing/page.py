@@ -38,13 +38,10 @@ def _row(rule: Rule) -> tuple[str, str, str]:
 
 
 def _lines(rows: Iterable[tuple[str, str, str]]) -> Iterable[str]:
-    return (f"| {' | '.join(_escaped(cell) for cell in row)} |".replace("|  |", "| |") for row in rows)
+    escaped = ((cell.replace("|", "\\|") for cell in row) for row in rows)
+    return (f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in escaped)
 
 
 def _in_code(names: str) -> str:
     """Format each of the names as code."""
     return ", ".join(f"`{name}`" for name in names.split(", ")) if names else ""
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")

@@ -64,7 +64,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Untranslated:
     """A key without a line in the translated config."""
 
     key: str
@@ -79,8 +79,9 @@ class ImportedConfig:
     trainer: str
     source: str
     settings: list[Setting] = field(default_factory=list[Setting])
-    lost: list[Left] = field(default_factory=list[Left])  # the training result differs, or may differ, without them
-    needless: list[Left] = field(default_factory=list[Left])
+    # The training result differs, or may differ, without these.
+    lost: list[Untranslated] = field(default_factory=list[Untranslated])
+    needless: list[Untranslated] = field(default_factory=list[Untranslated])
 
 
 class Given:
@@ -94,8 +95,8 @@ class Given:
         self._data = cast(dict[str, Any], document.data)
         self._defaults = defaults
         self.num_layers = num_layers  # of the base model, if it is available locally
-        self.lost: list[Left] = []
-        self.needless: list[Left] = []
+        self.lost: list[Untranslated] = []
+        self.needless: list[Untranslated] = []
 
     def __contains__(self, name: str) -> bool:
         """Return whether the file sets a value other than null."""
@@ -143,7 +144,7 @@ class Given:
         value = self.get(name)
         if value is None or isinstance(value, str):
             return value or None
-        raise self.wrong(name, "must be a text")
+        raise self.wrong(name, "must be a string")
 
     def note(self, value: Any, *names: str) -> Note:
         """Return a value with its origin, the keys `names`, as its comment."""
@@ -156,11 +157,11 @@ class Given:
 
     def lose(self, name: str, reason: str, value: Any = None) -> None:
         """Record a key that is lost, in whole or in part."""
-        self.lost.append(Left(name, shown(self.get(name) if value is None else value), reason))
+        self.lost.append(Untranslated(name, shown(self.get(name) if value is None else value), reason))
 
     def skip(self, name: str, reason: str, value: Any = None) -> None:
         """Record a key that is not needed here."""
-        self.needless.append(Left(name, shown(self.get(name) if value is None else value), reason))
+        self.needless.append(Untranslated(name, shown(self.get(name) if value is None else value), reason))
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from dualtune.config.importing import axolotl, mlx_lm
-from dualtune.config.importing.table import Given, ImportedConfig, Left, Note, Rule, Setting, is_off, shown
+from dualtune.config.importing.table import Given, ImportedConfig, Note, Rule, Setting, Untranslated, is_off, shown
 from dualtune.config.load import read_text
 from dualtune.config.reader import BadYaml, ParsedYaml, read_yaml
 from dualtune.config.schema import sections
@@ -43,7 +43,7 @@ def import_config(
     result.settings = list({setting.key: setting for setting in found}.values())  # of duplicate keys, the last one
     result.lost, result.needless = given.lost, given.needless
     for key, value in _keys(cast(dict[str, Any], document.data), rules):
-        _place(key, value, rules, result)
+        _record(key, value, rules, result)
     return result
 
 
@@ -66,10 +66,10 @@ def _detect(document: ParsedYaml, path: Path) -> str:
     if not isinstance(keys.get("model"), dict) and _MLX_LM_KEYS & keys.keys():
         return "mlx-lm"
     if keys.keys() <= sections().keys():
-        raise ConfigError(f"{path}: is a config of dualtune already; `dualtune check-config` checks it")
+        raise ConfigError(f"{path}: is already a config of dualtune; `dualtune check-config` checks it")
     raise ConfigError(
-        f"{path}: is not seen to be a config of {' or '.join(TRAINERS)} (axolotl has base_model, mlx-lm has model and "
-        f"{', '.join(sorted(_MLX_LM_KEYS))}); say which with --from"
+        f"{path}: is not recognized as a config of {' or '.join(TRAINERS)} (axolotl has base_model, mlx-lm has "
+        f"model and {', '.join(sorted(_MLX_LM_KEYS))}); choose one with --from"
     )
 
 
@@ -93,7 +93,7 @@ def _keys(data: dict[str, Any], rules: tuple[Rule, ...]) -> Iterator[tuple[str, 
 _SECRET = re.compile(r"(api_?key|secret|password|auth_token)\Z")
 
 
-def _place(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfig) -> None:
+def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfig) -> None:
     """Record a key that no setting or conversion has mentioned."""
     rule = next((rule for rule in rules if rule.knows(key)), None)
     comments = (setting.comment for setting in result.settings)
@@ -103,11 +103,11 @@ def _place(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfig
     if _SECRET.search(key) and isinstance(value, str):
         value = "(not shown)"
     if is_off(value):
-        result.needless.append(Left(key, shown(value), "it is off"))
+        result.needless.append(Untranslated(key, shown(value), "it is turned off"))
     elif rule is not None and rule.convert is not None:
-        result.needless.append(Left(key, shown(value), "it changes nothing beside the other keys"))
+        result.needless.append(Untranslated(key, shown(value), "it changes nothing, given the other keys"))
     elif rule is None:
-        result.lost.append(Left(key, shown(value), f"unknown; look it up in the reference of {result.trainer}"))
+        result.lost.append(Untranslated(key, shown(value), f"unknown; look it up in the reference of {result.trainer}"))
     else:
         reason = f"{rule.note}; see {rule.ours}" if rule.ours else rule.note
-        (result.needless if rule.is_needless else result.lost).append(Left(key, shown(value), reason))
+        (result.needless if rule.is_needless else result.lost).append(Untranslated(key, shown(value), reason))

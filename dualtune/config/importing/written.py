@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from dualtune.config.importing.table import ImportedConfig, Left
+from dualtune.config.importing.table import ImportedConfig, Untranslated
 from dualtune.config.load import MAPPING, load_config, parse_config
 from dualtune.config.render import entry
 from dualtune.config.schema import sections
@@ -19,7 +19,7 @@ def to_text(imported: ImportedConfig) -> str:
     _check(imported)
     source = one_line(imported.source)
     lines = [f"# Translated from {source}, a config of {imported.trainer}, by `dualtune config import`."]
-    lines += _named("Not translated; the result differs, or may:", imported.lost)
+    lines += _named("Not translated; the result differs, or may differ:", imported.lost)
     lines += _named("Not needed here:", imported.needless)
     for section in sections():
         found = [setting for setting in imported.settings if setting.key.partition(".")[0] == section]
@@ -33,10 +33,10 @@ def to_text(imported: ImportedConfig) -> str:
     return text
 
 
-def _named(title: str, left: list[Left]) -> Iterator[str]:
-    if left:
+def _named(title: str, keys: list[Untranslated]) -> Iterator[str]:
+    if keys:
         yield from ("#", f"# {title}")
-    for each in left:
+    for each in keys:
         yield f"#   {one_line(each.key)}: {one_line(each.value)}"
         yield from textwrap.wrap(one_line(each.reason), 120, initial_indent="#     ", subsequent_indent="#     ")
 
@@ -51,8 +51,8 @@ def _check(imported: ImportedConfig) -> None:
     except ConfigError as error:
         origins = {setting.key: setting.comment for setting in imported.settings}
         lines = [_with_origin(line, origins) for line in str(error).splitlines()]
-        said = f"{imported.source}: read as a config of {imported.trainer}, it gives values that are refused"
-        raise ConfigError("\n".join([f"{said}; change them there and import again:", *lines])) from None
+        problem = f"{imported.source}: as a config of {imported.trainer}, it has values that are not allowed here"
+        raise ConfigError("\n".join([f"{problem}; change them in that file and import again:", *lines])) from None
 
 
 def _with_origin(line: str, origins: dict[str, str]) -> str:

@@ -5,39 +5,39 @@ from __future__ import annotations
 NO_SUCH_KEY = {
     name: answer
     for answer, names in {
-        "An optimizer has its usual constants; set 'train.optimizer', 'train.learning_rate' and 'train.weight_decay'": (
+        "Other constants are fixed; set 'train.optimizer', 'train.learning_rate' and 'train.weight_decay'": (
             "adam_beta1 adam_beta2 adam_epsilon adamw beta1 beta2 betas eps momentum optim_args optimizer_config"
         ),
-        "Preference training (DPO and its kin) is not there yet": (
+        "Preference training (DPO and similar) is not supported yet": (
             "beta dpo dpo_beta kto orpo ref_model reward_model rl simpo"
         ),
-        "A run that was stopped continues by itself; the option --resume of `dualtune train` chooses from where": (
+        "The same command resumes a stopped run; to resume from elsewhere, use `dualtune train --resume PATH`": (
             "auto_resume resume resume_from resume_from_checkpoint"
         ),
-        "There is no tracker yet; metrics.jsonl in the run directory holds every figure": (
+        "Trackers are not supported yet; every metric is in metrics.jsonl in the run directory": (
             "comet mlflow report_to run_name tensorboard tracker trackers use_wandb wandb wandb_entity wandb_project"
         ),
         "It is not part of a config: `dualtune push hf://…` publishes an adapter": (
             "hub_model_id hub_strategy hub_token push_to_hub"
         ),
-        "Nothing is ever run from a model's repository, so there is nothing to trust": (
+        "Code from a model's repository is never run, so there is nothing to trust": (
             "trust_remote_code tokenizer_trust_remote_code"
         ),
-        "Each LoRA matrix has the same learning rate; LoRA+ is not there yet": (
+        "Each LoRA matrix has the same learning rate; LoRA+ is not supported yet": (
             "lora_plus loraplus_lr_ratio loraplus_ratio"
         ),
-        "Only LoRA matrices are trained; biases and whole modules are not there yet": (
+        "Only LoRA matrices are trained; biases and whole modules are not supported yet": (
             "bias lora_bias modules_to_save unfreeze trainable_modules"
         ),
-        "It is not there yet; 'adapter.targets' chooses modules in all layers": (
+        "To adapt only some layers, list their modules in 'adapter.targets', such as layers.3.self_attn.q_proj": (
             "layers_to_transform lora_layers num_layers"
         ),
-        "NEFTune is not there yet": "neftune neftune_noise_alpha noise_alpha",
-        "The model's own tokenizer is used, always": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_type",
-        "Batches are made while the step before runs; there is nothing to set": (
+        "NEFTune is not supported yet": "neftune neftune_noise_alpha noise_alpha",
+        "The model's own tokenizer is always used": "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_type",
+        "Batches are prepared while the previous step runs; there is nothing to set": (
             "dataloader_num_workers dataset_num_proc num_proc num_workers preprocessing_num_workers"
         ),
-        "The fastest way that keeps the numbers is chosen by itself; see 'model.kernels'": (
+        "The fastest code that keeps the numbers is chosen automatically; see 'model.kernels'": (
             "attn_implementation flash_attention sdp_attention sdpa_attention use_flash_attention xformers_attention"
         ),
         "The number of processes is chosen by `dualtune launch`, and 'memory.sharding' splits the base among them": (
@@ -45,7 +45,7 @@ NO_SUCH_KEY = {
             "tensor_parallel world_size"
         ),
         "The device is chosen by the option --platform": "device device_map devices gpu use_cpu",
-        "How often is set in steps; see 'run.eval_every' and 'run.save_every'": (
+        "Intervals are set in steps; see 'run.eval_every' and 'run.save_every'": (
             "eval_strategy evaluation_strategy logging_strategy save_strategy"
         ),
     }.items()
@@ -54,5 +54,5 @@ NO_SUCH_KEY = {
 
 NO_SUCH_VALUE: dict[str, str] = dict.fromkeys(
     ("dpo", "kto", "orpo", "rl", "rlhf"),
-    "Preference training (DPO and its kin) is not there yet: pairs are read and checked, but not trained on",
+    "Preference training (DPO and similar) is not supported yet: pairs are read and checked, but not trained on",
 )
