@@ -117,7 +117,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
-        _tell_what_was_found(prepared, place, log)
+        _tell_what_was_found(prepared, place, log, engine.description.threads)
         with Ahead(prepared.batches, prepared.order.num_steps) as batches:
             num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, batches), first_step)
         saver.check_files(num_steps)
@@ -156,7 +156,7 @@ def _verdict(history: History) -> RunVerdict:
     return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
 
 
-def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> None:
+def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics, threads: int | None) -> None:
     """Log as events what existed before the first step."""
     saved = prepared.saved
     step = saved.step if saved else 0
@@ -172,6 +172,10 @@ def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> Non
         changes = [{"key": change.what, "before": change.before, "now": change.now} for change in prepared.changes]
         text = f"the config has changed since the checkpoint:\n{table(prepared.changes)}"
         log.event(Event(step, "config_changed", text, {"changes": changes}))
+    before = saved.state.get("threads") if saved else None
+    if threads is not None and type(before) is int and before != threads:
+        text = f"from {before} to {threads} on the CPU, so the rest of the run is rounded otherwise"
+        log.event(Event(step, "threads_changed", text, {"before": before, "now": threads}))
 
 
 def _sources(prepared: Prepared, step: int) -> list[str]:
