@@ -147,6 +147,7 @@ class EngineDescription:
     adapted_weights: Mapping[str, int] | None = None  # how many are stored in 4 bits, their parameters and bytes
     trainable_parameters: int
     kernels: str | None = None  # which fast kernels are used, and why others are not
+    threads: int | None = None  # that compute on a CPU, if the rounding depends on their number
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that are known, as JSON values."""

@@ -75,6 +75,7 @@ class TorchEngine:
             adapted_weights=storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
+            threads=torch.get_num_threads() if model.device.type == "cpu" else None,
         )
 
     @cached_property

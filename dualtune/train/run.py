@@ -127,7 +127,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
-        _tell_what_was_found(prepared, place, log)
+        _tell_what_was_found(prepared, place, log, engine.description.threads)
         with Ahead(prepared.batches, prepared.data.order.num_steps) as batches:
             num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, batches), first_step)
         saver.check_files(num_steps)
@@ -168,7 +168,7 @@ def _verdict(history: History) -> RunVerdict:
     return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
 
 
-def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> None:
+def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics, threads: int | None) -> None:
     """Log as events what existed before the first step."""
     resumed = prepared.resumed
     saved = resumed.checkpoint if resumed else None
@@ -185,6 +185,12 @@ def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics) -> Non
         changes = [{"key": change.what, "before": change.before, "now": change.now} for change in resumed.changes]
         text = f"the config has changed since the checkpoint:\n{table(resumed.changes)}"
         log.event(Event(step, "config_changed", text, {"changes": changes}))
+    before = saved.state.get("threads") if saved else None
+    if threads is not None and type(before) is int and before != threads:
+        text = (
+            f"{before} CPU threads before, {threads} now: sums are rounded differently, so the last digits may differ"
+        )
+        log.event(Event(step, "threads_changed", text, {"before": before, "now": threads}))
 
 
 def _sources(prepared: Prepared, step: int) -> list[str]:

@@ -35,7 +35,12 @@ class Saver:
         self._place = place
         self._config = prepared.config
         self._order = prepared.data.order
-        self._fixed = {"config": prepared.config.model_dump(mode="json"), "fingerprints": prepared.fingerprints}
+        self._fixed: dict[str, Any] = {
+            "config": prepared.config.model_dump(mode="json"),
+            "fingerprints": prepared.fingerprints,
+        }
+        if engine.description.threads is not None:
+            self._fixed["threads"] = engine.description.threads
         self._engine = engine
         self._guards = guards
         self._policy = prepared.policy

@@ -43,7 +43,8 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `json.dumps`; a number that is not finite becomes null."""
-        plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        report = asdict(self) | {"checks": [check.to_json() for check in self.checks]}
+        plain = json.loads(json.dumps(report), parse_constant=lambda _: None)
         for row in plain["checks"]:
             del row["exit_code"]  # the verdict has one exit code for all
         return plain

@@ -172,6 +172,28 @@ def test_what_does_not_change_the_result_may_change(lab, stopped, weights_of):
     assert weights_of(lab.run(**RUN | free).run_dir) == weights_of(straight.run_dir)
 
 
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_another_number_of_threads_is_reported(lab, stopped):
+    """Products are summed in another order, so the rest of the run need not be bitwise that of the straight run."""
+    import torch
+
+    def reported(run):
+        events = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
+        return [(row["before"], row["now"]) for row in events if row.get("event") == "threads_changed"]
+
+    threads = torch.get_num_threads()
+    stopped("same", 5, **RUN)
+    stopped("other", 5, **RUN)
+    assert reported(lab.run("same", **RUN)) == []
+    torch.set_num_threads(threads + 1)
+    try:
+        run = lab.run("other", **RUN)
+    finally:
+        torch.set_num_threads(threads)
+    assert reported(run) == [(threads, threads + 1)]
+    assert json.loads((run.run_dir / "environment.json").read_text())["engine"]["threads"] == threads + 1
+
+
 def test_a_finished_run_is_left_as_it_is(lab):
     first = lab.run(**RUN)
     before = {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file() and path.name != "lock"}

@@ -3,7 +3,8 @@
     adapter.safetensors        PEFT names, float32
     optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has the slots m and v, plain SGD none
     policy.safetensors         tensors of the step policy, if it has any
-    state.json                 step, position in the data, guards, config, fingerprints of base model, tokenizer, data
+    state.json                 step, position in the data, guards, config, fingerprints of base model, tokenizer, data;
+                               the number of threads on a CPU, where rounding depends on it
     MANIFEST.json              schema version; size and sha256 of each other file
 
 A checkpoint is written whole or not at all. The newest one is found by scanning the directory, never from a pointer or
