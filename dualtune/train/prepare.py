@@ -34,7 +34,14 @@ from dualtune.evaluate.evaluation import layout_of
 from dualtune.train.policies import ORDINARY, open_policy
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
-from dualtune.train.state.resume import Change, as_recorded, check_config, check_fingerprints, check_place, with_tokens
+from dualtune.train.state.resume import (
+    Change,
+    as_recorded,
+    check_config,
+    check_fingerprints,
+    check_position,
+    with_tokens,
+)
 from dualtune.train.step import StepPolicy
 
 
@@ -83,6 +90,11 @@ class Prepared:
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
 
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint that the run resumes from."""
+        return self.resumed.checkpoint if self.resumed else None
+
     def batches(self, step: int) -> list[Batch]:
         """Return this process's micro-batches of a step, counted from 0: a pure function."""
         return self._micro_batches(self.data.order.step(step).documents.tolist(), seed=self.config.run.seed, step=step)
@@ -109,7 +121,7 @@ class Prepared:
             doubts.append(control_token_warning(len(rows), rows[0], data.special_tokens_in_text))
         if self.start is not None:
             doubts.append(mismatch(self.start.template_hash, tokenizer.template_hash))
-        copy = template_of(self.config, self.resumed.checkpoint if self.resumed else None)
+        copy = template_of(self.config, self.checkpoint)
         return [
             f"model       {self.config.model.name}, {template}",
             *([f"template    {copy}, because {data.template} does not exist here"] if copy != data.template else []),
@@ -197,7 +209,7 @@ def _resumed(
     """Return what the run resumes from. ConfigError if the base model, the data or the position in them differ."""
     check_fingerprints(saved, fingerprints)
     without_effect = check_end(saved, config, order) if has_ended(saved, config, order) else None
-    check_place(saved, place_of(order, saved.step))
+    check_position(saved, position_of(order, saved.step))
     return Resumed(saved, changes, without_effect)
 
 
@@ -219,7 +231,7 @@ def template_of(config: Config, saved: Checkpoint | None) -> str:
     return str(copy) if copy.is_file() else choice
 
 
-def place_of(order: Order, step: int) -> dict[str, Any]:
+def position_of(order: Order, step: int) -> dict[str, Any]:
     """Return the run's position in the data: a function of the step, recorded for comparison on another machine."""
     ids = order.step(step).documents
     digest = hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]

@@ -93,41 +93,40 @@ def run(
     that it raises ends the run.
     """
     team = Team(backend.world())
-    with open_together(config, resume, team) as place:
-        prepared = prepare(config, backend, place.saved, show, team)
+    with open_together(config, resume, team) as run_dir:
+        prepared = prepare(config, backend, run_dir.saved, show, team)
         announce(prepared)
-        return execute(prepared, place, hooks)
+        return execute(prepared, run_dir, hooks)
 
 
-def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
+def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train a prepared run in an open run directory."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
-    if resumed is not None and team.agree(_has_ended(resumed, place)):
-        result = _result(place, resumed.checkpoint.step, History(read_rows(place.path / METRICS)))
+    if resumed is not None and team.agree(_has_ended(resumed, run_dir)):
+        result = _result(run_dir, resumed.checkpoint.step, History(read_rows(run_dir.path / METRICS)))
         return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
-    engine = load_engine(prepared)
-    saved = resumed.checkpoint if resumed else None
+    engine, saved = load_engine(prepared), prepared.checkpoint
     first_step = 0
     if saved is not None:
         restore(engine, saved)
         first_step = saved.step
     num_weights = engine.description.trainable_parameters
     if team.is_first:
-        check_space(place, config, num_weights)
-    place.has_begun = True
-    _write_records(place, prepared, engine)
+        check_space(run_dir, config, num_weights)
+    run_dir.has_begun = True
+    _write_records(run_dir, prepared, engine)
 
     watchers = Watchers(hooks)
-    log = Metrics(place.path / METRICS, prepared.backend, watchers, first_step)
+    log = Metrics(run_dir.path / METRICS, prepared.backend, watchers, first_step)
     guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
-    saver = Saver(place, prepared, engine, guards, log)
+    saver = Saver(run_dir, prepared, engine, guards, log)
     info = RunInfo(
-        place.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
+        run_dir.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
         len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(config.train.optimizer),
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
-        _tell_what_was_found(prepared, place, log, engine.description.threads)
+        _tell_what_was_found(prepared, run_dir, log, engine.description.threads)
         with Ahead(prepared.batches, prepared.data.order.num_steps) as batches:
             num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, batches), first_step)
         saver.check_files(num_steps)
@@ -135,7 +134,7 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
             _restore_best(engine, saver, log, num_steps)
         verdict = _verdict(log.history)
         log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-        _write_adapter(place.adapter, prepared, engine, log, guards, num_steps)
+        _write_adapter(run_dir.adapter, prepared, engine, log, guards, num_steps)
     except Preempted as stop:
         raise (_stopped(stop, saver) if team.is_first else stop) from None
     finally:
@@ -144,39 +143,38 @@ def execute(prepared: Prepared, place: RunDir, hooks: Sequence[Hook] = ()) -> Tr
         log.close()
         saver.close()
     if saver.newest is None and saver.failure is not None:
-        raise DiskError(f"{saver.failure} No checkpoint could be saved; the adapter is in {place.adapter}")
-    return _result(place, num_steps, log.history)
+        raise DiskError(f"{saver.failure} No checkpoint could be saved; the adapter is in {run_dir.adapter}")
+    return _result(run_dir, num_steps, log.history)
 
 
-def _has_ended(resumed: Resumed, place: RunDir) -> bool:
+def _has_ended(resumed: Resumed, run_dir: RunDir) -> bool:
     """Return whether no step is left, and the adapter is that of the last one, not of an earlier, shorter run."""
     if resumed.without_effect is None:
         return False
     try:
-        manifest = json.loads((place.adapter / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = json.loads((run_dir.adapter / MANIFEST_FILE).read_text(encoding="utf-8"))
         return manifest["training"]["steps"] == resumed.checkpoint.step
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _result(place: RunDir, num_steps: int, history: History) -> TrainResult:
+def _result(run_dir: RunDir, num_steps: int, history: History) -> TrainResult:
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    return TrainResult(place.path, place.adapter, num_steps, *losses, _verdict(history))
+    return TrainResult(run_dir.path, run_dir.adapter, num_steps, *losses, _verdict(history))
 
 
 def _verdict(history: History) -> RunVerdict:
     return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
 
 
-def _tell_what_was_found(prepared: Prepared, place: RunDir, log: Metrics, threads: int | None) -> None:
+def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, threads: int | None) -> None:
     """Log as events what existed before the first step."""
-    resumed = prepared.resumed
-    saved = resumed.checkpoint if resumed else None
+    resumed, saved = prepared.resumed, prepared.checkpoint
     step = saved.step if saved else 0
     # A checkpoint from another directory, or one older than the newest, starts a new branch.
-    is_here = saved is not None and saved.path.parent == place.checkpoints
-    moved = set_aside(place.checkpoints, after=step if is_here else -1)
-    notes = [*place.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
+    is_here = saved is not None and saved.path.parent == run_dir.checkpoints
+    moved = set_aside(run_dir.checkpoints, after=step if is_here else -1)
+    notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     for note in notes:
         log.event(Event(step, "found", note))
     if saved is not None:
@@ -216,15 +214,15 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
     return Preempted(f"{stop}; saved in {saver.newest}")
 
 
-def _write_records(place: RunDir, prepared: Prepared, engine: Engine) -> None:
+def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
     found = environment(prepared.backend, engine.description.as_json()) | {"processes": prepared.team.size}
-    place.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
+    run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
     if (
         prepared.model.tokenizer.template is not None
     ):  # data.template may name a file that another machine does not have
-        place.records[TEMPLATE_FILE] = prepared.model.tokenizer.template.source
-    for name, text in place.records.items():
-        write_file(place.path / name, text)
+        run_dir.records[TEMPLATE_FILE] = prepared.model.tokenizer.template.source
+    for name, text in run_dir.records.items():
+        write_file(run_dir.path / name, text)
 
 
 def recorded_packages() -> list[str]:

@@ -17,7 +17,7 @@ from dualtune.io.replaced import OpenDirectory, set_aside
 from dualtune.text.show import in_bytes
 from dualtune.train.health.guards import Guards
 from dualtune.train.policies import entry_of
-from dualtune.train.prepare import Prepared, place_of
+from dualtune.train.prepare import Prepared, position_of
 from dualtune.train.schedule import is_due, learning_rate
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
@@ -31,8 +31,8 @@ ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
 class Saver:
     """Saves the state of the engine, the guards and the step policy; keeps the newest checkpoints and the best one."""
 
-    def __init__(self, place: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics) -> None:
-        self._place = place
+    def __init__(self, run_dir: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics) -> None:
+        self._run_dir = run_dir
         self._config = prepared.config
         self._order = prepared.data.order
         self._fixed: dict[str, Any] = {
@@ -46,7 +46,7 @@ class Saver:
         self._policy = prepared.policy
         self._log = log
         self._team = prepared.team
-        saved = prepared.resumed.checkpoint if prepared.resumed else None
+        saved = prepared.checkpoint
         self._saved_step = saved.step if saved else None
         self.newest = saved.path if saved else None
         self.failure: DiskError | None = None  # of the last attempt
@@ -64,7 +64,7 @@ class Saver:
             return
         self._log.sync()
         try:
-            self.newest = self._write(self._place.checkpoints, step)
+            self.newest = self._write(self._run_dir.checkpoints, step)
             self._open_checkpoints()
         except DiskError as error:
             self.failure = error
@@ -73,7 +73,7 @@ class Saver:
             return
         self._saved_step, self.failure = step, None
         try:
-            checkpoint.prune(self._place.checkpoints, self._config.run.keep, self._protected())
+            checkpoint.prune(self._run_dir.checkpoints, self._config.run.keep, self._protected())
         except DiskError as error:
             self._log.event(Event(step, "prune_failed", str(error)))
 
@@ -85,12 +85,12 @@ class Saver:
         """
         if not self._team.is_first:
             return
-        if fault := self._place.fault():
+        if fault := self._run_dir.fault():
             raise self._rescue(step, fault)
         try:
             found = [
                 self._log.restore_file(),
-                *map(self._restore_record, self._place.records),
+                *map(self._restore_record, self._run_dir.records),
                 self._check_checkpoints(),
             ]
         except DiskError as error:
@@ -101,7 +101,7 @@ class Saver:
     def was_requested(self) -> bool:
         """Return whether the user has created the file checkpoint-now, and remove it."""
         try:
-            (self._place.path / CHECKPOINT_NOW).unlink()
+            (self._run_dir.path / CHECKPOINT_NOW).unlink()
         except OSError:  # absent, or cannot be removed: then every step would save
             return False
         return True
@@ -112,7 +112,7 @@ class Saver:
         Unscheduled checkpoints depend on when the run was stopped. For a second spike in a row an older checkpoint is
         taken, and so on, because the first may already contain the damage.
         """
-        before = (s for s in checkpoint.steps(self._place.checkpoints) if s < step and self._is_scheduled(s))
+        before = (s for s in checkpoint.steps(self._run_dir.checkpoints) if s < step and self._is_scheduled(s))
         found = next(filter(None, map(self._read, filter(self._guards.may_return_to, before))), None)
         return shared(self._team, found)
 
@@ -123,19 +123,19 @@ class Saver:
 
     def _write(self, checkpoints: Path, step: int) -> Path:
         """Write a checkpoint of the complete state of the run."""
-        state = {"place": place_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
+        state = {"place": position_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
         policy = self._policy.state()
         state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
         return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 
     def _rescue(self, step: int, fault: str) -> DiskError:
         """Save everything in a new run directory next to the old one. Return the error that ends the run."""
-        old = self._place.path
+        old = self._run_dir.path
         new = free_name(old.with_name(f"{old.name}-rescued"))
         moved = self._config.model_copy(update={"run": self._config.run.model_copy(update={"dir": str(new)})})
         try:
             new.mkdir(parents=True)
-            for name, text in self._place.records.items():
+            for name, text in self._run_dir.records.items():
                 write_file(new / name, to_yaml(moved) if name == CONFIG else text)
             self._log.copy_to(new / METRICS)
             self.newest = self._write(new / CHECKPOINTS, step)
@@ -148,7 +148,7 @@ class Saver:
 
     def _restore_record(self, name: str) -> str | None:
         """Restore a file that records how the run is trained. Contents are compared, because editors replace files."""
-        path, text = self._place.path / name, self._place.records[name]
+        path, text = self._run_dir.path / name, self._run_dir.records[name]
         try:
             is_same = (
                 path.is_file()
@@ -175,18 +175,18 @@ class Saver:
         self._opened.close()
         self._opened = self._saved_step = self.newest = None
         try:
-            kept = set_aside(self._place.checkpoints)
+            kept = set_aside(self._run_dir.checkpoints)
         except OSError as error:
             raise DiskError(f"{fault}, and cannot be renamed: {error.strerror}") from error
         return f"{fault}: its checkpoints are lost; the next one is saved in a new directory{kept}"
 
     def _open_checkpoints(self) -> None:
-        if self._opened is None and self._team.is_first and self._place.checkpoints.is_dir():
-            self._opened = OpenDirectory(self._place.checkpoints)
+        if self._opened is None and self._team.is_first and self._run_dir.checkpoints.is_dir():
+            self._opened = OpenDirectory(self._run_dir.checkpoints)
 
     def _read(self, step: int) -> Checkpoint | None:
         with contextlib.suppress(FormatError):
-            return checkpoint.read(checkpoint.path_of(self._place.checkpoints, step))
+            return checkpoint.read(checkpoint.path_of(self._run_dir.checkpoints, step))
         return None
 
     def _protected(self) -> set[int]:
@@ -194,7 +194,7 @@ class Saver:
         best = self._guards.state.best_step
         protected = set[int]() if best is None else {best}
         if self._config.guards.on_spike == "rollback":
-            protected |= set([s for s in checkpoint.steps(self._place.checkpoints) if self._is_scheduled(s)][:2])
+            protected |= set([s for s in checkpoint.steps(self._run_dir.checkpoints) if self._is_scheduled(s)][:2])
         return protected
 
     def _is_scheduled(self, step: int) -> bool:
@@ -205,15 +205,17 @@ class Saver:
         return {"num_steps": num_steps, "next_learning_rate": learning_rate(self._config, step, num_steps)}
 
 
-def check_space(place: RunDir, config: Config, num_weights: int) -> None:
+def check_space(run_dir: RunDir, config: Config, num_weights: int) -> None:
     """Raise DiskError if the checkpoints and the adapter, with this many weights, do not fit on the disk."""
     each = num_weights * checkpoint.bytes_per_weight(config.train.optimizer)
     kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
-    needed = max(each, kept * each - checkpoint.total_bytes(place.checkpoints)) + num_weights * ADAPTER_BYTES_PER_WEIGHT
-    free = shutil.disk_usage(place.path).free
+    needed = (
+        max(each, kept * each - checkpoint.total_bytes(run_dir.checkpoints)) + num_weights * ADAPTER_BYTES_PER_WEIGHT
+    )
+    free = shutil.disk_usage(run_dir.path).free
     if free < needed:
         raise DiskError(
-            f"run.dir: {place.path} needs {in_bytes(needed)} more, for {kept} checkpoints of {in_bytes(each)} and "
+            f"run.dir: {run_dir.path} needs {in_bytes(needed)} more, for {kept} checkpoints of {in_bytes(each)} and "
             f"the adapter, but the disk has {in_bytes(free)} free. Free some space, lower run.keep, or "
             "choose another run.dir"
         )

@@ -156,7 +156,7 @@ class Products(TorchDispatchMode):
 def test_what_attention_does_not_know_is_refused(name, value):
     where = attention.DocumentBorders.of(segments_of([[4]]), torch.device("cpu"), COMPILE["plain"])
     q = randn(1, 1, 4, 8)
-    with pytest.raises(attention.NotCovered, match=f"Module asks for more .*{name}"):
+    with pytest.raises(attention.NotCovered, match=f"Module needs more .*{name}"):
         attention.attend(torch.nn.Module(), q, q, q, None, documents=where, **{name: value})
 
 

@@ -121,7 +121,7 @@ def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
     _refuse_forbidden(saved, changes, "Restore the previous files, or choose another run.dir to start a new run.")
 
 
-def check_place(saved: Checkpoint, place: Mapping[str, Any]) -> None:
+def check_position(saved: Checkpoint, place: Mapping[str, Any]) -> None:
     """Raise ConfigError if the next step would take other documents: in another order, or a document twice."""
     before = saved.state.get("place", {}).get("next_documents")
     if before is not None and before != place["next_documents"]:

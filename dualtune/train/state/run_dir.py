@@ -76,20 +76,20 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DiskError(f"run.dir: {path} cannot be written: {error.strerror}") from error
-    place, lock = RunDir(path, None), None
+    run_dir, lock = RunDir(path, None), None
 
     def abandon() -> bool:
         """Leave the directory as it was, for a run that has not begun."""
-        if lock is not None and not place.has_begun:
-            _leave(lock, place, created, "preempted", "stopped before it began")
-        return not place.has_begun
+        if lock is not None and not run_dir.has_begun:
+            _leave(lock, run_dir, created, "preempted", "stopped before it began")
+        return not run_dir.has_begun
 
     with interrupt.handled(abandon=abandon):
         lock, state, reason = Lock(path), "failed", "interrupted"
         try:
-            _open(place, resume)
-            place.lock, place.opened = lock, OpenDirectory(path)
-            yield place
+            _open(run_dir, resume)
+            run_dir.lock, run_dir.opened = lock, OpenDirectory(path)
+            yield run_dir
             state, reason = "done", ""
         except Preempted as stop:
             state, reason = "preempted", str(stop)
@@ -98,15 +98,15 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
             reason = redact(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
         finally:
-            if place.opened:
-                place.opened.close()
-            _leave(lock, place, created, state, reason)
+            if run_dir.opened:
+                run_dir.opened.close()
+            _leave(lock, run_dir, created, state, reason)
 
 
-def _leave(lock: Lock, place: RunDir, created: list[Path], state: str, reason: str) -> None:
-    if place.has_begun:
+def _leave(lock: Lock, run_dir: RunDir, created: list[Path], state: str, reason: str) -> None:
+    if run_dir.has_begun:
         lock.release(state, reason)
-    elif _is_unused(place.path):
+    elif _is_unused(run_dir.path):
         _remove(lock, created)  # a run that failed before it wrote anything leaves nothing behind
     else:
         lock.release_unused(state, reason)
@@ -177,8 +177,8 @@ def _remove(lock: Lock, created: list[Path]) -> None:
             directory.rmdir()
 
 
-def _open(place: RunDir, resume: str) -> None:
-    removed = remove_leftovers(place.path) + remove_leftovers(place.checkpoints)
+def _open(run_dir: RunDir, resume: str) -> None:
+    removed = remove_leftovers(run_dir.path) + remove_leftovers(run_dir.checkpoints)
     notes = [f"removed {found}: incomplete, left by a run that was killed" for found in removed]
-    place.saved, problems = find_saved(place.path, resume)
-    place.notes = notes + problems
+    run_dir.saved, problems = find_saved(run_dir.path, resume)
+    run_dir.notes = notes + problems

@@ -25,16 +25,16 @@ def open_together(config: Config, resume: str, team: Team) -> Generator[RunDir]:
     """
     with team.together():
         if team.is_first:
-            with open_run(config, resume) as place:
-                rows = place.path / METRICS
-                shared(team, place.saved)
+            with open_run(config, resume) as run_dir:
+                rows = run_dir.path / METRICS
+                shared(team, run_dir.saved)
                 team.broadcast(rows.read_bytes() if rows.is_file() else b"")
-                yield place
+                yield run_dir
         else:
             with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch, interrupt.handled():
-                place = RunDir(Path(scratch), shared(team, None))
-                (place.path / METRICS).write_bytes(team.broadcast())
-                yield place
+                run_dir = RunDir(Path(scratch), shared(team, None))
+                (run_dir.path / METRICS).write_bytes(team.broadcast())
+                yield run_dir
 
 
 def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:
