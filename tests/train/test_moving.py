@@ -150,5 +150,5 @@ def test_documents_in_another_order_are_refused(lab, begun, monkeypatch):
 
     step = Order.step
     monkeypatch.setattr(Order, "step", lambda self, index: step(self, index + 1))
-    with pytest.raises(ConfigError, match="the next step would take other documents"):
+    with pytest.raises(ConfigError, match="the next step would use other documents"):
         lab.run(**RUN)

@@ -122,7 +122,7 @@ def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
 
 
 def check_position(saved: Checkpoint, place: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the next step would take other documents: in another order, or a document twice."""
+    """Raise ConfigError if the next step would use other documents: in another order, or a document twice."""
     before = saved.state.get("place", {}).get("next_documents")
     if before is not None and before != place["next_documents"]:
         raise ConfigError(
