@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, cast
 from dualtune import interrupt
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault, FormatError
 from dualtune.io.folder import Folder
-from dualtune.transfer.remotes.chunks import MOST_CHUNK_BYTES
+from dualtune.transfer.remotes.chunks import MOST_CHUNK_BYTES, sha256_in
 from dualtune.transfer.remotes.patience import AbsentFault, Cut, Patience
-from dualtune.transfer.remotes.store import MAX_FILE_BYTES, open_to_send
+from dualtune.transfer.remotes.store import MAX_FILE_BYTES, check_unchanged, open_to_send
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ class RemoteFiles:
     def push(self, file: Path, path: str, *, verified: str | None, force: bool, patience: Patience) -> bool:
         """Copy a file there. False if the same one was there already; ConfigError if another is, unless `force`."""
         where = self.shown(path)
-        with open_to_send(file, verified) as (source, _, sha256):
+        with open_to_send(file) as source:
+            sha256 = sha256_in(source)
+            check_unchanged(file, sha256, verified)
 
             def attempt() -> bool:
                 with self._own_errors(where):

@@ -75,7 +75,9 @@ def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, for
     ConfigError if another one is there, unless `force`; EnvironmentFault if the transfer failed; FormatError if the
     file does not have the sha256 that was verified before.
     """
-    with open_to_send(file, verified) as (source, chunks, sha256):
+    with open_to_send(file) as source:
+        chunks, sha256 = chunks_and_sha256_in(source)
+        check_unchanged(file, sha256, verified)
         upload = Upload(source, chunks, sha256, path, _part_of(path, sha256), force)
 
         def attempt() -> bool:
@@ -94,17 +96,20 @@ def push(store: RemoteStore, file: Path, path: str, *, verified: str | None, for
 
 
 @contextlib.contextmanager
-def open_to_send(file: Path, verified: str | None) -> Generator[tuple[BinaryIO, Chunks, str]]:
-    """Yield the open file, its chunks and its sha256. FormatError if that is not the one verified before."""
+def open_to_send(file: Path) -> Generator[BinaryIO]:
+    """Yield the open file. FormatError if it cannot be read."""
     try:
         source = open_regular(file)
     except OSError as error:
         raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
     with source:
-        chunks, sha256 = chunks_and_sha256_in(source)
-        if verified not in (None, sha256):
-            raise FormatError(f"{file}: was changed after it was verified. Nothing was sent")
-        yield source, chunks, sha256
+        yield source
+
+
+def check_unchanged(file: Path, sha256: str, verified: str | None) -> None:
+    """Raise FormatError if a file does not have the sha256 that was verified before; None: it was not verified."""
+    if verified not in (None, sha256):
+        raise FormatError(f"{file}: was changed after it was verified. Nothing was sent")
 
 
 def pull(store: RemoteStore, path: str, target: Path, patience: Patience, *, most: int = MAX_FILE_BYTES) -> Path:
