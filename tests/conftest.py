@@ -47,6 +47,15 @@ def _signals_as_before():
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    """Layers with random weights are the same in every run: MLX starts from the time, torch from the test before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "mlx.core" in sys.modules:
+        sys.modules["mlx.core"].random.seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
     """Tokenized data of tests stay out of the user's cache."""
