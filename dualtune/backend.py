@@ -21,6 +21,7 @@ from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
+from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec, Tensors
 from dualtune.base_model import BaseWeights, find_weights
 from dualtune.card import BACKENDS_GROUP, backend_names, card_of
@@ -147,6 +148,8 @@ class EngineDescription:
     adapted_weights: Mapping[str, int] | None = None  # how many are stored in 4 bits, their parameters and bytes
     trainable_parameters: int
     kernels: str | None = None  # which fast kernels are used, and why others are not
+    checkpointing: str | None = None  # which activations are recomputed
+    checkpointing_reason: str | None = None
     threads: int | None = None  # that compute on a CPU, if the rounding depends on their number
 
     def as_json(self) -> dict[str, Any]:
@@ -186,6 +189,8 @@ class LoadRequest:
     longest: int = 0  # tokens of the longest document the engine will get; 0: not known
     kernels: str = "auto"  # "auto", "fused" or "reference"
     sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
+    checkpointing: ActivationCheckpointing = KEEP_ALL
+    memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
     weights: BaseWeights | None = None  # of model_dir, if they were found already
 
     def base_weights(self) -> BaseWeights | None:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from dualtune.config import Config, get_value
+from dualtune.config.schema import CheckpointedLayers
 from dualtune.errors import ConfigError
 
 # Config keys that the engine has to honour. Keys that the core honours itself are not listed.
@@ -21,6 +22,7 @@ BACKEND_KEYS = (
     "memory.checkpointing",
     "memory.sharding",
 )
+LAYERS = "{layers: …}"  # any mapping as the value of memory.checkpointing
 # Keys that nothing implements yet, with the values that hold anyway.
 NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -55,6 +57,7 @@ def check_value(backend: Honours, key: str, value: Any) -> None:
 
 
 def _refusal(backend: Honours, key: str, value: Any) -> str | None:
+    value = LAYERS if isinstance(value, CheckpointedLayers) else value
     allowed = backend.capabilities().get(key, frozenset({_default(key)}))
     if value in allowed:
         return None

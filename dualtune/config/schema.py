@@ -26,7 +26,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from dualtune.adapter.methods import METHODS
-from dualtune.config.problem import KeyPath, dotted
+from dualtune.config.pairs import impossible_pairs
+from dualtune.config.problem import dotted
 from dualtune.optimizer import OptimizerName
 from dualtune.text.redaction import secret_in
 
@@ -273,11 +274,21 @@ class TrainConfig(Section):
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
 
 
+class CheckpointedLayers(Section):
+    """Layers whose activations are recomputed in the backward pass."""
+
+    layers: Annotated[int, Field(ge=1, examples=[8])]
+    """How many, from the first layer on."""
+    every: Count = 1
+    """How many layers keep one input together and are recomputed at once."""
+
+
 class MemoryConfig(Section):
     """How to save memory."""
 
-    checkpointing: Literal["auto", "none", "full"] = "auto"
-    """Whether activations are recomputed in the backward pass to save memory; full is not supported yet."""
+    checkpointing: Literal["auto", "none", "remade", "full"] | CheckpointedLayers = "auto"
+    """Which activations are recomputed in the backward pass: remade only the adapters' inputs, {layers: 8} those of the
+    first 8 layers, full of all; auto as few layers as fit; no value changes a gradient."""
     offload: Literal["auto", "none"] = "auto"
     """Whether tensors may move to host memory if they do not fit on the device; not supported yet."""
     sharding: Literal["auto", "none", "full"] = "auto"
@@ -350,40 +361,10 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _pairs_are_possible(self) -> Config:
-        if pairs := list(_impossible_pairs(self)):
+        if pairs := list(impossible_pairs(self)):
             message = "; ".join(f"{dotted(path)}: {message}" for path, _, message in pairs)
             raise PydanticCustomError("impossible_pairs", "{message}", {"message": message, "pairs": pairs})
         return self
-
-
-def _impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
-    """Yield (key, conflicting key, message) for values that are valid separately but not together."""
-    data, train = config.data, config.train
-    train_sources = {source.identity for source in data.sources()}
-    for index, source in enumerate(data.eval_sources()):
-        path: KeyPath = ("data", "eval", index) if isinstance(data.eval, tuple) else ("data", "eval")
-        if source.identity in train_sources:
-            rule = "must be other data, or a fraction of data.train to hold out"
-            yield path, ("data", "train"), f"got {source.path!r}, which is also in data.train; {rule}"
-        if source.weight != 1:
-            yield (*path, "weight"), path, f"got {source.weight:g}, must be 1 here: every document is evaluated once"
-    if data.on_bad_row == "error" and data.max_bad_rows != DataConfig.model_fields["max_bad_rows"].default:
-        rule = "has no effect while data.on_bad_row is error; set on_bad_row: skip"
-        yield ("data", "max_bad_rows"), ("data", "on_bad_row"), f"got {data.max_bad_rows:g}, {rule}"
-    if isinstance(train.warmup, int) and train.steps is not None and train.warmup >= train.steps:
-        rule = f"must be below train.steps ({train.steps})"
-        yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"
-    if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
-        rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
-        yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
-    guards = config.guards
-    for key, value in (("early_stopping", guards.early_stopping), ("restore_best", guards.restore_best)):
-        if value and not data.eval:
-            rule = "needs evaluation data, but data.eval is 0 or null"
-            yield ("guards", key), ("data", "eval"), f"got {str(value).lower()}, {rule}"
-    if guards.on_spike == "rollback" and config.run.save_every is None:
-        rule = "needs checkpoints to return to, but run.save_every is null"
-        yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
 
 
 def sections() -> dict[str, type[Section]]:

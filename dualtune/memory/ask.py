@@ -8,6 +8,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal, Protocol
 
+from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS, OptimizerName
 
@@ -48,6 +49,7 @@ class Ask:
     dropout: bool = True  # whether the adapter has dropout
     optimizer: OptimizerName = "adamw"
     method: str = "lora"
+    checkpointing: ActivationCheckpointing = KEEP_ALL
 
     @property
     def item_bytes(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.card import MemoryFormulas, card_of
 from dualtune.errors import ConfigError
 from dualtune.memory.ask import Adapted, Ask, Estimate, adapted, padded, tokens_at_once
@@ -58,6 +59,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         dtype=on.auto_dtype if config.model.dtype == "auto" else config.model.dtype,
         rank=config.adapter.rank,
         method=config.adapter.method,
+        checkpointing=checkpointing_of(config),
         targets=config.adapter.targets,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,
@@ -66,6 +68,19 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         dropout=config.adapter.dropout > 0,
         optimizer=config.train.optimizer,
     )
+
+
+def checkpointing_of(config: Config) -> ActivationCheckpointing:
+    """Return memory.checkpointing as configured; `auto` counts as none."""
+    match value := config.memory.checkpointing:
+        case "auto" | "none":
+            return KEEP_ALL
+        case "remade":
+            return ActivationCheckpointing(remade=True)
+        case "full":
+            return ActivationCheckpointing("all")
+        case _:
+            return ActivationCheckpointing(value.layers, value.every)
 
 
 def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:

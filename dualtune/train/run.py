@@ -27,6 +27,7 @@ from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
 from dualtune.evaluate.inference import load_adapter
 from dualtune.hooks import Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
+from dualtune.memory.estimate import checkpointing_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
@@ -73,6 +74,7 @@ def load_engine(prepared: Prepared) -> Engine:
             longest=max(prepared.data.train.longest, prepared.data.eval.longest),
             kernels=config.model.kernels,
             sharding=config.memory.sharding,
+            checkpointing=checkpointing_of(config),
             weights=prepared.model.weights,
         )
     )

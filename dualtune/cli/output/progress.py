@@ -70,6 +70,8 @@ class Progress(Hook):
             self._shown.tell(f"kernels     {kernels}")
         if engine.get("sharding") == "full":
             self._shown.tell(f"sharding    the base is split among the processes: {engine['sharding_reason']}")
+        if (recomputed := engine.get("checkpointing", "none")) != "none":
+            self._shown.tell(f"memory      {recomputed} ({engine['checkpointing_reason']})")
         self._shown.tell(f"checkpoints {in_bytes(info.checkpoint_bytes)} each, in {info.run_dir / 'checkpoints'}")
         self._show_training()
 

@@ -1,0 +1,41 @@
+"""Values of a config that are valid separately but not together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dualtune.config.problem import KeyPath
+
+if TYPE_CHECKING:
+    from dualtune.config.schema import Config
+
+
+def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield (key, conflicting key, message) for values that are valid separately but not together."""
+    data, train = config.data, config.train
+    train_sources = {source.identity for source in data.sources()}
+    for index, source in enumerate(data.eval_sources()):
+        path: KeyPath = ("data", "eval", index) if isinstance(data.eval, tuple) else ("data", "eval")
+        if source.identity in train_sources:
+            rule = "must be other data, or a fraction of data.train to hold out"
+            yield path, ("data", "train"), f"got {source.path!r}, which is also in data.train; {rule}"
+        if source.weight != 1:
+            yield (*path, "weight"), path, f"got {source.weight:g}, must be 1 here: every document is evaluated once"
+    if data.on_bad_row == "error" and data.max_bad_rows != type(data).model_fields["max_bad_rows"].default:
+        rule = "has no effect while data.on_bad_row is error; set on_bad_row: skip"
+        yield ("data", "max_bad_rows"), ("data", "on_bad_row"), f"got {data.max_bad_rows:g}, {rule}"
+    if isinstance(train.warmup, int) and train.steps is not None and train.warmup >= train.steps:
+        rule = f"must be below train.steps ({train.steps})"
+        yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"
+    if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
+        rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
+        yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
+    guards = config.guards
+    for key, value in (("early_stopping", guards.early_stopping), ("restore_best", guards.restore_best)):
+        if value and not data.eval:
+            rule = "needs evaluation data, but data.eval is 0 or null"
+            yield ("guards", key), ("data", "eval"), f"got {str(value).lower()}, {rule}"
+    if guards.on_spike == "rollback" and config.run.save_every is None:
+        rule = "needs checkpoints to return to, but run.save_every is null"
+        yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
