@@ -129,6 +129,7 @@ class DeviceInfo:
     name: str
     kind: str  # "cuda", "metal" or "cpu"
     total_bytes: int
+    index: int = 0  # among the devices of its kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +314,9 @@ class Backend(Protocol):
         """Return the values honoured for each key of BACKEND_KEYS. Of an absent key only the default is honoured."""
         ...
 
-    def devices(self) -> list[DeviceInfo]: ...
+    def devices(self) -> list[DeviceInfo]:
+        """Return the visible devices, first the one that this backend computes on."""
+        ...
 
     def memory(self) -> MemoryStats: ...
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from dualtune.activation_checkpointing import LAYERS
+from dualtune.card import SIZE
 from dualtune.config import Config, get_value
 from dualtune.config.schema import CheckpointedLayers
 from dualtune.errors import ConfigError
@@ -21,13 +23,12 @@ BACKEND_KEYS = (
     "train.optimizer",
     "memory.checkpointing",
     "memory.sharding",
+    "memory.limit",
 )
-LAYERS = "{layers: …}"  # any mapping as the value of memory.checkpointing
 # Keys that nothing implements yet, with the values that hold anyway.
 NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "memory.offload": ("auto", "none"),  # nothing moves to host memory
-        "memory.limit": ("auto",),
         "hybrid.enabled": (False,),
     }
 )
@@ -58,6 +59,7 @@ def check_value(backend: Honours, key: str, value: Any) -> None:
 
 def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     value = LAYERS if isinstance(value, CheckpointedLayers) else value
+    value = SIZE if key == "memory.limit" and value != "auto" else value
     allowed = backend.capabilities().get(key, frozenset({_default(key)}))
     if value in allowed:
         return None

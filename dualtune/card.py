@@ -17,6 +17,8 @@ from typing import Any
 from dualtune.checks import Check
 from dualtune.errors import ConfigError, EnvironmentFault
 
+SIZE = "a size such as 12GB"  # any size as the value of memory.limit
+
 BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"
 
 # The functions of a card take types that this file must not import: a `Machine` of dualtune.platform.machine, the
@@ -34,6 +36,7 @@ class Device:
     dtypes: tuple[str, ...] = ()  # allowed for model.dtype
     quantizations: tuple[str, ...] = ("none",)  # allowed for model.quantization
     four_bit: str | None = None  # the quantization to suggest when memory is short
+    enforces_limit: bool = False  # whether an allocation beyond memory.limit fails; elsewhere only the plan keeps it
     remark: str = ""  # shown when `--platform auto` chooses this device, such as "which is slow"
 
 

@@ -49,6 +49,8 @@ class MlxBackend:
         mx.reset_peak_memory()
 
     def load(self, request: LoadRequest) -> MlxEngine:
+        if request.memory_limit_bytes is not None:  # MLX then returns cached buffers to the system sooner
+            mx.set_memory_limit(request.memory_limit_bytes)
         model, description = load_base(request)
         return MlxEngine(model, request, description)
 

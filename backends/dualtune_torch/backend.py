@@ -17,6 +17,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
+from dualtune_torch.limit import limit_memory
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
 from dualtune_torch.sharding import Shards
@@ -47,8 +48,10 @@ class TorchBackend:
 
     def devices(self) -> list[DeviceInfo]:
         if self.device.type == "cuda":
-            found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-            return [DeviceInfo(gpu.name, "cuda", gpu.total_memory) for gpu in found]
+            ours = torch.cuda.current_device()  # `_numbered` selected it
+            order = sorted(range(torch.cuda.device_count()), key=lambda index: index != ours)
+            found = ((torch.cuda.get_device_properties(index), index) for index in order)
+            return [DeviceInfo(gpu.name, "cuda", gpu.total_memory, index) for gpu, index in found]
         return [DeviceInfo(platform.processor() or platform.machine(), "cpu", psutil.virtual_memory().total)]
 
     def memory(self) -> MemoryStats:
@@ -65,6 +68,7 @@ class TorchBackend:
             marker.write_text("5")  # Linux: set the high-water mark to what is used now
 
     def load(self, request: LoadRequest) -> TorchEngine:
+        limit_memory(request.memory_limit_bytes, self.device)
         shards = Shards(self.device) if joined() and request.sharding != "none" else None
         with shards.together() if shards else nullcontext():
             model, description = load_base(request, self.device)

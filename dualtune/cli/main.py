@@ -24,6 +24,7 @@ COMMANDS = {
         "preflight.check_config",
         "Check a config against the machine, the model and the data, before any download.",
     ),
+    "plan": ("preflight.plan", "Plan the memory and time of a run, and the cheapest changes with which it fits."),
     "check-data": ("preflight.check_data", "List the rows of a file, or of a config's data, that cannot be used."),
     "preview": ("preflight.preview", "Show what a config would train on, with statistics."),
     "train": ("training.train", "Train an adapter from a config, or run the demo."),

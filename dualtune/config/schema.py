@@ -294,7 +294,7 @@ class MemoryConfig(Section):
     sharding: Literal["auto", "none", "full"] = "auto"
     """Whether each process of a run holds only a part of the base model; auto only if it would not fit whole."""
     limit: Literal["auto"] | Size = "auto"
-    """The device memory that the run may use; not supported yet, so auto is the only value."""
+    """The memory that the run may use: of a GPU, or of the process on a CPU; auto is what is free."""
 
     @property
     def limit_bytes(self) -> int | None:

@@ -19,6 +19,13 @@ class Budget:
     reason: str
 
 
+def within(found: Budget, limit_bytes: int | None) -> Budget:
+    """Return the memory for a run with `memory.limit`."""
+    if limit_bytes is None or found.bytes <= limit_bytes:
+        return found
+    return Budget(limit_bytes, "memory.limit")
+
+
 def budget(machine: Machine, device: str = "auto") -> Budget:
     """Return the memory for a run on "cuda", "cuda:1", "metal", "cpu", or with "auto" on the best kind of device.
 

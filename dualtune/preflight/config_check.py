@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from dualtune.config.schema import AdapterConfig
 from dualtune.errors import ConfigError, DiskError, DualtuneError, EnvironmentFault
 from dualtune.io.disk import existing
 from dualtune.memory.ask import num_trained
-from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.plan import plan_of
 from dualtune.memory.shapes import Decoder
-from dualtune.platform.budget import budget
+from dualtune.platform.budget import budget, within
 from dualtune.platform.choose import PlatformChoice, choose
 from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
@@ -28,7 +27,6 @@ from dualtune.platform.machines import named
 from dualtune.preflight.config_data import check_sources, step_rows
 from dualtune.preflight.config_memory import MemoryNeed, memory_row
 from dualtune.preflight.config_model import (
-    BaseModel,
     failure,
     find_model,
     length_row,
@@ -176,22 +174,12 @@ def _memory(
         return Check("memory", "skipped", f"there is no estimate for the backend {choice.backend}"), None
     if decoder is None:
         return Check("memory", "skipped", reason), None
+    has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
     try:
-        ask = ask_of(config, decoder, choice.backend, kind)
-        needed = estimate(decoder, ask)
-    except ConfigError as error:  # adapter.targets that the model does not have
+        memory = MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes), has)
+    except ConfigError as error:  # targets or layers that the model does not have
         return failure("memory", error), None
-    memory = MemoryNeed(needed, budget(machine, choice.platform if kind == "cuda" else kind))
-    return memory_row(memory, decoder, ask), memory
-
-
-def memory_of_run(config: Config, model_dir: Path, longest: int, platform: str) -> Check:
-    """Check that a run with a longest document of `longest` tokens fits into the free memory of this machine."""
-    model = BaseModel(model_dir, json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
-    shorter = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
-    machine = detect()
-    choice = choose(platform, machine)
-    return _memory(config.model_copy(update={"data": shorter}), *shape_of(model), choice, machine)[0]
+    return memory_row(memory), memory
 
 
 def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:

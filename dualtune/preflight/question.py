@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from dualtune.card import driver_of
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune.memory.estimate import Estimate, ask_of, estimate
+from dualtune.memory.estimate import Estimate
+from dualtune.memory.plan import Smaller, plan_of
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
-from dualtune.platform.budget import Budget, budget
+from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.machine import Machine
-from dualtune.preflight.config_memory import MemoryNeed, Smaller, smaller
 from dualtune.preflight.thresholds import device_of
 from dualtune.text.show import in_bytes
 
@@ -74,10 +74,9 @@ def about_config(machine: Machine, path: Path) -> Question:
     config = load_config(path)
     kind = device_of(machine)
     decoder = _decoder(config)
-    ask = ask_of(config, decoder, driver_of(kind).name, kind)
-    memory = MemoryNeed(estimate(decoder, ask), budget(machine, kind))
-    less = None if memory.fits else smaller(decoder, ask, memory.budget.bytes)
-    return Question(str(path), memory.estimate.total_bytes, memory.budget, less, memory.estimate)
+    has = within(budget(machine, kind), config.memory.limit_bytes)
+    plan = plan_of(config, decoder, driver_of(kind).name, kind, has.bytes)
+    return Question(str(path), plan.estimate.total_bytes, has, None if plan.fits else plan.smaller, plan.estimate)
 
 
 def _decoder(config: Config) -> Decoder:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dualtune.config.examples import example_path
+from dualtune.memory.plan import Smaller
 from dualtune.platform.machine import GB, Machine
-from dualtune.preflight.config_memory import Smaller
 from dualtune.preflight.question import about_config
 from dualtune.preflight.recommend import LEAST_LENGTH, Largest, qlora
 from dualtune.preflight.thresholds import CPU_CONFIG, CUDA_CONFIGS, MAC_CONFIGS, device_of

@@ -31,6 +31,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.train.memory import RunMemory, plan_memory
 from dualtune.train.policies import ORDINARY, open_policy
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
@@ -89,6 +90,7 @@ class Prepared:
     policy: StepPolicy  # decides what each step does; has the state of the checkpoint
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
+    memory: RunMemory  # what it takes by plan, and what is recomputed to save it
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -181,8 +183,9 @@ def _prepare(
     weights = find_weights(model_dir) if is_pretrained else None
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
     found = _fingerprints(model, data)
+    memory = plan_memory(config, backend, model_dir, max(train.longest, eval_.longest), team.size)
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
-    return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found)
+    return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found, memory)
 
 
 def _check_sharding(config: Config, team: Team) -> None:

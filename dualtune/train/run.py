@@ -27,10 +27,10 @@ from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
 from dualtune.evaluate.inference import load_adapter
 from dualtune.hooks import Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
-from dualtune.memory.estimate import checkpointing_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
+from dualtune.train.memory import agreed
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, Resumed, prepare
 from dualtune.train.saver import Saver, check_space
@@ -74,7 +74,8 @@ def load_engine(prepared: Prepared) -> Engine:
             longest=max(prepared.data.train.longest, prepared.data.eval.longest),
             kernels=config.model.kernels,
             sharding=config.memory.sharding,
-            checkpointing=checkpointing_of(config),
+            checkpointing=agreed(prepared.memory.checkpointing, prepared.team),
+            memory_limit_bytes=config.memory.limit_bytes,
             weights=prepared.model.weights,
         )
     )
@@ -217,7 +218,8 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
 
 
 def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
-    found = environment(prepared.backend, engine.description.as_json()) | {"processes": prepared.team.size}
+    found = environment(prepared.backend, engine.description.as_json())
+    found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
     run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
     if (
         prepared.model.tokenizer.template is not None

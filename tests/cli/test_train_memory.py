@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dualtune.platform.detect import detect
-from dualtune.preflight import config_check
+from dualtune.train import memory
 
 PLATFORM = {"torch": "cpu", "mlx": "mlx"}
 
@@ -28,7 +28,7 @@ def test_the_estimate_is_said_before_the_model_is_loaded(backend, train, open_ba
 def test_a_run_that_may_not_fit_is_warned_of_and_not_stopped(args, train, open_backend, monkeypatch):
     open_backend("torch")
     small = replace(detect(), available_bytes=300 * 2**20)
-    monkeypatch.setattr(config_check, "detect", lambda: small)
+    monkeypatch.setattr(memory, "detect", lambda: small)
     result = train("--platform", "cpu", *args)
     assert result.returncode == 0, result.stderr
     assert "\nwarning     it may run out of memory. Not even the shortest documents fit" in result.stdout
@@ -36,4 +36,4 @@ def test_a_run_that_may_not_fit_is_warned_of_and_not_stopped(args, train, open_b
 
 def test_without_a_formula_that_is_said(dualtune_main, config_file):
     result = dualtune_main("train", config_file(), "--platform", "numpy", "--dry-run")
-    assert "\nmemory      there is no estimate for the backend numpy\n" in result.stdout
+    assert "\nmemory      not estimated: there is no estimate for the backend numpy\n" in result.stdout

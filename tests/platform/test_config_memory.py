@@ -7,7 +7,7 @@ import pytest
 from dualtune.checks import Check
 from dualtune.config import load_config
 from dualtune.config.examples import example_path
-from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.plan import plan_of
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machines import named
@@ -30,8 +30,8 @@ CASES = {
 def look(machine: str, *overrides: str) -> Check:
     config = load_config(example_path("training_config_h100"), overrides)
     decoder = decoder_of(KNOWN[config.model.name])
-    ask = ask_of(config, decoder, "torch", "cuda")
-    return memory_row(MemoryNeed(estimate(decoder, ask), budget(named(machine))), decoder, ask)
+    has = budget(named(machine))
+    return memory_row(MemoryNeed(plan_of(config, decoder, "torch", "cuda", has.bytes), has))
 
 
 def settings_of(row: Check) -> list[str]:

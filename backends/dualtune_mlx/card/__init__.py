@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualtune.card import Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.card import SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, memory
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 
@@ -25,6 +25,7 @@ CARD = Card(
         "train.optimizer": ("adamw", "sgd"),
         "memory.checkpointing": ("auto", "none"),
         "memory.sharding": ("auto", "none"),
+        "memory.limit": ("auto", SIZE),
     },
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dualtune.card import Card, Device, Launch, MemoryFormulas, Package, Twin
+import sys
+
+from dualtune.card import SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, memory
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -11,8 +13,8 @@ QUANTIZATIONS = ("none", "nf4", "affine4", "affine8")
 CARD = Card(
     name="torch",
     devices=(
-        Device("cuda", "bfloat16", DTYPES, QUANTIZATIONS, four_bit="nf4"),
-        Device("cpu", "float32", DTYPES, QUANTIZATIONS, four_bit="nf4"),
+        Device("cuda", "bfloat16", DTYPES, QUANTIZATIONS, four_bit="nf4", enforces_limit=True),
+        Device("cpu", "float32", DTYPES, QUANTIZATIONS, four_bit="nf4", enforces_limit=sys.platform == "linux"),
     ),
     platforms=("cuda", "cpu", "cuda:N"),
     preference=0,
@@ -23,6 +25,7 @@ CARD = Card(
         "train.optimizer": ("adamw", "sgd"),
         "memory.checkpointing": ("auto", "none"),
         "memory.sharding": ("auto", "none", "full"),
+        "memory.limit": ("auto", SIZE),
     },
     package=Package(
         framework="torch",

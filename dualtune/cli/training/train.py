@@ -58,8 +58,7 @@ def _train(settings: Config, platform: str, resume: str) -> None:
     from dualtune.train.run import run
 
     def announce(prepared: Prepared) -> None:
-        tell("\n".join(prepared.summary()))
-        _say_memory(prepared, platform)
+        tell("\n".join([*prepared.summary(), *prepared.memory.lines()]))
         hook.begin_loading()
 
     backend = backend_for(platform)
@@ -76,26 +75,6 @@ def _train(settings: Config, platform: str, resume: str) -> None:
     tell(f"adapter     {result.adapter_dir}")
 
 
-def _say_memory(prepared: Prepared, platform: str) -> None:
-    """Print the memory estimate, and a warning if it is too much. The run continues: an estimate can be wrong.
-
-    ConfigError for adapter.targets that the model does not have, before it is loaded.
-    """
-    from dualtune.errors import ConfigError
-    from dualtune.preflight.config_check import memory_of_run
-
-    if prepared.config.memory.sharding == "full":
-        tell(f"memory      not estimated: the base is split among {prepared.team.size} processes")
-        return
-    longest = max(prepared.data.train.longest, prepared.data.eval.longest)
-    row = memory_of_run(prepared.config, prepared.model.directory, longest, platform)
-    if row.exit_code == ConfigError.exit_code:
-        raise ConfigError(row.found)
-    tell(f"memory      {'estimated: ' if row.level in ('ok', 'fail') else ''}{row.found}")
-    if row.level == "fail":
-        tell(f"warning     it may run out of memory. {row.fix}")
-
-
 def _describe(settings: Config, platform: str, resume: str) -> None:
     from dualtune.cli.output.progress import reading
     from dualtune.train.prepare import prepare
@@ -107,8 +86,7 @@ def _describe(settings: Config, platform: str, resume: str) -> None:
     backend = backend_for(platform)
     with reading() as show:
         prepared = prepare(settings, backend, saved, show)
-    tell("\n".join([*prepared.summary(), *notes]))
-    _say_memory(prepared, platform)
+    tell("\n".join([*prepared.summary(), *notes, *prepared.memory.lines()]))
     if saved is not None:
         tell(f"resume      after step {saved.step}, from {saved.path}")
     tell("dry run     nothing was loaded or written")

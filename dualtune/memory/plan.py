@@ -1,0 +1,278 @@
+"""The memory planner: whether a run fits, and the cheapest settings with which it does.
+
+It decides every `auto` of the section `memory`, and what the commands suggest where a run does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dualtune.activation_checkpointing import KEEP_ALL, LAYERS, ActivationCheckpointing
+from dualtune.card import card_of
+from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, Ask, Estimate, num_trained
+from dualtune.memory.estimate import ask_of, estimate, longest_that_fits
+from dualtune.memory.shapes import Decoder
+from dualtune.text.show import in_bytes
+
+if TYPE_CHECKING:
+    from dualtune.config import Config
+
+GRANULE = 64  # tokens; suggestions are multiples of it
+REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade, measured on a CPU: benchmarks/checkpointing.py
+CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
+SAME = "same result"
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A change of the settings that saves memory."""
+
+    settings: Mapping[str, str | int]
+    saved_bytes: int
+    time: float | None  # how many times as long a step takes for it; None: not known
+    remark: str  # what it does to the result
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "set": [f"{key}={value}" for key, value in self.settings.items()], "saved_bytes": self.saved_bytes,
+            "time": self.time, "remark": self.remark,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Smaller:
+    """Settings with which a run fits; empty if there are none."""
+
+    settings: Mapping[str, str | int]
+    remark: str
+
+    def __str__(self) -> str:
+        return " ".join([*set_options(self.settings), self.remark])
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a run needs, with every `auto` resolved, and the changes with which it fits."""
+
+    decoder: Decoder
+    ask: Ask
+    estimate: Estimate
+    have_bytes: int
+    savings: tuple[Saving, ...]  # one after another; empty if it fits as it is, or if nothing helps
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.total_bytes <= self.have_bytes
+
+    @property
+    def time(self) -> float:
+        """How many times as long a step takes as without recomputation."""
+        return recompute_time(self.decoder, self.ask)
+
+    @property
+    def flops_per_token(self) -> float:
+        return flops_per_token(self.decoder, self.ask)
+
+    def compare(self, reason: str) -> str:
+        """Say what the run needs and has; `reason`: where the memory that it has comes from."""
+        recomputed = f" ({self.recomputed})" if self.recomputed else ""
+        return f"needs {in_bytes(self.estimate.total_bytes)}{recomputed}, has {in_bytes(self.have_bytes)} ({reason})"
+
+    @property
+    def recomputed(self) -> str:
+        """What the backward pass recomputes; empty if nothing."""
+        value = self.ask.checkpointing
+        return "" if value == KEEP_ALL else value.describe(self.decoder.layers)
+
+    @property
+    def smaller(self) -> Smaller:
+        """The settings of all changes together."""
+        if not self.savings:
+            return Smaller({}, "Not even the shortest documents fit: use a smaller model or a larger machine")
+        settings = {key: value for saving in self.savings for key, value in saving.settings.items()}
+        effects = [saving.remark for saving in self.savings if saving.remark != SAME]
+        return Smaller(settings, "; ".join(["fits", *effects]) if effects else "fits, and the result stays the same")
+
+
+def set_options(settings: Mapping[str, str | int]) -> list[str]:
+    """Return settings as options of a command line, quoted for a shell."""
+    pairs = (f"{key}={value}" for key, value in settings.items())
+    return [f"--set '{pair}'" if " " in pair else f"--set {pair}" for pair in pairs]
+
+
+def plan_of(config: Config, decoder: Decoder, backend: str, device: str, have_bytes: int) -> MemoryPlan:
+    """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes."""
+    ask = ask_of(config, decoder, backend, device)
+    ask.checkpointing.num_recomputed(decoder.layers)
+    return make_plan(decoder, ask, have_bytes, auto=config.memory.checkpointing == "auto")
+
+
+def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, *, auto: bool) -> MemoryPlan:
+    """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice."""
+    if auto:
+        ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
+    needed = estimate(decoder, ask)
+    savings = () if needed.total_bytes <= have_bytes else _cheapest_savings(decoder, ask, have_bytes)
+    return MemoryPlan(decoder, ask, needed, have_bytes, savings)
+
+
+def choose_checkpointing(decoder: Decoder, ask: Ask, have_bytes: int) -> ActivationCheckpointing:
+    """Return what `memory.checkpointing: auto` means: the cheapest value with which the run fits, and why.
+
+    If none fits, everything is recomputed that can be: the estimate may be too high.
+    """
+    whole = estimate(decoder, ask).total_bytes
+    have = f"{in_bytes(have_bytes)} are available"
+    if whole <= have_bytes:
+        return replace(KEEP_ALL, reason=f"auto: everything fits, {have}")
+    values = _dial(decoder, ask)
+    if not values:
+        return replace(KEEP_ALL, reason=f"auto: {ask.backend} recomputes nothing")
+    fits = (value for value in values if _needs(decoder, replace(ask, checkpointing=value)) <= have_bytes)
+    found = next(fits, values[-1])
+    return replace(found, reason=f"auto: to keep everything takes {in_bytes(whole)}, {have}")
+
+
+def recompute_time(decoder: Decoder, ask: Ask) -> float:
+    """Return how many times as long a step takes with the checkpointing of `ask` as without, by operations."""
+    if ask.checkpointing.remade:
+        return REMADE_TIME
+    recomputed = 2 * _multiplications(decoder, ask) * ask.checkpointing.num_recomputed(decoder.layers)
+    return 1 + recomputed / flops_per_token(decoder, ask)
+
+
+def flops_per_token(decoder: Decoder, ask: Ask) -> float:
+    """Return the operations of a step for each token of documents of `max_length` tokens, without recomputation.
+
+    Counted as in `dualtune.bench.flops`, which has the sources: 2 for a multiplication and its addition, the forward
+    pass twice for the backward pass's gradients of inputs, attention 2.5 times, the adapter's gradients once more.
+    """
+    layers, scores = decoder.layers, decoder.width * ask.max_length
+    forward = _multiplications(decoder, ask) * layers + decoder.vocab * decoder.hidden
+    return 2 * (2 * forward + 1.5 * scores * layers + 3 * num_trained(decoder, ask))
+
+
+def _multiplications(decoder: Decoder, ask: Ask) -> float:
+    """Of a layer's forward pass, for each token: the weights, and the two products of scores with half the keys."""
+    return decoder.linear_parameters / decoder.layers + decoder.width * ask.max_length
+
+
+def _dial(decoder: Decoder, ask: Ask) -> list[ActivationCheckpointing]:
+    """Return what the backend can recompute, the cheapest in time first."""
+    honoured = card_of(ask.backend).honoured.get(CHECKPOINTING, ())
+    layers = range(1, decoder.layers) if LAYERS in honoured else ()
+    values = [ActivationCheckpointing("all" if k == decoder.layers - 1 else k) for k in layers]
+    if "remade" in honoured and ask.kernels != "reference":
+        values.append(ActivationCheckpointing(remade=True))
+    return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
+
+
+def _needs(decoder: Decoder, ask: Ask) -> int:
+    return estimate(decoder, ask).total_bytes
+
+
+# --- savings ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The setup after a change."""
+
+    ask: Ask
+    settings: Mapping[str, str | int]
+    time: float | None
+    remark: str
+
+
+def _cheapest_savings(decoder: Decoder, ask: Ask, have_bytes: int) -> tuple[Saving, ...]:
+    """Return the first sequence of changes that fits; empty if none does."""
+    for stages in _sequences(decoder, ask, have_bytes):
+        if _needs(decoder, stages[-1].ask) <= have_bytes:
+            return tuple(_as_savings(decoder, ask, stages))
+    return ()
+
+
+def _as_savings(decoder: Decoder, ask: Ask, stages: list[_Stage]) -> Iterator[Saving]:
+    before = _needs(decoder, ask)
+    for stage in stages:
+        after = _needs(decoder, stage.ask)
+        yield Saving(stage.settings, before - after, stage.time, stage.remark)
+        before = after
+
+
+def _sequences(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+    """Yield sequences of changes: those that cost only time, then a base in 4 bits, then shorter documents."""
+    bases = [[], *([stages] if (stages := _four_bit(ask)) else [])]
+    for ways in (_with_same_documents, _with_shorter_documents):
+        for base in bases:
+            here = base[-1].ask if base else ask
+            yield from ([*base, *tail] for tail in ways(decoder, here, have_bytes) if base or tail)
+
+
+def _with_same_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+    yield []
+    # Smaller products cost time only where a micro-batch has fewer tokens than `auto` gives it.
+    start = _fewer_tokens(decoder, ask, max(AUTO_MICRO_BATCH_TOKENS, ask.max_length), have_bytes)
+    yield start
+    recomputed = _recomputing(decoder, start[-1].ask if start else ask)
+    yield from ([*start, stage] for stage in recomputed)
+    strongest = [*start, *recomputed[-1:]]
+    yield [*strongest, *_fewer_tokens(decoder, strongest[-1].ask if strongest else ask, ask.max_length, have_bytes)]
+
+
+def _with_shorter_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+    strongest = _recomputing(decoder, ask)[-1:]
+    here = strongest[-1].ask if strongest else ask
+    if length := longest_that_fits(decoder, here, have_bytes) // GRANULE * GRANULE:
+        cut = replace(here, max_length=length, micro_batch_tokens=length)
+        yield [*strongest, _Stage(cut, {LENGTH: length, TOKENS: length}, None, "longer documents are cut")]
+
+
+def _recomputing(decoder: Decoder, ask: Ask) -> list[_Stage]:
+    """Return the setups that recompute more than `ask`, the cheapest first."""
+    now = recompute_time(decoder, ask)
+    setups = [(value, replace(ask, checkpointing=value)) for value in _dial(decoder, ask)]
+    timed = [(value, setup, recompute_time(decoder, setup)) for value, setup in setups]
+    return [
+        _Stage(setup, {CHECKPOINTING: _written(value)}, time / now, SAME) for value, setup, time in timed if time > now
+    ]
+
+
+def _written(value: ActivationCheckpointing) -> str:
+    """Return the value of memory.checkpointing in a config."""
+    if value.remade:
+        return "remade"
+    return "full" if value.layers == "all" else f"{{layers: {value.layers}}}"
+
+
+def _fewer_tokens(decoder: Decoder, ask: Ask, least: int, have_bytes: int) -> list[_Stage]:
+    """Return the largest smaller micro-batch that fits, or the one with `least` tokens if none does."""
+    if ask.micro_batch_tokens <= least:
+        return []
+
+    def fits(tokens: int) -> bool:
+        return _needs(decoder, replace(ask, micro_batch_tokens=tokens)) <= have_bytes
+
+    tokens = max(_largest(fits, least, ask.micro_batch_tokens) // GRANULE * GRANULE, least)
+    return [_Stage(replace(ask, micro_batch_tokens=tokens), {TOKENS: tokens}, 1.0, SAME)]
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number in [low, high) that fits, to a granule; `low` if none does."""
+    if not fits(low):
+        return low
+    while high - low > GRANULE:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _four_bit(ask: Ask) -> list[_Stage]:
+    """Return the setup with a base in 4 bits, if the device has one and the base is not quantized."""
+    device = card_of(ask.backend).device(ask.device)
+    if ask.quantization != "none" or device is None or device.four_bit is None:
+        return []
+    packed = replace(ask, quantization=device.four_bit)
+    return [_Stage(packed, {"model.quantization": device.four_bit}, None, "the base is rounded to 4 bits")]

@@ -1,0 +1,102 @@
+"""The memory plan of a run: what `auto` means on this machine, and whether `memory.limit` can hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dualtune.activation_checkpointing import ActivationCheckpointing
+from dualtune.backend import Backend
+from dualtune.base_model import read_config
+from dualtune.card import card_of
+from dualtune.config import Config
+from dualtune.distributed.team import Team
+from dualtune.errors import ConfigError
+from dualtune.memory.estimate import checkpointing_of
+from dualtune.memory.plan import MemoryPlan, plan_of
+from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
+from dualtune.platform.budget import Budget, budget, within
+from dualtune.platform.detect import detect
+from dualtune.text.show import in_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """What a run recomputes to save memory, and the plan behind it."""
+
+    checkpointing: ActivationCheckpointing
+    budget: Budget
+    plan: MemoryPlan | None = None
+    why_no_plan: str = ""
+
+    def as_json(self) -> dict[str, Any] | None:
+        """Return what environment.json records; None without a plan."""
+        if self.plan is None:
+            return None
+        parts = [asdict(part) for part in self.plan.estimate.parts]
+        found = {"planned_bytes": self.plan.estimate.total_bytes, "parts": parts}
+        return found | {"available_bytes": self.budget.bytes, "available": self.budget.reason}
+
+    def lines(self) -> list[str]:
+        """Describe the plan for the start of a run."""
+        if self.plan is None:
+            return [f"memory      not estimated: {self.why_no_plan}"]
+        found = [f"memory      estimated: {self.plan.compare(self.budget.reason)}"]
+        if not self.plan.fits:
+            found.append(f"warning     it may run out of memory. {self.plan.smaller}")
+        return found
+
+
+def plan_memory(config: Config, backend: Backend, model_dir: Path, longest: int, num_processes: int) -> RunMemory:
+    """Plan a run whose longest document has `longest` tokens.
+
+    ConfigError if the estimate exceeds `memory.limit`, or for targets or layers that the model does not have.
+    """
+    found = _plan(config, backend, model_dir, longest, num_processes)
+    limit = config.memory.limit
+    if limit == "auto":
+        return found
+    if found.plan is not None and not found.plan.fits:
+        need = in_bytes(found.plan.estimate.total_bytes)
+        raise ConfigError(f"memory.limit: got {limit}, but the run needs an estimated {need}. {found.plan.smaller}")
+    device = card_of(backend.name).device(backend.devices()[0].kind)
+    if found.plan is None and not (device and device.enforces_limit):
+        raise ConfigError(
+            f"memory.limit: got {limit}, which {backend.name} can only keep by plan, and there is none: "
+            f"{found.why_no_plan}. Set memory.limit=auto"
+        )
+    return found
+
+
+def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationCheckpointing:
+    """Return the first process's value in all: with a split base, recomputing a layer needs all of them."""
+    if team.size == 1:
+        return checkpointing
+    return ActivationCheckpointing(**json.loads(team.broadcast(json.dumps(asdict(checkpointing)).encode())))
+
+
+def _plan(config: Config, backend: Backend, model_dir: Path, longest: int, num_processes: int) -> RunMemory:
+    device = backend.devices()[0]
+    name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
+    has = within(budget(detect(), name), config.memory.limit_bytes)
+    decoder, reason = _shape(backend.name, device.kind, model_dir)
+    if config.memory.sharding == "full":
+        decoder, reason = None, f"the base is split among {num_processes} processes"
+    if decoder is None:
+        return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
+    data = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
+    plan = plan_of(config.model_copy(update={"data": data}), decoder, backend.name, device.kind, has.bytes)
+    return RunMemory(plan.ask.checkpointing, has, plan)
+
+
+def _shape(backend: str, kind: str, model_dir: Path) -> tuple[Decoder | None, str]:
+    """Return the shape of the model, or None and why there is no estimate."""
+    card = card_of(backend)
+    if card.memory is None or card.device(kind) is None:
+        return None, f"there is no estimate for the backend {backend}"
+    try:
+        return decoder_of(read_config(model_dir)), ""
+    except UnknownShape as error:
+        return None, str(error)

@@ -1,0 +1,111 @@
+"""The memory planner: what `auto` means, and the cheapest changes with which a run fits."""
+
+from dataclasses import replace
+
+import pytest
+
+from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
+from dualtune.bench.flops import Shape, training_flops
+from dualtune.config import parse_config
+from dualtune.errors import ConfigError
+from dualtune.memory.ask import Ask, num_trained
+from dualtune.memory.estimate import estimate
+from dualtune.memory.plan import choose_checkpointing, flops_per_token, make_plan, plan_of, recompute_time
+from dualtune.memory.shapes import KNOWN, decoder_of
+
+np = pytest.importorskip("numpy")
+MISTRAL = decoder_of(KNOWN["mistralai/Mistral-7B-Instruct-v0.3"])
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CUDA = Ask("torch", "cuda", "none", "bfloat16", 16, SEVEN, micro_batch_tokens=8192, max_length=4096)
+METAL = replace(CUDA, backend="mlx", device="metal", micro_batch_tokens=4096)
+GIB = 2**30
+
+
+def total(ask):
+    return estimate(MISTRAL, ask).total_bytes
+
+
+def recomputing(ask, layers):
+    return replace(ask, checkpointing=ActivationCheckpointing(layers))
+
+
+@pytest.mark.parametrize("ask", [CUDA, METAL])
+def test_auto_keeps_everything_that_fits(ask):
+    assert choose_checkpointing(MISTRAL, ask, total(ask)) == KEEP_ALL
+    assert choose_checkpointing(MISTRAL, ask, total(ask) - 1) != KEEP_ALL
+
+
+@pytest.mark.parametrize("ask", [CUDA, METAL])
+@pytest.mark.parametrize("layers", [3, 17, 30])
+def test_auto_is_the_smallest_number_of_layers_that_fits(ask, layers):
+    """Unless to recompute only the adapters' inputs is enough and cheaper."""
+    budget = total(recomputing(ask, layers))
+    found = choose_checkpointing(MISTRAL, ask, budget)
+    cheapest = recompute_time(MISTRAL, replace(ask, checkpointing=found))
+    assert total(replace(ask, checkpointing=found)) <= budget
+    if not found.remade:
+        assert total(recomputing(ask, found.num_recomputed(32) - 1)) > budget
+    assert cheapest <= recompute_time(MISTRAL, recomputing(ask, layers))
+
+
+def test_auto_recomputes_all_where_nothing_fits():
+    found = choose_checkpointing(MISTRAL, CUDA, GIB)
+    assert found.layers == "all" and found.reason.startswith("auto: to keep everything takes 45.1 GiB, 1.0 GiB are")
+
+
+def test_the_reference_code_has_no_adapter_inputs_to_recompute():
+    budget = total(replace(CUDA, checkpointing=ActivationCheckpointing(remade=True)))
+    assert choose_checkpointing(MISTRAL, CUDA, budget).remade
+    assert not choose_checkpointing(MISTRAL, replace(CUDA, kernels="reference"), budget).remade
+
+
+def test_a_value_in_the_config_is_not_the_planners_choice():
+    text = "model: {name: m}\ndata: {train: d.jsonl, max_length: 4096}\nmemory: {checkpointing: %s}"
+    for value, expected in (("none", KEEP_ALL), ("full", ActivationCheckpointing("all"))):
+        plan = plan_of(parse_config(text % value), MISTRAL, "torch", "cuda", 10 * GIB)
+        assert plan.ask.checkpointing == expected and not plan.fits
+    with pytest.raises(ConfigError, match="memory.checkpointing: got 33 layers, but the model has 32; allowed: 1 to"):
+        plan_of(parse_config(text % "{layers: 33}"), MISTRAL, "torch", "cuda", 10 * GIB)
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gib", [40, 24, 20, 12, 8])
+@pytest.mark.parametrize("ask", [CUDA, METAL])
+def test_the_changes_fit_together_and_their_savings_add_up(ask, gib):
+    plan = make_plan(MISTRAL, ask, gib * GIB, auto=False)
+    assert not plan.fits and plan.savings
+    assert gib * GIB - (total(ask) - sum(saving.saved_bytes for saving in plan.savings)) >= 0
+    assert all(saving.saved_bytes > 0 and (saving.time is None or saving.time >= 1) for saving in plan.savings)
+
+
+def test_what_costs_only_time_comes_before_what_changes_the_result():
+    keys = {gib: [*make_plan(MISTRAL, CUDA, gib * GIB, auto=False).smaller.settings] for gib in (42, 30, 12, 4)}
+    assert keys[42] == ["train.micro_batch_tokens"]
+    assert keys[30] == ["train.micro_batch_tokens", "memory.checkpointing"]
+    assert keys[12] == ["model.quantization", "train.micro_batch_tokens", "memory.checkpointing"]
+    assert keys[4] == []
+
+
+def test_the_suggestion_can_be_pasted_into_a_shell():
+    plan = make_plan(MISTRAL, replace(CUDA, micro_batch_tokens=4096), 24 * GIB, auto=False)
+    assert plan.smaller.settings["memory.checkpointing"].startswith("{layers: ")
+    assert str(plan.smaller).startswith("--set 'memory.checkpointing={layers: ")
+    assert str(plan.smaller).endswith("}' fits, and the result stays the same")
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_operations_are_those_that_bench_counts():
+    adapter = num_trained(MISTRAL, CUDA)
+    shape = Shape(MISTRAL.linear_parameters + 32768 * 4096, adapter, MISTRAL.width, (None,) * 32)
+    counted = training_flops(shape, np.array([4096])).total / 4096
+    assert flops_per_token(MISTRAL, CUDA) == pytest.approx(counted, rel=1e-3)
+
+
+def test_recomputing_all_layers_adds_less_than_a_forward_pass():
+    assert recompute_time(MISTRAL, CUDA) == 1
+    times = [recompute_time(MISTRAL, recomputing(CUDA, layers)) for layers in (8, 16, "all")]
+    assert times == sorted(times) and times[0] > 1.1 and 1.4 < times[-1] < 1.5
