@@ -64,7 +64,7 @@ def test_a_value_in_the_config_is_not_the_planners_choice():
     for value, expected in (("none", KEEP_ALL), ("full", ActivationCheckpointing("all"))):
         plan = plan_of(parse_config(text % value), MISTRAL, "torch", "cuda", 10 * GIB)
         assert plan.ask.checkpointing == expected and not plan.fits
-    with pytest.raises(ConfigError, match="memory.checkpointing: got 33 layers, but the model has 32; allowed: 1 to"):
+    with pytest.raises(ConfigError, match=r"memory.checkpointing: got 33 layers, but the model has 32; allowed: 1 to"):
         plan_of(parse_config(text % "{layers: 33}"), MISTRAL, "torch", "cuda", 10 * GIB)
 
 

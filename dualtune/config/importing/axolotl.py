@@ -177,9 +177,11 @@ def _optimizer(given: Given) -> Settings:
 
 
 def _checkpointing(given: Given) -> Settings:
-    if not is_off(given.get("gradient_checkpointing")):
-        given.lose("gradient_checkpointing", "not supported yet; a lower train.micro_batch_tokens takes less memory")
-    return {}
+    if is_off(given.get("gradient_checkpointing")):
+        return {}
+    if given.get("gradient_checkpointing") is not True:
+        given.lose("gradient_checkpointing", "the kept inputs of layers stay on the device")
+    return {"memory.checkpointing": given.note("full", "gradient_checkpointing")}
 
 
 def _intervals(given: Given) -> Settings:
@@ -282,7 +284,7 @@ RULES = (
                "a warm-up below 1 is a fraction of the steps, from 1 on a number of steps"),
     translated("optimizer weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
                "train.weight_decay, train.max_grad_norm", _optimizer, "always AdamW, with moments in float32"),
-    translated("gradient_checkpointing", "", _checkpointing, "not supported yet"),
+    translated("gradient_checkpointing", "memory.checkpointing", _checkpointing, "`full`; `auto`: as little as fits"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
                "run.log_every, run.eval_every, run.save_every, run.keep", _intervals, "always in optimizer steps"),
     translated("early_stopping_patience load_best_model_at_end", "guards.early_stopping, guards.restore_best", _guards),

@@ -209,9 +209,7 @@ def _optimizer(given: Given) -> Settings:
 
 
 def _checkpointing(given: Given) -> Settings:
-    if given.flag("grad_checkpoint"):
-        given.lose("grad_checkpoint", "not supported yet; a lower train.micro_batch_tokens takes less memory")
-    return {}
+    return {"memory.checkpointing": given.note("full", "grad_checkpoint")} if given.flag("grad_checkpoint") else {}
 
 
 def _init_from(given: Given) -> Settings:
@@ -247,7 +245,7 @@ RULES = (
                "without lr_schedule the learning rate is constant; ours falls to 0 over the whole run"),
     translated("optimizer optimizer_config", "train.weight_decay, train.max_grad_norm", _optimizer,
                "always AdamW, with bias correction; mlx-lm clips no gradient, so max_grad_norm is null"),
-    translated("grad_checkpoint", "", _checkpointing, "not supported yet"),
+    translated("grad_checkpoint", "memory.checkpointing", _checkpointing, "`full`; `auto`: as little as fits"),
     translated("steps_per_report steps_per_eval save_every", "run.log_every, run.eval_every, run.save_every",
                _intervals, "in optimizer steps; mlx-lm counts micro-batches"),
     translated("adapter_path", "run.dir", lambda given: {"run.dir": given.text("adapter_path")},
