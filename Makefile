@@ -1,6 +1,7 @@
 # make demo    a fresh machine to a fine-tuned tiny model, no download of models or data
 # make test    everything that can be tested on this machine (JOBS=2 at a time)
 # make test-fast    the claims that matter, in less than two minutes: parity, resume, data, formats, conformance, CLI
+# make test-long    claims at full length that shorter tests hold too, such as the demo on MLX, ten minutes
 # make test-cluster   torchrun, mlx.launch and Slurm for real, a quarter of an hour; needs root and Debian's slurmctld,
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-cluster test-interop fuzz chaos lint format bench bench-data wheel reliability clean
+.PHONY: demo test test-fast test-long test-cluster test-interop fuzz chaos lint format bench bench-data wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -42,6 +43,9 @@ FAST := tests/conformance tests/parity/test_parity.py tests/parity/test_packing.
 
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -k 'not stories' $(FAST)
+
+test-long: .venv/.dev
+	$(BIN)/python -m pytest -m long
 
 test-cluster: .venv/.dev
 	$(BIN)/python -m pytest -m cluster

@@ -22,7 +22,9 @@ ASSETS = Path(dualtune.__file__).parent / "demo"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("platform", "package"), [("cpu", "torch"), ("mlx", "mlx")])
+@pytest.mark.parametrize(
+    ("platform", "package"), [("cpu", "torch"), pytest.param("mlx", "mlx", marks=pytest.mark.long)]
+)
 def test_the_demo_teaches_what_it_says(platform, package, tmp_path):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
@@ -43,7 +45,7 @@ def test_the_demo_teaches_what_it_says(platform, package, tmp_path):
         assert result.returncode == 0, (line, result.stderr)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.long)])
 def test_the_short_config_of_the_readme_learns_a_small_data_set(backend, open_backend, tmp_path):
     """320 short rows were two updates; every default is what a newcomer gets."""
     readme = (ASSETS.parents[1] / "README.md").read_text(encoding="utf-8")

@@ -69,7 +69,9 @@ def peft_losses(material, config):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps"), [("tiny", 30), pytest.param("stories", 200, marks=pytest.mark.slow)], ids=["tiny", "stories260k"]
+    ("name", "steps"),
+    [("tiny", 30), ("stories", 60), pytest.param("stories", 200, marks=pytest.mark.long)],
+    ids=["tiny", "stories260k", "stories260k-long"],
 )
 def test_both_backends_follow_an_independent_peft_loop(name, steps, request, backends, tmp_path):
     material = request.getfixturevalue(name)
