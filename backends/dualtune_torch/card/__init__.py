@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dualtune.capabilities import LAYERS
 from dualtune.card import Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, memory
 
@@ -21,7 +22,7 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "sgd"),
-        "memory.checkpointing": ("auto", "none"),
+        "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.sharding": ("auto", "none", "full"),
     },
     package=Package(
