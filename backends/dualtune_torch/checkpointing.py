@@ -32,20 +32,28 @@ class Recomputation:
         self._model, self._groups, self._trial = model, groups, trial
         self._layers = _decoder_layers(model)
         self._remade: RemadeInputs | None = None
+        self._segments: Sequence[range] = ()
 
     def set(self, checkpointing: ActivationCheckpointing) -> str:
         """Recompute this from the next forward pass on, and return a description. ConfigError if it is impossible."""
-        segments = self._segments(checkpointing)
+        segments = self._segments_of(checkpointing)
         if checkpointing.remade and self._remade is None:
-            self._recompute_layers([])
-            self._remade = RemadeInputs(self._model, self._groups, self._trial)
+            self._remade = self._remade_inputs()
         elif self._remade is not None and not checkpointing.remade:
             self._remade.remove()
             self._remade = None
-        self._recompute_layers(segments)
+        self._segments = segments
+        self._install(segments)
         return checkpointing.describe(len(self._layers or ()))
 
-    def _segments(self, checkpointing: ActivationCheckpointing) -> list[range]:
+    def _remade_inputs(self) -> RemadeInputs:
+        self._install(())  # the trial looks at what layers keep
+        try:
+            return RemadeInputs(self._model, self._groups, self._trial)
+        finally:
+            self._install(self._segments)
+
+    def _segments_of(self, checkpointing: ActivationCheckpointing) -> list[range]:
         if self._layers is None and checkpointing.layers:
             raise ConfigError(
                 f"{KEY}: got {checkpointing.layers} layers, but transformers does not list the layers of "
@@ -53,7 +61,7 @@ class Recomputation:
             )
         return [] if self._layers is None else checkpointing.segments(len(self._layers))
 
-    def _recompute_layers(self, segments: Sequence[range]) -> None:
+    def _install(self, segments: Sequence[range]) -> None:
         if self._layers is not None:
             self._layers.__class__ = SegmentedLayers if segments else nn.ModuleList
             self._layers.__dict__["segments"] = segments
