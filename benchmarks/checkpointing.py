@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,7 +28,7 @@ from dualtune.backend import get_backend
 from dualtune.config.schema import AdapterConfig
 from dualtune.memory.estimate import Ask
 
-MODEL, TOKENS, QUICK_TOKENS, ROUNDS = "SmolLM2-135M", 2048, 1024, 5
+MODEL, TOKENS, QUICK_TOKENS, ROUNDS = "SmolLM2-135M", 2048, 1024, 3
 SETTINGS = {
     "none": KEEP_ALL,
     "remade": ActivationCheckpointing(remade=True),
@@ -38,44 +40,63 @@ SETTINGS = {
 
 def main() -> None:
     tokens = QUICK_TOKENS if "--quick" in sys.argv[1:] else TOKENS
-    figures = measure(tokens)
+    for figures in measure(tokens):  # written after every round: the last one counts
+        print(json.dumps(figures, indent=2), write(figures), sep="\n", flush=True)
+
+
+def write(figures: dict[str, Any]) -> Path:
+    """Write the key "torch", and keep that of the other backend."""
     path = record.RESULTS / "checkpointing.json"
-    others = {key: value for key, value in _read(path).items() if key in ("mlx",)}
-    print(json.dumps(figures, indent=2), record.write("checkpointing", others | {"torch": figures}), sep="\n")
+    written = json.loads(path.read_text()) if path.exists() else {}
+    others = {key: value for key, value in written.items() if key == "mlx"}
+    return record.write("checkpointing", others | {"torch": figures})
 
 
-def measure(tokens: int) -> dict[str, Any]:
+def measure(tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield the figures after each round."""
     config, spec = CONFIGS[MODEL], AdapterConfig()
     asked = Ask("torch", "cpu", "none", "bfloat16", spec.rank, spec.targets, tokens, tokens)
     engine = load(get_backend("torch", "cpu"), config, asked, spec)
-    batch = one_batch([tokens], config["vocab_size"])
+    short, batch = (one_batch([length], config["vocab_size"]) for length in (64, tokens))
     for checkpointing in SETTINGS.values():  # compiles
-        processor_s(engine, batch, checkpointing)
+        processor_s(engine, short, checkpointing)
     engine.optim_step(lr=0.0, max_grad_norm=None)
-    engine.set_checkpointing(KEEP_ALL)
-    found = memory_storages.found_in(engine, batch)
-    always = sum(found[part] for part in ("weights", "adapter", "optimizer"))
+    always = sum(memory_storages.found_in(engine, short)[part] for part in ("weights", "adapter", "optimizer"))
     floor = always + config["num_hidden_layers"] * tokens * config["hidden_size"] * 2
-    peaks = {name: peak_bytes(engine, batch, checkpointing) for name, checkpointing in SETTINGS.items()}
-    rounds = [{name: processor_s(engine, batch, each) for name, each in SETTINGS.items()} for _ in range(ROUNDS)]
-    settings = {
-        name: {
-            "peak_above_state_bytes": peak,
-            "peak_ratio": peak / peaks["none"],
-            "total_bytes": always + peak,
-            "total_over_floor": (always + peak) / floor,
-            "processor_s": median(each[name] for each in rounds),
-            "processor_time_ratio": median(each[name] / each["none"] for each in rounds),
+    case = {"model": MODEL, "dtype": "bfloat16", "tokens": tokens, "kernels": engine.description.kernels}
+    peaks = {name: peak_bytes(engine, batch, each) for name, each in SETTINGS.items()}
+    memory = {name: memory_of(peak, peaks["none"], always, floor) for name, peak in peaks.items()}
+    rounds: list[dict[str, float]] = []
+    for _ in range(ROUNDS):
+        rounds.append({name: processor_s(engine, batch, each) for name, each in SETTINGS.items()})
+        yield case | {
+            "rounds": len(rounds),
+            "floor_bytes": floor,
+            "settings": {name: memory[name] | times_of(name, rounds) for name in SETTINGS},
         }
-        for name, peak in peaks.items()
+
+
+def memory_of(peak: int, of_none: int, always: int, floor: int) -> dict[str, float]:
+    return {
+        "peak_above_state_bytes": peak,
+        "peak_ratio": peak / of_none,
+        "total_bytes": always + peak,
+        "total_over_floor": (always + peak) / floor,
     }
-    case = {"model": MODEL, "dtype": "bfloat16", "tokens": tokens, "rounds": ROUNDS}
-    return case | {"kernels": engine.description.kernels, "floor_bytes": floor, "settings": settings}
+
+
+def times_of(name: str, rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {
+        "processor_s": median(each[name] for each in rounds),
+        "processor_time_ratio": median(each[name] / each["none"] for each in rounds),
+    }
 
 
 def peak_bytes(engine: Any, batch: Any, checkpointing: ActivationCheckpointing) -> int:
     engine.set_checkpointing(checkpointing)
-    return memory_storages.peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets))
+    peak = memory_storages.peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets))
+    print(f"{engine.description.checkpointing}: {peak:,} B", file=sys.stderr, flush=True)
+    return peak
 
 
 def processor_s(engine: Any, batch: Any, checkpointing: ActivationCheckpointing) -> float:
@@ -84,10 +105,6 @@ def processor_s(engine: Any, batch: Any, checkpointing: ActivationCheckpointing)
     started = time.process_time()
     engine.forward_backward(batch, divisor=batch.num_targets)
     return time.process_time() - started
-
-
-def _read(path: Any) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 if __name__ == "__main__":
