@@ -5,8 +5,8 @@
 SmolLM2-135M with random weights in bfloat16, one document of 2,048 tokens (`--quick`: 1,024), the adapter of the
 default config with dropout. Memory is the most that torch's allocator has handed out during a forward and a backward
 pass, above what exists between steps. The floor is weights, adapter, optimizer and one kept input per layer: no
-checkpointing can go below. Times are processor seconds, each divided by that of `none` in the same round; the medians
-are reported. Writes the key "torch" of results/checkpointing.json.
+checkpointing can go below. Times are processor seconds of passes over 512 tokens, each divided by that of `none` in the
+same round; the medians are reported. Writes the key "torch" of results/checkpointing.json.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from dualtune.backend import get_backend
 from dualtune.config.schema import AdapterConfig
 from dualtune.memory.estimate import Ask
 
-MODEL, TOKENS, QUICK_TOKENS, ROUNDS = "SmolLM2-135M", 2048, 1024, 3
+MODEL, TOKENS, QUICK_TOKENS = "SmolLM2-135M", 2048, 1024
+TIMED_TOKENS, ROUNDS = 512, 5  # short passes, many times: a busy machine disturbs a long one
 SETTINGS = {
     "none": KEEP_ALL,
     "remade": ActivationCheckpointing(remade=True),
@@ -57,7 +58,7 @@ def measure(tokens: int) -> Iterator[dict[str, Any]]:
     config, spec = CONFIGS[MODEL], AdapterConfig()
     asked = Ask("torch", "cpu", "none", "bfloat16", spec.rank, spec.targets, tokens, tokens)
     engine = load(get_backend("torch", "cpu"), config, asked, spec)
-    short, batch = (one_batch([length], config["vocab_size"]) for length in (64, tokens))
+    short, timed, batch = (one_batch([length], config["vocab_size"]) for length in (64, TIMED_TOKENS, tokens))
     for checkpointing in SETTINGS.values():  # compiles
         processor_s(engine, short, checkpointing)
     engine.optim_step(lr=0.0, max_grad_norm=None)
@@ -66,10 +67,12 @@ def measure(tokens: int) -> Iterator[dict[str, Any]]:
     case = {"model": MODEL, "dtype": "bfloat16", "tokens": tokens, "kernels": engine.description.kernels}
     peaks = {name: peak_bytes(engine, batch, each) for name, each in SETTINGS.items()}
     memory = {name: memory_of(peak, peaks["none"], always, floor) for name, peak in peaks.items()}
+    yield case | {"floor_bytes": floor, "settings": memory}
     rounds: list[dict[str, float]] = []
     for _ in range(ROUNDS):
-        rounds.append({name: processor_s(engine, batch, each) for name, each in SETTINGS.items()})
+        rounds.append({name: processor_s(engine, timed, each) for name, each in SETTINGS.items()})
         yield case | {
+            "timed_tokens": TIMED_TOKENS,
             "rounds": len(rounds),
             "floor_bytes": floor,
             "settings": {name: memory[name] | times_of(name, rounds) for name in SETTINGS},

@@ -27,18 +27,20 @@ from dualtune_torch.sharding import class_of
 class Recomputation:
     """What of a model is recomputed in the backward pass."""
 
-    def __init__(self, model: PreTrainedModel, groups: Sequence[LoRAGroup], trial: Callable[[], object]) -> None:
-        """`trial` runs the model once, with gradients."""
-        self._model, self._groups, self._trial = model, groups, trial
+    def __init__(self, model: PreTrainedModel, groups: Sequence[LoRAGroup]) -> None:
+        self._model, self._groups = model, groups
         self._layers = _decoder_layers(model)
         self._remade: RemadeInputs | None = None
         self._segments: Sequence[range] = ()
 
-    def set(self, checkpointing: ActivationCheckpointing) -> str:
-        """Recompute this from the next forward pass on, and return a description. ConfigError if it is impossible."""
+    def set(self, checkpointing: ActivationCheckpointing, trial: Callable[[], object]) -> str:
+        """Recompute this from the next forward pass on, and return a description. `trial` runs the model once.
+
+        ConfigError if it is impossible; then nothing changes.
+        """
         segments = self._segments_of(checkpointing)
         if checkpointing.remade and self._remade is None:
-            self._remade = self._remade_inputs()
+            self._remade = self._remade_inputs(trial)
         elif self._remade is not None and not checkpointing.remade:
             self._remade.remove()
             self._remade = None
@@ -46,10 +48,10 @@ class Recomputation:
         self._install(segments)
         return checkpointing.describe(len(self._layers or ()))
 
-    def _remade_inputs(self) -> RemadeInputs:
+    def _remade_inputs(self, trial: Callable[[], object]) -> RemadeInputs:
         self._install(())  # the trial looks at what layers keep
         try:
-            return RemadeInputs(self._model, self._groups, self._trial)
+            return RemadeInputs(self._model, self._groups, trial)
         finally:
             self._install(self._segments)
 
@@ -84,7 +86,7 @@ class SegmentedLayers(nn.ModuleList):
     def _in_segments(self, indices: Sequence[int]) -> list[Any]:
         """Return these layers, those of a segment as runners. What runners wait for does not outlive their loop."""
         layers = list(self._modules.values())
-        found = [layers[i] for i in indices]
+        found: list[Any] = [layers[i] for i in indices]
         if not torch.is_grad_enabled():
             return found
         for segment in self.segments:

@@ -69,7 +69,7 @@ class TorchEngine:
         self._kernels = choose(model, request.kernels)
         fuse = self._kernels.maybe_compile
         groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
-        self._recomputation = Recomputation(model, groups, lambda: trial_run(model, self._kernels))
+        self._recomputation = Recomputation(model, groups)
         self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
@@ -127,8 +127,7 @@ class TorchEngine:
         return StepOutput(loss, norm)
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
-        with self._together():
-            what = self._recomputation.set(checkpointing)
+        what = self._recomputation.set(checkpointing, self._trial_run)
         self.description = replace(self.description, checkpointing=what, checkpointing_reason=checkpointing.reason)
 
     def adapter_state(self) -> Tensors:
@@ -188,6 +187,10 @@ class TorchEngine:
         save_file(
             {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
         )
+
+    def _trial_run(self) -> None:
+        with self._together():
+            trial_run(self.model, self._kernels)
 
     @contextmanager
     def _dropout(self, batch: Batch) -> Iterator[None]:

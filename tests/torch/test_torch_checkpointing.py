@@ -100,10 +100,10 @@ def test_the_plain_code_gives_the_same_bits(load, dtype):
     assert_same_bits(load(dtype=dtype, kernels="reference"), PLANS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_code_gives_the_same_bits(load, dtype, monkeypatch):
+def test_compiled_code_gives_the_same_bits(load, monkeypatch):
+    """In bfloat16, in which a compiler may round elsewhere with gradients than without."""
     monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
-    assert_same_bits(load(dtype=dtype, kernels="fused"), PLANS + REMADE)
+    assert_same_bits(load(dtype="bfloat16", kernels="fused"), PLANS + REMADE)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
@@ -278,7 +278,7 @@ def test_what_cannot_be_recomputed_is_refused(load):
         assert engine.description.checkpointing == "3 of 4 layers are recomputed"
         assert runs_of_layers(engine) == [2, 2, 2, 1]
     engine.model._no_split_modules = None
-    unknown = Recomputation(engine.model, [], lambda: None)
+    unknown = Recomputation(engine.model, [])
     with pytest.raises(ConfigError, match="got all layers, but transformers does not list the layers of LlamaFor"):
-        unknown.set(FULL)
-    assert unknown.set(KEEP_ALL) == "none"
+        unknown.set(FULL, lambda: None)
+    assert unknown.set(KEEP_ALL, lambda: None) == "none"
