@@ -10,6 +10,8 @@ from typing import Literal
 
 from dualtune.errors import ConfigError
 
+LAYERS = "{layers: …}"  # what a card says when it honours any mapping as the value of memory.checkpointing
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointing:

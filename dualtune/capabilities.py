@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from dualtune.activation_checkpointing import LAYERS
 from dualtune.config import Config, get_value
 from dualtune.config.schema import CheckpointedLayers
 from dualtune.errors import ConfigError
@@ -22,7 +23,6 @@ BACKEND_KEYS = (
     "memory.checkpointing",
     "memory.sharding",
 )
-LAYERS = "{layers: …}"  # any mapping as the value of memory.checkpointing
 # Keys that nothing implements yet, with the values that hold anyway.
 NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {

@@ -19,7 +19,7 @@ FOR_BACKENDS = {
     "adapter", "adapter/formats", "adapter/methods", "backend", "base_model", "config", "errors", "io", "optimizer",
 }  # fmt: skip
 FOR_CARDS = {
-    "capabilities",
+    "activation_checkpointing",
     "card",
     "checks",
     "memory",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.capabilities import LAYERS
+from dualtune.activation_checkpointing import KEEP_ALL, LAYERS, ActivationCheckpointing
 from dualtune.errors import ConfigError
 from dualtune.testing.conformance_case import Case, assert_equal, gradient
 from dualtune.testing.tiny_models import row_of

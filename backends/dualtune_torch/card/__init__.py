@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualtune.capabilities import LAYERS
+from dualtune.activation_checkpointing import LAYERS
 from dualtune.card import Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, memory
 
