@@ -275,6 +275,14 @@ class Engine(Protocol):
         """
         ...
 
+    def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
+        """Change which activations are recomputed, from the next micro-batch on. ConfigError if this engine cannot.
+
+        A new engine does what its request says. No value changes a gradient, not even in its last bit, and
+        `description` names the current one.
+        """
+        ...
+
     def adapter_state(self) -> Tensors: ...
 
     def neutral_state(self) -> Tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
@@ -33,10 +35,11 @@ from dualtune.backend import (
 )
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.kernels import cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
-from dualtune_torch.kernels.choose import choose, own_attention
+from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.lora import add_groups
 from dualtune_torch.losses import loss_sum, target_logprobs
 from dualtune_torch.methods import DropoutSeeds, add_layers, storage
@@ -64,8 +67,9 @@ class TorchEngine:
         self._layers = add_layers(model, request.adapter, self._dropout_seeds)
         self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self._kernels = choose(model, request.kernels)
-        if self._kernels.groups:
-            add_groups(self._layers, self._adapter, self._kernels.maybe_compile)
+        fuse = self._kernels.maybe_compile
+        groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
+        self._recomputation = Recomputation(model, groups)
         self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
@@ -77,6 +81,7 @@ class TorchEngine:
             kernels=str(self._kernels),
             threads=torch.get_num_threads() if model.device.type == "cpu" else None,
         )
+        self.set_checkpointing(request.checkpointing)
 
     @cached_property
     def _optimizer(self) -> FlatOptimizer:
@@ -120,6 +125,10 @@ class TorchEngine:
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._adapter.refresh()
         return StepOutput(loss, norm)
+
+    def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
+        what = self._recomputation.set(checkpointing, self._trial_run)
+        self.description = replace(self.description, checkpointing=what, checkpointing_reason=checkpointing.reason)
 
     def adapter_state(self) -> Tensors:
         return self._adapter.to_numpy(self._adapter.flat)
@@ -178,6 +187,10 @@ class TorchEngine:
         save_file(
             {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
         )
+
+    def _trial_run(self) -> None:
+        with self._together():
+            trial_run(self.model, self._kernels)
 
     @contextmanager
     def _dropout(self, batch: Batch) -> Iterator[None]:

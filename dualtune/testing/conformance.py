@@ -23,7 +23,13 @@ from dualtune.adapter.spec import parse_name
 from dualtune.backend import CLIP_EPS, IGNORE_INDEX, Batch, EngineDescription
 from dualtune.capabilities import BACKEND_KEYS
 from dualtune.optimizer import OptimizerSpec
-from dualtune.testing import conformance_packing, conformance_state, conformance_weights, tolerances
+from dualtune.testing import (
+    conformance_checkpointing,
+    conformance_packing,
+    conformance_state,
+    conformance_weights,
+    tolerances,
+)
 from dualtune.testing.conformance_case import (
     DECAY,
     Case,
@@ -341,5 +347,6 @@ CHECKS = [
     *_checks_in(globals()),
     *_checks_in(vars(conformance_state)),
     *_checks_in(vars(conformance_weights)),
+    *_checks_in(vars(conformance_checkpointing)),
     *PACKING_CHECKS,
 ]

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 
+from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.dropout import channel_keys, keep_mask
 from dualtune.adapter.spec import Tensors, init_adapter, select_modules, tensor_name
 from dualtune.backend import (
@@ -37,7 +38,7 @@ from dualtune.backend import (
     check_slots,
     check_state,
 )
-from dualtune.errors import EnvironmentFault
+from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.testing.numpy_card import CARD
 
 MODEL_TYPE = "dualtune-softmax"
@@ -107,7 +108,10 @@ class NumpyEngine:
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
             trainable_parameters=sum(w.size for w in self._params.values()),
+            checkpointing=KEEP_ALL.describe(num_layers=0),
+            checkpointing_reason=KEEP_ALL.reason,
         )
+        self.set_checkpointing(request.checkpointing)
 
     # --- forward and backward -------------------------------------------------------------------------------------
 
@@ -191,6 +195,10 @@ class NumpyEngine:
             self._params[name] = w.astype(np.float32)
             for slot, array in after.items():
                 self._slots[slot][name] = array.astype(np.float32)
+
+    def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
+        if checkpointing != KEEP_ALL:
+            raise ConfigError("memory.checkpointing: this engine recomputes nothing; allowed: auto, none")
 
     # --- states ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ NOT_YET = {
 }
 
 
-@pytest.mark.parametrize(("name", "quantization"), [("mlx", "nf4"), ("numpy", "int8")])
+@pytest.mark.parametrize(("name", "quantization"), [("numpy", "nf4"), ("numpy", "int8")])
 def test_every_unsupported_key_is_named_at_once(open_backend, make_config, name, quantization):
     """Neither the data nor the model exists: nothing is looked at before."""
     wanted = {"model.quantization": quantization, "memory.sharding": "full"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from dualtune.activation_checkpointing import LAYERS
 from dualtune.card import SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, memory
 
@@ -23,7 +24,7 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "sgd"),
-        "memory.checkpointing": ("auto", "none"),
+        "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.sharding": ("auto", "none", "full"),
         "memory.limit": ("auto", SIZE),
     },

@@ -1,7 +1,7 @@
 """The memory that the torch engine needs, by part.
 
-The formulas describe this package as it is: no activation is checkpointed or offloaded. They assume the kernels that
-`model.kernels: auto` chooses on a machine with a compiler, or the plain code of `reference`.
+The formulas describe this package as it is: no activation is offloaded. They assume the kernels that `model.kernels:
+auto` chooses on a machine with a compiler, or the plain code of `reference`.
 
 Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
 model, q and kv widths of all query and of all key/value heads, H query heads, i width of the feed-forward block.
@@ -35,9 +35,12 @@ RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "P
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
-    moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask))
+    kept = activations(decoder, ask)
+    moments = [loss(decoder, ask), recomputation(decoder, ask, kept.bytes)]
+    if _num_whole(decoder, ask):
+        moments += [attention(decoder, ask), feed_forward(decoder, ask)]
     most = max(moments, key=lambda part: part.bytes)
-    return (*always, activations(decoder, ask), most, MemoryPart("reserve", *RESERVE[ask.device]))
+    return (*always, kept, most, MemoryPart("reserve", *RESERVE[ask.device]))
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -70,20 +73,52 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 
 def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
-    on, c, T = adapted(decoder, ask.targets), ask.item_bytes, ask.cells
-    is_plain = ask.kernels == "reference"
-    layer = _plain_layer(decoder, ask) if is_plain else _fused_layer(decoder, ask)
+    """The layers that are not recomputed, and the input of each segment that is."""
+    on, c, d, T = adapted(decoder, ask.targets), ask.item_bytes, decoder.hidden, ask.cells
+    layer, whole, inputs = _layer(decoder, ask), _num_whole(decoder, ask), len(_segments(decoder, ask))
     # The last norm, the gradient of its output or the log-probabilities, minus the first norm, below which is no
-    # adapter.
-    angles = 2 * decoder.head_dim * c
-    around = c * decoder.hidden + angles + 4 * decoder.vocab * has_plain_loss(decoder, ask)
+    # adapter: it keeps nothing, so what reads its output cannot recompute it.
+    around = 2 * c * d + _angles(decoder, ask) + 4 * decoder.vocab * has_plain_loss(decoder, ask)
+    if whole == on.layers:
+        around -= c * d * (not (_norms_are_remade(decoder, ask) and "before attention" in on.reads))
     copies = 0
-    if is_plain:
-        copies = num_trained(decoder, ask) * (c if c < MASTER_BYTES else 0)  # of the adapter, in the compute dtype
-    elif not ask.packing and ask.cells > ask.max_length:
-        layer += angles  # rows with one document each share positions, and every layer copies them
-    size = T * (on.layers * layer + around) + copies
-    return MemoryPart("activations", size, f"{T:,} tokens × ({on.layers} layers × {layer:,} B + {around:,} B)")
+    if ask.kernels == "reference" and c < MASTER_BYTES:  # of the adapter, in the compute dtype
+        copies = num_trained(decoder, ask) * c * whole // max(on.layers, 1)
+    size = T * (whole * layer + inputs * c * d + around) + copies
+    of_segments = f" + {inputs} inputs × {c * d:,} B" * bool(inputs)
+    formula = f"{T:,} tokens × ({whole} layers × {layer:,} B{of_segments} + {around:,} B)"
+    return MemoryPart("activations", size, formula)
+
+
+def _segments(decoder: Decoder, ask: Ask) -> list[range]:
+    """The segments of layers that are recomputed: below the lowest adapter nothing is."""
+    lowest = decoder.layers - adapted(decoder, ask.targets).layers
+    return [segment for segment in ask.checkpointing.segments(decoder.layers) if segment.stop > lowest]
+
+
+def _num_whole(decoder: Decoder, ask: Ask) -> int:
+    """The number of layers that are kept, from the lowest adapted one."""
+    lowest = decoder.layers - adapted(decoder, ask.targets).layers
+    return decoder.layers - max([lowest, *(segment.stop for segment in _segments(decoder, ask))])
+
+
+def _layer(decoder: Decoder, ask: Ask) -> int:
+    """Bytes per token of a layer that is kept."""
+    if ask.kernels == "reference":
+        return _plain_layer(decoder, ask)
+    # Rows with one document each share positions, and every layer copies their angles.
+    has_angles = not ask.packing and ask.cells > ask.max_length
+    return _fused_layer(decoder, ask) + _angles(decoder, ask) * has_angles
+
+
+def _angles(decoder: Decoder, ask: Ask) -> int:
+    return 2 * decoder.head_dim * ask.item_bytes
+
+
+def _norms_are_remade(decoder: Decoder, ask: Ask) -> bool:
+    """Whether adapters recompute the output of a norm: it must keep its input in the compute dtype."""
+    keeps_input = decoder.is_gpt2 or _is_compiled(decoder, ask) or ask.item_bytes == MASTER_BYTES
+    return ask.checkpointing.remade and ask.kernels != "reference" and keeps_input
 
 
 def _fused_layer(decoder: Decoder, ask: Ask) -> int:
@@ -91,9 +126,10 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     reads, c = adapted(decoder, ask.targets).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     kept = _norms(decoder, ask, is_compiled=_is_compiled(decoder, ask))
-    kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
+    if not _norms_are_remade(decoder, ask):
+        kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
     kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; the output of attention, its log-sum-exp
-    kept += c * q * ("heads" in reads and ask.dropout)
+    kept += c * q * ("heads" in reads and ask.dropout and not ask.checkpointing.remade)
     if decoder.is_gpt2:
         kept += c * i * (GELU + ("inner" in reads))
     else:
@@ -155,6 +191,19 @@ def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
     size = rows * V * each + 2 * T * decoder.hidden * c + unpacked
     formula = f"{rows:,} tokens × {V:,} logits × {each} B + 2 × {T:,} × {decoder.hidden:,} × {c} B"
     return MemoryPart("loss", size, formula + (f" + a head of {unpacked:,} B unpacked" if unpacked else ""))
+
+
+def recomputation(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
+    """What recomputing a segment takes above what the forward pass has `kept`: the layers after it are freed then."""
+    c, d, T, layer = ask.item_bytes, decoder.hidden, ask.cells, _layer(decoder, ask)
+    backward = max(attention(decoder, ask).bytes, feed_forward(decoder, ask).bytes)
+    # The inputs so far, the output of the segment, and its gradient.
+    needed = [
+        T * (len(segment) * layer + (number + 2) * c * d + _angles(decoder, ask)) + backward
+        for number, segment in enumerate(_segments(decoder, ask), start=1)
+    ]
+    size = max(0, max(needed, default=0) - kept)
+    return MemoryPart("recomputation", size, f"layers × {layer:,} B and the backward pass of one, minus what is freed")
 
 
 def attention(decoder: Decoder, ask: Ask) -> MemoryPart:

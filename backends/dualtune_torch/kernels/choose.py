@@ -86,6 +86,11 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
     return chosen
 
 
+def trial_run(model: PreTrainedModel, chosen: Kernels) -> None:
+    """Run the model once on the test documents by the chosen kernels, with gradients."""
+    _packed(model.base_model, _documents(model, chosen.maybe_compile) if chosen.attention else None)
+
+
 @contextmanager
 def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
     """Run the model with transformers' own attention, masks and caches."""

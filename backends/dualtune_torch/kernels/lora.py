@@ -44,6 +44,7 @@ class LoRAGroup:
         self.maybe_compile = maybe_compile
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
         self.recompute: Callable[[], Tensor] | None = None
+        self.input_is_kept = False  # by another operation anyway, before dropout
         self._input: Tensor | None = None
         self._outputs: dict[LoRALinear, Tensor] = {}
         for layer in self.layers:
@@ -51,6 +52,9 @@ class LoRAGroup:
 
     def __call__(self, layer: LoRALinear, x_BTI: Tensor) -> Tensor:
         if self._input is not x_BTI or layer not in self._outputs:
+            if self.input_is_kept:
+                kept_BTI = x_BTI.detach()
+                self.recompute = lambda: kept_BTI
             anchor = self.layers[0].lora_A  # without a trainable input, autograd would skip the function
             outputs = _GroupedLoRA.apply(x_BTI, anchor, self, layer.dropout_seeds.seeds_BT)
             self._input, self._outputs = x_BTI, dict(zip(self.layers, outputs, strict=True))
@@ -60,14 +64,15 @@ class LoRAGroup:
         return y_BTO
 
 
-def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]) -> None:
+def add_groups(
+    layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]
+) -> list[LoRAGroup]:
     """Compute every plain LoRA layer by a group. Most groups have one layer."""
     groups: dict[str, dict[str, LoRALinear]] = {}
     for path, layer in sorted(layers.items()):
         if isinstance(layer, LoRALinear) and layer.grouped:
             groups.setdefault(input_of(path), {})[path] = layer
-    for group in groups.values():
-        LoRAGroup(group, adapter, maybe_compile)
+    return [LoRAGroup(group, adapter, maybe_compile) for group in groups.values()]
 
 
 def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
@@ -107,7 +112,8 @@ class _GroupedLoRA(torch.autograd.Function):
         group: LoRAGroup = ctx.group
         first, r = group.layers[0], group.B_Or[0].shape[1]
         if kept_MI is None:
-            x_BTI = ctx.recompute()
+            recompute, ctx.recompute = ctx.recompute, None  # the graph outlives this call, what it keeps need not
+            x_BTI = recompute()
             kept_MI = _after_dropout(x_BTI.reshape(-1, x_BTI.shape[-1]), group, seeds_M)
         v_MS = torch.empty_like(u_MS)
         dx_MI = None

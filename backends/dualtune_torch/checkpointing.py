@@ -1,0 +1,188 @@
+"""Activation checkpointing: segments of decoder layers that keep only their input and run again in the backward pass.
+
+transformers' loop over its layers stays as it is. Only the class of their ModuleList changes, so that a loop gets a
+`_Runner` for each layer of a segment; names, states and the hooks of a sharded base stay. A runner returns its input
+until the segment is complete, and the last one runs all its layers as one autograd function.
+
+Chen et al., Training deep nets with sublinear memory cost, arXiv 1604.06174.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualtune.activation_checkpointing import ActivationCheckpointing
+from dualtune.errors import ConfigError
+from dualtune_torch.kernels.lora import LoRAGroup
+from dualtune_torch.methods import AdaptedLayer
+from dualtune_torch.remade import KEY, RemadeInputs
+from dualtune_torch.sharding import class_of
+
+
+class Recomputation:
+    """What of a model is recomputed in the backward pass."""
+
+    def __init__(self, model: PreTrainedModel, groups: Sequence[LoRAGroup]) -> None:
+        self._model, self._groups = model, groups
+        self._layers = _decoder_layers(model)
+        self._remade: RemadeInputs | None = None
+        self._segments: Sequence[range] = ()
+
+    def set(self, checkpointing: ActivationCheckpointing, trial: Callable[[], object]) -> str:
+        """Recompute this from the next forward pass on, and return a description. `trial` runs the model once.
+
+        ConfigError if it is impossible; then nothing changes.
+        """
+        segments = self._segments_of(checkpointing)
+        if checkpointing.remade and self._remade is None:
+            self._remade = self._remade_inputs(trial)
+        elif self._remade is not None and not checkpointing.remade:
+            self._remade.remove()
+            self._remade = None
+        self._segments = segments
+        self._install(segments)
+        return checkpointing.describe(len(self._layers or ()))
+
+    def _remade_inputs(self, trial: Callable[[], object]) -> RemadeInputs:
+        self._install(())  # the trial looks at what layers keep
+        try:
+            return RemadeInputs(self._model, self._groups, trial)
+        finally:
+            self._install(self._segments)
+
+    def _segments_of(self, checkpointing: ActivationCheckpointing) -> list[range]:
+        if self._layers is None and checkpointing.layers:
+            raise ConfigError(
+                f"{KEY}: got {checkpointing.layers} layers, but transformers does not list the layers of "
+                f"{type(self._model).__name__}; allowed: none, remade"
+            )
+        return [] if self._layers is None else checkpointing.segments(len(self._layers))
+
+    def _install(self, segments: Sequence[range]) -> None:
+        if self._layers is not None:
+            self._layers.__class__ = SegmentedLayers if segments else nn.ModuleList
+            self._layers.__dict__["segments"] = segments
+
+
+class SegmentedLayers(nn.ModuleList):
+    """The layers of a model, some of which are recomputed in the backward pass."""
+
+    segments: Sequence[range] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._in_segments(range(len(self))))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a layer, or a list of layers. A single one is recomputed alone."""
+        if isinstance(index, slice):
+            return self._in_segments(range(len(self))[index])
+        return self._in_segments([range(len(self))[index]])[0]
+
+    def _in_segments(self, indices: Sequence[int]) -> list[Any]:
+        """Return these layers, those of a segment as runners. What runners wait for does not outlive their loop."""
+        layers = list(self._modules.values())
+        found: list[Any] = [layers[i] for i in indices]
+        if not torch.is_grad_enabled():
+            return found
+        for segment in self.segments:
+            places = [place for place, i in enumerate(indices) if i in segment]
+            together = _Segment([found[place] for place in places])
+            for place in places:
+                found[place] = _Runner(found[place], together)
+        return found
+
+
+class _Segment:
+    """Layers that run one after another, and what each was called with in this forward pass."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._calls: list[Callable[[Tensor], Tensor]] = []
+        self._passed: Tensor | None = None
+
+    def call(self, layer: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return x, or the output of the segment if this is its last layer."""
+        self._check(layer, x, (*args, *kwargs.values()))
+        self._calls.append(lambda x: layer(x, *args, **kwargs))
+        self._passed = x
+        if layer is not self._layers[-1]:
+            return x
+        anchor = _anchor(self._layers)
+        if anchor is None and not x.requires_grad:  # nothing here is kept anyway
+            return self._run(x)
+        return _Recomputed.apply(x, anchor, self._run)
+
+    def _run(self, x: Tensor) -> Tensor:
+        for call in self._calls:
+            x = call(x)
+        return x
+
+    def _check(self, layer: nn.Module, x: Tensor, others: tuple[Any, ...]) -> None:
+        """Raise ConfigError for a model in which more than the hidden states passes from layer to layer."""
+        name = class_of(layer).__name__
+        if self._calls and x is not self._passed:
+            raise ConfigError(
+                f"{KEY}: several layers cannot be recomputed at once, because the model computes between its layers "
+                f"({name}); allowed: every: 1, or none"
+            )
+        flat = [part for each in others for part in (each if isinstance(each, tuple) else (each,))]
+        if any(isinstance(part, dict | list) or (isinstance(part, Tensor) and part.requires_grad) for part in flat):
+            raise ConfigError(
+                f"{KEY}: the layers of this model ({name}) exchange more than the hidden states, so they cannot be "
+                "recomputed; allowed: none, remade"
+            )
+
+
+class _Runner:
+    """A layer as the model's loop sees it."""
+
+    def __init__(self, layer: nn.Module, segment: _Segment) -> None:
+        self._layer, self._segment = layer, segment
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._segment.call(self._layer, hidden_states, args, kwargs)
+
+
+class _Recomputed(torch.autograd.Function):
+    """run(x), of which only x is kept. The anchor is trainable: without one, autograd would skip the function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, run: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(ctx.needs_input_grad[0])
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad)
+        return x.grad, None, None
+
+
+def _anchor(layers: Sequence[nn.Module]) -> Tensor | None:
+    """Return any trainable parameter of these layers."""
+    adapted = (module for layer in layers for module in layer.modules() if isinstance(module, AdaptedLayer))
+    return next((parameter for layer in adapted for parameter in layer.trainable().values()), None)
+
+
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """Return the list of the decoder layers, whose class transformers names in `_no_split_modules`."""
+    names = set(model._no_split_modules or ())
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    found = [each for each in lists if each._modules and all(_name(layer) in names for layer in each.children())]
+    return found[0] if len(found) == 1 else None
+
+
+def _name(layer: nn.Module) -> str:
+    return class_of(layer).__name__
