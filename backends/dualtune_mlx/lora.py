@@ -51,6 +51,10 @@ class SharedInput:
             self._x_BTI = None  # x is kept no longer than needed
         return u_BTr
 
+    def forget(self) -> None:
+        """Drop the products that no layer has fetched."""
+        self._x_BTI, self._waiting = None, {}
+
     def _dropped(self, x_BTI: mx.array) -> mx.array:
         """`dualtune.adapter.dropout.keep_mask` on the device."""
         assert self.dropout_seeds.seeds_BT is not None
@@ -88,6 +92,9 @@ class LoRALinear(AdaptedLayer):
 
     def bind(self, values: Mapping[str, mx.array]) -> None:
         self.weights.lora_A_rI, self.weights.lora_B_Or = values["A"], values["B"]
+
+    def forget(self) -> None:
+        self.shared.forget()
 
     def delta(self) -> mx.array:
         return self.scale * (self.weights.lora_B_Or @ self.weights.lora_A_rI)
