@@ -7,7 +7,7 @@ and compute the adapter's gradients of all segments last, whose inputs then stay
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, cast
 
@@ -16,7 +16,8 @@ from mlx import nn
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.errors import ConfigError
-from dualtune_mlx.methods import Adapter
+from dualtune_mlx.methods import AdaptedLayers
+from dualtune_mlx.remade import Origins
 
 PROBE = 4  # tokens to test whether the layers of a model can be recomputed
 
@@ -24,11 +25,13 @@ PROBE = 4  # tokens to test whether the layers of a model can be recomputed
 class Recomputation:
     """The decoder layers of a model, of which some are recomputed. Only the classes of the layers change."""
 
-    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+    def __init__(self, model: nn.Module, adapter: AdaptedLayers) -> None:
         self._model = model
         self._adapter = adapter
         self._layers: list[Any] = list(cast(Any, model).layers)
         self._segments: list[Segment] = []
+        self._origins: Origins | None = None
+        self._remade = False
         for layer in self._layers:
             layer.__class__ = _recomputable(type(layer))
 
@@ -38,7 +41,9 @@ class Recomputation:
 
     def choose(self, checkpointing: ActivationCheckpointing) -> None:
         """Recompute these layers. ConfigError, and no layer is recomputed, if this model does not allow it."""
-        self._segments = []
+        self._segments, self._remade = [], checkpointing.remade
+        if checkpointing.remade:
+            return self._trace_origins()
         spans = checkpointing.segments(self.num_layers)
         segments = [Segment([self._layers[i] for i in span], self._adapter) for span in spans]
         if segments and not self._is_exact(segments):
@@ -55,10 +60,17 @@ class Recomputation:
         try:
             for segment in segments:
                 segment.enter()
-            yield
+            with self._origins.kept() if self._remade else nullcontext():
+                yield
         finally:
             for segment in segments:
                 segment.leave()
+
+    def _trace_origins(self) -> None:
+        if self._origins is None:
+            self._origins = Origins()
+            self._origins.install(self._model)
+            self._adapter.trace(self._origins)
 
     def _is_exact(self, segments: list[Segment]) -> bool:
         """Return whether a few tokens get the same gradient: models pass values between layers in many ways."""
@@ -84,7 +96,7 @@ class NotRecomputable(Exception):
 class Segment:
     """Consecutive decoder layers. The calls of all but the last wait until the last is called."""
 
-    def __init__(self, layers: list[Any], adapter: Adapter) -> None:
+    def __init__(self, layers: list[Any], adapter: AdaptedLayers) -> None:
         self._layers = layers
         self._adapter = adapter
         self._names = adapter.names_in(layers)

@@ -40,7 +40,7 @@ from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.losses import loss_sum, target_logprobs
-from dualtune_mlx.methods import Adapter, DropoutSeeds, add_layers, linear_shape, storage, weight_of
+from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear_shape, storage, weight_of
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, FlatLayout, clip
 from dualtune_mlx.packing import packed_cache
@@ -65,7 +65,7 @@ class MlxEngine:
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._adapter = Adapter(self._layers, request.adapter)
+        self._adapter = AdaptedLayers(self._layers, request.adapter)
         self._adapter.bind(self._layout.named(self._params))
         self._kernels = choose(model, request.kernels)
         self._recomputation = Recomputation(model, self._adapter)

@@ -17,6 +17,7 @@ from mlx.utils import tree_unflatten
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.formats.gpt2 import canonical_name
 from dualtune.adapter.spec import AdapterSpec, select_modules, tensor_name
+from dualtune_mlx.remade import Origins
 
 
 class DropoutSeeds:
@@ -36,6 +37,10 @@ class AdaptedLayer(nn.Module):
         """Compute with these values of the trainable parameters, by part."""
         raise NotImplementedError
 
+    def trace(self, origins: Origins) -> None:
+        """Make inputs again in the backward pass, while their origins are kept."""
+        raise NotImplementedError
+
     def forget(self) -> None:
         """Drop what is kept for other layers with the same input. Needed only if one of them was not called."""
         raise NotImplementedError
@@ -45,7 +50,7 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
 
-class Adapter:
+class AdaptedLayers:
     """The adapted layers of a model, and the arrays with which they compute, by tensor name."""
 
     def __init__(self, layers: Mapping[str, AdaptedLayer], spec: AdapterSpec) -> None:
@@ -75,6 +80,11 @@ class Adapter:
             yield
         finally:
             self.bind(outer)
+
+    def trace(self, origins: Origins) -> None:
+        """Make the inputs of all layers again in the backward pass, while their origins are kept."""
+        for layer in self.layers.values():
+            layer.trace(origins)
 
     def forget(self) -> None:
         """Drop what layers keep for each other."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dualtune.capabilities import LAYERS
 from dualtune.card import Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, memory
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
@@ -24,7 +23,7 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "sgd"),
-        "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
+        "memory.checkpointing": ("auto", "none", "remade", "full", "{layers: …}"),
         "memory.sharding": ("auto", "none"),
     },
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
