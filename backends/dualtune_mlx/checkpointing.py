@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -39,18 +40,24 @@ class Recomputation:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no layer is in a segment, and no origin is kept."""
+        return all(layer.segment is None for layer in self._layers) and not (self._origins and self._origins.are_kept)
+
     def choose(self, checkpointing: ActivationCheckpointing) -> None:
         """Recompute these layers. ConfigError, and no layer is recomputed, if this model does not allow it."""
         self._segments, self._remade = [], checkpointing.remade
         if checkpointing.remade:
             return self._trace_origins()
-        spans = checkpointing.segments(self.num_layers)
-        segments = [Segment([self._layers[i] for i in span], self._adapter) for span in spans]
-        if segments and not self._is_exact(segments):
-            raise ConfigError(
-                f"memory.checkpointing: the layers of this model ({type(self._model).__module__}) exchange more than "
-                "their hidden states, so they cannot be recomputed. Set memory.checkpointing: none"
-            )
+        for every in sorted({1, checkpointing.every}):  # one by one first, which also shows what a layer returns
+            spans = replace(checkpointing, every=every).segments(self.num_layers)
+            segments = [Segment([self._layers[i] for i in span], self._adapter) for span in spans]
+            if segments and not self._is_exact(segments):
+                raise ConfigError(
+                    f"memory.checkpointing: the layers of this model ({type(self._model).__module__}) exchange more "
+                    "than their hidden states, so they cannot be recomputed. Set memory.checkpointing: none or remade"
+                )
         self._segments = segments
 
     @contextmanager
@@ -150,12 +157,12 @@ def recomputed(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
     Of its inputs, the first is the output of the function before; the others are parameters.
     """
-    segment: Any = mx.custom_function(lambda *inputs: function(*inputs))
+    segment: Any = mx.custom_function(lambda inputs: function(*inputs))
 
     @segment.vjp
-    def _(inputs: tuple[mx.array, ...], slope: mx.array, _: mx.array) -> tuple[mx.array, ...]:
-        waiting = mx.depends([*inputs], [slope])  # else it could be recomputed long before it is needed
-        dx, *slopes = mx.vjp(function, waiting, [slope])[1]
-        return mx.depends([dx], slopes)[0] if slopes else dx, *slopes  # else the slopes' inputs would stay till the end
+    def _(inputs: list[mx.array], slope: mx.array, _: mx.array) -> list[mx.array]:
+        inputs = mx.depends(inputs, [slope])  # else it could be recomputed long before it is needed
+        dx, *slopes = mx.vjp(function, inputs, [slope])[1]
+        return [*mx.depends([dx], slopes), *slopes]  # else the inputs of the parameters' slopes would stay till the end
 
-    return segment
+    return lambda *inputs: segment([*inputs])

@@ -36,6 +36,10 @@ class Origins:
                 module.origins = self
         replace_name(model, ACTIVATION, lambda plain: lambda *inputs: self.made(plain, *inputs))
 
+    @property
+    def are_kept(self) -> bool:
+        return self._known is not None
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         self._known = {}
