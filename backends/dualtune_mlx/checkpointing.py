@@ -17,7 +17,7 @@ from mlx import nn
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.errors import ConfigError
-from dualtune_mlx.methods import AdaptedLayers
+from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds
 from dualtune_mlx.remade import Origins
 
 PROBE = 4  # tokens to test whether the layers of a model can be recomputed
@@ -126,7 +126,8 @@ class Segment:
         if len(self._waiting) < len(self._layers):
             return x
         calls, self._waiting = self._waiting, []
-        return recomputed(partial(self._run, calls))(x, *(self._adapter.bound[name] for name in self._names))
+        run = recomputed(partial(self._run, calls), self._adapter.dropout_seeds)
+        return run(x, *(self._adapter.bound[name] for name in self._names))
 
     def _run(self, calls: list[Callable[[mx.array], mx.array]], x: mx.array, *params: mx.array) -> mx.array:
         with self._adapter.binding(dict(zip(self._names, params, strict=True))):
@@ -152,7 +153,7 @@ def _recomputable(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (RecomputableLayer, kind), {})
 
 
-def recomputed(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def recomputed(function: Callable[..., mx.array], dropout_seeds: DropoutSeeds) -> Callable[..., mx.array]:
     """Return the function of arrays, whose backward pass calls it again instead of keeping what it computed.
 
     Of its inputs, the first is the output of the function before; the others are parameters.
@@ -162,7 +163,8 @@ def recomputed(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @segment.vjp
     def _(inputs: list[mx.array], slope: mx.array, _: mx.array) -> list[mx.array]:
         inputs = mx.depends(inputs, [slope])  # else it could be recomputed long before it is needed
-        dx, *slopes = mx.vjp(function, inputs, [slope])[1]
+        with dropout_seeds.after(slope):
+            dx, *slopes = mx.vjp(function, inputs, [slope])[1]
         return [*mx.depends([dx], slopes), *slopes]  # else the inputs of the parameters' slopes would stay till the end
 
     return lambda *inputs: segment([*inputs])

@@ -65,7 +65,7 @@ class MlxEngine:
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._adapter = AdaptedLayers(self._layers, request.adapter)
+        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
         self._adapter.bind(self._layout.named(self._params))
         self._kernels = choose(model, request.kernels)
         self._recomputation = Recomputation(model, self._adapter)

@@ -45,7 +45,7 @@ class SharedInput:
         if x_BTI is not self._x_BTI or id(weights) not in self._waiting:
             self._x_BTI = x_BTI
             stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)
-            u_BTR = self.origins.product(self._multiply, x_BTI, stacked_RI)
+            u_BTR = self.origins.product(self._multiply, x_BTI, stacked_RI, self.dropout_seeds.after)
             products = mx.split(u_BTR, len(self.members), axis=-1)
             self._waiting = {id(member): u_BTr for member, u_BTr in zip(self.members, products, strict=True)}
         u_BTr = self._waiting.pop(id(weights))

@@ -25,6 +25,17 @@ class DropoutSeeds:
 
     seeds_BT: mx.array | None = None
 
+    @contextmanager
+    def after(self, slope: mx.array) -> Iterator[None]:
+        """Compute masks again once this array is there. Without it, MLX would keep those that it has computed."""
+        outer = self.seeds_BT
+        try:
+            if outer is not None:
+                (self.seeds_BT,) = mx.depends([outer], [slope])
+            yield
+        finally:
+            self.seeds_BT = outer
+
 
 class AdaptedLayer(nn.Module):
     """The replacement of a frozen linear layer. LAYER is called with (base, module path, spec, seeds, what an earlier
@@ -53,8 +64,9 @@ class AdaptedLayer(nn.Module):
 class AdaptedLayers:
     """The adapted layers of a model, and the arrays with which they compute, by tensor name."""
 
-    def __init__(self, layers: Mapping[str, AdaptedLayer], spec: AdapterSpec) -> None:
+    def __init__(self, layers: Mapping[str, AdaptedLayer], spec: AdapterSpec, dropout_seeds: DropoutSeeds) -> None:
         self.layers = layers
+        self.dropout_seeds = dropout_seeds
         self.bound: dict[str, mx.array] = {}
         parts, method = sorted(spec.method_spec.parts), spec.method
         self._names = {path: {part: tensor_name(path, part, method) for part in parts} for path in layers}

@@ -7,7 +7,7 @@ passes need only what they were computed from; the dropout mask is a function of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ ACTIVATION = "swiglu"  # mlx-lm's name for silu(gate) · up
 NORMS = (nn.RMSNorm, nn.LayerNorm)
 
 Make = Callable[..., mx.array]
+After = Callable[[mx.array], AbstractContextManager[None]]
 
 
 class Origins:
@@ -55,8 +56,11 @@ class Origins:
             self._known[id(result)] = result, make, inputs
         return result
 
-    def product(self, multiply: Make, x: mx.array, factor: mx.array) -> mx.array:
-        """Return multiply(x, factor), whose backward pass makes x again if that is possible, and its dropout."""
+    def product(self, multiply: Make, x: mx.array, factor: mx.array, after: After) -> mx.array:
+        """Return multiply(x, factor), whose backward pass makes x again if that is possible, and its dropout mask.
+
+        `after(array)` makes what is computed within it wait for the array.
+        """
         if self._known is None:
             return multiply(x, factor)
         _, make, inputs = self._known.get(id(x), (x, lambda x: x, (x,)))
@@ -65,7 +69,8 @@ class Origins:
         @product.vjp
         def _(given: tuple[mx.array, mx.array], slope: mx.array, _: mx.array) -> list[mx.array]:
             again = make(*mx.depends([*inputs], [slope]))  # else it could be made again long before it is needed
-            return mx.vjp(multiply, [again, given[1]], [slope])[1]
+            with after(slope):
+                return mx.vjp(multiply, [again, given[1]], [slope])[1]
 
         return product(x, factor)
 

@@ -109,7 +109,7 @@ def test_layers_without_adapter_are_recomputed_too(targets, load):
 def runs(monkeypatch):
     """The functions that are recomputed, one entry for each segment that ran forward."""
     found, recomputed = [], checkpointing.recomputed
-    monkeypatch.setattr(checkpointing, "recomputed", lambda function: found.append(function) or recomputed(function))
+    monkeypatch.setattr(checkpointing, "recomputed", lambda *args: found.append(args) or recomputed(*args))
     return found
 
 
