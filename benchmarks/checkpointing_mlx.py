@@ -24,6 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import record
+from peers_inputs import SHAPES
 
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec
@@ -36,13 +37,15 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune_mlx import checkpointing
 from dualtune_mlx.engine import MlxEngine
 
+LLAMA_19M = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES["llama-19m"]
+CONFIGS = {"llama-19m": LLAMA_19M} | {name.split("/")[1]: dict(config) for name, config in KNOWN.items()}
 ALTERNATIVE = "mx.checkpoint"
 VARIANTS = ("none", "remade", "15:1", "full", "29:2", ALTERNATIVE)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="SmolLM2-135M")
+    parser.add_argument("--model", choices=CONFIGS, default="SmolLM2-135M")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--compiled", action="store_true")
@@ -52,12 +55,13 @@ def main() -> None:
     path = record.RESULTS / "checkpointing_mlx.json"
     cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
     name = f"{args.model}, {args.tokens} tokens, {'compiled' if args.compiled else 'uncompiled'}"
-    cases[name] = record.origin() | {"rounds": args.rounds, "variants": measure(args)}
+    origin = record.origin()  # now, because the code may change while this runs
+    cases[name] = origin | {"rounds": args.rounds, "variants": measure(args)}
     print(json.dumps(cases[name], indent=2), record.write("checkpointing_mlx", {"cases": cases}), sep="\n")
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    config = next(dict(config) for name, config in KNOWN.items() if name.endswith(f"/{args.model}"))
+    config = CONFIGS[args.model]
     engine, batch = load(config, compiled=args.compiled), batch_of(args.tokens, config["vocab_size"])
     figures: dict[str, list[tuple[int, float]]] = {name: [] for name in args.variants}
     gradients: dict[str, np.ndarray] = {}
