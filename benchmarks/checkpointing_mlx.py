@@ -37,7 +37,8 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune_mlx import checkpointing
 from dualtune_mlx.engine import MlxEngine
 
-LLAMA_19M = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES["llama-19m"]
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+LLAMA_19M = LLAMA | SHAPES["llama-19m"]
 CONFIGS = {"llama-19m": LLAMA_19M} | {name.split("/")[1]: dict(config) for name, config in KNOWN.items()}
 ALTERNATIVE = "mx.checkpoint"
 VARIANTS = ("none", "remade", "15:1", "full", "29:2", ALTERNATIVE)
@@ -52,12 +53,13 @@ def main() -> None:
     parser.add_argument("variants", nargs="*", default=VARIANTS)
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    path = record.RESULTS / "checkpointing_mlx.json"
-    cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
     name = f"{args.model}, {args.tokens} tokens, {'compiled' if args.compiled else 'uncompiled'}"
     origin = record.origin()  # now, because the code may change while this runs
-    cases[name] = origin | {"rounds": args.rounds, "variants": measure(args)}
-    print(json.dumps(cases[name], indent=2), record.write("checkpointing_mlx", {"cases": cases}), sep="\n")
+    case = origin | {"rounds": args.rounds, "variants": measure(args)}
+    path = record.RESULTS / "checkpointing_mlx.json"
+    cases: dict[str, Any] = json.loads(path.read_text())["cases"] if path.exists() else {}
+    cases[name] = case
+    print(json.dumps(case, indent=2), record.write("checkpointing_mlx", {"cases": cases}), sep="\n")
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -76,9 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {name: summary(name, figures, gradients) for name in args.variants}
 
 
-def summary(
-    name: str, figures: dict[str, list[tuple[int, float]]], gradients: dict[str, np.ndarray]
-) -> dict[str, Any]:
+def summary(name: str, figures: dict[str, list[tuple[int, float]]], gradients: dict[str, np.ndarray]) -> dict[str, Any]:
     """The largest peak and the median ratio of a variant, compared with `none`, the first one."""
     first = next(iter(figures))
     peak = max(peak for peak, _ in figures[name])

@@ -40,16 +40,9 @@ class Recomputation:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no layer is in a segment, and no origin is kept."""
-        return all(layer.segment is None for layer in self._layers) and not (self._origins and self._origins.are_kept)
-
     def choose(self, checkpointing: ActivationCheckpointing) -> None:
-        """Recompute these layers. ConfigError, and no layer is recomputed, if this model does not allow it."""
-        self._segments, self._remade = [], checkpointing.remade
-        if checkpointing.remade:
-            return self._trace_origins()
+        """Recompute as asked from now on. ConfigError, and nothing changes, if this model does not allow it."""
+        segments: list[Segment] = []
         for every in sorted({1, checkpointing.every}):  # one by one first, which also shows what a layer returns
             spans = replace(checkpointing, every=every).segments(self.num_layers)
             segments = [Segment([self._layers[i] for i in span], self._adapter) for span in spans]
@@ -58,7 +51,9 @@ class Recomputation:
                     f"memory.checkpointing: the layers of this model ({type(self._model).__module__}) exchange more "
                     "than their hidden states, so they cannot be recomputed. Set memory.checkpointing: none or remade"
                 )
-        self._segments = segments
+        if checkpointing.remade:
+            self._trace_origins()
+        self._segments, self._remade = segments, checkpointing.remade
 
     @contextmanager
     def active(self, segments: list[Segment] | None = None) -> Iterator[None]:

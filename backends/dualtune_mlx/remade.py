@@ -37,12 +37,9 @@ class Origins:
                 module.origins = self
         replace_name(model, ACTIVATION, lambda plain: lambda *inputs: self.made(plain, *inputs))
 
-    @property
-    def are_kept(self) -> bool:
-        return self._known is not None
-
     @contextmanager
     def kept(self) -> Iterator[None]:
+        """Remember origins, and make inputs again, in what is computed within this context, both passes included."""
         self._known = {}
         try:
             yield

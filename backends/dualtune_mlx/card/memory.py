@@ -69,8 +69,8 @@ def activations(decoder: Decoder, ask: Ask) -> list[MemoryPart]:
     spans = [range(max(s.start, lowest), s.stop) for s in ask.checkpointing.segments(decoder.layers)]
     segments = [len(span) for span in spans if span]
     plain = decoder.layers - lowest - sum(segments)
-    kept = [(plain, len(segments))] + [(layers, count) for count, layers in enumerate(segments, start=1)][::-1]
-    return [_activations(decoder, ask, layers, inputs) for layers, inputs in kept]
+    kept = [*((layers, count) for count, layers in enumerate(segments, start=1)), (plain, len(segments))]
+    return [_activations(decoder, ask, layers, inputs) for layers, inputs in reversed(kept)]
 
 
 def _activations(decoder: Decoder, ask: Ask, layers: int, inputs: int) -> MemoryPart:

@@ -1,7 +1,7 @@
 """Attention without a dense mask: each document separately, and long ones in chunks of queries.
 
-mlx-lm's modules call `scaled_dot_product_attention`, a name in their own file, with the mask of whole rows. In one model
-that name becomes an `Attention`. The plain version is the original function.
+mlx-lm's modules call `scaled_dot_product_attention`, a name in their own file, with the mask of whole rows. In
+one model that name becomes an `Attention`. The plain version is the original function.
 
 Legend: B rows, T tokens of a row, H heads, d head size, C queries of a chunk, K keys that they may see.
 """
