@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from dualtune.adapter.spec import Tensors, init_adapter, tensor_name
+from dualtune.activation_checkpointing import ActivationCheckpointing
+from dualtune.adapter.spec import Tensors, init_adapter
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
     IGNORE_INDEX,
@@ -31,13 +33,14 @@ from dualtune.backend import (
 )
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune_mlx import gpt2
+from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.losses import loss_sum, target_logprobs
-from dualtune_mlx.methods import DropoutSeeds, add_layers, linear_shape, storage, weight_of
+from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear_shape, storage, weight_of
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, FlatLayout, clip
 from dualtune_mlx.packing import packed_cache
@@ -62,16 +65,29 @@ class MlxEngine:
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
-        self._bind(self._layout.named(self._params))
+        self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
+        self._adapter.bind(self._layout.named(self._params))
         self._kernels = choose(model, request.kernels)
-        wrap = Compiled if self._kernels.compiles else _not_compiled
-        self._accumulate, self._update = wrap(self._add_gradient), wrap(self._updated)
+        self._recomputation = Recomputation(model, self._adapter)
+        self._wrap = Compiled if self._kernels.compiles else _not_compiled
+        self._update = self._wrap(self._updated)
         self.description = EngineDescription(
             **description,
             adapted_modules=len(self._layers),
             adapted_weights=storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._params.size,
             kernels=str(self._kernels),
+        )
+        self.set_checkpointing(request.checkpointing)
+
+    def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
+        """Change which activations are recomputed, from the next micro-batch on. ConfigError if this engine cannot."""
+        self._recomputation.choose(checkpointing)
+        self._accumulate = self._wrap(self._add_gradient)  # what was compiled before computes as before
+        self.description = replace(
+            self.description,
+            checkpointing=checkpointing.describe(self._recomputation.num_layers),
+            checkpointing_reason=checkpointing.reason,
         )
 
     def evaluate(self, batch: Batch) -> LossSum:
@@ -83,9 +99,12 @@ class MlxEngine:
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         inputs = self._inputs(batch, dropout=True)
         factor = mx.array(self._loss_scale / divisor)
-        with self._documents(batch):
-            self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, factor)
-        self._bind(self._layout.named(self._params))  # the function above bound its own arguments
+        try:
+            with self._documents(batch):
+                self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, factor)
+        finally:
+            self._adapter.bind(self._layout.named(self._params))  # the function above bound its own arguments
+            self._adapter.forget()
         mx.async_eval(self._grads, self._loss)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
@@ -110,7 +129,7 @@ class MlxEngine:
         *state, norm = self._update(*state, added_up(self._grads), loss, *numbers)
         self._params, self._slots, self._step = state
         self._grads = mx.zeros_like(self._params)
-        self._bind(self._layout.named(self._params))
+        self._adapter.bind(self._layout.named(self._params))
         mx.async_eval(*state, self._grads, loss, norm)
         return StepOutput(loss, norm)
 
@@ -124,7 +143,7 @@ class MlxEngine:
     def load_adapter_state(self, state: Tensors) -> None:
         check_state(self.adapter_state(), state, "adapter")
         self._params = self._from_numpy(state)
-        self._bind(self._layout.named(self._params))
+        self._adapter.bind(self._layout.named(self._params))
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
@@ -172,10 +191,10 @@ class MlxEngine:
         """Return (gradients, loss) with those of a micro-batch added, with its loss sum multiplied by `factor`."""
 
         def scaled_loss(params: Arrays) -> mx.array:
-            self._bind(params)
+            self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
-        with self._dropout(inputs):
+        with self._dropout(inputs), self._recomputation.active():
             added, slopes = mx.value_and_grad(scaled_loss)(self._layout.named(params))
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
 
@@ -249,11 +268,6 @@ class MlxEngine:
             yield
         finally:
             attention.pieces = None
-
-    def _bind(self, params: Arrays) -> None:
-        method = self._request.adapter.method_spec
-        for path, layer in self._layers.items():
-            layer.bind({part: params[tensor_name(path, part, method.name)] for part in method.parts})
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""

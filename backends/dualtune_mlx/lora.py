@@ -13,6 +13,7 @@ from mlx import nn
 from dualtune.adapter.dropout import MIX1, MIX2, SHIFT, channel_keys, threshold
 from dualtune.adapter.spec import AdapterSpec
 from dualtune_mlx.methods import AdaptedLayer, DropoutSeeds, linear_shape
+from dualtune_mlx.remade import Origins
 
 
 class Factors:
@@ -34,6 +35,7 @@ class SharedInput:
         self.members: list[Factors] = []
         self.dropout = dropout
         self.dropout_seeds = seeds
+        self.origins = Origins()
         self._keys_I = mx.array(channel_keys(module, in_dim))
         self._x_BTI: mx.array | None = None
         self._waiting: dict[int, mx.array] = {}  # products that their layers have not fetched yet
@@ -43,13 +45,22 @@ class SharedInput:
         if x_BTI is not self._x_BTI or id(weights) not in self._waiting:
             self._x_BTI = x_BTI
             stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)
-            dropped_BTI = self._dropped(x_BTI) if self.dropout_seeds.seeds_BT is not None and self.dropout else x_BTI
-            products = mx.split(dropped_BTI @ stacked_RI.T, len(self.members), axis=-1)
+            u_BTR = self.origins.product(self._multiply, x_BTI, stacked_RI, self.dropout_seeds.after)
+            products = mx.split(u_BTR, len(self.members), axis=-1)
             self._waiting = {id(member): u_BTr for member, u_BTr in zip(self.members, products, strict=True)}
         u_BTr = self._waiting.pop(id(weights))
         if not self._waiting:
             self._x_BTI = None  # x is kept no longer than needed
         return u_BTr
+
+    def _multiply(self, x_BTI: mx.array, stacked_RI: mx.array) -> mx.array:
+        """Return the product of x, after dropout, by all A."""
+        dropped_BTI = self._dropped(x_BTI) if self.dropout_seeds.seeds_BT is not None and self.dropout else x_BTI
+        return dropped_BTI @ stacked_RI.T
+
+    def forget(self) -> None:
+        """Drop the products that no layer has fetched."""
+        self._x_BTI, self._waiting = None, {}
 
     def _dropped(self, x_BTI: mx.array) -> mx.array:
         """`dualtune.adapter.dropout.keep_mask` on the device."""
@@ -88,6 +99,12 @@ class LoRALinear(AdaptedLayer):
 
     def bind(self, values: Mapping[str, mx.array]) -> None:
         self.weights.lora_A_rI, self.weights.lora_B_Or = values["A"], values["B"]
+
+    def trace(self, origins: Origins) -> None:
+        self.shared.origins = origins
+
+    def forget(self) -> None:
+        self.shared.forget()
 
     def delta(self) -> mx.array:
         return self.scale * (self.weights.lora_B_Or @ self.weights.lora_A_rI)

@@ -5,7 +5,8 @@ To add a method, add a file next to `lora.py` and its name under `adapter.method
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
 
@@ -15,13 +16,25 @@ from mlx.utils import tree_unflatten
 
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.formats.gpt2 import canonical_name
-from dualtune.adapter.spec import AdapterSpec, select_modules
+from dualtune.adapter.spec import AdapterSpec, select_modules, tensor_name
+from dualtune_mlx.remade import Origins
 
 
 class DropoutSeeds:
     """The dropout seeds of the current micro-batch, shared by all adapted layers. None: dropout is off."""
 
     seeds_BT: mx.array | None = None
+
+    @contextmanager
+    def after(self, slope: mx.array) -> Iterator[None]:
+        """Compute masks again once this array is there. Without it, MLX would keep those that it has computed."""
+        outer = self.seeds_BT
+        try:
+            if outer is not None:
+                (self.seeds_BT,) = mx.depends([outer], [slope])
+            yield
+        finally:
+            self.seeds_BT = outer
 
 
 class AdaptedLayer(nn.Module):
@@ -35,9 +48,60 @@ class AdaptedLayer(nn.Module):
         """Compute with these values of the trainable parameters, by part."""
         raise NotImplementedError
 
+    def trace(self, origins: Origins) -> None:
+        """Make inputs again in the backward pass, while their origins are kept."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop what is kept for other layers with the same input. Needed only if one of them was not called."""
+        raise NotImplementedError
+
     def delta(self) -> mx.array:
         """ΔW, float32 [out, in]."""
         raise NotImplementedError
+
+
+class AdaptedLayers:
+    """The adapted layers of a model, and the arrays with which they compute, by tensor name."""
+
+    def __init__(self, layers: Mapping[str, AdaptedLayer], spec: AdapterSpec, dropout_seeds: DropoutSeeds) -> None:
+        self.layers = layers
+        self.dropout_seeds = dropout_seeds
+        self.bound: dict[str, mx.array] = {}
+        parts, method = sorted(spec.method_spec.parts), spec.method
+        self._names = {path: {part: tensor_name(path, part, method) for part in parts} for path in layers}
+
+    def names_in(self, modules: Collection[nn.Module]) -> list[str]:
+        """Return the names of the tensors of the layers that are among these modules or inside them."""
+        inside = {id(each) for module in modules for each in module.modules()}
+        return [n for path, layer in self.layers.items() if id(layer) in inside for n in self._names[path].values()]
+
+    def bind(self, params: Mapping[str, mx.array]) -> None:
+        """Compute with these arrays: the tensors of all layers, or of some."""
+        self.bound |= params
+        for path, names in self._names.items():
+            if params.keys() >= {*names.values()}:
+                self.layers[path].bind({part: params[name] for part, name in names.items()})
+
+    @contextmanager
+    def binding(self, params: Mapping[str, mx.array]) -> Iterator[None]:
+        """Compute with these arrays for a while."""
+        outer = {name: self.bound[name] for name in params}
+        self.bind(params)
+        try:
+            yield
+        finally:
+            self.bind(outer)
+
+    def trace(self, origins: Origins) -> None:
+        """Make the inputs of all layers again in the backward pass, while their origins are kept."""
+        for layer in self.layers.values():
+            layer.trace(origins)
+
+    def forget(self) -> None:
+        """Drop what layers keep for each other."""
+        for layer in self.layers.values():
+            layer.forget()
 
 
 def add_layers(model: nn.Module, spec: AdapterSpec, seeds: DropoutSeeds, *, group: bool) -> dict[str, AdaptedLayer]:

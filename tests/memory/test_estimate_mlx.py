@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.data.batching.batches import SequenceLayout, micro_batches
@@ -33,6 +34,10 @@ GPT2 = {
     "n_positions": 256, "max_position_embeddings": 256, "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 SHORT = [64] * 4
+DIAL = (
+    ActivationCheckpointing("all"), ActivationCheckpointing("all", every=2), ActivationCheckpointing(4),
+    ActivationCheckpointing(remade=True),
+)  # fmt: skip
 ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max_length=64)
 
 
@@ -55,6 +60,7 @@ def measure(open_backend, tmp_path):
                 OptimizerSpec(asked.optimizer),
                 seed=1,
                 kernels=asked.kernels,
+                checkpointing=asked.checkpointing,
             )
         )
         rng = np.random.default_rng(0)
@@ -143,6 +149,17 @@ def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, o
     estimated, held, peak = measure([32], asked=asked, steps=16, vocab_size=64)
     assert "update" in estimated.parts[4].formula
     assert_alike(estimated, held, peak)
+
+
+@pytest.mark.parametrize("how", DIAL, ids=["full", "pairs", "half", "remade"])
+def test_recomputed_layers_take_what_was_estimated(measure, how):
+    assert_alike(*measure([64] * 8, asked=replace(ASK, checkpointing=how), steps=2, num_hidden_layers=8))
+
+
+def test_compiled_recomputed_layers_take_what_was_estimated(measure):
+    """One document fills the row, because compiled code attends to whole rows."""
+    asked = replace(ASK, kernels="fused", checkpointing=DIAL[0])
+    assert_alike(*measure([256], asked=asked, steps=2))
 
 
 def test_the_plain_code_takes_what_was_estimated(measure):

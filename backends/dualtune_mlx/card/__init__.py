@@ -23,7 +23,7 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "sgd"),
-        "memory.checkpointing": ("auto", "none"),
+        "memory.checkpointing": ("auto", "none", "remade", "full", "{layers: …}"),
         "memory.sharding": ("auto", "none"),
         "memory.limit": ("auto", SIZE),
     },

@@ -1,6 +1,6 @@
 """The memory that the MLX engine needs, by part.
 
-The formulas describe this package as it is: no activation is checkpointed. MLX keeps what the gradients of its
+The formulas describe this package as it is. MLX keeps what the gradients of its
 operations need and evaluates several operations ahead, so the tensors that are alive at a moment are counted from
 measurements on its CPU build (docs/memory.md), not derived.
 
@@ -37,10 +37,12 @@ RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, M
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
     always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
-    kept = activations(decoder, ask)
-    moments = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask), update(decoder, ask, kept))
-    most = max(moments, key=lambda part: part.bytes)
-    return (*always, kept, most, MemoryPart("reserve", *RESERVE[ask.device]))
+    at_end, *later = activations(decoder, ask)
+    plain = (loss(decoder, ask), attention(decoder, ask), feed_forward(decoder, ask), update(decoder, ask, at_end))
+    moments = [(at_end, moment) for moment in plain]
+    moments += [(recomputed, recomputation(decoder, ask)) for recomputed in later]
+    most = max(moments, key=lambda moment: moment[0].bytes + moment[1].bytes)
+    return (*always, *most, MemoryPart("reserve", *RESERVE[ask.device]))
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -61,20 +63,41 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     )
 
 
-def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
-    """What the forward pass keeps for the backward pass."""
-    on, T, c = adapted(decoder, ask.targets), ask.cells, ask.item_bytes
-    d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
+def activations(decoder: Decoder, ask: Ask) -> list[MemoryPart]:
+    """What is kept at the end of the forward pass, then when each segment is recomputed, from the last one."""
+    lowest = decoder.layers - adapted(decoder, ask.targets).layers  # below it nothing is kept
+    spans = [range(max(s.start, lowest), s.stop) for s in ask.checkpointing.segments(decoder.layers)]
+    segments = [len(span) for span in spans if span]
+    plain = decoder.layers - lowest - sum(segments)
+    kept = [*((layers, count) for count, layers in enumerate(segments, start=1)), (plain, len(segments))]
+    return [_activations(decoder, ask, layers, inputs) for layers, inputs in reversed(kept)]
+
+
+def _activations(decoder: Decoder, ask: Ask, layers: int, inputs: int) -> MemoryPart:
+    T, c, d, each = ask.cells, ask.item_bytes, decoder.hidden, _kept_by_layer(decoder, ask)
+    formula = f"{T:,} tokens × {layers} layers × {each:,} × {c} B"
+    if inputs:
+        formula += f" + {T:,} × {inputs} inputs of segments × {d:,} × {c} B"
+    return MemoryPart("activations", T * c * (layers * each + inputs * d), formula)
+
+
+def _kept_by_layer(decoder: Decoder, ask: Ask) -> int:
+    """Return how many numbers a layer keeps for a token."""
+    on, d, q, kv, i = adapted(decoder, ask.targets), decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     inputs = [layer.in_ for name, layer in decoder.linears().items() if name in on.inside]
     read = _read(decoder, ask)
     kept = decoder.layer_norms * d + 2 * q + 2 * kv + (q + kv) * decoder.qk_norm
     kept += i * (GELU if decoder.is_gpt2 else 2 + 2 * decoder.gated)
-    kept += ask.rank * len(inputs) + read
-    if ask.dropout:  # a mask per input; in plain code the input and a mask per module
-        kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
+    kept += ask.rank * len(inputs)
+    if ask.checkpointing.remade:  # norms and gated activations keep what these inputs are made of, masks are made too
+        kept += q * ("heads" in on.reads) + i * ("inner" in on.reads and not decoder.gated)
+    else:
+        kept += read
+        if ask.dropout:  # a mask per input; in plain code the input and a mask per module
+            kept += 2 * sum(inputs) - read if ask.kernels == "reference" else read
     if not _is_chunked(ask):
         kept += decoder.heads * _row(ask)  # probabilities
-    return MemoryPart("activations", T * on.layers * kept * c, f"{T:,} tokens × {on.layers} layers × {kept:,} × {c} B")
+    return kept
 
 
 def _read(decoder: Decoder, ask: Ask) -> int:
@@ -130,6 +153,13 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     c, T = ask.item_bytes, ask.cells
     each = c * (5 * decoder.inner + 8 * decoder.hidden)
     return MemoryPart("workspace", T * each, f"{T:,} tokens × {each:,} B of the feed-forward block")
+
+
+def recomputation(decoder: Decoder, ask: Ask) -> MemoryPart:
+    """A recomputed segment: MLX works ahead, so parts of its forward and backward pass are there together."""
+    parts = attention(decoder, ask), feed_forward(decoder, ask)
+    formula = " + ".join(part.formula for part in parts)
+    return MemoryPart("workspace", sum(part.bytes for part in parts), f"{formula}, while layers are recomputed")
 
 
 def update(decoder: Decoder, ask: Ask, kept: MemoryPart) -> MemoryPart:

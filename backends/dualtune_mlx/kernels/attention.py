@@ -1,8 +1,7 @@
 """Attention without a dense mask: each document separately, and long ones in chunks of queries.
 
-mlx-lm's modules call `scaled_dot_product_attention`, a name in their own file, with the mask of whole rows. The modules
-of one model get a copy of their `__call__` in which that name is an `Attention`. mlx-lm's files, and other models in
-the process, do not change. The plain version is the original function.
+mlx-lm's modules call `scaled_dot_product_attention`, a name in their own file, with the mask of whole rows. In
+one model that name becomes an `Attention`. The plain version is the original function.
 
 Legend: B rows, T tokens of a row, H heads, d head size, C queries of a chunk, K keys that they may see.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from types import FunctionType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,6 +17,7 @@ import numpy as np
 from mlx import nn
 
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
+from dualtune_mlx.kernels.names import replace_name
 from dualtune_mlx.packing import PackedRows
 
 NAME = "scaled_dot_product_attention"
@@ -65,22 +64,8 @@ class Attention:
 
 
 def install(model: nn.Module, attention: Attention) -> int:
-    """Make a model use `attention`, by changing the classes of its modules. Returns how many were changed."""
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
-    changed = 0
-    for module in model.modules():
-        kind = type(module)
-        call = kind.__call__
-        if not isinstance(call, FunctionType) or NAME not in call.__code__.co_names or NAME not in call.__globals__:
-            continue
-        if kind not in classes:
-            names = call.__globals__ | {NAME: attention.replaces(call.__globals__[NAME])}
-            copy = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-            copy.__kwdefaults__ = call.__kwdefaults__
-            classes[kind] = cast(type[nn.Module], type(kind.__name__, (kind,), {"__call__": copy}))
-        module.__class__ = classes[kind]
-        changed += 1
-    return changed
+    """Make a model use `attention`. Returns how many of its modules do."""
+    return replace_name(model, NAME, attention.replaces)
 
 
 def by_document(q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array, scale: float, pieces: Pieces) -> mx.array:
