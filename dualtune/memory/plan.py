@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dualtune.config import Config
 
 GRANULE = 64  # tokens; suggestions are multiples of it
+ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
 REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade, measured on a CPU: benchmarks/checkpointing.py
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 SAME = "same result"
@@ -119,18 +120,18 @@ def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, *, auto: bool) -> Mem
 
 
 def choose_checkpointing(decoder: Decoder, ask: Ask, have_bytes: int) -> ActivationCheckpointing:
-    """Return what `memory.checkpointing: auto` means: the cheapest value with which the run fits, and why.
+    """Return what `memory.checkpointing: auto` means: the cheapest value with which the run fits easily, and why.
 
     If none fits, everything is recomputed that can be: the estimate may be too high.
     """
-    whole = estimate(decoder, ask).total_bytes
+    whole, room = estimate(decoder, ask).total_bytes, int(ROOM * have_bytes)
     have = f"{in_bytes(have_bytes)} are available"
-    if whole <= have_bytes:
+    if whole <= room:
         return replace(KEEP_ALL, reason=f"auto: everything fits, {have}")
     values = _dial(decoder, ask)
     if not values:
         return replace(KEEP_ALL, reason=f"auto: {ask.backend} recomputes nothing")
-    fits = (value for value in values if _needs(decoder, replace(ask, checkpointing=value)) <= have_bytes)
+    fits = (value for value in values if _needs(decoder, replace(ask, checkpointing=value)) <= room)
     found = next(fits, values[-1])
     return replace(found, reason=f"auto: to keep everything takes {in_bytes(whole)}, {have}")
 

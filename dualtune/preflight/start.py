@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from dualtune.config.examples import example_path
 from dualtune.memory.plan import Smaller
-from dualtune.platform.machine import GB, Machine
+from dualtune.platform.machine import GB, GIB, Machine
 from dualtune.preflight.question import about_config
 from dualtune.preflight.recommend import LEAST_LENGTH, Largest, qlora
 from dualtune.preflight.thresholds import CPU_CONFIG, CUDA_CONFIGS, MAC_CONFIGS, device_of
@@ -48,7 +48,8 @@ def _configs(machine: Machine) -> tuple[str, ...]:
             memory = machine.gpus[0].total_bytes / GB
             return tuple(name for least, name in CUDA_CONFIGS if memory >= least)
         case "metal":
-            return MAC_CONFIGS
+            memory = machine.memory_bytes / GIB
+            return tuple(name for least, name in MAC_CONFIGS if memory >= least)
         case "cpu":
             return (CPU_CONFIG,)
 

@@ -35,7 +35,9 @@ NO_ACCELERATOR = Class(0, "no accelerator", "fail", "too slow for models of 7B")
 
 # GB of GPU memory -> the example config made for such cards, largest first; the last one is for a small model.
 CUDA_CONFIGS = ((40, "training_config_h100.yaml"), (20, "rtx_24gb.yaml"), (10, "rtx_16gb.yaml"), (0, "lora_chat.yaml"))
-MAC_CONFIGS, CPU_CONFIG = ("training_config_m4.yaml", "lora_chat.yaml"), "cpu_smoke.yaml"
+# GiB of unified memory -> the example config made for such Macs, likewise.
+MAC_CONFIGS = ((32, "training_config_m4.yaml"), (16, "training_config_m4_16gb.yaml"), (0, "lora_chat.yaml"))
+CPU_CONFIG = "cpu_smoke.yaml"
 
 LEAST_CAPABILITY = (7, 0)  # Volta, the first with tensor cores
 LEAST_CUDA = (12, 1)  # of the driver

@@ -12,7 +12,7 @@ from dualtune.config.examples import example_names, example_path
 from dualtune.config.schema import sections
 from dualtune.data.batching.order import MOST_TOKENS
 from dualtune.errors import ConfigError
-from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.plan import MemoryPlan, plan_of
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machines import named
@@ -22,7 +22,7 @@ from dualtune.train.state.resume import with_tokens
 ROOT = Path(__file__).parents[2]
 NAMES = example_names()
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-BACKEND = {"training_config_m4": "mlx"}  # of the others: torch
+BACKEND = {"training_config_m4": "mlx", "training_config_m4_16gb": "mlx"}  # of the others: torch
 TIERS = {  # model, tokens of a document, steps, targets, steps between checkpoints
     "gpu_smollm2_quick": ("HuggingFaceTB/SmolLM2-135M", 128, 10, ("q_proj", "v_proj"), None),
     "gpu_smollm2_convergence": ("HuggingFaceTB/SmolLM2-135M", 128, 100, ("q_proj", "v_proj"), None),
@@ -48,7 +48,8 @@ def values(config: Config) -> dict[str, object]:
 
 def test_there_is_a_config_for_each_kind_of_machine_and_each_tier():
     assert set(NAMES) == {
-        "training_config_h100", "training_config_m4", "rtx_16gb", "rtx_24gb", "cpu_smoke", "lora_chat", *TIERS,
+        "training_config_h100", "training_config_m4", "training_config_m4_16gb", "rtx_16gb", "rtx_24gb", "cpu_smoke",
+        "lora_chat", *TIERS,
     }  # fmt: skip
 
 
@@ -88,8 +89,8 @@ def test_h100_and_m4_differ_only_where_they_must():
     h100, m4 = (values(load(f"training_config_{name}")) for name in ("h100", "m4"))
     assert {key: (h100[key], m4[key]) for key in h100 if h100[key] != m4[key]} == {
         "model.quantization": ("nf4", "affine4"),
-        "data.max_length": (4096, 1536),
-        "train.micro_batch_tokens": (3 * 4096, 1 * 1536),
+        "data.max_length": (4096, 2048),
+        "train.micro_batch_tokens": (3 * 4096, 1 * 2048),
         "run.dir": ("runs/h100", "runs/m4"),
     }
 
@@ -127,6 +128,7 @@ def test_a_tier_has_the_values_that_were_asked_for(name):
     [
         ("training_config_h100", ["h100-80", "a100-80", "h200"]),
         ("training_config_m4", ["m4-32", "m3-pro-36", "m1-max-64", "m4-max-128"]),
+        ("training_config_m4_16gb", ["m4-16", "m3-pro-18"]),
         ("rtx_24gb", ["rtx-4090-24", "rtx-3090-24", "l4", "a10g", "rtx-4000-ada-20"]),
         ("rtx_16gb", ["rtx-5080-16", "rtx-4080-16", "t4", "v100-16"]),
         ("gpu_smollm2_quick", ["rtx-4060-8"]),
@@ -137,33 +139,34 @@ def test_a_tier_has_the_values_that_were_asked_for(name):
     ],
 )
 def test_an_example_fits_the_machines_that_it_is_for(name, machines):
-    config = load(name)
-    decoder = decoder_of(KNOWN[config.model.name])
-    for machine in map(named, machines):
-        device = "metal" if machine.kind == "metal" else "cuda"
-        needed = estimate(decoder, ask_of(config, decoder, BACKEND.get(name, "torch"), device)).total_bytes
-        assert needed <= budget(machine).bytes, machine
+    for machine in machines:
+        assert plan_for(name, machine).fits, machine
 
 
-def bytes_of(name: str, *overrides: str) -> int:
-    config, backend = load(name, *overrides), BACKEND.get(name, "torch")
-    decoder = decoder_of(KNOWN[config.model.name])
-    ask = ask_of(config, decoder, backend, "metal" if backend == "mlx" else "cuda")
-    return estimate(decoder, ask).total_bytes
+def plan_for(name: str, machine: str, *overrides: str) -> MemoryPlan:
+    config, kind = load(name, *overrides), named(machine).kind
+    decoder, has = decoder_of(KNOWN[config.model.name]), budget(named(machine))
+    return plan_of(config, decoder, BACKEND.get(name, "torch"), kind, has.bytes)
 
 
-def test_the_m4_config_leaves_a_seventh_of_what_metal_gives_on_32_gb():
-    assert bytes_of("training_config_m4") <= 6 / 7 * budget(named("m4-32")).bytes
+@pytest.mark.parametrize(
+    ("name", "machine"), [("training_config_m4", "m4-32"), ("training_config_m4_16gb", "m4-16")]
+)  # fmt: skip
+def test_a_mac_s_config_leaves_a_tenth_of_what_metal_gives(name, machine):
+    plan = plan_for(name, machine)
+    assert plan.estimate.total_bytes <= 0.9 * plan.have_bytes
+    assert 1 < plan.time < 1.3
 
 
-def test_the_m4_config_fits_36_gb_with_the_length_that_it_names_for_that():
-    longer = bytes_of("training_config_m4", "data.max_length=2048", "train.micro_batch_tokens=2048")
-    assert budget(named("m4-32")).bytes < longer <= budget(named("m3-pro-36")).bytes
-    assert longer <= 24576 * 2**20  # what the sysctl beside it gives on 32 GB
+def test_the_m4_config_fits_with_the_lengths_that_it_names():
+    for name, length in (("training_config_m4", 4096), ("training_config_m4_16gb", 2048)):
+        longer = (f"data.max_length={length}", f"train.micro_batch_tokens={length}")
+        assert plan_for(name, {4096: "m4-32", 2048: "m4-16"}[length], *longer).fits
 
 
 def test_the_h100_config_takes_at_most_60_gb_with_room():
-    assert bytes_of("training_config_h100") <= 0.95 * 60e9
+    plan = plan_for("training_config_h100", "h100-80")
+    assert plan.estimate.total_bytes <= 0.95 * 60e9 and plan.time == 1
 
 
 # --- found and printed -----------------------------------------------------------------------------------------------

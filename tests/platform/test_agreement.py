@@ -7,7 +7,8 @@ import pytest
 from dualtune.card import driver_of
 from dualtune.config import load_config
 from dualtune.config.examples import example_path
-from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.estimate import estimate
+from dualtune.memory.plan import plan_of
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import budget
 from dualtune.platform.machine import GB, GIB
@@ -36,11 +37,11 @@ SEVEN = decoder_of(KNOWN[SEVEN_B])
 
 
 def bytes_of(machine, config, settings=()):
-    """The estimate of an example config on the machine's device."""
+    """The planned memory of an example config on the machine's device."""
     loaded = load_config(example_path(config), [f"{key}={value}" for key, value in settings])
     kind = device_of(machine)
     decoder = decoder_of(KNOWN[loaded.model.name])
-    return estimate(decoder, ask_of(loaded, decoder, driver_of(kind).name, kind)).total_bytes
+    return plan_of(loaded, decoder, driver_of(kind).name, kind, budget(machine, kind).bytes).estimate.total_bytes
 
 
 @pytest.mark.parametrize("machine", ALL.values(), ids=ALL)

@@ -322,7 +322,7 @@ def test_rows_that_are_cut_or_have_nothing_to_learn_are_told_where_the_tokenizer
 
 
 def test_the_lowest_code_of_what_fails_is_the_exit_code(check):
-    report = check("data.train=nowhere.jsonl", machine="rtx-3060-12")
+    report = check("data.train=nowhere.jsonl", machine="rtx-4060-8")
     assert (faults(report), exit_code(report.checks)) == ({"data": 3, "memory": 4}, 3)
 
 

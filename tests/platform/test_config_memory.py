@@ -13,17 +13,17 @@ from dualtune.platform.budget import budget
 from dualtune.platform.machines import named
 from dualtune.preflight.config_memory import MemoryNeed, memory_row
 
+KEEP = "memory.checkpointing=none"
 # machine, changes of the H100 config -> the settings that are named
 CASES = {
-    ("a100-40", ""): "train.micro_batch_tokens",
-    ("rtx-4090-24", "data.max_length=2048"): "train.micro_batch_tokens",
-    ("h100-80", "model.quantization=none train.micro_batch_tokens=65536"): "train.micro_batch_tokens",
-    ("rtx-4090-24", "model.quantization=none data.max_length=3072 train.micro_batch_tokens=3072"): "model.quantization",
-    ("rtx-3060-12", "model.quantization=none data.max_length=256 train.micro_batch_tokens=8192"): (
-        "model.quantization train.micro_batch_tokens"
+    ("rtx-4090-24", KEEP): "train.micro_batch_tokens",
+    ("rtx-5080-16", f"{KEEP} data.max_length=2048"): "train.micro_batch_tokens",
+    ("rtx-4090-24", f"{KEEP} model.quantization=none data.max_length=3072 train.micro_batch_tokens=3072"): (
+        "memory.checkpointing"
     ),
-    ("rtx-3060-12", ""): "data.max_length train.micro_batch_tokens",
-    ("rtx-3060-12", "model.quantization=none"): "model.quantization data.max_length train.micro_batch_tokens",
+    ("rtx-3060-12", "model.quantization=none"): "model.quantization",
+    ("rtx-4060-8", "model.quantization=none"): "model.quantization train.micro_batch_tokens",
+    ("rtx-4060-8", "data.max_length=8192"): "data.max_length train.micro_batch_tokens",
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def look(machine: str, *overrides: str) -> Check:
 
 def settings_of(row: Check) -> list[str]:
     assert (row.level, row.exit_code) == ("fail", 4) and row.fix
-    return re.findall(r"--set (\S+)", row.fix)
+    return [setting.strip("'") for setting in re.findall(r"--set ('[^']+'|\S+)", row.fix)]
 
 
 @pytest.mark.parametrize(("machine", "overrides"), CASES)
