@@ -62,7 +62,7 @@ def test_asked_for_memory_that_alone_decides(dualtune_main, machine, size, code,
     [
         ("h100-80", "training_config_h100", 0), ("a100-40", "training_config_h100", 0), ("t4", "rtx_16gb", 0),
         ("rtx-4060-8", "training_config_h100", 4), ("l4", "rtx_24gb", 0), ("m1-max-64", "training_config_m4", 0),
-        ("m1-8", "training_config_m4", 4), ("l4", "training_config_m4", 0),
+        ("m1-8", "lora_chat", 0), ("l4", "training_config_m4", 0),
     ],
 )  # fmt: skip
 def test_asked_for_a_config_that_alone_decides(dualtune_main, machine, config, code):
