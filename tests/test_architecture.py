@@ -15,18 +15,11 @@ ROOT = Path(__file__).parents[1]
 FACADE = "the package root"  # __init__ and __main__: the way in from outside, with imports in functions
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "transformers", "bitsandbytes", "accelerate"}
 FOR_BACKENDS = {
-    "activation_checkpointing",
-    "adapter", "adapter/formats", "adapter/methods", "backend", "base_model", "config", "errors", "io", "optimizer",
+    "activation_checkpointing", "adapter", "adapter/formats", "adapter/methods", "backend", "base_model", "config",
+    "errors", "io", "optimizer",
 }  # fmt: skip
-FOR_CARDS = {
-    "activation_checkpointing",
-    "card",
-    "checks",
-    "memory",
-    "optimizer",
-    "platform",
-    "preflight",
-}  # what is read before the framework
+# What is read before the framework.
+FOR_CARDS = {"activation_checkpointing", "card", "checks", "memory", "optimizer", "platform", "preflight"}
 NUMPY_ENGINE, NUMPY_CARD = "dualtune/testing/numpy_engine.py", "dualtune/testing/numpy_card.py"
 MAX_LINES = 400
 MAX_FILES = 15  # "about a dozen", and __init__.py

@@ -37,3 +37,17 @@ def test_a_run_that_may_not_fit_is_warned_of_and_not_stopped(args, train, open_b
 def test_without_a_formula_that_is_said(dualtune_main, config_file):
     result = dualtune_main("train", config_file(), "--platform", "numpy", "--dry-run")
     assert "\nmemory      not estimated: there is no estimate for the backend numpy\n" in result.stdout
+
+
+def test_a_run_that_recomputes_says_so_and_trains_the_same_adapter(dualtune_main, config_file, tiny_llama, tmp_path):
+    pytest.importorskip("torch")
+    adapters, said = [], []
+    for value in ("none", "full"):
+        changes = {"model.name": tiny_llama, "run.dir": tmp_path / value, "memory.checkpointing": value}
+        result = dualtune_main("train", config_file(changes), "--platform", "cpu")
+        assert result.returncode == 0, result.stderr
+        said.append("memory      1 of 2 layers are recomputed (as configured)" in result.stdout)
+        adapter = tmp_path / value / "adapter" / "adapter_model.safetensors"
+        adapters.append(adapter.read_bytes())
+    assert said == [False, True]
+    assert adapters[0] == adapters[1]
