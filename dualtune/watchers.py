@@ -82,5 +82,6 @@ def _call(watcher: _Watcher, event: str, args: tuple[Any, ...]) -> str | None:
         later = "such moments are not repeated" if event in MOMENTS else "the events that it misses are delivered later"
         name = f"{type(watcher.hook).__name__}.{event}"
         return f"{name} raised {type(error).__name__}: {error}. Training continues; {later}"
-    watcher.failing.discard(event)
+    if event not in MOMENTS:  # of which there are thousands: only the first failure is reported
+        watcher.failing.discard(event)
     return None

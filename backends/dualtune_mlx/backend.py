@@ -49,8 +49,9 @@ class MlxBackend:
         return [DeviceInfo(platform.processor() or platform.machine(), "cpu", memory)]
 
     def memory(self) -> MemoryStats:
-        total = _machine_bytes()
-        return MemoryStats(mx.get_active_memory(), mx.get_peak_memory(), total, mx.get_cache_memory())
+        used = mx.get_active_memory()
+        peak = max(used, mx.get_peak_memory())  # which a reset sets to 0
+        return MemoryStats(used, peak, _machine_bytes(), mx.get_cache_memory())
 
     def reset_peak_memory(self) -> None:
         mx.reset_peak_memory()

@@ -103,19 +103,19 @@ def find_leak(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | 
     """Judge whether the memory that is in use even at the lowest point of each step grows without end.
 
     The statistic: the first fifth of the steps is left out as warm-up, the rest is divided into ten blocks of equal
-    length, and the lowest use in each block is its floor. The nine increases from floor to floor have the mean d and
-    the standard error s = sd / sqrt(9). The slope per step is d / length, known within ± t·s / length, where t is
-    Student's for 8 degrees of freedom. It is a leak if the slope is above that bound, and if the floor has grown by at
+    length, and the median of each block is its level. The nine increases from level to level have the mean d and the
+    standard error s = sd / sqrt(9). The slope per step is d / length, known within ± t·s / length, where t is
+    Student's for 8 degrees of freedom. It is a leak if the slope is above that bound, and if the level has grown by at
     least 1 %. So one jump (a longer document, a cache that fills once) is none: it is a large d with an s just as
-    large; nor is a random walk, for which the test is exact. None with fewer than 40 steps after the warm-up.
+    large; nor is a random walk, whose increases have the mean zero. None with fewer than 40 steps after the warm-up.
     """
     floors = _floors(snapshots, number)
-    first = int(len(floors) * WARM_UP)
+    first = math.ceil(len(floors) * WARM_UP)
     length = (len(floors) - first) // NUM_BLOCKS
     if length * NUM_BLOCKS < MIN_STEPS:
         return None
     kept = floors[len(floors) - length * NUM_BLOCKS :]
-    blocks = [min(kept[i : i + length]) for i in range(0, len(kept), length)]
+    blocks = [statistics.median(kept[i : i + length]) for i in range(0, len(kept), length)]
     increases = [after - before for before, after in pairwise(blocks)]
     slope = statistics.fmean(increases) / length
     bound = STUDENT_T * statistics.stdev(increases) / math.sqrt(len(increases)) / length
