@@ -22,6 +22,7 @@ from dualtune.profiler.process import process_reader
 from dualtune.profiler.snapshot import TIMELINE_HEADER, Snapshot, timeline_row
 
 START = "start"  # the phase before the first one: the model is loaded, nothing is trained yet
+WITHOUT_DEVICE = ("data", "optimizer")  # phases in which the driver is not asked: once a step is enough
 WRITE_EVERY = 4096  # characters
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
@@ -48,7 +49,7 @@ class Timeline(Hook):
         keep_rows(self._file, self._path, info.first_step)
 
     def on_phase_change(self, change: PhaseChange) -> None:
-        self.sample()
+        self._sample()
         self._phase = change.step, change.phase
         if len(self._text) > WRITE_EVERY:
             self._write()
@@ -56,18 +57,21 @@ class Timeline(Hook):
     def on_end(self) -> None:
         if self._file is None:
             return
-        self.sample()
-        self._write()
-        os.close(self._file)
-        self._file = None
+        try:
+            self._sample()
+            self._write()
+        finally:
+            os.close(self._file)
+            self._file = None
 
-    def sample(self) -> None:
+    def _sample(self) -> None:
         """Note the memory in use at the end of the current phase."""
         (step, phase), memory = self._phase, self._memory()
+        device = self._device() if self._device and phase not in WITHOUT_DEVICE else None
         self._text += timeline_row(
             Snapshot(
                 step, phase, memory.used_bytes, memory.total_bytes, time.time(), memory.peak_bytes, memory.cached_bytes,
-                self._process(), self._device and self._device(),
+                self._process(), device,
             )
         )  # fmt: skip
 

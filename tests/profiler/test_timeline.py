@@ -106,6 +106,18 @@ def test_rows_reach_the_disk_while_the_run_lasts(tmp_path, open_backend):
     assert len(read_timeline(tmp_path / "memory.csv")) == 101
 
 
+def test_the_driver_is_asked_once_a_step(tmp_path, open_backend, monkeypatch):
+    calls = iter(range(100, 200))
+    monkeypatch.setattr("dualtune.profiler.timeline.device_reader", lambda device: calls.__next__)
+    timeline = Timeline(tmp_path / "memory.csv", open_backend("numpy").memory)
+    timeline.on_start(info(tmp_path))
+    for phase in (*STEP, *STEP):
+        timeline.on_phase_change(PhaseChange(1, phase, None))
+    timeline.on_end()
+    rows = read_timeline(tmp_path / "memory.csv")
+    assert [row.device_bytes for row in rows] == [100, None, 101, None, None, 102, None]
+
+
 def test_only_the_first_process_writes(trained, monkeypatch, tmp_path):
     monkeypatch.setattr(Team, "is_first", property(lambda team: False))
     with pytest.raises(FormatError, match=r"memory\.csv"):
