@@ -174,6 +174,12 @@ def test_a_random_walk_is_a_leak_in_one_case_of_a_thousand():
     assert sum(find_leak(series(walk - floor)).found for walk in walks) <= 3
 
 
+def test_a_warm_up_does_not_hide_a_leak():
+    """500 MB in the first tenth of the run, which would be a large spread among the increases."""
+    steps = np.arange(500)
+    assert find_leak(series(1000 + 0.2 * steps + 10.0 * np.minimum(steps, 50))).found
+
+
 @pytest.mark.parametrize("at", [150, 300, 450])
 def test_one_jump_is_no_leak(at):
     assert not find_leak(series(np.where(np.arange(500) < at, 1000.0, 1500.0))).found

@@ -73,7 +73,7 @@ def test_memory_that_a_phase_takes_is_in_its_row(trained):
 def test_a_resumed_run_continues_the_file_without_the_rows_that_it_repeats(trained, tmp_path):
     first = trained("numpy", {"train.steps": 4, "run.save_every": 2, "run.keep": 4})
     with (tmp_path / "run" / "memory.csv").open("a") as file:
-        file.write("5,data,1,1")  # as if it had been killed in step 5
+        file.write("5,data,1,,,,,9,1.000\n5,micro-batch,1,1")  # as if it had been killed in step 5
     rows = trained("numpy", {"train.steps": 6, "run.save_every": 2, "run.keep": 4})
     assert rows[: len(first)] == first
     assert [(row.step, row.phase) for row in rows[len(first) :]] == [
@@ -118,11 +118,16 @@ def test_the_driver_is_asked_once_a_step(tmp_path, open_backend, monkeypatch):
     assert [row.device_bytes for row in rows] == [100, None, 101, None, None, 102, None]
 
 
-def test_only_the_first_process_writes(trained, monkeypatch, tmp_path):
-    monkeypatch.setattr(Team, "is_first", property(lambda team: False))
-    with pytest.raises(FormatError, match=r"memory\.csv"):
-        trained("numpy", {"train.steps": 2})
-    assert not (tmp_path / "run" / "memory.csv").exists()
+def test_only_the_first_process_has_a_timeline_and_installed_hooks(trained, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr("dualtune.train.run.Timeline", lambda *args: asked.append("timeline") or Hook())
+    monkeypatch.setattr("dualtune.train.run.installed_hooks", lambda: asked.append("installed") or ([], []))
+    for is_first in (False, True):
+        monkeypatch.setattr(Team, "is_first", property(lambda team, is_first=is_first: is_first))
+        assert asked == []
+        with pytest.raises(FormatError, match=r"memory\.csv"):  # the run itself succeeds
+            trained("numpy", {"train.steps": 2})
+    assert asked == ["installed", "timeline"]
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.slow)])

@@ -1,6 +1,7 @@
 """Moments of a run: the order of the calls, their numbers, what a failing hook misses, and hooks from outside."""
 
 import json
+import pydoc
 
 import pytest
 
@@ -67,6 +68,27 @@ def test_the_order_of_the_calls(lab):
         ("save", 2, "optimizer"),
         ("evaluation", 2, "save"),
     ]
+
+
+def test_the_work_is_done_between_the_calls_around_it(lab, monkeypatch):
+    diary = Diary()
+    engine = {"numpy": "dualtune.testing.numpy_engine.NumpyEngine", "torch": "dualtune_torch.engine.TorchEngine"}
+    for method in ("forward_backward", "optim_step"):
+        original = getattr(pydoc.locate(engine[lab.backend.name]), method)
+
+        def noted(self, *args, original=original, method=method, **options):
+            diary.calls.append((method,))
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(f"{engine[lab.backend.name]}.{method}", noted)
+    lab.run(hooks=[diary], **BUSY | {"train__steps": 1})
+    names = [call[0] for call in diary.calls]
+    step = names[names.index("data") : names.index("taken") + 1]
+    micro_batches = step.count("forward")
+    assert step == [
+        "data", "micro-batch", *micro_batches * ("forward", "forward_backward", "backward"),
+        "optimizer", "optim_step", "taken",
+    ]  # fmt: skip
 
 
 def test_the_numbers_are_those_of_the_step(lab, rows_of):
