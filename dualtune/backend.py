@@ -122,6 +122,7 @@ class MemoryStats:
     used_bytes: int
     peak_bytes: int
     total_bytes: int
+    cached_bytes: int | None = None  # that the allocator keeps for later, not part of used_bytes; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +327,12 @@ class Backend(Protocol):
         """Return the visible devices, first the one that this backend computes on."""
         ...
 
-    def memory(self) -> MemoryStats: ...
+    def memory(self) -> MemoryStats:
+        """Return the memory in use now. The timeline of a run calls it several times a step: it must take microseconds.
+
+        It does not synchronize: on a GPU it is the view of the allocator, while queued work may still run.
+        """
+        ...
 
     def reset_peak_memory(self) -> None: ...
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,48 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=lambda: {})
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseChange:
+    """The run leaves one phase and begins the next.
+
+    The phases: data, micro-batch (all of a step, forward and backward), optimizer, evaluation, save.
+    """
+
+    step: int  # in the phases of a step, that step, counted from 1; in evaluation and save, the steps done
+    phase: str  # that begins
+    before: str | None  # that ends; None at the first one
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch of this process that is about to be computed, or has just been queued on the device."""
+
+    step: int  # counted from 1
+    index: int  # in the step, from 0; a step that is taken again begins again with 0
+    num_tokens: int  # without padding
+    num_targets: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTaken:
+    """A step whose update has been queued; its loss is known one step later, in its `StepRecord`."""
+
+    step: int  # counted from 1
+    num_tokens: int  # over all processes; 0 if the step policy made no update
+    num_targets: int
+    lr: float | None  # None: no update
+
+
 class Hook:
     """Base class of hooks: override what you need; the rest does nothing.
 
-    A hook that raises does not end the run: the failure is reported once, and the events that the hook missed are
-    delivered again, in order, before the next event. (Only a non-`Exception`, such as KeyboardInterrupt, ends the run.)
+    There are two kinds of events. Records, such as `on_step`, say what has happened. Moments (`before_forward`,
+    `after_backward`, `after_step`, `on_phase_change`) are called in the middle of the work, so they must be short; they
+    cost nothing if no hook overrides them.
+
+    A hook that raises does not end the run, and the failure is reported once. The records that it missed are delivered
+    again, in order, before the next one. A missed moment has passed and is not repeated; while records wait, the hook
+    gets no moments. (Only a non-`Exception`, such as KeyboardInterrupt, ends the run.) See docs/hooks.md.
     """
 
     def on_start(self, info: RunInfo) -> None: ...
@@ -81,3 +119,40 @@ class Hook:
 
     def on_end(self) -> None:
         """Called once, at the end, whether the run succeeded or failed."""
+
+    def on_phase_change(self, change: PhaseChange) -> None:
+        """Called between two phases. The last phase of a run ends with `on_end`."""
+
+    def before_forward(self, micro_batch: MicroBatch) -> None: ...
+
+    def after_backward(self, micro_batch: MicroBatch) -> None:
+        """Called when the host has queued the backward pass. The device may still compute it."""
+
+    def after_step(self, step: StepTaken) -> None: ...
+
+
+HOOKS_GROUP = "dualtune.hooks"
+MOMENTS = ("on_phase_change", "before_forward", "after_backward", "after_step")
+
+
+def installed_hooks() -> tuple[list[Hook], list[str]]:
+    """Return a hook for each entry point of the group `dualtune.hooks`, by name, and why others cannot be used.
+
+    An entry point names a callable without arguments that returns a `Hook`, such as a subclass.
+    """
+    hooks: list[Hook] = []
+    problems: list[str] = []
+    for point in sorted(entry_points(group=HOOKS_GROUP), key=lambda point: (point.name, point.value)):
+        try:
+            hook = point.load()()
+        except Exception as error:  # noqa: BLE001  foreign code must not end a run
+            problems.append(f"the hook '{point.name}' ({point.value}) is not used: {type(error).__name__}: {error}")
+            continue
+        if isinstance(hook, Hook):
+            hooks.append(hook)
+        else:
+            problems.append(
+                f"the hook '{point.name}' ({point.value}) is not used: it is a {type(hook).__name__}, it must be a "
+                "subclass of dualtune.hooks.Hook"
+            )
+    return hooks, problems

@@ -104,6 +104,23 @@ def test_the_hook_sees_every_step_and_both_evaluations(example, tmp_path, backen
     assert "verdict: " in out
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.slow)])
+def test_the_memory_profile_of_a_tiny_model_holds_its_checks(open_backend, monkeypatch, tmp_path, capsys, backend):
+    open_backend(backend)
+    monkeypatch.chdir(tmp_path)
+    platform = "cpu" if backend == "torch" else backend
+    monkeypatch.setattr(sys, "argv", ["profile", "--smoke", "--platform", platform, "--steps", "17"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "memory_profile_validation.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and len(re.findall(r"^ok    \w+: ", out, re.M)) == 5 and "FAIL" not in out
+    assert re.findall(r"^ +(\d+)  (\w+) +[\d.]+ +[\d.]+ +[-+][\d.]+ +[\d.]+$", out, re.M) == [
+        (str(step), "Warmup" if step < 5 else "Full" if step < 15 else "Forward") for step in range(17)
+    ]
+    assert re.search(r"^Forward +2 ", out, re.M) and "peak " in out
+    assert len((tmp_path / "memory_profile.csv").read_text(encoding="utf-8").splitlines()) == 18
+
+
 # --- the notebook ---
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.profile import profile
 
 DEVICES = ("auto", "cpu")
+
+
+@cache
+def _machine_bytes() -> int:
+    return psutil.virtual_memory().total
 
 
 class MlxBackend:
@@ -37,13 +43,15 @@ class MlxBackend:
         return CARD.capabilities(self.devices()[0].kind)
 
     def devices(self) -> list[DeviceInfo]:
-        memory = psutil.virtual_memory().total  # unified on Apple silicon
+        memory = _machine_bytes()  # unified on Apple silicon
         if mx.metal.is_available():
             return [DeviceInfo(str(mx.device_info()["device_name"]), "metal", memory)]
         return [DeviceInfo(platform.processor() or platform.machine(), "cpu", memory)]
 
     def memory(self) -> MemoryStats:
-        return MemoryStats(mx.get_active_memory(), mx.get_peak_memory(), psutil.virtual_memory().total)
+        used = mx.get_active_memory()
+        peak = max(used, mx.get_peak_memory())  # which a reset sets to 0
+        return MemoryStats(used, peak, _machine_bytes(), mx.get_cache_memory())
 
     def reset_peak_memory(self) -> None:
         mx.reset_peak_memory()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +54,13 @@ class TorchBackend:
             order = sorted(range(torch.cuda.device_count()), key=lambda index: index != ours)
             found = ((torch.cuda.get_device_properties(index), index) for index in order)
             return [DeviceInfo(gpu.name, "cuda", gpu.total_memory, index) for gpu, index in found]
-        return [DeviceInfo(platform.processor() or platform.machine(), "cpu", psutil.virtual_memory().total)]
+        return [DeviceInfo(platform.processor() or platform.machine(), "cpu", _machine_bytes())]
 
     def memory(self) -> MemoryStats:
         if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            return MemoryStats(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), total)
-        used = psutil.Process().memory_info().rss
-        return MemoryStats(used, max(used, _peak_rss()), psutil.virtual_memory().total)
+            return _cuda_memory(self.device)
+        used, peak = _process_memory()
+        return MemoryStats(used, max(used, peak), _machine_bytes())
 
     def reset_peak_memory(self) -> None:
         if self.device.type == "cuda":
@@ -106,11 +107,36 @@ def _numbered(name: str) -> torch.device:
     return device
 
 
-def _peak_rss() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource
+def _cuda_memory(device: torch.device) -> MemoryStats:
+    """Return the view of the caching allocator, with one reading of its counters."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    counters = torch.cuda.memory_stats_as_nested_dict(device)
+    if not counters:  # CUDA is not initialized
+        return MemoryStats(0, 0, total, 0)
+    allocated, reserved = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
+    cached = reserved["current"] - allocated["current"]
+    return MemoryStats(allocated["current"], allocated["peak"], total, cached)
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+@cache
+def _machine_bytes() -> int:
+    return psutil.virtual_memory().total
+
+
+def _process_memory() -> tuple[int, int]:
+    """Return the resident set size of this process now and at its peak, in bytes."""
+    if (status_file := _status(os.getpid())) is None:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+        return psutil.Process().memory_info().rss, peak
+    status = os.pread(status_file, 4096, 0)
+    peak, used = (int(status[at : at + 32].split(None, 2)[1]) for at in map(status.index, (b"VmHWM:", b"VmRSS:")))
+    return used * 1024, peak * 1024
+
+
+@cache
+def _status(process: int) -> int | None:
+    """Open the numbers of a process once: opening takes longer than reading. None on macOS."""
+    path = Path(f"/proc/{process}/status")
+    return os.open(path, os.O_RDONLY) if path.exists() else None

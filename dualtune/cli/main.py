@@ -37,6 +37,7 @@ COMMANDS = {
     "eval": ("adapters.eval", "Measure an adapter on held-out data."),
     "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
     "runs": ("training.runs", "List run directories with their state, verdict, losses, model and date."),
+    "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
     "checkpoints": ("training.checkpoints", "List and verify the checkpoints of a run."),
     "verify": ("adapters.verify", "Compare what an adapter computes here with what was recorded where it was trained."),
     "bundle": ("adapters.bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),

@@ -20,7 +20,7 @@ WORDS = {
         "check-env": "doctor env environment setup diagnose",
         "check-data": "data dataset datasets lint",
         "check-config": "check memory estimate fits",
-        "bench": "benchmark profile speed",
+        "bench": "benchmark speed",
         "launch": "distributed torchrun accelerate slurm sbatch mpirun multi-gpu",
         "push": "upload publish share",
         "pull": "download fetch",

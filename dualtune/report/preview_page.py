@@ -5,17 +5,15 @@ One file without scripts that may not load anything. All data is escaped as text
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from dualtune.data.preview.samples import Kind, Sample, kinds_of
 from dualtune.data.preview.survey import Bar, ShownToken, SourceNumbers, Survey
 from dualtune.data.preview.turns import Turn, TurnPart
+from dualtune.report.page import as_text as _text
+from dualtune.report.page import whole_page
 from dualtune.report.preview_style import STYLE, filter_style
-from dualtune.text.escape import visible
 
 FOLDED = 600  # tokens: longer rows are collapsed
 TAGS = {
@@ -41,16 +39,10 @@ class Page:
 
 def preview_page(page: Page) -> str:
     """Return the whole page."""
-    title, kinds = _text(page.title), kinds_of(page.found)
+    kinds = kinds_of(page.found)
     style = STYLE + filter_style([kind.name for kind in kinds])
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return "".join(
+    body = "".join(
         [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; ',
-            f"style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'\">\n",
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-            f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n",
             *(f'<p class="notice"><b>Warning:</b> {_text(warning)}</p>\n' for warning in page.warnings),
             '<ul class="tiles">\n',
             *(f"<li><b>{_text(number)}</b> {_text(what)}</li>\n" for what, number in _tiles(page.found)),
@@ -67,9 +59,9 @@ def preview_page(page: Page) -> str:
                 f'<article class="row bad"><p class="reason">{_text(reason)}</p></article>\n'
                 for reason in page.found.first_bad_rows
             ),
-            "</main>\n</body>\n</html>\n",
         ]
     )
+    return whole_page(page.title, style, body)
 
 
 def _tiles(found: Survey) -> list[tuple[str, str]]:
@@ -190,7 +182,3 @@ def _token(token: ShownToken) -> str:
     kinds = " ".join(name for name, holds in (("special", token.special), ("target", token.is_target)) if holds)
     weight = f", weight {token.weight:g}" if token.is_target and token.weight != 1 else ""
     return f'<span title="token {token.id}{weight}"{f" class={kinds!r}" if kinds else ""}>{_text(token.text)}</span>'
-
-
-def _text(text: str) -> str:
-    return escape(visible(text))

@@ -47,15 +47,18 @@ MODEL_TYPE = "dualtune-softmax"
 class NumpyBackend:
     name = CARD.name
 
+    def __init__(self) -> None:
+        self._process, self._total_bytes = psutil.Process(), psutil.virtual_memory().total
+
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
         return CARD.capabilities()
 
     def devices(self) -> list[DeviceInfo]:
-        return [DeviceInfo("NumPy", "cpu", psutil.virtual_memory().total)]
+        return [DeviceInfo("NumPy", "cpu", self._total_bytes)]
 
     def memory(self) -> MemoryStats:
-        used = psutil.Process().memory_info().rss
-        return MemoryStats(used, used, psutil.virtual_memory().total)
+        used = self._process.memory_info().rss
+        return MemoryStats(used, used, self._total_bytes)
 
     def reset_peak_memory(self) -> None:
         """Do nothing: the peak is not tracked."""

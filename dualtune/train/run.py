@@ -25,19 +25,21 @@ from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
 from dualtune.evaluate.inference import load_adapter
-from dualtune.hooks import Event, Hook, RunInfo
+from dualtune.hooks import Event, Hook, RunInfo, installed_hooks
 from dualtune.io.disk import remove_directory, write_file
 from dualtune.optimizer import OptimizerSpec
+from dualtune.profiler.timeline import Timeline
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.memory import agreed
+from dualtune.train.moments import Moments
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, Resumed, prepare
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, read_rows
 from dualtune.train.state.resume import Change, table
-from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, RunDir
+from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, TIMELINE, RunDir
 from dualtune.train.state.together import open_together
 from dualtune.train.trainer import Job, fit
 from dualtune.versions import VERSION, versions_of
@@ -119,19 +121,22 @@ def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> 
     run_dir.has_begun = True
     _write_records(run_dir, prepared, engine)
 
-    watchers = Watchers(hooks)
+    watchers, unusable_hooks = _watchers(prepared, run_dir, hooks)
     log = Metrics(run_dir.path / METRICS, prepared.backend, watchers, first_step)
     guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
-    saver = Saver(run_dir, prepared, engine, guards, log)
+    moments = Moments(watchers)
+    saver = Saver(run_dir, prepared, engine, guards, log, moments)
     info = RunInfo(
         run_dir.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
         len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(config.train.optimizer),
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
+        for problem in unusable_hooks:
+            log.event(Event(first_step, "hook_failed", problem))
         _tell_what_was_found(prepared, run_dir, log, engine.description.threads)
         with Ahead(prepared.batches, prepared.data.order.num_steps) as batches:
-            num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, batches), first_step)
+            num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, moments, batches), first_step)
         saver.check_files(num_steps)
         if config.guards.restore_best:
             _restore_best(engine, saver, log, num_steps)
@@ -148,6 +153,18 @@ def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> 
     if saver.newest is None and saver.failure is not None:
         raise DiskError(f"{saver.failure} No checkpoint could be saved; the adapter is in {run_dir.adapter}")
     return _result(run_dir, num_steps, log.history)
+
+
+def _watchers(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> tuple[Watchers, list[str]]:
+    """Return what calls the hooks: the timeline of memory, the given hooks, the installed ones; and why some cannot be.
+
+    Of several processes, only the first one writes the timeline and loads the installed hooks.
+    """
+    if not prepared.team.is_first:
+        return Watchers(hooks), []
+    installed, problems = installed_hooks()
+    timeline = Timeline(run_dir.path / TIMELINE, prepared.backend.memory)
+    return Watchers([timeline, *hooks, *installed]), problems
 
 
 def _has_ended(resumed: Resumed, run_dir: RunDir) -> bool:

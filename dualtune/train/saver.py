@@ -16,6 +16,7 @@ from dualtune.io.disk import free_name, write_file
 from dualtune.io.replaced import OpenDirectory, set_aside
 from dualtune.text.show import in_bytes
 from dualtune.train.health.guards import Guards
+from dualtune.train.moments import SAVE, Moments
 from dualtune.train.policies import entry_of
 from dualtune.train.prepare import Prepared, position_of
 from dualtune.train.schedule import is_due, learning_rate
@@ -31,8 +32,10 @@ ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
 class Saver:
     """Saves the state of the engine, the guards and the step policy; keeps the newest checkpoints and the best one."""
 
-    def __init__(self, run_dir: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics) -> None:
-        self._run_dir = run_dir
+    def __init__(
+        self, run_dir: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics, moments: Moments
+    ) -> None:
+        self._run_dir, self._moments = run_dir, moments
         self._config = prepared.config
         self._order = prepared.data.order
         self._fixed: dict[str, Any] = {
@@ -62,6 +65,7 @@ class Saver:
         self.check_files(step)
         if step == self._saved_step or not self._team.is_first:
             return
+        self._moments.enter(step, SAVE)
         self._log.sync()
         try:
             self.newest = self._write(self._run_dir.checkpoints, step)

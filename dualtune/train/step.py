@@ -23,13 +23,19 @@ if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
     from dualtune.train.state.metrics import Metrics
 
-DATA, GRADIENT, OPTIMIZER = "data", "forward and backward", "optimizer"  # the phases of a step
+DATA, GRADIENT, OPTIMIZER = "data", "micro-batch", "optimizer"  # the phases of a step
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 
 
 def untimed(name: str) -> contextlib.AbstractContextManager[None]:
-    """Measure nothing: the phases of a training run, without synchronizing."""
+    """Measure nothing."""
     return contextlib.nullcontext()
+
+
+def unwatched(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """Tell nobody of the micro-batches."""
+    return batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +77,13 @@ class TrainingStep:
 
     def __init__(
         self, prepared: Prepared, engine: Engine, index: int, make_batches: Callable[[int], list[Batch]], *,
-        max_steps: int = 1, phase: Phase = untimed,
+        max_steps: int = 1, phase: Phase = untimed, watch: Watch = unwatched,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.index = index  # steps done before this one
         self.max_steps = max_steps  # that it may cover: until the next checkpoint, evaluation or the end
         self._prepared, self._team = prepared, prepared.team
-        self._make_batches, self._phase = make_batches, phase
+        self._make_batches, self._phase, self._watch = make_batches, phase, watch
         self._counted: tuple[float, int, int] | None = None  # not cached_property, which uses a lock before Python 3.12
 
     @cached_property
@@ -101,7 +107,7 @@ class TrainingStep:
         """Add the gradient of the (weighted) mean loss over the step's targets, micro-batch by micro-batch."""
         weight, _, _ = self._totals()
         with self._phase(GRADIENT):
-            for batch in self._until_stopped(self.batches):
+            for batch in self._watch(self._until_stopped(self.batches)):
                 self.engine.forward_backward(batch, divisor=weight)
 
     def update(self) -> Update:

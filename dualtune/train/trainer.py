@@ -12,6 +12,7 @@ from dualtune.errors import Preempted
 from dualtune.evaluate.evaluation import evaluate
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.health.guards import Guards
+from dualtune.train.moments import EVALUATION, Moments
 from dualtune.train.policies import restore_policy
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver
@@ -32,6 +33,7 @@ class Job:
     log: Metrics
     guards: Guards
     saver: Saver
+    moments: Moments
     batches: Callable[[int], list[Batch]]  # the micro-batches of a step, counted from 0
 
 
@@ -59,7 +61,9 @@ def _take_step(job: Job, step: int) -> int:
     prepared, team = job.prepared, job.prepared.team
     max_steps = steps_until_due(prepared.config.run, step, prepared.data.order.num_steps)
     try:
-        outcome = prepared.policy.take(TrainingStep(prepared, job.engine, step, job.batches, max_steps=max_steps))
+        watched = job.moments.of_step(step + 1)
+        training_step = TrainingStep(prepared, job.engine, step, job.batches, max_steps=max_steps, **watched)
+        outcome = prepared.policy.take(training_step)
     except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
         job.saver.save(_settle(job, step))
         team.check()
@@ -70,6 +74,7 @@ def _take_step(job: Job, step: int) -> int:
             f"step policy {prepared.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}"
         )
     step += outcome.num_steps
+    job.moments.step_taken(step, outcome)
     with team.waiting("the gradients of the other processes"):
         record_before = record(outcome, job.log, step, prepared.data.order.step(step - 1).epoch)
     return _pass_to_guards(job, step, record_before)
@@ -133,6 +138,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         return
     try:
         prepared = job.prepared
+        job.moments.enter(step, EVALUATION)
         record = evaluate(
             job.engine, prepared.data.eval, prepared.data.layout, step,
             lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,

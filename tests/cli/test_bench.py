@@ -82,9 +82,7 @@ def test_the_traces_can_be_read(bench, tmp_path):
     process, result = bench()
     events = json.loads((tmp_path / "o" / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["step"] for event in events if event["name"] == "optimizer"] == [0, 1, 2]
-    assert {"load", "step", "data", "forward and backward", "making data", "forward alone"} < {
-        e["name"] for e in events
-    }
+    assert {"load", "step", "data", "micro-batch", "making data", "forward alone"} < {e["name"] for e in events}
     assert all(event["ph"] == "X" and event["dur"] >= 0 for event in events)
     shares = result["profile"]["shares"]
     if bench.platform != "cpu":

@@ -4,6 +4,7 @@ config.yaml         every key with its value
 environment.json    versions and devices
 chat_template.jinja the chat template, if any: data.template may name a file that another machine does not have
 metrics.jsonl       steps, evaluations, events
+memory.csv          the memory in use, by step and phase
 checkpoints/        step-00000100, …
 adapter/            the result
 lock                the current or last process, and how it ended
@@ -30,6 +31,7 @@ from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock
 CHECKPOINTS = "checkpoints"
 ADAPTER = "adapter"
 METRICS = "metrics.jsonl"
+TIMELINE = "memory.csv"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 CHECKPOINT_NOW = "checkpoint-now"

@@ -1,0 +1,1 @@
+"""Where the memory of a run goes: snapshots by step and phase, and the peak, spikes and leaks in them."""

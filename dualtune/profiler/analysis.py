@@ -1,0 +1,132 @@
+"""What a series of snapshots means: its peak, the use by phase, spikes, and whether memory leaks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from dualtune.profiler.snapshot import GB, MB, Snapshot
+
+SPIKE_MB = 100.0
+NUM_BLOCKS = 10
+MIN_STEPS = 40  # of which a leak can be found: four in each block
+WARM_UP = 0.2  # the share of a series in which caches and compiled code still grow
+STUDENT_T = 4.501  # with 8 degrees of freedom, exceeded with a probability of 0.1 %: Student's table
+MIN_GROWTH = 0.01  # of the memory in use; a smaller growth is no leak that matters
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest use, and the phase in which it was reached."""
+
+    bytes: int
+    step: int
+    phase: str
+
+    @property
+    def mb(self) -> float:
+        return self.bytes / MB
+
+    @property
+    def gb(self) -> float:
+        return self.bytes / GB
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """The memory in use at the snapshots of one phase."""
+
+    num_snapshots: int
+    mean_bytes: float
+    max_bytes: int
+    min_bytes: int
+
+
+class Spike(NamedTuple):
+    """An increase from one snapshot to the next."""
+
+    step: int
+    delta_mb: float
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """The growth of the memory that is never freed, in bytes per step; the true growth lies within ± `bound`."""
+
+    slope: float
+    bound: float
+    growth_bytes: float  # over the steps that were judged
+    found: bool
+
+
+def peak_of(snapshots: Sequence[Snapshot]) -> Peak | None:
+    """Return the first snapshot with the highest use; None without snapshots.
+
+    With counters of the peak it is exact: the counter first shows its highest value in the phase that reached it.
+    """
+    if not snapshots:
+        return None
+    at = max(snapshots, key=_highest)
+    return Peak(_highest(at), at.step, at.phase)
+
+
+def _highest(snapshot: Snapshot) -> int:
+    return snapshot.used_bytes if snapshot.peak_bytes is None else max(snapshot.used_bytes, snapshot.peak_bytes)
+
+
+def by_phase(snapshots: Sequence[Snapshot]) -> dict[str, PhaseMemory]:
+    """Return mean, maximum and minimum for each phase, in the order in which the phases first occur."""
+    used: dict[str, list[int]] = {}
+    for snapshot in snapshots:
+        used.setdefault(snapshot.phase, []).append(snapshot.used_bytes)
+    return {phase: PhaseMemory(len(all_), statistics.fmean(all_), max(all_), min(all_)) for phase, all_ in used.items()}
+
+
+def spikes_in(snapshots: Sequence[Snapshot], threshold_mb: float = SPIKE_MB) -> list[Spike]:
+    """Return the snapshots with more than `threshold_mb` more in use than at the one before, in order of time."""
+    increases = (
+        Spike(now.step, (now.used_bytes - before.used_bytes) / MB, now.phase) for before, now in pairwise(snapshots)
+    )
+    return [spike for spike in increases if spike.delta_mb > threshold_mb]
+
+
+def used_bytes(snapshot: Snapshot) -> int:
+    return snapshot.used_bytes
+
+
+def find_leak(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | None] = used_bytes) -> Leak | None:
+    """Judge whether the memory that is in use even at the lowest point of each step grows without end.
+
+    The statistic: the first fifth of the steps is left out as warm-up, the rest is divided into ten blocks of equal
+    length, and the median of each block is its level. The nine increases from level to level have the mean d and the
+    standard error s = sd / sqrt(9). The slope per step is d / length, known within ± t·s / length, where t is
+    Student's for 8 degrees of freedom. It is a leak if the slope is above that bound, and if the level has grown by at
+    least 1 %. So one jump (a longer document, a cache that fills once) is none: it is a large d with an s just as
+    large; nor is a random walk, whose increases have the mean zero. None with fewer than 40 steps after the warm-up.
+    """
+    floors = _floors(snapshots, number)
+    first = math.ceil(len(floors) * WARM_UP)
+    length = (len(floors) - first) // NUM_BLOCKS
+    if length * NUM_BLOCKS < MIN_STEPS:
+        return None
+    kept = floors[len(floors) - length * NUM_BLOCKS :]
+    blocks = [statistics.median(kept[i : i + length]) for i in range(0, len(kept), length)]
+    increases = [after - before for before, after in pairwise(blocks)]
+    slope = statistics.fmean(increases) / length
+    bound = STUDENT_T * statistics.stdev(increases) / math.sqrt(len(increases)) / length
+    growth = blocks[-1] - blocks[0]
+    return Leak(slope, bound, growth, found=slope > bound and growth >= MIN_GROWTH * blocks[0])
+
+
+def _floors(snapshots: Sequence[Snapshot], number: Callable[[Snapshot], int | None]) -> list[int]:
+    """Return the lowest use in each step, in the order of the steps."""
+    lowest: dict[int, int] = {}
+    for snapshot in snapshots:
+        if (value := number(snapshot)) is not None:
+            lowest[snapshot.step] = min(value, lowest.get(snapshot.step, value))
+    return [lowest[step] for step in sorted(lowest)]

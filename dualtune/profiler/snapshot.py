@@ -1,0 +1,100 @@
+"""A snapshot of the memory in use, and its two CSV forms: in MB for people, in bytes for the run directory."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualtune.errors import FormatError
+
+MB, GB = 1 << 20, 1 << 30
+CSV_HEADER = ("step", "phase", "used_mb", "total_mb", "utilization_percent")
+TIMELINE_HEADER = (
+    "step", "phase", "used_bytes", "peak_bytes", "cached_bytes", "process_bytes", "device_bytes", "total_bytes", "time",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The memory in use at one moment. On a CPU the used memory is that of the process, elsewhere of the allocator."""
+
+    step: int
+    phase: str
+    used_bytes: int
+    total_bytes: int  # of the device; on a CPU, of the machine
+    timestamp: float  # seconds since 1970
+    peak_bytes: int | None = None  # the highest use since the run began: it may lie between two snapshots
+    cached_bytes: int | None = None  # what the allocator keeps for later, not part of used_bytes
+    process_bytes: int | None = None  # of the process on the host
+    device_bytes: int | None = None  # of the whole device and all its processes, as the driver counts it
+
+    @property
+    def used_mb(self) -> float:
+        return self.used_bytes / MB
+
+    @property
+    def used_gb(self) -> float:
+        return self.used_bytes / GB
+
+    @property
+    def utilization_percent(self) -> float:
+        """The used share of the total; 0 if the total is not known."""
+        return 100 * self.used_bytes / self.total_bytes if self.total_bytes else 0.0
+
+
+def to_csv(snapshots: Iterable[Snapshot]) -> str:
+    """Return the table for people and spreadsheets, in MB of 2**20 bytes."""
+    rows = (
+        (s.step, s.phase, f"{s.used_mb:.2f}", f"{s.total_bytes / MB:.2f}", f"{s.utilization_percent:.2f}")
+        for s in snapshots
+    )
+    return _csv([CSV_HEADER, *rows])
+
+
+def timeline_row(snapshot: Snapshot) -> str:
+    """Return a row of the run's timeline. A number that is not known is empty."""
+    s = snapshot
+    numbers = (s.used_bytes, s.peak_bytes, s.cached_bytes, s.process_bytes, s.device_bytes, s.total_bytes)
+    cells = ",".join("" if number is None else str(number) for number in numbers)
+    return f"{s.step},{s.phase},{cells},{s.timestamp:.3f}\n"
+
+
+def read_timeline(path: Path) -> list[Snapshot]:
+    """Return the snapshots of a run, without rows that were truncated when it was killed. FormatError if it has none.
+
+    The file is as `timeline_row` writes it, after the header.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise FormatError(
+            f"{path}: cannot be read: {error.strerror}. Give the directory of a run; runs of older versions and runs "
+            "that have not begun a step have no timeline"
+        ) from error
+    lines = text.splitlines(keepends=True)
+    if not lines or lines[0].strip().split(",") != [*TIMELINE_HEADER]:
+        raise FormatError(f"{path}: not a timeline of memory; its first line must be {','.join(TIMELINE_HEADER)}")
+    return [*_parsed(line for line in lines[1:] if line.endswith("\n"))]
+
+
+def _parsed(lines: Iterable[str]) -> Iterator[Snapshot]:
+    for line in lines:
+        cells = line.rstrip("\n").split(",")
+        if len(cells) != len(TIMELINE_HEADER):
+            continue
+        step, phase, *numbers, time = cells
+        try:
+            used, peak, cached, process, device, total = (int(cell) if cell else None for cell in numbers)
+            if used is not None and total is not None:
+                yield Snapshot(int(step), phase, used, total, float(time), peak, cached, process, device)
+        except ValueError:  # damaged
+            continue
+
+
+def _csv(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,241 @@
+"""Moments of a run: the order of the calls, their numbers, what a failing hook misses, and hooks from outside."""
+
+import json
+import pydoc
+
+import pytest
+
+from dualtune.hooks import Hook, installed_hooks
+from dualtune.profiler.snapshot import read_timeline
+from dualtune.train.moments import Moments
+from dualtune.train.step import untimed, unwatched
+from dualtune.watchers import Watchers
+
+# Two micro-batches a step, an evaluation before, in the middle and at the end, and a save.
+BUSY = {"train__steps": 2, "train__micro_batch_tokens": 64, "data__packing": False, "data__eval": 0.25,
+        "run__save_every": 2, "run__eval_every": 1}  # fmt: skip
+
+
+class Diary(Hook):
+    """Every call, in order."""
+
+    def __init__(self, name="", calls=None) -> None:
+        self.name, self.calls = name, [] if calls is None else calls
+
+    def _note(self, *what) -> None:
+        self.calls.append((self.name, *what) if self.name else what)
+
+    def on_step(self, record):
+        self._note("step", record.step)
+
+    def on_phase_change(self, change):
+        self._note(change.phase, change.step, change.before)
+
+    def before_forward(self, micro_batch):
+        self._note("forward", micro_batch.step, micro_batch.index)
+
+    def after_backward(self, micro_batch):
+        self._note("backward", micro_batch.step, micro_batch.index)
+
+    def after_step(self, step):
+        self._note("taken", step.step)
+
+
+def rows_of_events(run_dir, event):
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row.get("event") == event]
+
+
+def test_the_order_of_the_calls(lab):
+    diary = Diary()
+    lab.run(hooks=[diary], **BUSY)
+    micro_batches = max(call[2] for call in diary.calls if call[0] == "forward") + 1
+    assert micro_batches >= 2
+
+    def step(number, before):
+        around = [(what, number, index) for index in range(micro_batches) for what in ("forward", "backward")]
+        return [
+            ("data", number, before), ("micro-batch", number, "data"), *around, ("optimizer", number, "micro-batch"),
+            ("taken", number), ("step", number),
+        ]  # fmt: skip
+
+    assert diary.calls == [
+        ("evaluation", 0, None),
+        *step(1, "evaluation"),
+        ("evaluation", 1, "optimizer"),
+        ("save", 1, "evaluation"),  # the best one so far
+        *step(2, "save"),
+        ("save", 2, "optimizer"),
+        ("evaluation", 2, "save"),
+    ]
+
+
+def test_the_work_is_done_between_the_calls_around_it(lab, monkeypatch):
+    diary = Diary()
+    engine = {"numpy": "dualtune.testing.numpy_engine.NumpyEngine", "torch": "dualtune_torch.engine.TorchEngine"}
+    for method in ("forward_backward", "optim_step"):
+        original = getattr(pydoc.locate(engine[lab.backend.name]), method)
+
+        def noted(self, *args, original=original, method=method, **options):
+            diary.calls.append((method,))
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(f"{engine[lab.backend.name]}.{method}", noted)
+    lab.run(hooks=[diary], **BUSY | {"train__steps": 1})
+    names = [call[0] for call in diary.calls]
+    step = names[names.index("data") : names.index("taken") + 1]
+    micro_batches = step.count("forward")
+    assert step == [
+        "data", "micro-batch", *micro_batches * ("forward", "forward_backward", "backward"),
+        "optimizer", "optim_step", "taken",
+    ]  # fmt: skip
+
+
+def test_the_numbers_are_those_of_the_step(lab, rows_of):
+    counted = {}
+
+    class Count(Diary):
+        def before_forward(self, micro_batch):
+            tokens, targets = counted.get(micro_batch.step, (0, 0))
+            counted[micro_batch.step] = tokens + micro_batch.num_tokens, targets + micro_batch.num_targets
+
+        def after_backward(self, micro_batch): ...
+
+        def after_step(self, step):
+            assert counted[step.step] == (step.num_tokens, step.num_targets)
+            counted[step.step] = step.num_tokens, step.num_targets, step.lr
+
+    result = lab.run(hooks=[Count()], **BUSY)
+    steps, _ = rows_of(result.run_dir)
+    assert counted == {row["step"]: (row["num_tokens"], row["num_targets"], row["lr"]) for row in steps}
+
+
+def test_hooks_change_nothing(lab, weights_of):
+    watched = lab.run("watched", hooks=[Diary()], **BUSY)
+    assert weights_of(watched.run_dir) == weights_of(lab.run("alone", **BUSY).run_dir)
+
+
+def test_hooks_are_called_in_the_given_order(lab):
+    calls = []
+    lab.run(hooks=[Diary("first", calls), Diary("second", calls)], **BUSY)
+    assert [call[1:] for call in calls[::2]] == [call[1:] for call in calls[1::2]]
+    assert {call[0] for call in calls[::2]} == {"first"} and {call[0] for call in calls[1::2]} == {"second"}
+
+
+def test_nobody_is_called_if_nobody_listens():
+    """No generator around the micro-batches, no function around the phases."""
+    moments = Moments(Watchers([Hook()]))
+    assert moments.of_step(1) == {"phase": untimed, "watch": unwatched}
+    phases_only = type("PhasesOnly", (Hook,), {"on_phase_change": lambda self, change: None})
+    assert Moments(Watchers([phases_only()])).of_step(1)["watch"] is unwatched
+
+
+class Broken(Diary):
+    """Fails in one of its methods."""
+
+    def __init__(self, event, fails=lambda time: True) -> None:
+        super().__init__()
+        self.event, self.fails, self.times = event, fails, 0
+
+    def _note(self, *what) -> None:
+        if what[0] == self.event:
+            self.times += 1
+            if self.fails(self.times):
+                raise OSError("no more room")
+        super()._note(*what)
+
+
+@pytest.mark.parametrize("event", ["forward", "backward", "taken", "optimizer"])
+def test_a_moment_that_fails_is_reported_once_and_never_repeated(lab, event):
+    broken, sound = Broken(event), Diary()
+    result = lab.run(hooks=[broken, sound], **BUSY)
+    (row,) = rows_of_events(result.run_dir, "hook_failed")
+    assert "Broken." in row["message"] and "raised OSError: no more room" in row["message"]
+    assert "not repeated" in row["message"]
+    assert broken.calls == [call for call in sound.calls if call[0] != event]
+    assert broken.times == len(sound.calls) - len(broken.calls)
+
+
+def test_a_hook_gets_no_moments_while_records_wait():
+    """The record of step 1 fails twice: it comes before everything that follows it."""
+    broken, problems = Broken("step", fails=lambda time: time <= 2), []
+    watchers = Watchers([broken])
+    watchers.report = problems.append
+    record, moment = type("Record", (), {"step": 1})(), type("Taken", (), {"step": 1})()
+    watchers.tell("on_step", record)
+    watchers.tell_now("after_step", moment)
+    assert broken.calls == []
+    watchers.tell_now("after_step", moment)
+    assert broken.calls == [("step", 1), ("taken", 1)]
+    assert len(problems) == 1 and "delivered later" in problems[0]
+
+
+def test_a_timeline_that_cannot_be_written_does_not_end_the_run(lab, monkeypatch, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()  # so that it counts as a run
+    (tmp_path / "run" / "memory.csv").mkdir()
+    result = lab.run(train__steps=2)
+    assert result.num_steps == 2
+    assert [row["message"].partition(" raised")[0] for row in rows_of_events(result.run_dir, "hook_failed")] == [
+        "Timeline.on_start"
+    ]
+
+
+# --- hooks from outside ----------------------------------------------------------------------------------------------
+
+PACKAGE = """
+from dualtune.hooks import Hook
+
+class Outside(Hook):
+    def on_start(self, info):
+        self.file = open(info.run_dir / "outside.txt", "w")
+
+    def before_forward(self, micro_batch):
+        self.file.write(f"{micro_batch.step}.{micro_batch.index} ")
+
+    def on_end(self):
+        self.file.close()
+
+class NoHook:
+    pass
+
+def broken():
+    raise RuntimeError("needs a license")
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Install a package with these entry points, as pip would leave it."""
+
+    def install(*points):
+        site = tmp_path / "site"
+        info = site / "outside_hooks-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / "outside_hooks.py").write_text(PACKAGE)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-hooks\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[dualtune.hooks]\n" + "\n".join(points) + "\n")
+        monkeypatch.syspath_prepend(site)
+
+    return install
+
+
+def test_an_installed_hook_watches_a_run(lab, installed):
+    installed("outside = outside_hooks:Outside")
+    result = lab.run(train__steps=2)
+    assert (result.run_dir / "outside.txt").read_text().split() == ["1.0", "2.0"]
+
+
+def test_installed_hooks_come_in_the_order_of_their_names(installed):
+    installed("b = outside_hooks:Outside", "a = dualtune.hooks:Hook")
+    hooks, problems = installed_hooks()
+    assert [type(hook).__name__ for hook in hooks] == ["Hook", "Outside"] and problems == []
+
+
+def test_an_installed_hook_that_cannot_be_used_is_reported_and_the_run_continues(lab, installed):
+    installed("a = outside_hooks:NoHook", "b = outside_hooks:broken", "c = outside_hooks:Missing", "d = nowhere:X")
+    result = lab.run(train__steps=2)
+    a, b, c, d = (row["message"] for row in rows_of_events(result.run_dir, "hook_failed"))
+    assert "'a' (outside_hooks:NoHook)" in a and "it must be a subclass of dualtune.hooks.Hook" in a
+    assert "RuntimeError: needs a license" in b and "Missing" in c and "No module named 'nowhere'" in d
+    assert len(read_timeline(result.run_dir / "memory.csv")) > 6
