@@ -5,7 +5,7 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 from mlx import nn
@@ -51,6 +51,10 @@ class SharedInput:
             self._x_BTI = None  # x is kept no longer than needed
         return u_BTr
 
+    def forget(self) -> None:
+        """Drop the products that layers have not fetched."""
+        self._x_BTI, self._waiting = None, {}
+
     def _dropped(self, x_BTI: mx.array) -> mx.array:
         """`dualtune.adapter.dropout.keep_mask` on the device."""
         assert self.dropout_seeds.seeds_BT is not None
@@ -91,6 +95,13 @@ class LoRALinear(AdaptedLayer):
 
     def delta(self) -> mx.array:
         return self.scale * (self.weights.lora_B_Or @ self.weights.lora_A_rI)
+
+
+def forget_products(layers: Iterable[AdaptedLayer]) -> None:
+    """Drop what these layers share after an interrupted forward pass."""
+    for layer in layers:
+        if isinstance(layer.shared, SharedInput):
+            layer.shared.forget()
 
 
 LAYER = LoRALinear

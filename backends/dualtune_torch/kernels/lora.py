@@ -15,7 +15,7 @@ Hu et al., LoRA, arXiv 2106.09685. Shapes: M tokens, I input features, O output 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,10 @@ class LoRAGroup:
             self._input = None
         return y_BTO
 
+    def forget(self) -> None:
+        """Drop the outputs that layers have not fetched, and how the next input is recomputed."""
+        self._input, self._outputs, self.recompute = None, {}, None
+
 
 def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]) -> None:
     """Compute every plain LoRA layer by a group. Most groups have one layer."""
@@ -68,6 +72,13 @@ def add_groups(layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe
             groups.setdefault(input_of(path), {})[path] = layer
     for group in groups.values():
         LoRAGroup(group, adapter, maybe_compile)
+
+
+def forget_outputs(layers: Iterable[AdaptedLayer]) -> None:
+    """Drop what the groups of these layers hold after an interrupted forward pass."""
+    for layer in layers:
+        if isinstance(layer, LoRALinear) and isinstance(layer.group, LoRAGroup):
+            layer.group.forget()
 
 
 def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
