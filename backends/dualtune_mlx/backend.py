@@ -19,8 +19,8 @@ from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.profile import profile
 
 DEVICES = ("auto", "cpu")
-# In the messages of MLX's errors for memory that could not be allocated (mlx/backend/metal/allocator.cpp, device.cpp). On
-# a CPU there is no error: the process ends with SIGSEGV.
+# In the messages of MLX's errors for memory that Metal could not allocate. On a CPU there is no error: the process ends
+# with SIGSEGV.
 SHORTAGES = ("[malloc] Unable to allocate", "[metal::malloc]", "kIOGPUCommandBufferCallbackErrorOutOfMemory")
 
 

@@ -54,9 +54,18 @@ class Team:
 
     def stop_if(self, wish: bool) -> None:
         """Raise Preempted if any process has been asked to stop."""
-        if self.agree(wish):
+        self.poll(wish)
+
+    def poll(self, stop: bool, too_many: int = 0) -> int:
+        """Raise Preempted if any process has been asked to stop; else return the largest `too_many` of all processes.
+
+        `too_many` is the number of tokens with which a process ran out of memory; 0 if it did not.
+        """
+        notes = [(False, stop, too_many)] if self.size == 1 else self._exchange(stop, too_many)
+        if any(note[1] for note in notes):
             interrupt.poll()
             raise Preempted("Stopped: another process of the run was asked to stop")
+        return max(int(note[2]) for note in notes)
 
     def total(self, *numbers: float) -> tuple[float, ...]:
         """Return the sums of up to three numbers over all processes, bitwise equal in each."""

@@ -1,7 +1,7 @@
 """The allocators of device memory: how a shortage looks, and how freed memory is kept or returned.
 
-On a CPU, glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a page fault.
-A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks.
+On a CPU, glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a
+page fault. A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_KEPT = 1 << 30  # bytes
 SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set
-# In the messages of errors that have no class of their own. The first is that of torch's allocator on a CPU, followed on
-# Linux by "can't allocate memory" and elsewhere by "not enough memory".
+# In the messages of errors that have no class of their own. The first comes from torch's allocator on a CPU.
 SHORTAGES = ("DefaultCPUAllocator: ", "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 
 
