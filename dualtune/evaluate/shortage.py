@@ -25,10 +25,13 @@ def explained(backend: Backend, config: Config, what: str) -> Generator[None]:
     """Raise OutOfMemory in place of the backend's own error. `what` was done when memory ran out."""
     try:
         yield
+        return
     except Exception as error:
         if not backend.is_out_of_memory(error):
             raise
-        raise OutOfMemory(explanation(backend, config, f"{what} ({first_line(error)})")) from error
+        reason = first_line(error)
+    # Outside of the block the traceback is gone, and with it what its frames held: the message needs some memory too.
+    raise OutOfMemory(explanation(backend, config, f"{what} ({reason})"))
 
 
 def explanation(backend: Backend, config: Config, what: str) -> str:
@@ -40,11 +43,11 @@ def explanation(backend: Backend, config: Config, what: str) -> str:
 
 
 def _parts(backend: Backend, config: Config) -> str:
-    """Return the parts of the estimate; if there are no formulas, the peak so far."""
+    """Return the parts of the estimate; if there are no formulas or too little memory to read the config, the peak."""
     try:
         decoder = decoder_of(read_config(resolve_model(config.model.name, weights=False)))
         found = estimate(decoder, ask_of(config, decoder, backend.name, _device(backend)))
-    except (DualtuneError, UnknownShape):
+    except (DualtuneError, UnknownShape, MemoryError):
         memory = backend.memory()
         return f"The peak so far is {in_bytes(memory.peak_bytes)} of {in_bytes(memory.total_bytes)}"
     parts = ", ".join(f"{part.name} {in_bytes(part.bytes)}" for part in found.parts)
