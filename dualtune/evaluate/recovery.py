@@ -13,7 +13,7 @@ from dualtune import interrupt
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.backend import Backend, Batch, Engine
 from dualtune.data.batching.batches import SequenceLayout
-from dualtune.distributed.team import Team
+from dualtune.distributed.team import PeerFailed, Team
 from dualtune.errors import ConfigError, OutOfMemory, PeerLost
 from dualtune.hooks import Event
 
@@ -80,8 +80,8 @@ class Recovery:
         try:
             work(batch)
             return True
-        except PeerLost:
-            self._team.check()  # another process may report the cause
+        except PeerLost:  # with a split base, the others see only that this process does not send its part
+            self._learn_cause()
             raise
         except Exception as error:
             if self._backend is None or not self._backend.is_out_of_memory(error):
@@ -89,8 +89,23 @@ class Recovery:
             self._reason = first_line(error)
         # Only here, outside of the block, nothing refers to the traceback, whose frames hold the activations.
         if self._team.size > 1 and self._engine.description.sharding == "full":
-            raise self._given_up("the other processes wait for a part of the base, so this step cannot be repeated")
+            self._engine.discard()
+            self.halve(self.layout.max_tokens)
+            raise self._given_up(
+                "the other processes wait for a part of the base, so the step is not repeated here. The same command "
+                f"resumes with micro-batches of up to {self.layout.max_tokens} tokens"
+            )
         return False
+
+    def _learn_cause(self) -> None:
+        """Raise PeerFailed if the process that is gone has reported why; if its memory ran out, remember that."""
+        try:
+            self._team.check()
+        except PeerFailed as cause:
+            if cause.exit_code == OutOfMemory.exit_code:
+                self._engine.discard()
+                self.halve(self.layout.max_tokens)
+            raise
 
     def halve(self, tokens: int) -> bool:
         """Cut micro-batches of so many tokens in halves from now on. Return whether that is possible."""

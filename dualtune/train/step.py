@@ -113,7 +113,7 @@ class TrainingStep:
         _, num_targets, num_tokens = self._totals()
         lr = self.learning_rate
         self._team.check()
-        with self._phase(OPTIMIZER):
+        with self._phase(OPTIMIZER), self._team.in_engine():
             output = self.engine.optim_step(lr=lr, max_grad_norm=self._prepared.config.train.max_grad_norm)
         self._has_gradient = False
         return Update(output, lr, num_targets, num_tokens)

@@ -31,8 +31,9 @@ def main(model, home, megabytes, words):
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     settings = {
         "model.name": str(model), "adapter.rank": 2, "adapter.targets": "all-linear",
-        "data.train": str(home / "rows.jsonl"), "data.eval": 0, "data.max_length": 16384, "data.packing": False, "train.steps": 2,
-        "train.documents_per_step": count // 2, "train.micro_batch_tokens": 65536, "run.dir": str(home / "run"),
+        "data.train": str(home / "rows.jsonl"), "data.eval": 0, "data.max_length": 16384, "data.packing": False,
+        "train.steps": 2, "train.documents_per_step": count // 2, "train.micro_batch_tokens": 65536,
+        "run.dir": str(home / "run"),
     }  # fmt: skip
     config = parse_config("model: {}", overrides=[f"{key}={json.dumps(value)}" for key, value in settings.items()])
     run(config, get_backend("torch", "cpu"), [] if megabytes is None else [Limit(megabytes)])
