@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dualtune.adapter.spec import AdapterSpec
+from dualtune.backend import LoadRequest
 from dualtune.data.batching.batches import SequenceLayout
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, OutOfMemory, Preempted
 from dualtune.evaluate.evaluation import evaluate
 from dualtune.evaluate.recovery import Recovery
 from dualtune.hooks import Hook
+from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.numpy_engine import NumpyBackend, NumpyEngine
 from dualtune.train import trainer
 from dualtune.train.policies import POLICIES
@@ -376,6 +379,47 @@ def test_an_evaluation_on_its_own_is_repeated_too(lab, monkeypatch):
         shortage.on_start(None)
         with pytest.raises((MemoryError, RuntimeError)):
             evaluate(engine, documents, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torch", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        ("torch", "CUDA out of memory. Tried to allocate 20.00 MiB"),
+        ("torch", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        ("mlx", "[malloc] Unable to allocate 1073741824 bytes."),
+        ("mlx", "[metal::malloc] Attempting to allocate 48736917632 bytes which is greater than the maximum allowed"),
+        ("mlx", "[METAL] Command buffer execution failed: Insufficient Memory "
+                "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"),
+    ],
+)  # fmt: skip
+def test_a_backend_knows_its_own_shortages(open_backend, name, text):
+    backend = open_backend(name)
+    assert backend.is_out_of_memory(RuntimeError(text)) and backend.is_out_of_memory(MemoryError())
+    assert not backend.is_out_of_memory(ValueError(text))
+    assert not backend.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("place", ["_packed", "_compare"])
+def test_no_shortage_is_taken_for_a_model_with_other_code(open_backend, tiny_llama, monkeypatch, place):
+    backend = open_backend("torch")
+    from dualtune_torch.kernels import choose
+
+    monkeypatch.setattr(choose, place, lambda *inputs: places("torch")[1]())
+    request = LoadRequest(
+        tiny_llama, "auto", "auto", "pretrained", AdapterSpec(2, 4.0, 0.0, ("all-linear",)), OptimizerSpec(), seed=1
+    )
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        backend.load(request)
+
+
+def test_a_shortage_while_packing_is_tried_is_not_taken_for_a_model_that_cannot_pack(lab, monkeypatch):
+    found, allocate = places(lab.backend.name)
+    with monkeypatch.context() as patch:
+        shortage = Shortage(patch, *found["evaluation"], allocate, (7,))  # the first that is packed
+        shortage.on_start(None)
+        with pytest.raises(OutOfMemory, match="while the model was loaded"):
+            lab.run(**RUN)
 
 
 # --- a real shortage -------------------------------------------------------------------------------------------------
