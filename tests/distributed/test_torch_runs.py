@@ -167,6 +167,14 @@ def test_memory_that_runs_out_in_one_process_makes_the_cut_smaller_in_both(job, 
     assert all(np.array_equal(tensor, job.adapter("oracle")[name]) for name, tensor in job.adapter("run").items())
 
 
+def test_memory_that_never_suffices_in_one_process_ends_both_with_8(job):
+    raise_ = OUT_OF_MEMORY + f"enter({FORWARD!r}, 0, throw(error))\n"
+    ended = job.start(2, "run", inject={1: raise_}).wait()
+    assert [process.code for process in ended] == [OutOfMemory.exit_code] * 2
+    for process, reason in zip(ended, ("in another process", "CUDA out of memory"), strict=True):
+        assert f"out of memory: {reason}" in process.output and process.output.count("--set") == 3
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_memory_that_runs_out_with_a_split_base_ends_both_with_8_and_loses_no_step(job, rank):
     raise_ = OUT_OF_MEMORY + f"enter({INSIDE!r}, 20, throw(error))\n"
