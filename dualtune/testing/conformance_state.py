@@ -154,6 +154,7 @@ def check_an_interrupted_step_leaves_nothing(case: Case) -> None:
         engine.forward_backward(impossible, divisor=other.num_targets)
     engine.discard()
     assert_same_state(engine, *before)
+    assert engine.evaluate(batch) == case.engine().evaluate(batch)
     engine.forward_backward(batch, divisor=batch.num_targets)
     assert float(engine.optim_step(lr=0.0, max_grad_norm=None).loss) == loss
     assert_same_state(engine, *state_of(expected))
