@@ -290,6 +290,14 @@ class Engine(Protocol):
         """Return the adapter of a new engine: with it the model computes the same as its base."""
         ...
 
+    def discard(self) -> None:
+        """Drop what an interrupted step has left: gradient, loss, dropout seeds, and products that layers wait for.
+
+        Adapter, optimizer and count stay, and cached device memory is freed. A method may have raised anywhere before;
+        the next step is bitwise that of an engine in which nothing was interrupted.
+        """
+        ...
+
     def load_adapter_state(self, state: Tensors) -> None:
         """Replace the adapter. Names and shapes must be exactly those of `adapter_state()`; ValueError otherwise."""
         ...
@@ -335,6 +343,10 @@ class Backend(Protocol):
         ...
 
     def reset_peak_memory(self) -> None: ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Return whether the error, raised by this backend or NumPy, says that memory could not be allocated."""
+        ...
 
     def load(self, request: LoadRequest) -> Engine: ...
 

@@ -50,6 +50,12 @@ class NonFiniteError(DualtuneError):
     exit_code = 7
 
 
+class OutOfMemory(DualtuneError):
+    """Memory ran out, and smaller micro-batches did not help or were not possible."""
+
+    exit_code = 8
+
+
 class LockedError(DualtuneError):
     """Another process uses the run directory."""
 

@@ -20,6 +20,9 @@ from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.profile import profile
 
 DEVICES = ("auto", "cpu")
+# In the messages of MLX's errors for memory that Metal could not allocate. On a CPU there is no error: the process ends
+# with SIGSEGV.
+SHORTAGES = ("[malloc] Unable to allocate", "[metal::malloc]", "kIOGPUCommandBufferCallbackErrorOutOfMemory")
 
 
 @cache
@@ -55,6 +58,11 @@ class MlxBackend:
 
     def reset_peak_memory(self) -> None:
         mx.reset_peak_memory()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        if isinstance(error, MemoryError):
+            return True
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
 
     def load(self, request: LoadRequest) -> MlxEngine:
         if request.memory_limit_bytes is not None:  # MLX then returns cached buffers to the system sooner

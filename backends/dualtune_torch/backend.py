@@ -19,6 +19,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
+from dualtune_torch.kernels import allocator
 from dualtune_torch.limit import limit_memory
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
@@ -67,6 +68,9 @@ class TorchBackend:
             torch.cuda.reset_peak_memory_stats()
         elif (marker := Path("/proc/self/clear_refs")).exists():
             marker.write_text("5")  # Linux: set the high-water mark to what is used now
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return allocator.is_out_of_memory(error)
 
     def load(self, request: LoadRequest) -> TorchEngine:
         limit_memory(request.memory_limit_bytes, self.device)

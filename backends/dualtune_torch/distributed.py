@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dualtune.backend import Alone, World, wait_limit_s
 from dualtune.errors import EnvironmentFault, PeerLost
+from dualtune_torch.kernels.allocator import is_out_of_memory
 
 # Long, because one process may wait while another reads data. The watchdog ends hung processes
 # (`dualtune.distributed.watchdog`).
@@ -121,5 +122,7 @@ def _reached(collective: Callable[[], object]) -> None:
     try:
         collective()
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise PeerLost(f"another process of the run is gone: {reason}. Check its output") from error

@@ -37,10 +37,10 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.kernels import cross_entropy
+from dualtune_torch.kernels import allocator, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
-from dualtune_torch.kernels.lora import add_groups
+from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.losses import loss_sum, target_logprobs
 from dualtune_torch.methods import DropoutSeeds, add_layers, storage
 from dualtune_torch.optimizer import FlatOptimizer
@@ -129,6 +129,13 @@ class TorchEngine:
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         what = self._recomputation.set(checkpointing, self._trial_run)
         self.description = replace(self.description, checkpointing=what, checkpointing_reason=checkpointing.reason)
+
+    def discard(self) -> None:
+        assert self._adapter.flat.grad is not None
+        self._adapter.flat.grad.zero_()
+        self._loss = torch.zeros_like(self._loss)
+        forget_outputs(self._layers.values())
+        allocator.free_memory()
 
     def adapter_state(self) -> Tensors:
         return self._adapter.to_numpy(self._adapter.flat)

@@ -27,6 +27,7 @@ from dualtune.backend import EngineDescription, LoadRequest, wait_limit_s
 from dualtune.base_model import staged
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.distributed import joined
+from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.affine import AffineLayer
 
 # A base stays whole if it takes at most this share of a device's free memory: a step needs the rest.
@@ -144,6 +145,8 @@ class _AllGather:
                 if self._store.check([FAILED]):
                     raise PeerLost("another process of the run has failed. Check its output")
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             reason = str(error).strip().splitlines()[0]
             raise PeerLost(f"another process of the run is gone: {reason}. Check its output") from error
 

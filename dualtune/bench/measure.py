@@ -18,6 +18,7 @@ from dualtune.backend import Backend, Batch, Engine
 from dualtune.bench.flops import NoFormula, document_lengths, read_shape, training_flops
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.errors import DiskError
+from dualtune.evaluate.shortage import explained
 from dualtune.io.disk import write_file
 from dualtune.train.prepare import Prepared
 from dualtune.train.run import environment, load_engine
@@ -118,11 +119,12 @@ def bench(
     except OSError as error:
         raise DiskError(f"{out}: cannot be created: {error.strerror}") from error
     backend, spans = prepared.backend, Spans()
-    with spans("load"):
-        engine = load_engine(prepared)
-        backend.synchronize()
-    loaded_bytes = backend.memory().used_bytes
-    _train(prepared, engine, spans, warmup + steps, tell)
+    with explained(backend, prepared.config, "in the benchmark, which does not recover from it"):
+        with spans("load"):
+            engine = load_engine(prepared)
+            backend.synchronize()
+        loaded_bytes = backend.memory().used_bytes
+        _train(prepared, engine, spans, warmup + steps, tell)
     memory = backend.memory()
     batches = _forward_only(prepared, engine, spans, range(warmup, warmup + steps))
     profile = _profile(prepared, engine, out)

@@ -38,6 +38,7 @@ class Team:
         self._world = world or Alone()
         self._watchdog = watchdog or Watchdog()
         self.rank, self.size = self._world.rank, self._world.size
+        self._can_tell = True  # a failure
 
     @property
     def is_first(self) -> bool:
@@ -54,9 +55,18 @@ class Team:
 
     def stop_if(self, wish: bool) -> None:
         """Raise Preempted if any process has been asked to stop."""
-        if self.agree(wish):
+        self.poll(wish)
+
+    def poll(self, stop: bool, too_many: int = 0) -> int:
+        """Raise Preempted if any process has been asked to stop; else return the largest `too_many` of all processes.
+
+        `too_many` is the number of tokens with which a process ran out of memory; 0 if it did not.
+        """
+        notes = [(False, stop, too_many)] if self.size == 1 else self._exchange(stop, too_many)
+        if any(note[1] for note in notes):
             interrupt.poll()
             raise Preempted("Stopped: another process of the run was asked to stop")
+        return max(int(note[2]) for note in notes)
 
     def total(self, *numbers: float) -> tuple[float, ...]:
         """Return the sums of up to three numbers over all processes, bitwise equal in each."""
@@ -93,10 +103,20 @@ class Team:
             self.check()  # another process may report the cause
             raise
         except Exception as error:
-            if self.size > 1:
+            if self.size > 1 and self._can_tell:
                 with contextlib.suppress(PeerFailed, EnvironmentFault):  # they may have failed too, or be gone
                     self._tell_failure(error)
             raise
+
+    @contextlib.contextmanager
+    def in_engine(self) -> Generator[None]:
+        """Context for an engine's own exchange: the others cannot be told of a failure in it, but see the process end.
+
+        They wait for what the engines exchange, so that a note of this process would never be read.
+        """
+        self._can_tell = False
+        yield
+        self._can_tell = True
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Let the watchdog time the block, which may wait for other processes."""

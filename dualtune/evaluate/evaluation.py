@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dualtune import interrupt
-from dualtune.backend import IGNORE_INDEX, Engine, LossSum
+from dualtune.backend import IGNORE_INDEX, Batch, Engine, LossSum
 from dualtune.config import Config
 from dualtune.data.batching.batches import SequenceLayout, make_batch, micro_batches, share
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Documents, tokenize
 from dualtune.distributed.team import Team
 from dualtune.evaluate.inference import LoadedModel
+from dualtune.evaluate.recovery import Recovery
 from dualtune.hooks import EvalRecord
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, tokens_at_once
 
@@ -29,7 +30,7 @@ def layout_of(config: Config) -> SequenceLayout:
 def evaluate(
     engine: Engine,
     documents: Documents,
-    layout: SequenceLayout,
+    layout: SequenceLayout | Recovery,
     step: int = 0,
     show: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
@@ -37,26 +38,38 @@ def evaluate(
     """Return the mean loss over the targets of all documents, weighted by their loss weights.
 
     `show(done, total)` reports the number of micro-batches done. With several processes each computes its share. A stop
-    signal raises Preempted.
+    signal raises Preempted. If memory runs out, a Recovery makes its layout smaller, and all is evaluated again.
     """
     team = team or Team()
-    ids = range(len(documents))
-    groups = share(documents.lengths, ids, layout, team.rank, team.size)
-    loss_sum, weight, num_targets = 0.0, 0.0, 0
+    recovery = layout if isinstance(layout, Recovery) else Recovery(None, engine, layout, team=team)
+    while (found := _sums(engine, documents, recovery, step, show, team)) is None:
+        pass
+    loss_sum, weight, num_targets = team.total(*found)
+    return EvalRecord(step=step, eval_loss=loss_sum / weight, eval_targets=int(num_targets))
+
+
+def _sums(
+    engine: Engine, documents: Documents, recovery: Recovery, step: int, show: Callable[[int, int], None], team: Team
+) -> tuple[float, float, int] | None:
+    """Return this process's loss, weight and number of targets. None if memory ran out, in any process."""
+    groups = share(documents.lengths, range(len(documents)), recovery.layout, team.rank, team.size)
+    loss_sum, weight, num_targets, done = 0.0, 0.0, 0, 0
     queued: list[LossSum] = []
-    show(0, len(groups))
-    for done, rows in enumerate(groups, start=1):
-        team.stop_if(interrupt.requested())
-        batch = make_batch(documents, rows, seed=0, step=step)
+
+    def measure(batch: Batch) -> None:
+        nonlocal loss_sum, weight, num_targets, done
         queued.append(engine.evaluate(batch))
         weight += batch.total_weight
         num_targets += queued[-1].num_targets
         if len(queued) > 1:  # read one batch late, so that the device always has the next one queued
             loss_sum += queued.pop(0).loss_sum
+        done += 1
         show(done, len(groups))
-    loss_sum += sum(result.loss_sum for result in queued)
-    loss_sum, weight, total_targets = team.total(loss_sum, weight, num_targets)
-    return EvalRecord(step=step, eval_loss=loss_sum / weight, eval_targets=int(total_targets))
+
+    show(0, len(groups))
+    if not recovery.attempt(step, (make_batch(documents, rows, seed=0, step=step) for rows in groups), measure):
+        return None
+    return loss_sum + sum(result.loss_sum for result in queued), weight, num_targets
 
 
 def exact_match(

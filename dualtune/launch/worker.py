@@ -16,12 +16,14 @@ from dualtune.errors import (
     FormatError,
     LockedError,
     NonFiniteError,
+    OutOfMemory,
     Preempted,
 )
 from dualtune.train.state.run_dir import CHECKPOINTS, check_usable
 
-# Exit codes with a reason in the worker itself: a restart would end the same. Out of memory (8) has no class yet.
-OWN_REASONS = (*(e.exit_code for e in (ConfigError, DataError, DiskError, FormatError, NonFiniteError, LockedError)), 8)
+# Exit codes with a reason in the worker itself: a restart would end the same.
+_OWN = (ConfigError, DataError, DiskError, FormatError, NonFiniteError, OutOfMemory, LockedError)
+OWN_REASONS = tuple(error.exit_code for error in _OWN)
 # Exit codes that a restart may avoid: of a bug that is rarely hit, and of waiting for a process that was gone.
 WORTH_A_RESTART = (1, EnvironmentFault.exit_code)
 _ENDED_BY_US = (-signal.SIGTERM, -signal.SIGUSR1)  # before the worker had its signal handlers

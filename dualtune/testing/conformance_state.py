@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -138,6 +139,26 @@ def check_a_step_that_is_not_finite_changes_nothing(case: Case) -> None:
         for one in (engine, twin):
             train(one, case.batch(seed=seed))
         assert_same_state(engine, *state_of(twin))
+
+
+def check_an_interrupted_step_leaves_nothing(case: Case) -> None:
+    """After discard(), a step has bitwise the gradient and the loss of a new engine, also after a failed batch."""
+    batch, other = case.batch(), case.batch(seed=5)
+    expected, engine = case.engine(dropout=0.2), case.engine(dropout=0.2)
+    expected.forward_backward(batch, divisor=batch.num_targets)
+    loss = float(expected.optim_step(lr=0.0, max_grad_norm=None).loss)
+    before = state_of(engine)
+    engine.forward_backward(other, divisor=other.num_targets)
+    impossible = replace(other, dropout_seeds_BT=other.dropout_seeds_BT[:, :3])
+    with contextlib.suppress(Exception):
+        engine.forward_backward(impossible, divisor=other.num_targets)
+    engine.discard()
+    assert_same_state(engine, *before)
+    assert engine.evaluate(batch) == case.engine().evaluate(batch)
+    engine.forward_backward(batch, divisor=batch.num_targets)
+    assert float(engine.optim_step(lr=0.0, max_grad_norm=None).loss) == loss
+    assert_same_state(engine, *state_of(expected))
+    assert engine.evaluate(batch) == expected.evaluate(batch)
 
 
 @with_each_optimizer

@@ -63,6 +63,9 @@ class NumpyBackend:
     def reset_peak_memory(self) -> None:
         """Do nothing: the peak is not tracked."""
 
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError)
+
     def load(self, request: LoadRequest) -> NumpyEngine:
         config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] != MODEL_TYPE:
@@ -183,9 +186,13 @@ class NumpyEngine:
         loss, self._loss = self._loss, 0.0
         if math.isfinite(loss) and math.isfinite(norm):
             self._update(lr, clip)
+        self.discard()
+        return StepOutput(loss, norm)
+
+    def discard(self) -> None:
+        self._loss = 0.0
         for g in self._grads.values():
             g[:] = 0
-        return StepOutput(loss, norm)
 
     def _update(self, lr: float, clip: float) -> None:
         optimizer = self._request.optimizer

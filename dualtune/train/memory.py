@@ -31,6 +31,10 @@ class RunMemory:
     plan: MemoryPlan | None = None
     why_no_plan: str = ""
 
+    @property
+    def recomputes_all(self) -> bool:
+        return self.checkpointing.layers == "all"
+
     def as_json(self) -> dict[str, Any] | None:
         """Return what environment.json records; None without a plan."""
         if self.plan is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualtune.backend import Batch, Engine
+from dualtune.backend import Backend, Batch, Engine
 from dualtune.data.batching.batches import make_batch
 from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError, NonFiniteError
@@ -22,13 +22,13 @@ HIGHEST_TOKEN = 100  # smaller ids are text in most vocabularies; image tokens a
 NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
-def check_packing(engine: Engine) -> None:
+def check_packing(engine: Engine, backend: Backend | None = None) -> None:
     """Raise ConfigError unless packed documents have the same losses as separate ones.
 
     Raise NonFiniteError if a separate document has a loss that is not finite: then packing is not the cause.
 
     The losses may differ by a tenth of the effect of joining all documents into one; at least by the rounding noise of
-    the dtype, and at most by ten times that noise.
+    the dtype, and at most by ten times that noise. With a backend, an error for lack of memory is raised as it is.
     """
     documents = _documents(engine)
     separate = np.concatenate([_losses(engine, documents, [[i]]) for i in range(len(documents))])
@@ -42,6 +42,8 @@ def check_packing(engine: Engine) -> None:
     try:
         packed = _losses(engine, documents, ROWS)
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
+        if backend is not None and backend.is_out_of_memory(error):
+            raise
         # Any error in the model's code. Rows of this shape worked just before, so packing is the cause.
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise _refusal(engine, f"fails on packed documents ({reason})") from error

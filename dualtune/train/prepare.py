@@ -33,6 +33,7 @@ from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.train.memory import RunMemory, plan_memory
 from dualtune.train.policies import ORDINARY, open_policy
+from dualtune.train.remembered import remembered_layout
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
 from dualtune.train.state.resume import (
@@ -97,17 +98,22 @@ class Prepared:
         """The checkpoint that the run resumes from."""
         return self.resumed.checkpoint if self.resumed else None
 
-    def batches(self, step: int) -> list[Batch]:
-        """Return this process's micro-batches of a step, counted from 0: a pure function."""
-        return self._micro_batches(self.data.order.step(step).documents.tolist(), seed=self.config.run.seed, step=step)
+    def batches(self, step: int, layout: SequenceLayout | None = None) -> list[Batch]:
+        """Return this process's micro-batches of a step, counted from 0: a pure function.
 
-    def probe_batches(self) -> list[Batch]:
+        `layout`: that of the run at present, if memory ran out; None: that of the config.
+        """
+        ids = self.data.order.step(step).documents.tolist()
+        return self._micro_batches(ids, layout, seed=self.config.run.seed, step=step)
+
+    def probe_batches(self, layout: SequenceLayout | None = None) -> list[Batch]:
         """Return this process's micro-batches of the probe documents."""
-        return self._micro_batches(self.data.probes, seed=0, step=0)
+        return self._micro_batches(self.data.probes, layout, seed=0, step=0)
 
-    def _micro_batches(self, ids: list[int], *, seed: int, step: int) -> list[Batch]:
+    def _micro_batches(self, ids: list[int], layout: SequenceLayout | None, *, seed: int, step: int) -> list[Batch]:
         rank, size = self.team.rank, self.team.size
-        return micro_batches(self.data.train, ids, self.data.layout, seed=seed, step=step, rank=rank, size=size)
+        layout = layout or self.data.layout
+        return micro_batches(self.data.train, ids, layout, seed=seed, step=step, rank=rank, size=size)
 
     def summary(self) -> list[str]:
         """Describe what the run will do, one line each."""
@@ -117,6 +123,8 @@ class Prepared:
         documents, tokens = train.documents_per_step, train.tokens_per_step
         per_step = f"{documents} documents" if documents else f"up to {tokens} tokens"
         chosen = " (auto)" if train.micro_batch_tokens == "auto" else ""
+        if found.layout.max_tokens < layout_of(self.config).max_tokens:
+            chosen = " (since memory ran out)"
         packed = "packed rows" if found.layout.row_length else "one document a row"
         doubts = [tokenizer.warning]
         if rows := found.train.with_control_text() + found.eval.with_control_text():
@@ -178,7 +186,7 @@ def _prepare(
     config = with_tokens(config, order.tokens_per_step)
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
-    data = TrainingData(train, eval_, order, layout_of(config), probes)
+    data = TrainingData(train, eval_, order, remembered_layout(config, saved), probes)
     model_dir = resolve_model(config.model.name, weights=is_pretrained)
     weights = find_weights(model_dir) if is_pretrained else None
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))

@@ -25,6 +25,8 @@ from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
 from dualtune.evaluate.inference import load_adapter
+from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.shortage import explained
 from dualtune.hooks import Event, Hook, RunInfo, installed_hooks
 from dualtune.io.disk import remove_directory, write_file
 from dualtune.optimizer import OptimizerSpec
@@ -35,6 +37,7 @@ from dualtune.train.memory import agreed
 from dualtune.train.moments import Moments
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, Resumed, prepare
+from dualtune.train.remembered import entry_of, recovery_of
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, read_rows
@@ -84,7 +87,7 @@ def load_engine(prepared: Prepared) -> Engine:
     if prepared.start is not None:
         load_adapter(engine, prepared.start, config.model.name)
     if config.data.packing:
-        check_packing(engine)
+        check_packing(engine, prepared.backend)
     return engine
 
 
@@ -101,7 +104,8 @@ def run(
     with open_together(config, resume, team) as run_dir:
         prepared = prepare(config, backend, run_dir.saved, show, team)
         announce(prepared)
-        return execute(prepared, run_dir, hooks)
+        with explained(backend, prepared.config, "in training"):
+            return execute(prepared, run_dir, hooks)
 
 
 def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
@@ -110,7 +114,8 @@ def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> 
     if resumed is not None and team.agree(_has_ended(resumed, run_dir)):
         result = _result(run_dir, resumed.checkpoint.step, History(read_rows(run_dir.path / METRICS)))
         return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
-    engine, saved = load_engine(prepared), prepared.checkpoint
+    with explained(prepared.backend, config, "while the model was loaded"):
+        engine, saved = load_engine(prepared), prepared.checkpoint
     first_step = 0
     if saved is not None:
         restore(engine, saved)
@@ -125,7 +130,8 @@ def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> 
     log = Metrics(run_dir.path / METRICS, prepared.backend, watchers, first_step)
     guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
     moments = Moments(watchers)
-    saver = Saver(run_dir, prepared, engine, guards, log, moments)
+    recovery = recovery_of(prepared, engine, log)
+    saver = Saver(run_dir, prepared, engine, guards, log, recovery, moments)
     info = RunInfo(
         run_dir.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
         len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(config.train.optimizer),
@@ -135,14 +141,15 @@ def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> 
         for problem in unusable_hooks:
             log.event(Event(first_step, "hook_failed", problem))
         _tell_what_was_found(prepared, run_dir, log, engine.description.threads)
-        with Ahead(prepared.batches, prepared.data.order.num_steps) as batches:
-            num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, moments, batches), first_step)
+        with Ahead(lambda step: prepared.batches(step, recovery.layout), prepared.data.order.num_steps) as batches:
+            recovery.on_change = batches.drop
+            num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches), first_step)
         saver.check_files(num_steps)
         if config.guards.restore_best:
             _restore_best(engine, saver, log, num_steps)
         verdict = _verdict(log.history)
         log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-        _write_adapter(run_dir.adapter, prepared, engine, log, guards, num_steps)
+        _write_adapter(run_dir.adapter, prepared, engine, log, guards, recovery, num_steps)
     except Preempted as stop:
         raise (_stopped(stop, saver) if team.is_first else stop) from None
     finally:
@@ -267,7 +274,7 @@ def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_adapter(
-    path: Path, prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, num_steps: int
+    path: Path, prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, recovery: Recovery, num_steps: int
 ) -> None:
     config, verdict = prepared.config, _verdict(log.history)
     record = {
@@ -291,6 +298,7 @@ def _write_adapter(
             "train_documents": len(prepared.data.train),
             "template_hash": prepared.model.tokenizer.template_hash,
             "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
+            **entry_of(recovery, prepared),
         },
         "fingerprints": {
             "base": base_fingerprints(engine, prepared.model.tokenizer),

@@ -11,10 +11,12 @@ from typing import Any
 from dualtune.backend import Engine
 from dualtune.config import Config, to_yaml
 from dualtune.errors import DiskError, FormatError
+from dualtune.evaluate.recovery import Recovery
 from dualtune.hooks import Event
 from dualtune.io.disk import free_name, write_file
 from dualtune.io.replaced import OpenDirectory, set_aside
 from dualtune.text.show import in_bytes
+from dualtune.train import remembered
 from dualtune.train.health.guards import Guards
 from dualtune.train.moments import SAVE, Moments
 from dualtune.train.policies import entry_of
@@ -33,10 +35,11 @@ class Saver:
     """Saves the state of the engine, the guards and the step policy; keeps the newest checkpoints and the best one."""
 
     def __init__(
-        self, run_dir: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics, moments: Moments
-    ) -> None:
+        self, run_dir: RunDir, prepared: Prepared, engine: Engine, guards: Guards, log: Metrics, recovery: Recovery,
+        moments: Moments,
+    ) -> None:  # fmt: skip
         self._run_dir, self._moments = run_dir, moments
-        self._config = prepared.config
+        self._prepared, self._config = prepared, prepared.config
         self._order = prepared.data.order
         self._fixed: dict[str, Any] = {
             "config": prepared.config.model_dump(mode="json"),
@@ -45,7 +48,7 @@ class Saver:
         if engine.description.threads is not None:
             self._fixed["threads"] = engine.description.threads
         self._engine = engine
-        self._guards = guards
+        self._guards, self._recovery = guards, recovery
         self._policy = prepared.policy
         self._log = log
         self._team = prepared.team
@@ -130,6 +133,7 @@ class Saver:
         state = {"place": position_of(self._order, step), "schedule": self._schedule(step)} | self._fixed
         policy = self._policy.state()
         state |= {"guards": self._guards.saved_state()} | entry_of(self._policy, policy)
+        state |= remembered.entry_of(self._recovery, self._prepared)
         return checkpoint.save(checkpoints, step, self._engine, state, policy.tensors)
 
     def _rescue(self, step: int, fault: str) -> DiskError:

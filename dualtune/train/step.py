@@ -7,15 +7,15 @@ The training loop and `dualtune bench` take the same steps and do not depend on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dualtune import interrupt
 from dualtune.adapter.spec import Tensors
-from dualtune.backend import Batch, Engine, StepOutput
+from dualtune.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.config import Config
+from dualtune.evaluate.recovery import Recovery
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.schedule import learning_rate
 
@@ -77,13 +77,15 @@ class TrainingStep:
 
     def __init__(
         self, prepared: Prepared, engine: Engine, index: int, make_batches: Callable[[int], list[Batch]], *,
-        max_steps: int = 1, phase: Phase = untimed, watch: Watch = unwatched,
+        max_steps: int = 1, phase: Phase = untimed, watch: Watch = unwatched, recovery: Recovery | None = None,
     ) -> None:  # fmt: skip
         self.engine = engine
         self.index = index  # steps done before this one
         self.max_steps = max_steps  # that it may cover: until the next checkpoint, evaluation or the end
         self._prepared, self._team = prepared, prepared.team
         self._make_batches, self._phase, self._watch = make_batches, phase, watch
+        self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
+        self._has_gradient = False
         self._counted: tuple[float, int, int] | None = None  # not cached_property, which uses a lock before Python 3.12
 
     @cached_property
@@ -95,7 +97,7 @@ class TrainingStep:
     @cached_property
     def probes(self) -> list[Batch]:
         """This process's share of the documents that are held out from training for the policy."""
-        return self._prepared.probe_batches()
+        return self._prepared.probe_batches(self._recovery.layout)
 
     @property
     def learning_rate(self) -> float:
@@ -105,18 +107,21 @@ class TrainingStep:
 
     def add_gradients(self) -> None:
         """Add the gradient of the (weighted) mean loss over the step's targets, micro-batch by micro-batch."""
-        weight, _, _ = self._totals()
-        with self._phase(GRADIENT):
-            for batch in self._watch(self._until_stopped(self.batches)):
-                self.engine.forward_backward(batch, divisor=weight)
+        self._has_gradient = False
+        while not self._has_gradient:
+            weight, _, _ = self._totals()
+            with self._phase(GRADIENT):
+                add = partial(self.engine.forward_backward, divisor=weight)
+                self._has_gradient = self._attempt(self._watch(self.batches), add)
 
     def update(self) -> Update:
         """Apply the optimizer update with the accumulated gradient."""
         _, num_targets, num_tokens = self._totals()
         lr = self.learning_rate
         self._team.check()
-        with self._phase(OPTIMIZER):
+        with self._phase(OPTIMIZER), self._team.in_engine():
             output = self.engine.optim_step(lr=lr, max_grad_norm=self._prepared.config.train.max_grad_norm)
+        self._has_gradient = False
         return Update(output, lr, num_targets, num_tokens)
 
     def mean_loss(self, batches: Iterable[Batch]) -> float:
@@ -124,7 +129,13 @@ class TrainingStep:
 
         `batches` are `probes`, or the step's own `batches` if the step only reads its data.
         """
-        found = [(self.engine.evaluate(batch), batch.total_weight) for batch in self._until_stopped(batches)]
+        had_gradient, are_probes = self._has_gradient, batches is self.__dict__.get("probes")
+        found: list[tuple[LossSum, float]] = []
+        while not self._attempt(batches, lambda batch: found.append((self.engine.evaluate(batch), batch.total_weight))):
+            found.clear()
+            batches = self.probes if are_probes else self.batches
+        if had_gradient and not self._has_gradient:  # it was discarded
+            self.add_gradients()
         loss_sum, weight = self._team.total(sum(loss.loss_sum for loss, _ in found), sum(weight for _, weight in found))
         return loss_sum / weight
 
@@ -152,10 +163,14 @@ class TrainingStep:
             self._counted = weight, int(targets), int(tokens)
         return self._counted
 
-    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            self._team.stop_if(interrupt.requested())
-            yield batch
+    def _attempt(self, batches: Iterable[Batch], work: Callable[[Batch], None]) -> bool:
+        """Do the work on each micro-batch. If memory runs out, return False: all are then made again, smaller."""
+        if self._recovery.attempt(self.index, batches, work):
+            return True
+        self._has_gradient, self._counted = False, None
+        for name in ("batches", "probes"):
+            self.__dict__.pop(name, None)
+        return False
 
 
 def record(outcome: Outcome, log: Metrics, step: int, epoch: float) -> StepRecord | None:

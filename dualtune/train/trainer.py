@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from dualtune import faults
 from dualtune.backend import Batch, Engine
-from dualtune.errors import Preempted
+from dualtune.distributed.team import PeerFailed
+from dualtune.errors import OutOfMemory, Preempted
 from dualtune.evaluate.evaluation import evaluate
+from dualtune.evaluate.recovery import Recovery
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.health.guards import Guards
 from dualtune.train.moments import EVALUATION, Moments
@@ -33,6 +35,7 @@ class Job:
     log: Metrics
     guards: Guards
     saver: Saver
+    recovery: Recovery
     moments: Moments
     batches: Callable[[int], list[Batch]]  # the micro-batches of a step, counted from 0
 
@@ -60,13 +63,19 @@ def _take_step(job: Job, step: int) -> int:
     """Let the policy take a step, and check the previous step. Return the number of steps done."""
     prepared, team = job.prepared, job.prepared.team
     max_steps = steps_until_due(prepared.config.run, step, prepared.data.order.num_steps)
+    watched = job.moments.of_step(step + 1)
+    taking = TrainingStep(
+        prepared, job.engine, step, job.batches, max_steps=max_steps, recovery=job.recovery, **watched
+    )
     try:
-        watched = job.moments.of_step(step + 1)
-        training_step = TrainingStep(prepared, job.engine, step, job.batches, max_steps=max_steps, **watched)
-        outcome = prepared.policy.take(training_step)
+        outcome = prepared.policy.take(taking)
     except Preempted:  # the partial gradient is lost, and the resumed run repeats the step
         job.saver.save(_settle(job, step))
         team.check()
+        raise
+    except (OutOfMemory, PeerFailed) as error:
+        if error.exit_code == OutOfMemory.exit_code:
+            job.saver.save(_settle(job, step))
         raise
     faults.reach("step")
     if not 1 <= outcome.num_steps <= max_steps:
@@ -140,7 +149,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         prepared = job.prepared
         job.moments.enter(step, EVALUATION)
         record = evaluate(
-            job.engine, prepared.data.eval, prepared.data.layout, step,
+            job.engine, prepared.data.eval, job.recovery, step,
             lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,
         )  # fmt: skip
     except Exception:  # on any error, also a stop request: do not lose the steps so far

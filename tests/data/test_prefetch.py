@@ -41,3 +41,20 @@ def test_an_error_of_the_thread_reaches_who_asks():
         ahead(0)
         with pytest.raises(ValueError, match="no such batch"):
             ahead(1)
+
+
+def test_what_was_made_before_a_change_is_dropped():
+    factor, made = 10, threading.Event()
+
+    def make(step):
+        result = step * factor
+        if step == 1:
+            made.set()
+        return result
+
+    with Ahead(make, 5) as ahead:
+        ahead(0)
+        assert made.wait(10)
+        factor = 100
+        ahead.drop()
+        assert ahead(1) == 100

@@ -112,6 +112,25 @@ def test_a_request_to_stop_reaches_those_that_got_no_signal():
     assert "another process of the run was asked to stop" in str(results[0])
 
 
+def test_memory_that_ran_out_in_one_is_known_to_all():
+    """As many tokens as in the largest micro-batch that did not fit; a request to stop comes first."""
+    assert in_world(3, lambda team: team.poll(False, [0, 300, 200][team.rank])) == [300] * 3
+    assert in_world(2, lambda team: team.poll(False)) == [0, 0]
+    results = in_world(2, lambda team: team.poll(team.rank == 0, 300))
+    assert [type(error) for error in results] == [Preempted, Preempted]
+
+
+def test_a_failure_while_the_engines_exchange_something_is_not_told():
+    def work(team):
+        if team.rank == 0:
+            return "waits for the sum, not for a note"
+        with team.together(), team.in_engine():
+            raise MemoryError
+
+    waits, error = in_world(2, work)
+    assert isinstance(error, MemoryError) and "sum" in waits
+
+
 def test_alone_nothing_is_exchanged_and_nothing_watched():
     team = Team(watchdog=Watchdog(0.0, expire=lambda message: pytest.fail(message)))
     with team.together(), team.waiting("anything"):

@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("torch")
 from safetensors.numpy import load_file
 
-from dualtune.errors import EnvironmentFault, Preempted
+from dualtune.errors import EnvironmentFault, OutOfMemory, Preempted
 from dualtune.testing import tolerances
 
 FORWARD = "dualtune_torch.engine.TorchEngine.forward_backward"
+EVALUATE = "dualtune_torch.engine.TorchEngine.evaluate"
 INSIDE = "dualtune_torch.engine.TorchEngine._loss_sum"
 OUT_OF_MEMORY = "import torch\nerror = torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 7 GiB')\n"
 # A process other than the first writes no adapter, so each leaves here what it has in the end.
@@ -25,6 +26,18 @@ def leave(path, prepared, engine, *rest):
     write(path, prepared, engine, *rest)
     np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **engine.adapter_state())
 run._write_adapter = leave
+"""
+FUNCTIONS = {FORWARD: "_take_step", EVALUATE: "_evaluate_if_due"}
+# Nothing fails, and the cut becomes smaller before this step is taken, or before the evaluation after it.
+CUT = """
+import dualtune.train.trainer as trainer
+original = trainer.{function}
+def cut(job, step):
+    if step == {step} and job.recovery.layout.max_tokens > {tokens}:
+        job.recovery.layout = job.recovery.layout.cut_to({tokens})
+        job.recovery.on_change()
+    return original(job, step)
+trainer.{function} = cut
 """
 NAN_LOSS = """
 from dualtune_torch.engine import TorchEngine
@@ -132,10 +145,57 @@ def test_a_loss_that_is_not_finite_in_one_process_skips_the_step_in_all(job):
 
 @pytest.mark.parametrize(("sharding", "where"), [("none", FORWARD), ("full", INSIDE)], ids=["none", "full"])
 def test_an_error_in_one_process_ends_both_with_its_reason(job, sharding, where):
-    raise_ = OUT_OF_MEMORY + f"enter({where!r}, 4, throw(error))\n"
+    raise_ = f"enter({where!r}, 4, throw(RuntimeError('an illegal memory access')))\n"
     ended = job.start(2, "run", memory_sharding=sharding, inject={1: raise_}).wait()
     assert [process.code for process in ended] == [1, 1]
-    assert "process 1 of 2 has failed: OutOfMemoryError: CUDA out of memory" in ended[0].output
+    assert "process 1 of 2 has failed: RuntimeError: an illegal memory access" in ended[0].output
+
+
+@pytest.mark.parametrize(("where", "call"), [(FORWARD, 6), (EVALUATE, 11)], ids=["training", "evaluation"])
+def test_memory_that_runs_out_in_one_process_makes_the_cut_smaller_in_both(job, where, call):
+    leave = LEAVE_ADAPTER.format(place=str(job.home))
+    raise_ = OUT_OF_MEMORY + f"enter({where!r}, {call}, throw(error))\n"
+    job.run(2, "run", train_micro_batch_tokens=256, inject={0: leave, 1: leave + raise_})
+    first, second = (dict(np.load(job.home / f"{rank}.npz")) for rank in (0, 1))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    (event,) = [row for row in job.rows("run", "event") if row["event"] == "out_of_memory"]
+    cut = CUT.format(step=event["step"], tokens=event["tokens_after"], function=FUNCTIONS[where])
+    job.run(2, "oracle", train_micro_batch_tokens=256, inject={0: cut, 1: cut})
+    assert job.losses("run") == job.losses("oracle")
+    evals = [[row["eval_loss"] for row in job.rows(name, "eval_loss")] for name in ("run", "oracle")]
+    assert evals[0] == evals[1] and len(evals[0]) == 4
+    assert all(np.array_equal(tensor, job.adapter("oracle")[name]) for name, tensor in job.adapter("run").items())
+
+
+def test_memory_that_never_suffices_in_one_process_ends_both_with_8(job):
+    raise_ = OUT_OF_MEMORY + f"enter({FORWARD!r}, 0, throw(error))\n"
+    ended = job.start(2, "run", inject={1: raise_}).wait()
+    assert [process.code for process in ended] == [OutOfMemory.exit_code] * 2
+    for process, reason in zip(ended, ("in another process", "CUDA out of memory"), strict=True):
+        assert f"out of memory: {reason}" in process.output and process.output.count("--set") == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_that_runs_out_with_a_split_base_ends_both_with_8_and_loses_no_step(job, rank):
+    raise_ = OUT_OF_MEMORY + f"enter({INSIDE!r}, 20, throw(error))\n"
+    changes = {"memory_sharding": "full", "train_micro_batch_tokens": 256, "run_save_every": None}
+    ended = job.start(2, "run", inject={rank: raise_}, **changes).wait()
+    assert [process.code for process in ended] == [OutOfMemory.exit_code] * 2, ended[0].output + ended[1].output
+    done = len(job.rows("run"))
+    assert "CUDA out of memory" in ended[0].output and done > 0
+    job.run(2, "run", **changes)
+    assert [row["step"] for row in job.rows("run", "event") if row["event"] == "resumed"] == [done]
+    manifest = json.loads((job.home / "run" / "adapter" / "dualtune.json").read_text(encoding="utf-8"))
+    assert manifest["training"]["memory"]["micro_batch_tokens"] < 256
+    assert len(job.losses("run")) == 9
+
+
+def test_memory_that_runs_out_in_the_optimizer_of_one_process_ends_both(job):
+    raise_ = OUT_OF_MEMORY + "enter('dualtune_torch.engine.TorchEngine.optim_step', 3, throw(error))\n"
+    ended = job.start(2, "run", inject={1: raise_}).wait()
+    assert ended[1].code == OutOfMemory.exit_code, ended[1].output
+    assert ended[0].code == EnvironmentFault.exit_code
+    assert "another process of the run is gone" in ended[0].output
 
 
 def test_a_signal_to_one_process_stops_both_and_the_run_is_saved(job):

@@ -1,19 +1,41 @@
-"""How the C library keeps freed memory on a CPU.
+"""The allocators of device memory: how a shortage looks, and how freed memory is kept or returned.
 
-glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a page fault.
-A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks.
+On a CPU, glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a
+page fault. A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+from collections.abc import Callable
 from functools import cache
+
+import torch
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_KEPT = 1 << 30  # bytes
 SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set
+# In the messages of errors that have no class of their own. The first comes from torch's allocator on a CPU.
+SHORTAGES = ("DefaultCPUAllocator: ", "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch or NumPy raised the error because memory could not be allocated."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
+
+
+def free_memory() -> None:
+    """Return the memory that nothing uses to the system."""
+    gc.collect()  # a traceback may be part of a cycle
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if (trim := _function("malloc_trim")) is not None:
+        trim(0)
 
 
 @cache
@@ -29,9 +51,11 @@ def return_memory() -> None:
 
 
 def _set(options: dict[int, int]) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if (mallopt := _function("mallopt")) is not None:
         for option, value in options.items():
             mallopt(option, value)
+
+
+def _function(name: str) -> Callable[..., int] | None:
+    """Return a function of glibc; None with another C library."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.attention import NotCovered
 
 Compile = Callable[[Any], Any]  # `compiled.compile_function`, or the identity
@@ -125,7 +126,9 @@ def _rotates_alike(theirs: Callable[..., Any]) -> bool:
     ours = rotate_both(q, k, cos, sin, maybe_compile=lambda function: function)
     try:
         return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs(q, k, cos, sin), strict=True))
-    except (TypeError, ValueError, RuntimeError):  # it takes other arguments
+    except (TypeError, ValueError, RuntimeError) as error:  # it takes other arguments
+        if allocator.is_out_of_memory(error):
+            raise
         return False
 
 

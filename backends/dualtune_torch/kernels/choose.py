@@ -117,6 +117,7 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) ->
         if _has_window(model) and where.windows == {None}:
             raise NotCovered("has a sliding window that exists only in its own masks")
     except TRIAL_ERRORS as error:
+        _check_memory(error)
         model.set_attn_implementation(cast(str, chosen.own_attention))
         chosen.attention = False
         chosen.plain.append(f"attention plain: {_first_line(error)}")
@@ -133,6 +134,7 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         _compare(model, attention.capped(head(hidden_BTD), cap), expected)
     except TRIAL_ERRORS as error:
+        _check_memory(error)
         chosen.plain.append(f"loss plain: {_first_line(error)}")
     else:
         chosen.head, chosen.cap = head, cap
@@ -148,6 +150,7 @@ def _try_block(
             raise NotCovered("of unknown form")
         _compare(model, _packed(model, _documents(model, chosen.maybe_compile) if chosen.attention else None), expected)
     except TRIAL_ERRORS as error:
+        _check_memory(error)
         for module, forward in before.items():
             module.__dict__.pop("forward", None)
             if forward is not None:
@@ -198,6 +201,12 @@ def _has_window(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     chunked = getattr(config, "attention_chunk_size", None)
     return bool(chunked or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)))
+
+
+def _check_memory(error: BaseException) -> None:
+    """Raise the error again if memory ran out: the model's code is then not the cause."""
+    if allocator.is_out_of_memory(error):
+        raise error
 
 
 def _first_line(error: BaseException) -> str:

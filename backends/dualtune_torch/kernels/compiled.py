@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.fx.experimental._config
 
+from dualtune_torch.kernels import allocator
+
 # Sizes that are equal at the first call may differ later.
 torch.fx.experimental._config.use_duck_shape = False
 
@@ -34,6 +36,8 @@ def why_not(device: torch.device) -> str | None:
     try:
         compile_function(_probe)(torch.ones(2, 3, device=device))
     except (RuntimeError, OSError, ImportError) as error:  # no C++ compiler, no headers, no Triton for this GPU
+        if allocator.is_out_of_memory(error):
+            raise
         return f"torch.compile: {str(error).strip().splitlines()[0]}"
     return None
 

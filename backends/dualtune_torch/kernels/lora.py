@@ -15,7 +15,7 @@ Hu et al., LoRA, arXiv 2106.09685. Shapes: M tokens, I input features, O output 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,10 @@ class LoRAGroup:
             self._input = None
         return y_BTO
 
+    def forget(self) -> None:
+        """Drop the outputs that layers have not fetched, and how the next input is recomputed."""
+        self._input, self._outputs, self.recompute = None, {}, None
+
 
 def add_groups(
     layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]
@@ -73,6 +77,13 @@ def add_groups(
         if isinstance(layer, LoRALinear) and layer.grouped:
             groups.setdefault(input_of(path), {})[path] = layer
     return [LoRAGroup(group, adapter, maybe_compile) for group in groups.values()]
+
+
+def forget_outputs(layers: Iterable[AdaptedLayer]) -> None:
+    """Drop what the groups of these layers hold after an interrupted forward pass."""
+    for layer in layers:
+        if isinstance(layer, LoRALinear) and isinstance(layer.group, LoRAGroup):
+            layer.group.forget()
 
 
 def _stacked(neighbours: Sequence[Tensor]) -> Tensor:

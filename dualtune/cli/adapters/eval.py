@@ -82,6 +82,7 @@ def command(
         from dualtune.adapter.formats.directory import adapter_directory
         from dualtune.config import load_config
         from dualtune.errors import ConfigError
+        from dualtune.evaluate.shortage import explained
         from dualtune.evaluate.tasks import TASKS
 
         pattern = _pattern(TASKS[task] if task else answer_pattern)
@@ -90,7 +91,9 @@ def command(
         if chosen is not None and not chosen.is_dir():
             raise ConfigError(f"there is no adapter directory {chosen}. Train first, or give --adapter DIR, or --base")
         request = EvalRequest(settings, chosen and adapter_directory(chosen), data, exact, pattern, limit, max_tokens)
-        report = _measure(request, backend_for(platform, err=as_json), shown)
+        backend = backend_for(platform, err=as_json)
+        with explained(backend, settings, "while the adapter was measured"):
+            report = _measure(request, backend, shown)
     if as_json:
         return say(json.dumps(report, indent=2))
     for name, value in report.items():
@@ -107,6 +110,8 @@ def _measure(request: EvalRequest, backend: Backend, shown: Phases) -> dict[str,
     from dualtune.errors import DataError
     from dualtune.evaluate.evaluation import evaluate, exact_match, layout_of
     from dualtune.evaluate.inference import load_model
+    from dualtune.evaluate.recovery import Recovery
+    from dualtune.evaluate.shortage import explanation
     from dualtune.evaluate.tasks import check_answers
 
     settings = request.settings
@@ -129,7 +134,12 @@ def _measure(request: EvalRequest, backend: Backend, shown: Phases) -> dict[str,
     if not len(documents):
         raise DataError("the evaluation data has no target token within data.max_length")
     shown.begin("evaluating", "loss")
-    result = evaluate(model.engine, documents, layout_of(settings), show=shown.update)
+    recovery = Recovery(
+        backend, model.engine, layout_of(settings), documents.longest,
+        tell=lambda event: say(f"memory      ran out: {event.message}", err=True),
+        explain=lambda _, reason: explanation(backend, settings, reason),
+    )  # fmt: skip
+    result = evaluate(model.engine, documents, recovery, show=shown.update)
     shown.finish("evaluated")
     examples = sources.held_out_examples(documents)
     report: dict[str, object] = {

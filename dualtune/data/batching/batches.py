@@ -39,6 +39,18 @@ class SequenceLayout:
     max_tokens: int  # of a micro-batch, padding included; a longer row is a micro-batch by itself
     row_length: int | None = None  # documents share rows of this many tokens (packing); None: one document per row
 
+    def cut_to(self, max_tokens: int) -> SequenceLayout:
+        """Return the layout with smaller micro-batches. Rows that documents share become no longer than these."""
+        return SequenceLayout(max_tokens, self.row_length and min(self.row_length, max_tokens))
+
+    def halved(self, tokens: int, longest: int) -> SequenceLayout | None:
+        """Return a layout in which a micro-batch of `tokens` is cut in halves; None if none is smaller than this one.
+
+        No document is cut, so a micro-batch may always have as many tokens as the longest document.
+        """
+        half = max(min(tokens, self.max_tokens) // 2, longest)
+        return self.cut_to(half) if half < self.max_tokens else None
+
 
 def plan(lengths: np.ndarray, ids: Iterable[int], layout: SequenceLayout) -> list[list[Row]]:
     """Return the rows of each micro-batch, longest first, so that an out-of-memory error occurs at once."""

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Ahead(Generic[Result]):
-    """Prefetch one step ahead: `self(step)` returns `make(step)`, which must be a pure function.
+    """Prefetch one step ahead: `self(step)` returns `make(step)`, which is a pure function until `drop` is called.
 
     A call for any other step than the next one is also correct, but not prefetched.
     """
@@ -27,6 +27,10 @@ class Ahead(Generic[Result]):
         if step + 1 < self._end:
             self._coming = step + 1, self._pool.submit(self._make, step + 1)
         return result
+
+    def drop(self) -> None:
+        """Forget what was prefetched, because `make` gives another result now."""
+        self._coming = None
 
     def __enter__(self) -> Self:
         return self

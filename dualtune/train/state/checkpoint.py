@@ -233,6 +233,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     if policy := fields.subtable(state, "policy", file):
         fields.required(policy, "name", f"{file}: policy")
         fields.subtable(policy, "values", f"{file}: policy")
+    tokens = fields.subtable(state, "memory", file).get("micro_batch_tokens", 1)
+    if type(tokens) is not int or tokens < 1:
+        raise fields.wrong(file, "memory: micro_batch_tokens", tokens, "a number of tokens")
     _check_guards(state.get("guards") or {}, f"{file}: guards")
     return state
 

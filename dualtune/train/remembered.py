@@ -1,0 +1,71 @@
+"""What a run remembers when memory ran out: smaller micro-batches and recomputed activations, also after a resume."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dualtune.backend import Engine
+from dualtune.config import Config
+from dualtune.data.batching.batches import SequenceLayout
+from dualtune.evaluate.evaluation import layout_of
+from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.shortage import explanation
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.metrics import Metrics
+
+if TYPE_CHECKING:
+    from dualtune.train.prepare import Prepared
+
+KEY = "memory"  # in state.json and dualtune.json; absent if memory never ran out
+
+
+def remembered_layout(config: Config, saved: Checkpoint | None) -> SequenceLayout:
+    """Return the config's sequence layout, or the smaller one with which the run has been trained.
+
+    A changed train.micro_batch_tokens counts instead.
+    """
+    layout, before = layout_of(config), _before(config, saved)
+    tokens = before.get("micro_batch_tokens", layout.max_tokens)
+    return layout.cut_to(tokens) if tokens < layout.max_tokens else layout
+
+
+def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
+    """Return the recovery of a run, with what the run remembers."""
+    config, data = prepared.config, prepared.data
+
+    def explain(recovery: Recovery, reason: str) -> str:
+        return explanation(prepared.backend, _with(config, recovery), reason)
+
+    recovery = Recovery(
+        prepared.backend, engine, data.layout, max(data.train.longest, data.eval.longest), team=prepared.team,
+        recomputes=prepared.memory.recomputes_all, tell=log.event, explain=explain,
+    )  # fmt: skip
+    if _before(config, prepared.checkpoint).get("checkpointing") == "full":
+        recovery.recompute_all()
+    return recovery
+
+
+def entry_of(recovery: Recovery, prepared: Prepared) -> dict[str, Any]:
+    """Return the entry in state.json and dualtune.json; empty if memory never ran out."""
+    entry: dict[str, Any] = {}
+    if recovery.layout.max_tokens != layout_of(prepared.config).max_tokens:
+        entry["micro_batch_tokens"] = recovery.layout.max_tokens
+    if recovery.recomputes and not prepared.memory.recomputes_all:
+        entry["checkpointing"] = "full"
+    return {KEY: entry} if entry else {}
+
+
+def _before(config: Config, saved: Checkpoint | None) -> dict[str, Any]:
+    if saved is None:
+        return {}
+    trained_with = saved.state["config"].get("train", {}).get("micro_batch_tokens")
+    is_same = trained_with == config.train.micro_batch_tokens
+    return saved.state.get(KEY) or {} if is_same else {}
+
+
+def _with(config: Config, recovery: Recovery) -> Config:
+    """Return the config with what was tried last."""
+    train = config.train.model_copy(update={"micro_batch_tokens": recovery.layout.max_tokens})
+    checkpointing = "full" if recovery.recomputes else config.memory.checkpointing
+    memory = config.memory.model_copy(update={"checkpointing": checkpointing})
+    return config.model_copy(update={"train": train, "memory": memory})

@@ -1,0 +1,137 @@
+"""The errors of a shortage: each backend knows its own, no fallback swallows one, and a real one on a CPU."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.spec import AdapterSpec
+from dualtune.backend import LoadRequest
+from dualtune.errors import OutOfMemory
+from dualtune.optimizer import OptimizerSpec
+from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+
+SPEC = AdapterSpec(2, 4.0, 0.3, ("all-linear",))
+
+
+def request_for(model):
+    return LoadRequest(model, "auto", "auto", "pretrained", SPEC, OptimizerSpec(), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torch", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        ("torch", "CUDA out of memory. Tried to allocate 20.00 MiB"),
+        ("torch", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        ("mlx", "[malloc] Unable to allocate 1073741824 bytes."),
+        ("mlx", "[metal::malloc] Attempting to allocate 48736917632 bytes which is greater than the maximum allowed"),
+        ("mlx", "[METAL] Command buffer execution failed: Insufficient Memory "
+                "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"),
+    ],
+)  # fmt: skip
+def test_a_backend_knows_its_own_shortages(open_backend, name, text):
+    backend = open_backend(name)
+    assert backend.is_out_of_memory(RuntimeError(text)) and backend.is_out_of_memory(MemoryError())
+    assert not backend.is_out_of_memory(ValueError(text))
+    assert not backend.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("place", ["_packed", "_compare"])
+def test_no_shortage_is_taken_for_a_model_with_other_code(open_backend, tiny_llama, monkeypatch, place):
+    backend = open_backend("torch")
+    import torch
+
+    from dualtune_torch.kernels import choose
+
+    monkeypatch.setattr(choose, place, lambda *inputs: torch.empty(1 << 60, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        backend.load(request_for(tiny_llama))
+
+
+def test_what_layers_wait_for_is_dropped(open_backend, tmp_path, monkeypatch):
+    """The second of the layers that share an input fails: the outputs of the others are still held."""
+    backend = open_backend("torch")
+    from dualtune_torch.kernels.lora import LoRAGroup
+
+    engine, batch = backend.load(request_for(write_tiny_llama(tmp_path / "model"))), random_batch([9, 16], 96)
+    groups = {layer.group for layer in engine._layers.values()}
+    call, calls = LoRAGroup.__call__, []
+
+    def fail_at_second(group, layer, x_BTI):
+        calls.append(layer)
+        return call(group, layer, x_BTI) if len(calls) != 2 else np.empty(1 << 60, np.uint8)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(LoRAGroup, "__call__", fail_at_second)
+        engine.forward_backward(batch, divisor=1)
+    assert any(group._outputs for group in groups)
+    engine.discard()
+    assert not any(group._outputs or group._input is not None or group.recompute for group in groups)
+
+
+def test_what_layers_wait_for_is_dropped_on_mlx(open_backend, tmp_path, monkeypatch):
+    backend = open_backend("mlx")
+    from dualtune_mlx.lora import SharedInput
+
+    engine, batch = backend.load(request_for(write_tiny_llama(tmp_path / "model"))), random_batch([9, 16], 96)
+    shared = {layer.shared for layer in engine._layers.values()}
+    product, calls = SharedInput.product, []
+
+    def fail_at_second(self, weights, x_BTI):
+        calls.append(weights)
+        if len(calls) == 2:
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        return product(self, weights, x_BTI)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="Unable"):
+        patch.setattr(SharedInput, "product", fail_at_second)
+        engine.forward_backward(batch, divisor=1)
+    assert any(each._waiting for each in shared)
+    engine.discard()
+    assert not any(each._waiting or each._x_BTI is not None for each in shared)
+
+
+# --- a real shortage -------------------------------------------------------------------------------------------------
+
+REAL = Path(__file__).with_name("short_of_memory.py")
+
+
+@pytest.fixture
+def real(python, tiny_llama, tmp_path):
+    """A run on torch whose process may allocate so many MB more when training begins: (its end, its rows)."""
+    pytest.importorskip("torch")
+    if not sys.platform.startswith("linux"):
+        pytest.skip("RLIMIT_DATA counts allocations only on Linux")
+
+    def run(megabytes, words):
+        result = python(REAL, tiny_llama, tmp_path, megabytes, words)
+        return result, rows_in(tmp_path)
+
+    return run
+
+
+def rows_in(home):
+    return [json.loads(row) for row in (home / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_real_shortage_on_a_cpu_is_recovered_from(real, tiny_llama, tmp_path):
+    result, rows = real(100, 8)
+    assert result.returncode == 0, result.stderr
+    assert [row for row in rows if row.get("event") == "out_of_memory"]
+    (tmp_path / "enough").mkdir()
+    runpy.run_path(str(REAL))["main"](tiny_llama, tmp_path / "enough", None, 8)
+    enough = rows_in(tmp_path / "enough")
+    assert not [row for row in enough if row.get("event") == "out_of_memory"]
+    losses = [[row["loss"] for row in found if "lr" in row] for found in (rows, enough)]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_real_shortage_for_a_single_document_ends_with_8(real):
+    result, rows = real(10, 3000)
+    assert result.returncode == OutOfMemory.exit_code, result.stderr
+    assert "DefaultCPUAllocator" in result.stderr and result.stderr.count("--set") == 3
+    assert "Traceback" not in result.stderr and not [row for row in rows if "lr" in row]
