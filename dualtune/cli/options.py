@@ -35,7 +35,7 @@ dtype_option = click.option(
 )
 quantization_option = click.option(
     "--quantization",
-    type=click.Choice(["auto", "none", "nf4", "affine4", "affine8"]),
+    type=click.Choice(["auto", "none", "nf4", "int8", "affine4", "affine8"]),
     default="auto",
     show_default=True,
 )

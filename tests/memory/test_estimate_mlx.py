@@ -105,7 +105,7 @@ def test_a_row_that_is_longer_than_a_chunk_takes_no_more_than_was_estimated(meas
     assert_alike(*measure([640]), within=0.2)
 
 
-@pytest.mark.parametrize("quantization", ["affine4", "affine8"])
+@pytest.mark.parametrize("quantization", ["affine4", "affine8", "int8"])
 def test_a_quantized_base_takes_what_was_estimated(measure, quantization):
     larger = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 4096}  # MLX counts whole pages
     assert_alike(*measure(asked=replace(ASK, quantization=quantization), **larger), always_within=0.02)

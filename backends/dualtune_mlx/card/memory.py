@@ -11,12 +11,14 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 from __future__ import annotations
 
 from dualtune.memory.ask import (
+    AFFINE_BITS,
     MASTER_BYTES,
     Ask,
     MemoryPart,
     adapted,
     affine_weights,
     has_plain_loss,
+    int8_weights,
     num_trained,
     optimizer,
     padded,
@@ -44,13 +46,16 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
-    if ask.quantization != "none":
+    if ask.quantization in AFFINE_BITS:
         return affine_weights(decoder, ask)
     c, n = ask.item_bytes, decoder.num_parameters
-    # On a CPU there is also a transposed copy of the head.
-    copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not has_plain_loss(decoder, ask) else 0
-    copy = f" + {copied:,} of the head, transposed" if copied else ""
-    return MemoryPart("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
+    base = MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
+    if ask.quantization == "int8":
+        base = int8_weights(decoder, ask)
+    if ask.device != "cpu" or has_plain_loss(decoder, ask):
+        return base
+    head = decoder.vocab * decoder.hidden
+    return MemoryPart("weights", base.bytes + c * head, f"{base.formula} + {head:,} of the head, transposed × {c} B")
 
 
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
