@@ -30,6 +30,7 @@ from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
+INT8_MATRICES = 3  # unpacked; those in 16 bits have a copy in float32
 UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 # Memory that is no array: Python with its libraries; on a Mac also Metal's kernels and command buffers.
@@ -134,7 +135,12 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's feed-forward block."""
     c, T = ask.item_bytes, ask.cells
     each = c * (5 * decoder.inner + 8 * decoder.hidden)
-    return MemoryPart("workspace", T * each, f"{T:,} tokens × {each:,} B of the feed-forward block")
+    formula = f"{T:,} tokens × {each:,} B of the feed-forward block"
+    if ask.quantization != "int8":
+        return MemoryPart("workspace", T * each, formula)
+    unpacked = decoder.hidden * decoder.inner * (c + (4 if c < MASTER_BYTES else 0))
+    formula += f" + {INT8_MATRICES} matrices of {unpacked:,} B unpacked"
+    return MemoryPart("workspace", T * each + INT8_MATRICES * unpacked, formula)
 
 
 def update(decoder: Decoder, ask: Ask, kept: MemoryPart) -> MemoryPart:
