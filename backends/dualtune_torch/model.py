@@ -44,10 +44,9 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         "sharding_reason": why_sharding,
     }
     if sharding == "full":
-        allocator.return_memory()  # whole layers are allocated and freed
         device = torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
-    with staged(request.model_dir, weights) as place:
+    with staged(request.model_dir, weights) as place, allocator.memory_returned():
         try:
             if quantization in (*BITS, "int8") or (quantization == "nf4" and weights is None):
                 model = _module_by_module(request, place, weights, dtype, device, quantization)
@@ -58,6 +57,8 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
             raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
+    if sharding == "full":
+        allocator.return_memory()  # whole layers are allocated and freed in every step
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
     for module in cast(Iterator[Any], model.modules()):

@@ -1,37 +1,53 @@
 """How the C library keeps freed memory on a CPU.
 
 glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a page fault.
-A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks.
+A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks. Loading does not:
+what a matrix needed while it was cast or quantized would stay in the process beside the model.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_KEPT = 1 << 30  # bytes
-SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set
+SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set…
+LARGEST_RAISED = 1 << 25  # …up to this, and its threshold for the end of the heap to twice as much
 
 
-@cache
 def keep_memory() -> None:
     """Ask glibc to keep freed blocks. Does nothing with another C library."""
     _set({M_MMAP_THRESHOLD: LARGEST_KEPT, M_TRIM_THRESHOLD: LARGEST_KEPT})
 
 
-@cache
 def return_memory() -> None:
     """Ask glibc to return large blocks as soon as they are free, where memory matters more than time."""
     _set({M_MMAP_THRESHOLD: SMALLEST_RETURNED})
 
 
+@contextmanager
+def memory_returned() -> Iterator[None]:
+    """Context in which freed memory is returned at once, and at its end also that of small blocks."""
+    return_memory()
+    try:
+        yield
+    finally:
+        _set({M_MMAP_THRESHOLD: LARGEST_RAISED, M_TRIM_THRESHOLD: 2 * LARGEST_RAISED})
+        if (trim := _function("malloc_trim")) is not None:
+            trim(0)
+
+
 def _set(options: dict[int, int]) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    if (mallopt := _function("mallopt")) is not None:
         for option, value in options.items():
             mallopt(option, value)
+
+
+def _function(name: str) -> Any:
+    """Return a function of glibc, or None with another C library."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
