@@ -50,6 +50,10 @@ def measure(model_dir: Path, backend: str, quantization: str, dtype: str) -> dic
     return above | json.loads(said[0])
 
 
+def has_status() -> bool:
+    return Path("/proc/self/status").exists()
+
+
 def resident(pid: int) -> dict[str, int]:
     """Return the resident bytes of a process by kind."""
     lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]

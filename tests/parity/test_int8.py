@@ -52,7 +52,8 @@ def weight(request):
 
 
 def test_the_error_is_at_most_half_a_scale_and_zero_is_exact(weight):
-    codes, scale = quantize(weight)
+    with np.errstate(divide="raise", invalid="raise"):
+        codes, scale = quantize(weight)
     assert (codes.dtype, scale.dtype, codes.shape, scale.shape) == (np.int8, np.float32, weight.shape, weight.shape[:1])
     assert np.abs(codes).max() <= 127 and np.isfinite(scale).all()
     found = dequantize(codes, scale)
