@@ -5,7 +5,7 @@ Legend: O output and I input features of a weight.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -54,7 +54,7 @@ class Int8Linear(nn.Module):
             self.bias = bias
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = _product(x, self.weight, self.scales)
+        y = cast(mx.array, _product(x, self.weight, self.scales))
         return y + self.bias if "bias" in self else y
 
     def unpacked(self, dtype: mx.Dtype) -> mx.array:

@@ -54,8 +54,8 @@ def _quantization(given: Given) -> Settings:
         return {"model.quantization": Note("nf4", "adapter: qlora, or load_in_4bit: true")}
     if given.flag("load_in_8bit"):
         reason = (
-            "bitsandbytes' LLM.int8() also rounds the inputs of a layer to 8 bits; the base keeps its stored format, which "
-            "takes more memory. model.quantization: int8 rounds the weights alone"
+            "bitsandbytes' LLM.int8() also rounds the inputs of a layer to 8 bits; the base keeps its stored format, "
+            "which takes more memory. model.quantization: int8 rounds the weights alone"
         )
         given.lose("load_in_8bit", reason)
     return {}
