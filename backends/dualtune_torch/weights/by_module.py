@@ -41,11 +41,10 @@ class TensorReader:
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
         """Read a tensor. Raises EnvironmentFault if it is missing or has another shape or dtype."""
-        if name not in self._files:
-            name = name.removeprefix(self._prefix)
+        wanted, name = name, name if name in self._files else name.removeprefix(self._prefix)
         if name not in self._files:
             raise EnvironmentFault(
-                f"model.name: the weights in {self.model_dir} have no tensor '{name}', which transformers' model "
+                f"model.name: the weights in {self.model_dir} have no tensor '{wanted}', which transformers' model "
                 "needs: the directory is incomplete, or mlx-lm has other names for its tensors. Load it with "
                 "--platform mlx, or use the plain model"
             )
