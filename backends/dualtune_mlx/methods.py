@@ -17,7 +17,10 @@ from mlx.utils import tree_unflatten
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.formats.gpt2 import canonical_name
 from dualtune.adapter.spec import AdapterSpec, select_modules, tensor_name
+from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.remade import Origins
+
+LINEAR = (nn.Linear, nn.QuantizedLinear, Int8Linear)
 
 
 class DropoutSeeds:
@@ -111,7 +114,7 @@ def add_layers(model: nn.Module, spec: AdapterSpec, seeds: DropoutSeeds, *, grou
     separate product.
     """
     make = import_module(f"dualtune_mlx.{spec.method}").LAYER
-    paths = {canonical_name(p): p for p, m in model.named_modules() if isinstance(m, (nn.Linear, nn.QuantizedLinear))}
+    paths = {canonical_name(p): p for p, m in model.named_modules() if isinstance(m, LINEAR)}
     modules = dict(model.named_modules())
     linear = {name: modules[path] for name, path in paths.items()}
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
@@ -135,6 +138,8 @@ def weight_of(layer: nn.Module) -> mx.array:
     """Return the weight [out, in] of a linear layer, plain or quantized, in float32."""
     if isinstance(layer, nn.QuantizedLinear):
         return mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits).astype(mx.float32)
+    if isinstance(layer, Int8Linear):
+        return layer.unpacked(mx.float32)
     return cast(mx.array, layer.weight).astype(mx.float32)
 
 

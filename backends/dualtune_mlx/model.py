@@ -1,4 +1,4 @@
-"""Base models on MLX: mlx-lm's classes, frozen, plain or quantized in groups of 64."""
+"""Base models on MLX: mlx-lm's classes, frozen; plain, in int8, or quantized in groups of 64."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes, load_model, quantize_model
 
 from dualtune.adapter.formats.gpt2 import canonical_layer
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
+from dualtune.base_model.int8 import is_quantized
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune_mlx import gpt2
+from dualtune_mlx import gpt2, int8
+from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -46,11 +48,10 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
             # standard output may carry a model's answer.
             with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
                 model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
-        model.set_dtype(dtype)
+        _compute(model, dtype, is_int8=quantization == "int8")
         model.freeze()
         model.eval()
         accept_positions(model)
-        mx.eval(model.parameters())  # reads the files
     return model, {
         "model_class": f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",
         "device": "metal" if mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu else "cpu",
@@ -60,6 +61,27 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
         "quantization_reason": _quantization_reason(model, request, quantization),
         "num_parameters": sum(_num_weights(m) for _, m in model.named_modules()),
     }
+
+
+def _compute(model: nn.Module, dtype: mx.Dtype, *, is_int8: bool) -> None:
+    """Cast, quantize and evaluate the weights, which reads the files, module by module.
+
+    The plain model is never in memory, only one of its matrices: nothing that was freed is kept for later.
+    """
+    linear = {path: m for path, m in model.named_modules() if is_int8 and type(m) is nn.Linear and is_quantized(path)}
+    stored = {path: layer.weight for path, layer in linear.items()}  # in the stored precision
+    model.set_dtype(dtype)
+    limit = mx.set_cache_limit(0)
+    try:
+        while linear:
+            path, layer = linear.popitem()
+            new = Int8Linear(*int8.quantize(stored.pop(path)), layer.get("bias"))
+            model.update_modules(cast(dict[str, Any], tree_unflatten([(path, new)])))
+        for _, module in model.named_modules():
+            mx.eval([value for value in module.values() if isinstance(value, mx.array)])
+        mx.eval(model.parameters())
+    finally:
+        mx.set_cache_limit(limit)
 
 
 def _load(
@@ -155,7 +177,7 @@ def _dtype(name: str) -> tuple[mx.Dtype, str]:
 
 
 def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
-    """Return the quantization of the loaded base: "none", "affine4" or "affine8". Refuses other stored formats."""
+    """Return the quantization of the loaded base: "none", "int8" or one of BITS. Refuses other stored formats."""
     stored = config.get("quantization")
     if stored is None and "quantization_config" in config:
         raise ConfigError(
@@ -164,7 +186,7 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
             "model.quantization: affine4, or one in MLX format"
         )
     if stored is None:
-        return request.quantization if request.quantization in BITS else "none"
+        return "none" if request.quantization == "auto" else request.quantization
     kind = {bits: name for name, bits in BITS.items()}.get(stored.get("bits"), f"{stored.get('bits')}-bit")
     if stored.get("mode", "affine") != "affine" or stored.get("group_size") != GROUP_SIZE or kind not in BITS:
         kind = f"{stored.get('mode', 'affine')} {stored.get('bits')}-bit, groups of {stored.get('group_size')}"
@@ -178,7 +200,7 @@ def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
 def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: str) -> str:
     reason = "as stored" if request.quantization == "auto" else "as configured"
     plain = sum(isinstance(module, nn.Linear) for _, module in model.named_modules())
-    if quantization == "none" or not plain:
+    if quantization not in BITS or not plain:
         return reason
     return f"{reason}; mlx-lm does not quantize {plain} linear layers"  # routers, and inputs that are no multiple of 64
 

@@ -1,8 +1,9 @@
-"""Base models on torch: transformers classes, frozen; plain, in bitsandbytes' NF4, or in MLX's affine quantization."""
+"""Base models on torch: transformers classes, frozen; plain, or in bitsandbytes' NF4, int8 or MLX's affine format."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
-from dualtune_torch.weights import affine_model
+from dualtune_torch.weights import affine_model, by_module, int8
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
 from dualtune_torch.weights.frozen import as_stored, num_parameters, shape_of
 
@@ -43,12 +44,11 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         "sharding_reason": why_sharding,
     }
     if sharding == "full":
-        allocator.return_memory()  # whole layers are allocated and freed
         device = torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
-    with staged(request.model_dir, weights) as place:
+    with staged(request.model_dir, weights) as place, allocator.memory_returned():
         try:
-            if quantization in BITS or (quantization == "nf4" and weights is None):
+            if quantization in (*BITS, "int8") or (quantization == "nf4" and weights is None):
                 model = _module_by_module(request, place, weights, dtype, device, quantization)
             elif weights is None:
                 model = _random(request, place, dtype, device)
@@ -57,6 +57,8 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
             raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
+    if sharding == "full":
+        allocator.return_memory()  # whole layers are allocated and freed in every step
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
     for module in cast(Iterator[Any], model.modules()):
@@ -83,7 +85,7 @@ def _dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:
-    """Return the quantization of the loaded base: "none", "nf4" or a key of BITS. Refuses other stored formats."""
+    """Return the quantization of the loaded base: "none", "nf4", "int8" or one of BITS. Refuses other stored ones."""
     mlx, other = config.get("quantization"), config.get("quantization_config")
     if mlx is not None:
         kind = _mlx_kind(mlx)
@@ -180,10 +182,13 @@ def _module_by_module(
         affine_model.check_family(request.model_dir, config.model_type)
     with torch.device(device), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if weights is not None and is_packed:
+        affine_model.load(model, weights, dtype, device)
+        return model
+    finish = _finish(quantization, dtype)
     if weights is not None:
-        if not is_packed:
-            _check_by_headers(config, weights)
-        affine_model.load(model, weights, None if is_packed else quantization, dtype, device)
+        _check_by_headers(config, weights)
+        by_module.load(model, weights, finish, device)
         return model
     torch.manual_seed(request.seed)
 
@@ -192,13 +197,24 @@ def _module_by_module(
             drawn = torch.empty_like(parameter, device=device).normal_(std=0.02)
             setattr(module, name, nn.Parameter(drawn, requires_grad=False))
         model._init_weights(module)  # the model's own initialization: a norm's weights are ones
-        if quantization in BITS:
-            return affine_model.finished(module, quantization, dtype)
+        return finish(path, module)
+
+    by_module.replace_modules(model, initialized)
+    return model
+
+
+def _finish(quantization: str, dtype: torch.dtype) -> by_module.Finish:
+    """Return what quantizes a module with plain weights."""
+
+    def nf4(path: str, module: nn.Module) -> nn.Module:
         is_packed = isinstance(module, nn.Linear | Conv1D) and path.split(".")[-1] != OUTPUT_HEAD
         return _nf4(cast(nn.Linear, module), dtype) if is_packed else module
 
-    affine_model.replace_modules(model, initialized)
-    return model
+    if quantization == "nf4":
+        return nf4
+    if quantization == "int8":
+        return partial(int8.finished, dtype=dtype)
+    return lambda _, module: affine_model.finished(module, quantization, dtype)
 
 
 def _nf4(layer: nn.Linear | Conv1D, compute_dtype: torch.dtype) -> nn.Module:

@@ -28,7 +28,7 @@ from dualtune.base_model import staged
 from dualtune.errors import ConfigError, PeerLost
 from dualtune_torch.distributed import joined
 from dualtune_torch.kernels.allocator import is_out_of_memory
-from dualtune_torch.weights.affine import AffineLayer
+from dualtune_torch.weights.packed import PackedLayer
 
 # A base stays whole if it takes at most this share of a device's free memory: a step needs the rest.
 LARGEST_SHARE = 0.8
@@ -187,7 +187,8 @@ def _base_bytes(request: LoadRequest, dtype: torch.dtype, quantization: str) -> 
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     bits = dtype.itemsize * 8
-    packed = {"nf4": 4.127, "affine4": 4 + 2 * bits / 64, "affine8": 8 + 2 * bits / 64}.get(quantization, bits)
+    known = {"nf4": 4.127, "int8": 8, "affine4": 4 + 2 * bits / 64, "affine8": 8 + 2 * bits / 64}
+    packed = known.get(quantization, bits)
     return int(sum(p.numel() * (packed if p.dim() > 1 else bits) for p in model.parameters()) / 8)
 
 
@@ -212,8 +213,8 @@ def _embedding_and_head(model: PreTrainedModel) -> list[nn.Module]:
 def _buffers_to_parameters(module: nn.Module) -> None:
     """Turn packed weights, which are buffers, into parameters: FSDP2 shards only parameters."""
     for layer in module.modules():
-        if isinstance(layer, AffineLayer):
-            for name in ("weight", "scales", "biases"):
+        if isinstance(layer, PackedLayer):
+            for name in layer.parts:
                 tensor = getattr(layer, name)
                 delattr(layer, name)
                 layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))

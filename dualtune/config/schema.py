@@ -116,7 +116,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The compute dtype; auto uses the best one that the device supports."""
     quantization: Literal["auto", "none", "nf4", "int8", "affine4", "affine8"] = "auto"
-    """How the base weights are stored in memory; auto keeps the format of the files; int8 is not supported yet."""
+    """How the base weights are stored in memory; auto keeps the format of the files."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether to load the weights, or to initialize them at random, in the real shapes, to measure speed and memory."""
     kernels: Literal["auto", "fused", "reference"] = "auto"

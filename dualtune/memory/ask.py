@@ -38,7 +38,7 @@ class Ask:
 
     backend: str
     device: str  # a device kind from the backend's card
-    quantization: str  # "none", "nf4", "affine4" or "affine8"
+    quantization: str  # "none", "nf4", "int8", "affine4" or "affine8"
     dtype: str  # "float32", "bfloat16" or "float16"
     rank: int
     targets: tuple[str, ...] | Literal["all-linear"]
@@ -151,6 +151,14 @@ def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
     """Return the bytes of a matrix. Matrices with rows that are no multiple of a group stay plain, as in mlx-lm."""
     n = out * in_
     return c * n if in_ % AFFINE_GROUP else n * bits // 8 + 2 * c * n // AFFINE_GROUP
+
+
+def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
+    """Return the bytes of a base in int8 (`base_model/int8.py`): the same on every backend."""
+    c, n = ask.item_bytes, decoder.linear_parameters
+    rows, plain = decoder.layers * sum(layer.out for layer in decoder.linears().values()), decoder.num_parameters - n
+    formula = f"{n:,} parameters × 1 B + {rows:,} rows × 4 B, {plain:,} in embedding, head and norms × {c} B"
+    return MemoryPart("weights", n + 4 * rows + c * plain, formula)
 
 
 def has_plain_loss(decoder: Decoder, ask: Ask) -> bool:

@@ -4,7 +4,8 @@ The measured numbers are maxima over a pretrained model of 260 thousand weights 
 120 thousand, each with a strong and a weak adapter, torch and MLX on a CPU, both directions, base and adapter:
 `pytest tests/transfer/test_verify_thresholds.py -s` measures most of them again. No large model has been measured;
 quantization hurts small models more than large ones, so these limits are rather too wide. A limit is three times the
-measured number, in float32 more, because larger models round more often.
+measured number, in float32 more, because larger models round more often. int8 was measured with a strong adapter of the
+pretrained model alone; its limits are those of affine8, which has as many bits.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ TABLE: dict[str, Row] = {
     "nf4 / none": Row(Limit(0.18, 6.7, 0.50, 0.53), Limit(0.55, 20.0, 0.30, 0.75)),
     "affine4 / affine8": Row(Limit(0.17, 4.2, 0.53, 0.55), Limit(0.55, 13.0, 0.30, 0.75)),
     "affine8 / nf4": Row(Limit(0.20, 6.7, 0.50, 0.54), Limit(0.60, 20.0, 0.30, 0.75)),
+    "int8 / none": Row(Limit(7.1e-4, 0.27, 0.97, 0.021), Limit(0.025, 5.0, 0.75, 0.50)),
+    "affine4 / int8": Row(Limit(0.19, 3.2, 0.62, 0.34), Limit(0.55, 13.0, 0.30, 0.75)),
+    "int8 / nf4": Row(Limit(0.15, 4.6, 0.62, 0.34), Limit(0.60, 20.0, 0.30, 0.75)),
     "affine4 / nf4": Row(Limit(0.37, 8.5, 0.40, 0.71), Limit(1.10, 25.0, 0.20, 0.90)),
 }
 

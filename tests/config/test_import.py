@@ -137,7 +137,7 @@ def test_a_dataset_of_axolotl_becomes_a_source(translate, entry, ours, template)
 @pytest.mark.parametrize(
     ("more", "named", "reason"),
     [
-        ({"load_in_8bit": True}, "load_in_8bit", "affine8"),
+        ({"load_in_8bit": True}, "load_in_8bit", "int8 rounds the weights alone"),
         ({"optimizer": "lion"}, "optimizer", "AdamW"),
         ({"optimizer": "adamw_bnb_8bit"}, "optimizer", "float32"),
         ({"adam_beta2": 0.95}, "adam_beta2", "0.999"),

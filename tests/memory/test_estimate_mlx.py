@@ -111,10 +111,19 @@ def test_a_row_that_is_longer_than_a_chunk_takes_no_more_than_was_estimated(meas
     assert_alike(*measure([640]), within=0.2)
 
 
-@pytest.mark.parametrize("quantization", ["affine4", "affine8"])
+@pytest.mark.parametrize("quantization", ["affine4", "affine8", "int8"])
 def test_a_quantized_base_takes_what_was_estimated(measure, quantization):
     larger = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 4096}  # MLX counts whole pages
     assert_alike(*measure(asked=replace(ASK, quantization=quantization), **larger), always_within=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_unpacks_a_few_matrices_at_a_time(measure, dtype):
+    """Not those of all layers, which autograd would keep: they take four times as much."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "head_dim": 64}
+    estimated, held, peak = measure([32], asked=replace(ASK, quantization="int8", dtype=dtype), **wide)
+    assert "matrices of" in estimated.parts[4].formula
+    assert_alike(estimated, held, peak)
 
 
 def test_half_precision_takes_what_was_estimated(measure):

@@ -112,7 +112,7 @@ def test_a_step_that_is_not_compiled_takes_what_was_estimated(measure, lengths, 
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("quantization", ["nf4", "affine4", "affine8"])
+@pytest.mark.parametrize("quantization", ["nf4", "int8", "affine4", "affine8"])
 def test_a_quantized_base_takes_what_was_estimated(measure, lengths, quantization):
     pytest.importorskip("bitsandbytes")
     assert_alike(*measure(lengths, asked=replace(ASK, quantization=quantization)))

@@ -119,11 +119,11 @@ def test_an_adapter_to_start_from_that_cannot_be_read_fails(check, tmp_path):
 
 
 def test_what_the_backend_refuses_is_a_row_for_each_key(check, open_backend):
-    open_backend("torch")
-    report = check("model.quantization=int8", "hybrid.enabled=true")
+    open_backend("mlx")
+    report = check("model.quantization=nf4", "hybrid.enabled=true", machine="m4-32")
     refused = [c for c in report.checks if c.name == "backend"]
     assert [(c.level, c.exit_code) for c in refused] == [("fail", 2), ("fail", 2)]
-    assert [c.found.partition(",")[0] for c in refused] == ["model.quantization: got int8", "hybrid.enabled: got true"]
+    assert [c.found.partition(",")[0] for c in refused] == ["model.quantization: got nf4", "hybrid.enabled: got true"]
 
 
 def test_the_platform_follows_the_machine(check, open_backend):

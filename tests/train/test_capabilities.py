@@ -50,9 +50,9 @@ def test_a_mapping_and_a_size_are_honoured_by_their_kind(make_config):
 
 def test_what_is_honoured_is_listed(open_backend):
     with pytest.raises(ConfigError) as caught:
-        check_value(open_backend("torch"), "model.quantization", "int8")
-    honoured = "affine4, affine8, auto, nf4, none"
-    assert str(caught.value) == f"model.quantization: got int8, the backend 'torch' honours: {honoured}"
+        check_value(open_backend("mlx"), "model.quantization", "nf4")
+    honoured = "affine4, affine8, auto, int8, none"
+    assert str(caught.value) == f"model.quantization: got nf4, the backend 'mlx' honours: {honoured}"
 
 
 def test_an_optimizer_that_a_backend_does_not_name_is_refused(open_backend, make_config):

@@ -20,6 +20,7 @@ HERE = (
     ("mlx", "none", "float32"), ("mlx", "none", "bfloat16"),
     ("mlx", "affine4", "float32"), ("mlx", "affine4", "bfloat16"),
     ("mlx", "affine8", "float32"), ("mlx", "affine8", "bfloat16"),
+    ("torch", "int8", "float32"), ("mlx", "int8", "float32"),
 )  # fmt: skip
 RECORDED = (("torch", "none", "float32"), ("torch", "nf4", "float32"), ("mlx", "affine4", "float32"))
 
@@ -89,12 +90,13 @@ def test_the_page_shows_the_table():
         (("nf4", "bfloat16"), ("affine4", "float32"), "affine4 / nf4"),
         (("none", "float32"), ("nf4", "float32"), "nf4 / none"),
         (("int8", "float32"), ("none", "float32"), "int8 / none"),
+        (("fp8", "float32"), ("none", "float32"), "fp8 / none"),
     ],
 )
 def test_the_row_of_two_precisions(recorded, here, pair):
     assert pair_of(Precision(*recorded), Precision(*here)) == pair
     assert pair_of(Precision(*here), Precision(*recorded)) == pair
-    assert (pair in TABLE) == (pair != "int8 / none")
+    assert (pair in TABLE) == (pair != "fp8 / none")
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------

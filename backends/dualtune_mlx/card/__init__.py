@@ -7,7 +7,7 @@ from dualtune_mlx.card import checks, memory
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "affine4", "affine8")
+QUANTIZATIONS = ("none", "int8", "affine4", "affine8")
 
 CARD = Card(
     name="mlx",

@@ -11,12 +11,14 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 from __future__ import annotations
 
 from dualtune.memory.ask import (
+    AFFINE_BITS,
     MASTER_BYTES,
     Ask,
     MemoryPart,
     adapted,
     affine_weights,
     has_plain_loss,
+    int8_weights,
     num_trained,
     optimizer,
     padded,
@@ -28,6 +30,7 @@ from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
+INT8_MATRICES = 3  # unpacked; those in 16 bits have a copy in float32
 UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 # Memory that is no array: Python with its libraries; on a Mac also Metal's kernels and command buffers.
@@ -46,13 +49,16 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
-    if ask.quantization != "none":
+    if ask.quantization in AFFINE_BITS:
         return affine_weights(decoder, ask)
     c, n = ask.item_bytes, decoder.num_parameters
-    # On a CPU there is also a transposed copy of the head.
-    copied = decoder.vocab * decoder.hidden if ask.device == "cpu" and not has_plain_loss(decoder, ask) else 0
-    copy = f" + {copied:,} of the head, transposed" if copied else ""
-    return MemoryPart("weights", c * (n + copied), f"({n:,} parameters{copy}) × {c} B")
+    base = MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
+    if ask.quantization == "int8":
+        base = int8_weights(decoder, ask)
+    if ask.device != "cpu" or has_plain_loss(decoder, ask):
+        return base
+    head = decoder.vocab * decoder.hidden
+    return MemoryPart("weights", base.bytes + c * head, f"{base.formula} + {head:,} of the head, transposed × {c} B")
 
 
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -152,7 +158,12 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's feed-forward block."""
     c, T = ask.item_bytes, ask.cells
     each = c * (5 * decoder.inner + 8 * decoder.hidden)
-    return MemoryPart("workspace", T * each, f"{T:,} tokens × {each:,} B of the feed-forward block")
+    formula = f"{T:,} tokens × {each:,} B of the feed-forward block"
+    if ask.quantization != "int8":
+        return MemoryPart("workspace", T * each, formula)
+    unpacked = decoder.hidden * decoder.inner * (c + (4 if c < MASTER_BYTES else 0))
+    formula += f" + {INT8_MATRICES} matrices of {unpacked:,} B unpacked"
+    return MemoryPart("workspace", T * each + INT8_MATRICES * unpacked, formula)
 
 
 def recomputation(decoder: Decoder, ask: Ask) -> MemoryPart:

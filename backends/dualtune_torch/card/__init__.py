@@ -9,7 +9,7 @@ from dualtune.card import SIZE, Card, Device, Launch, MemoryFormulas, Package, T
 from dualtune_torch.card import checks, memory
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "nf4", "affine4", "affine8")
+QUANTIZATIONS = ("none", "nf4", "int8", "affine4", "affine8")
 
 CARD = Card(
     name="torch",

@@ -17,6 +17,7 @@ from dualtune.memory.ask import (
     adapted,
     affine_weights,
     has_plain_loss,
+    int8_weights,
     num_trained,
     optimizer,
 )
@@ -49,6 +50,8 @@ def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
         return MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
     if ask.quantization in AFFINE_BITS:
         return affine_weights(decoder, ask)
+    if ask.quantization == "int8":
+        return int8_weights(decoder, ask)
     plain = decoder.table_parameters + decoder.vector_parameters
     packed = decoder.layers * sum(nf4_bytes(layer.out * layer.in_) for layer in decoder.linears().values())
     formula = f"{n - plain:,} parameters in NF4, {plain:,} in embedding, head and norms × {c} B"

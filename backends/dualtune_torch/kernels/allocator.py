@@ -1,7 +1,8 @@
 """The allocators of device memory: how a shortage looks, and how freed memory is kept or returned.
 
 On a CPU, glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a
-page fault. A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks.
+page fault. A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks. Loading
+does not: what a matrix needed while it was cast or quantized would stay in the process beside the model.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_KEPT = 1 << 30  # bytes
-SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set
+SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set…
+LARGEST_RAISED = 1 << 25  # …up to this, and its threshold for the end of the heap to twice as much
 # In the messages of errors that have no class of their own. The first comes from torch's allocator on a CPU.
 SHORTAGES = ("DefaultCPUAllocator: ", "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
 
@@ -34,26 +36,39 @@ def free_memory() -> None:
     gc.collect()  # a traceback may be part of a cycle
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    if (trim := _function("malloc_trim")) is not None:
-        trim(0)
+    _trim()
 
 
-@cache
 def keep_memory() -> None:
     """Ask glibc to keep freed blocks. Does nothing with another C library."""
     _set({M_MMAP_THRESHOLD: LARGEST_KEPT, M_TRIM_THRESHOLD: LARGEST_KEPT})
 
 
-@cache
 def return_memory() -> None:
     """Ask glibc to return large blocks as soon as they are free, where memory matters more than time."""
     _set({M_MMAP_THRESHOLD: SMALLEST_RETURNED})
+
+
+@contextmanager
+def memory_returned() -> Iterator[None]:
+    """Context in which freed memory is returned at once, and at its end also that of small blocks."""
+    return_memory()
+    try:
+        yield
+    finally:
+        _set({M_MMAP_THRESHOLD: LARGEST_RAISED, M_TRIM_THRESHOLD: 2 * LARGEST_RAISED})
+        _trim()
 
 
 def _set(options: dict[int, int]) -> None:
     if (mallopt := _function("mallopt")) is not None:
         for option, value in options.items():
             mallopt(option, value)
+
+
+def _trim() -> None:
+    if (trim := _function("malloc_trim")) is not None:
+        trim(0)
 
 
 def _function(name: str) -> Callable[..., int] | None:

@@ -12,16 +12,16 @@ bytes of a row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, PackedLayer, product
 
 BITS = {"affine4": 4, "affine8": 8}
 GROUP_SIZE = 64
 EPS = 1e-7  # the least scale
-WEIGHTS_AT_ONCE = 1 << 20  # quantized at a time, with a few float32 for each: as many as fit in a CPU cache
 
 
 class Packed(NamedTuple):
@@ -81,29 +81,28 @@ def dequantize(packed: Packed) -> Tensor:
     return numbers
 
 
-class AffineLayer(nn.Module):
+class AffineLayer(PackedLayer):
     """A frozen matrix with MLX's tensors and names."""
 
-    weight: Tensor
+    parts = ("weight", "scales", "biases")
     scales: Tensor
     biases: Tensor
 
     def __init__(self, packed: Packed) -> None:
-        super().__init__()
-        for name, tensor in zip(("weight", "scales", "biases"), packed, strict=True):
-            self.register_buffer(name, tensor)
+        super().__init__(*packed)
+        self.bits = packed.bits
 
     @property
     def packed(self) -> Packed:
-        return Packed(self.weight, self.scales, self.biases)
+        return Packed(*self.tensors)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the unpacked matrix."""
         return self.scales.shape[0], self.scales.shape[1] * GROUP_SIZE
 
-    def extra_repr(self) -> str:
-        return f"{self.shape[0]}, {self.shape[1]}, bits={self.packed.bits}"
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The dtype is that of the scales, which were cast to the compute dtype."""
+        return dequantize(self.packed)
 
 
 class AffineLinear(AffineLayer):
@@ -115,20 +114,7 @@ class AffineLinear(AffineLayer):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Product.apply(x, self)
-
-
-class _Product(torch.autograd.Function):
-    """x Wᵀ + b of a frozen layer. Each pass unpacks W, and nothing is kept between them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: AffineLinear) -> Tensor:
-        ctx.layer = layer
-        return F.linear(x, dequantize(layer.packed), layer.bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad @ dequantize(ctx.layer.packed), None
+        return product(x, self)
 
 
 class AffineEmbedding(AffineLayer):

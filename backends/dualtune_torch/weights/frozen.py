@@ -1,4 +1,4 @@
-"""A frozen layer in any storage format: plain, bitsandbytes' NF4, or MLX's affine quantization.
+"""A frozen layer in any storage format: plain, bitsandbytes' NF4, int8, or MLX's affine quantization.
 
 All code that computes with a weight of the base model gets the numbers here. A packed weight is unpacked each time;
 only the packed bytes are kept.
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from dualtune_torch.weights.affine import AffineLayer, AffineLinear, dequantize
+from dualtune_torch.weights.affine import AffineLayer, AffineLinear
+from dualtune_torch.weights.int8 import Int8Linear
+from dualtune_torch.weights.packed import PackedLayer
 
-FrozenLinear = nn.Linear | AffineLinear | Conv1D
+FrozenLinear = nn.Linear | AffineLinear | Int8Linear | Conv1D
 
 
 def shape_of(layer: FrozenLinear) -> tuple[int, int]:
@@ -27,8 +29,8 @@ def shape_of(layer: FrozenLinear) -> tuple[int, int]:
 
 def weight_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in] of a linear layer, in the compute dtype of the model."""
-    if isinstance(layer, AffineLayer):
-        return dequantize(layer.packed)  # its scales have that dtype
+    if isinstance(layer, PackedLayer):
+        return layer.unpacked(dtype)
     weight: Any = layer.weight
     state = getattr(weight, "quant_state", None)
     if state is None:
@@ -44,14 +46,14 @@ def as_stored(layer: nn.Module, weight: Tensor) -> Tensor:
 
 
 def is_four_bit(layer: nn.Module) -> bool:
-    if isinstance(layer, AffineLayer):
-        return layer.packed.bits == 4
+    if isinstance(layer, PackedLayer):
+        return layer.bits == 4
     return getattr(layer.weight, "quant_state", None) is not None
 
 
 def stored_bytes(layer: nn.Module) -> int:
     """Return the bytes of the weight, including everything needed to unpack it."""
-    tensors = [*layer.packed] if isinstance(layer, AffineLayer) else [layer.weight, *_scales(layer.weight)]
+    tensors = layer.tensors if isinstance(layer, PackedLayer) else [layer.weight, *_scales(layer.weight)]
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -72,5 +74,5 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 
 def num_parameters(model: PreTrainedModel) -> int:
     """Count the parameters of the unquantized model. A matrix that is both embedding and output head counts once."""
-    packed = {layer.weight.data_ptr(): layer for layer in model.modules() if isinstance(layer, AffineLayer)}
+    packed = {layer.weight.data_ptr(): layer for layer in model.modules() if isinstance(layer, PackedLayer)}
     return model.num_parameters() + sum(rows * columns for rows, columns in (x.shape for x in packed.values()))

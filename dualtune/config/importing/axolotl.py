@@ -54,8 +54,8 @@ def _quantization(given: Given) -> Settings:
         return {"model.quantization": Note("nf4", "adapter: qlora, or load_in_4bit: true")}
     if given.flag("load_in_8bit"):
         reason = (
-            "bitsandbytes' 8-bit weights are not supported; the base keeps its stored format, which takes more memory. "
-            "model.quantization: affine8 is another 8-bit format"
+            "bitsandbytes' LLM.int8() also rounds the inputs of a layer to 8 bits; the base keeps its stored format, "
+            "which takes more memory. model.quantization: int8 rounds the weights alone"
         )
         given.lose("load_in_8bit", reason)
     return {}
@@ -261,7 +261,7 @@ RULES = (
                "only adapter: lora and qlora; preferences, rewards and streamed data are refused"),
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
-               "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are not supported"),
+               "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are something else than int8"),
     translated("lora_r lora_alpha lora_dropout peft_use_rslora", "adapter.rank, adapter.alpha, adapter.dropout",
                _adapter, "rsLoRA becomes an alpha of lora_alpha × sqrt(lora_r)"),
     translated("lora_target_linear lora_target_modules", "adapter.targets", _targets,
@@ -332,7 +332,7 @@ RULES = (
            "model.init"),
     absent("revision_of_model", "download the revision, and name its directory in model.name", "model.name"),
     absent("gptq gptq_* model_quantization_config model_quantization_config_kwargs bnb_config_kwargs "
-           "quantize_moe_experts", "the quantizations are nf4, affine4 and affine8", "model.quantization"),
+           "quantize_moe_experts", "the quantizations are nf4, int8, affine4 and affine8", "model.quantization"),
     absent("save_first_step", "`touch RUN/checkpoint-now` saves at any step"),
     needless("model_type tokenizer_type processor_type tokenizer_use_mistral_common tokenizer_use_fast "
              "tokenizer_legacy base_model_config "

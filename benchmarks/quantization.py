@@ -1,0 +1,131 @@
+"""What each format of the base costs in accuracy, in bytes, and in memory while it loads.
+
+    python benchmarks/quantization.py [--shared ../shared] [--without-loads]
+
+Three tables. Errors and bytes of each format on a matrix of random bfloat16 weights. The evaluation loss of stories260k
+on rows of WikiSQL before and after 60 steps of LoRA on the quantized base, float32 compute, the same seeds for all.
+Anonymous memory of the host while a model of SmolLM2-135M's shape, stored in float32, is loaded to compute in bfloat16.
+Writes results/quantization.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import load_memory
+import numpy as np
+import record
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from dualtune.adapter.spec import AdapterSpec
+from dualtune.backend import Batch, Engine, LoadRequest, get_backend
+from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.documents import in_memory
+from dualtune.optimizer import OptimizerSpec
+from dualtune.testing.tiny_models import write_tiny_llama
+from dualtune_torch.model import _finish  # pyright: ignore[reportPrivateUsage]
+from dualtune_torch.weights.frozen import stored_bytes, weight_of
+
+FORMATS = ("int8", "affine8", "affine4", "nf4")
+TUNED = [("torch", name) for name in ("none", *FORMATS)] + [("mlx", name) for name in ("none", "int8", "affine4")]
+LOADED = [("torch", name) for name in ("none", *FORMATS)] + [("mlx", name) for name in ("none", *FORMATS[:3])]
+SHAPE = (1408, 2048)
+STEPS, DOCUMENTS, LEARNING_RATE = 60, 16, 3e-3
+HELD_OUT, ROWS, LONGEST = 60, 400, 128
+LAYOUT = SequenceLayout(2048, LONGEST)
+SMOLLM2_135M = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, default=Path(__file__).parents[2] / "shared")
+    parser.add_argument("--without-loads", action="store_true")
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"matrices": [*matrices()]}
+    if (args.shared / "models/stories260k").exists():
+        figures["stories260k"] = [tuned(args.shared, backend, name) for backend, name in TUNED]
+    else:
+        print(f"no {args.shared}/models/stories260k, so no losses are measured")
+    if not args.without_loads:
+        figures["loads"] = [*loads()]
+    print(json.dumps(figures, indent=2), record.write("quantization", figures), sep="\n")
+
+
+def matrices() -> Iterator[dict[str, Any]]:
+    """Errors relative to the weights as stored; bytes with scales and all other tables."""
+    generator = np.random.default_rng(0)
+    kinds = {"normal": generator.normal(size=SHAPE), "Student's t, 4 degrees": generator.standard_t(4, SHAPE)}
+    for kind, numbers in kinds.items():
+        weight = torch.from_numpy(0.02 * numbers).bfloat16()
+        for name in FORMATS:
+            plain = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+            plain.weight = nn.Parameter(weight.clone(), requires_grad=False)
+            layer: Any = _finish(name, torch.bfloat16)("layer", plain)
+            error = weight_of(layer, torch.bfloat16).float() - weight.float()
+            yield {
+                "weights": kind,
+                "format": name,
+                "relative_l2": float(error.norm() / weight.float().norm()),
+                "mean_error_of_largest_weight": float(error.abs().mean() / weight.float().abs().max()),
+                "bytes_per_parameter": stored_bytes(layer) / weight.numel(),
+            }
+
+
+def tuned(shared: Path, backend: str, quantization: str) -> dict[str, Any]:
+    model_dir = shared / "models/stories260k"
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    with (shared / "data/wikisql/train.jsonl").open(encoding="utf-8") as file:
+        texts = [json.loads(line)["text"] for line in islice(file, ROWS)]
+    ids = [np.array(tokenizer.encode(text).ids[:LONGEST], np.int32) for text in texts]
+    documents = in_memory([(row, np.ones(len(row), bool)) for row in ids])
+    spec = AdapterSpec(8, 16.0, 0.0, ("all-linear",))
+    engine = get_backend(backend, "cpu").load(
+        LoadRequest(model_dir, "float32", quantization, "pretrained", spec, OptimizerSpec(), seed=1)
+    )
+    before = loss_of(engine, micro_batches(documents, range(HELD_OUT), LAYOUT, seed=0, step=0))
+    order = np.random.default_rng(0)
+    for step in range(STEPS):
+        chosen = order.choice(np.arange(HELD_OUT, ROWS), DOCUMENTS, replace=False).tolist()
+        batches = micro_batches(documents, chosen, LAYOUT, seed=0, step=step)
+        num_targets = sum(batch.num_targets for batch in batches)
+        for batch in batches:
+            engine.forward_backward(batch, divisor=num_targets)
+        engine.optim_step(lr=LEARNING_RATE, max_grad_norm=1.0)
+    after = loss_of(engine, micro_batches(documents, range(HELD_OUT), LAYOUT, seed=0, step=0))
+    found = {"backend": backend, "format": quantization, "loss_before": before, "loss_after": after}
+    print(found, flush=True)
+    return found
+
+
+def loss_of(engine: Engine, batches: list[Batch]) -> float:
+    loss = math.fsum(float(engine.evaluate(batch).loss_sum) for batch in batches)
+    return loss / sum(batch.num_targets for batch in batches)
+
+
+def loads() -> Iterator[dict[str, Any]]:
+    """The largest matrix, the embedding, is stored in `largest_matrix_bytes`."""
+    with tempfile.TemporaryDirectory() as place:
+        model_dir = write_tiny_llama(Path(place) / "model", **SMOLLM2_135M)
+        largest = 4 * SMOLLM2_135M["vocab_size"] * SMOLLM2_135M["hidden_size"]
+        for backend, name in LOADED:
+            found = load_memory.measure(model_dir, backend, name, "bfloat16")
+            above = (found["peak_anonymous_bytes"] - found["final_anonymous_bytes"]) / largest
+            found |= {"backend": backend, "format": name, "largest_matrix_bytes": largest}
+            print(found | {"peak_above_final_of_largest_matrix": above}, flush=True)
+            yield found | {"peak_above_final_of_largest_matrix": above}
+
+
+if __name__ == "__main__":
+    main()
