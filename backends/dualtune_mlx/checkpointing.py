@@ -31,8 +31,9 @@ class Recomputation:
         self._adapter = adapter
         self._layers: list[Any] = list(cast(Any, model).layers)
         self._segments: list[Segment] = []
-        self._origins: Origins | None = None
+        self._origins = Origins()
         self._remade = False
+        adapter.trace(self._origins)
         for layer in self._layers:
             layer.__class__ = _recomputable(type(layer))
 
@@ -52,7 +53,7 @@ class Recomputation:
                     "than their hidden states, so they cannot be recomputed. Set memory.checkpointing: none or remade"
                 )
         if checkpointing.remade:
-            self._trace_origins()
+            self._origins.install(self._model)
         self._segments, self._remade = segments, checkpointing.remade
 
     @contextmanager
@@ -67,12 +68,6 @@ class Recomputation:
         finally:
             for segment in segments:
                 segment.leave()
-
-    def _trace_origins(self) -> None:
-        if self._origins is None:
-            self._origins = Origins()
-            self._origins.install(self._model)
-            self._adapter.trace(self._origins)
 
     def _is_exact(self, segments: list[Segment]) -> bool:
         """Return whether a few tokens get the same gradient: models pass values between layers in many ways."""

@@ -28,14 +28,18 @@ class Origins:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[mx.array, Make, tuple[mx.array, ...]]] | None = None
+        self._is_installed = False
 
     def install(self, model: nn.Module) -> None:
         """Make the norms and activations of a model tell how their results were made. Only classes change."""
-        for module in model.modules():
-            if isinstance(module, NORMS):
-                module.__class__ = _telling(type(module))
-                module.origins = self
+        if self._is_installed:
+            return
+        norms: list[Any] = [module for module in model.modules() if isinstance(module, NORMS)]
+        for norm in norms:
+            norm.__class__ = _telling(type(norm))
+            norm.origins = self
         replace_name(model, ACTIVATION, lambda plain: lambda *inputs: self.made(plain, *inputs))
+        self._is_installed = True
 
     @contextmanager
     def kept(self) -> Iterator[None]:
