@@ -136,7 +136,7 @@ class MlxEngine:
 
     def discard(self) -> None:
         self._grads, self._loss = mx.zeros_like(self._params), mx.array(0.0)
-        self._bind(self._layout.named(self._params))  # the interrupted function had bound its own arguments
+        self._adapter.bind(self._layout.named(self._params))  # the interrupted function had bound its own arguments
         forget_products(self._layers.values())
         mx.clear_cache()
 
