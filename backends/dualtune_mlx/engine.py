@@ -39,7 +39,6 @@ from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
-from dualtune_mlx.lora import forget_products
 from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear_shape, storage, weight_of
 from dualtune_mlx.model import check_names
@@ -137,7 +136,7 @@ class MlxEngine:
     def discard(self) -> None:
         self._grads, self._loss = mx.zeros_like(self._params), mx.array(0.0)
         self._adapter.bind(self._layout.named(self._params))  # the interrupted function had bound its own arguments
-        forget_products(self._layers.values())
+        self._adapter.forget()
         mx.clear_cache()
 
     def adapter_state(self) -> Tensors:

@@ -5,7 +5,7 @@ Legend: B rows, T tokens, I input features, O output features, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import mlx.core as mx
 from mlx import nn
@@ -108,13 +108,6 @@ class LoRALinear(AdaptedLayer):
 
     def delta(self) -> mx.array:
         return self.scale * (self.weights.lora_B_Or @ self.weights.lora_A_rI)
-
-
-def forget_products(layers: Iterable[AdaptedLayer]) -> None:
-    """Drop what these layers share after an interrupted forward pass."""
-    for layer in layers:
-        if isinstance(layer.shared, SharedInput):
-            layer.shared.forget()
 
 
 LAYER = LoRALinear
