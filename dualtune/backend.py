@@ -12,7 +12,6 @@ Shape suffixes: B rows of the micro-batch, T tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
@@ -27,20 +26,13 @@ from dualtune.base_model import BaseWeights, find_weights
 from dualtune.card import BACKENDS_GROUP, backend_names, card_of
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.optimizer import OptimizerSpec
+from dualtune.world import World
 
 IGNORE_INDEX = -100  # a label that carries no loss
 
 # Constants that all backends share; those of the optimizers are in `optimizer.py`.
 CLIP_EPS = 1e-6  # gradients are scaled by min(1, max_norm / (norm + CLIP_EPS))
 FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; gradients are unscaled in float32
-
-
-WAIT_VARIABLE, WAIT_S = "DUALTUNE_WAIT_S", 600.0
-
-
-def wait_limit_s() -> float:
-    """Return how long a process waits for the others of its world before they count as hung."""
-    return float(os.environ.get(WAIT_VARIABLE, WAIT_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,44 +190,6 @@ class LoadRequest:
     def base_weights(self) -> BaseWeights | None:
         """Return exactly the files to load. None if the weights are initialized at random."""
         return None if self.init == "random" else self.weights or find_weights(self.model_dir)
-
-
-class World(Protocol):
-    """The processes that train one run together. All of them call the same methods in the same order.
-
-    In `optim_step` an engine of such a world sums loss and gradient over its processes, so adapter, optimizer and
-    `StepOutput` are the same in each; the methods here are for the loop. EnvironmentFault if a process is gone.
-    """
-
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0."""
-        ...
-
-    @property
-    def size(self) -> int: ...
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return the data of every process, by rank. All give the same number of bytes. Does not synchronize."""
-        ...
-
-    def broadcast(self, data: bytes) -> bytes:
-        """Return the data of rank 0; the other processes give any data of the same length."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """The world of a run in one process."""
-
-    rank: int = 0
-    size: int = 1
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def broadcast(self, data: bytes) -> bytes:
-        return data
 
 
 class Engine(Protocol):

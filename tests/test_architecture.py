@@ -16,7 +16,7 @@ FACADE = "the package root"  # __init__ and __main__: the way in from outside, w
 FRAMEWORKS = {"torch", "mlx", "mlx_lm", "transformers", "bitsandbytes", "accelerate"}
 FOR_BACKENDS = {
     "activation_checkpointing", "adapter", "adapter/formats", "adapter/methods", "backend", "base_model", "config",
-    "errors", "io", "optimizer",
+    "errors", "io", "optimizer", "world",
 }  # fmt: skip
 # What is read before the framework.
 FOR_CARDS = {"activation_checkpointing", "card", "checks", "memory", "optimizer", "platform", "preflight"}

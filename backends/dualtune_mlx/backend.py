@@ -11,8 +11,9 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
 from dualtune.errors import ConfigError
+from dualtune.world import World
 from dualtune_mlx.card import CARD
 from dualtune_mlx.distributed import world
 from dualtune_mlx.engine import MlxEngine

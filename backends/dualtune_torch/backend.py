@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import torch
 
-from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile, World
+from dualtune.backend import DeviceInfo, LoadRequest, MemoryStats, Profile
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.world import World
 from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.kernels import allocator
-from dualtune_torch.limit import limit_memory
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
 from dualtune_torch.sharding import Shards
@@ -73,7 +73,7 @@ class TorchBackend:
         return allocator.is_out_of_memory(error)
 
     def load(self, request: LoadRequest) -> TorchEngine:
-        limit_memory(request.memory_limit_bytes, self.device)
+        allocator.limit_memory(request.memory_limit_bytes, self.device)
         shards = Shards(self.device) if joined() and request.sharding != "none" else None
         with shards.together() if shards else nullcontext():
             model, description = load_base(request, self.device)

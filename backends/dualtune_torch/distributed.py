@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dualtune.backend import Alone, World, wait_limit_s
 from dualtune.errors import EnvironmentFault, PeerLost
+from dualtune.world import Alone, World, wait_limit_s
 from dualtune_torch.kernels.allocator import is_out_of_memory
 
 # Long, because one process may wait while another reads data. The watchdog ends hung processes
@@ -85,7 +85,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class TorchWorld:
-    """See `dualtune.backend.World`."""
+    """See `dualtune.world.World`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

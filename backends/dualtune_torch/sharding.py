@@ -23,9 +23,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from dualtune.backend import EngineDescription, LoadRequest, wait_limit_s
+from dualtune.backend import EngineDescription, LoadRequest
 from dualtune.base_model import staged
 from dualtune.errors import ConfigError, PeerLost
+from dualtune.world import wait_limit_s
 from dualtune_torch.distributed import joined
 from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.packed import PackedLayer

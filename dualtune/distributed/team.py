@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator
 from typing import TypeVar
 
 from dualtune import interrupt
-from dualtune.backend import Alone, World
 from dualtune.distributed.watchdog import Watchdog
 from dualtune.errors import DualtuneError, EnvironmentFault, PeerLost, Preempted
 from dualtune.text.redaction import redact
+from dualtune.world import Alone, World
 
 _NOTE = struct.Struct("<?ddd")  # has this process failed; three numbers
 _TEXT_BYTES = 1024

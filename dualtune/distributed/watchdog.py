@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
-from dualtune.backend import WAIT_VARIABLE, wait_limit_s
 from dualtune.errors import EnvironmentFault
 from dualtune.text.escape import visible
+from dualtune.world import WAIT_VARIABLE, wait_limit_s
 
 
 def end_process(message: str) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from dualtune.adapter.formats.directory import read_adapter
+from dualtune.card import card_of
 from dualtune.checks import Check
+from dualtune.config import Config
+from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.memory.estimate import Estimate
-from dualtune.memory.plan import MemoryPlan
-from dualtune.platform.budget import Budget
+from dualtune.memory.plan import MemoryPlan, plan_of
+from dualtune.platform.budget import Budget, budget, within
+from dualtune.platform.choose import PlatformChoice
+from dualtune.platform.machine import Machine
+from dualtune.preflight.config_model import find_model, shape_of
 from dualtune.text.show import in_bytes
+from dualtune.train.prepare import with_adapter_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +38,25 @@ def memory_row(memory: MemoryNeed) -> Check:
         return Check("memory", "skipped", f"needs {in_bytes(plan.estimate.total_bytes)}; {budget.reason}")
     found = plan.compare(budget.reason)
     return Check("memory", "ok", found) if plan.fits else Check("memory", "fail", found, str(plan.smaller))
+
+
+def plan_config(config: Config, machine: Machine, choice: PlatformChoice) -> MemoryNeed:
+    """Plan the run of a config on a machine.
+
+    ConfigError for an invalid combination, EnvironmentFault where there is no formula or no such device.
+    """
+    if config.adapter.init_from is not None:
+        config = with_adapter_of(config, read_adapter(Path(config.adapter.init_from).expanduser()))
+    card = card_of(choice.backend)
+    kind = card.kind_for(choice.platform, machine.kinds)
+    if card.memory is None or kind is None:
+        raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
+    decoder, reason = shape_of(find_model(config)[0])
+    if decoder is None:
+        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
+    if config.memory.sharding == "full":
+        raise ConfigError("memory.sharding: got full: the memory of a split base is not planned yet. Set it to auto")
+    has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
+    if not has.bytes:
+        raise EnvironmentFault(f"{has.reason}. Plan for another machine with --machine, such as h100-80")
+    return MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes), has)

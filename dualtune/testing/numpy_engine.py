@@ -25,7 +25,6 @@ from dualtune.adapter.spec import Tensors, init_adapter, select_modules, tensor_
 from dualtune.backend import (
     CLIP_EPS,
     IGNORE_INDEX,
-    Alone,
     Batch,
     DeviceInfo,
     EngineDescription,
@@ -40,6 +39,7 @@ from dualtune.backend import (
 )
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.testing.numpy_card import CARD
+from dualtune.world import Alone
 
 MODEL_TYPE = "dualtune-softmax"
 

@@ -13,7 +13,7 @@ from dualtune.train.run import run
 LIMITED = """if True:
     import sys
     import torch
-    from dualtune_torch.limit import limit_memory
+    from dualtune_torch.kernels.allocator import limit_memory
 
     def allocate():
         try:

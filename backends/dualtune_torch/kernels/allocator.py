@@ -1,4 +1,4 @@
-"""The allocators of device memory: how a shortage looks, and how freed memory is kept or returned.
+"""The allocators of device memory: their limit, how a shortage looks, and how freed memory is kept or returned.
 
 On a CPU, glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a
 page fault. A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks. Loading
@@ -12,6 +12,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -29,6 +30,32 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
+
+
+def limit_memory(limit_bytes: int | None, device: torch.device) -> None:
+    """Enforce `memory.limit`: an allocation beyond it on a GPU fails, or on Linux one beyond it in this process.
+
+    None lifts an earlier limit. On a CPU it counts private memory (RLIMIT_DATA): memory-mapped weights are not in it.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    elif sys.platform == "linux":
+        import resource
+
+        soft, hard = _limits_at_first()
+        wanted = soft if limit_bytes is None else limit_bytes
+        if hard != resource.RLIM_INFINITY:
+            wanted = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+@cache
+def _limits_at_first() -> tuple[int, int]:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_DATA)
 
 
 def free_memory() -> None:

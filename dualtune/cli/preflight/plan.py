@@ -41,7 +41,7 @@ def command(
     from dualtune.platform.choose import choose
     from dualtune.platform.detect import detect
     from dualtune.platform.machines import named
-    from dualtune.preflight.config_plan import plan_config
+    from dualtune.preflight.config_memory import plan_config
 
     with phases(err=as_json) as shown:
         shown.begin("planning", "the memory")
