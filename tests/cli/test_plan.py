@@ -1,0 +1,63 @@
+"""`dualtune plan`: what it prints for a machine, and its exit code."""
+
+import json
+
+import pytest
+
+from dualtune.config.examples import example_path
+
+CONFIGS = {name: example_path(name) for name in ("training_config_h100", "training_config_m4", "rtx_16gb")}
+
+
+def test_a_plan_has_the_parts_what_is_recomputed_the_time_and_a_verdict(dualtune_main):
+    result = dualtune_main("plan", CONFIGS["training_config_h100"], "--machine", "h100-80")
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines() if line]
+    names = ["weights", "adapter", "optimizer", "activations", "workspace", "reserve"]
+    assert [line[2] for line in lines[1:7]] == names
+    assert lines[7][:4] == ["50.7", "GiB", "in", "all"]
+    assert "recomputed  none (auto: everything fits, 79.1 GiB are available)\n" in result.stdout
+    assert "at most 3.05e+04 tokens/s at 989 TFLOP/s (its data sheet)\nverdict     it fits" in result.stdout
+
+
+def test_a_run_that_does_not_fit_gets_the_changes_with_what_each_saves_and_costs(dualtune_main):
+    changes = ("memory.checkpointing=none", "data.max_length=2048")
+    options = [option for change in changes for option in ("--set", change)]
+    result = dualtune_main("plan", CONFIGS["training_config_h100"], "--machine", "rtx-3060-12", *options)
+    assert (result.returncode, "verdict     it does not fit" in result.stdout) == (4, True)
+    _, rows = result.stdout.split("With all of these it fits:\n")
+    first, second = rows.splitlines()
+    assert first.startswith("--set train.micro_batch_tokens=2048 ")
+    assert first.endswith(" less  1.00 times the time  same result")
+    assert second == "--set memory.checkpointing=remade    1.5 GiB less   1.06 times the time  same result"
+
+
+def test_the_json_of_a_plan_adds_up(dualtune_main):
+    result = dualtune_main("plan", CONFIGS["training_config_m4"], "--machine", "m4-16", "--json")
+    plan = json.loads(result.stdout)
+    assert (result.returncode, plan["fits"]) == (0, True)
+    assert plan["total_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= 0.9 * plan["available_bytes"]
+    assert plan["checkpointing"].endswith(" of 32 layers are recomputed") and plan["recompute_time"] > 1
+    assert {part["phase"] for part in plan["parts"]} == {"always", "forward to backward", "at the peak"}
+    assert (plan["flops_per_s"], plan["rate"], plan["changes"]) == (None, "no rate is known for this machine", [])
+
+
+def test_this_machine_is_measured(dualtune_main, config_file, tiny_llama):
+    result = dualtune_main("plan", config_file({"model.name": tiny_llama}), "--platform", "cpu", "--json")
+    plan = json.loads(result.stdout)
+    assert plan["rate"] == "measured just now" and plan["flops_per_s"] > 1e6 and plan["flops_per_token"] > 1e4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--machine", "h100-81"), 2, "h100-80"),
+        (("--machine", "cpu-16", "--platform", "cuda"), 4, "Plan for another machine with --machine"),
+        (("--machine", "h100-80", "--set", "model.name=nobody/knows"), 4, "the model's shape is not known"),
+        (("--machine", "h100-80", "--set", "memory.checkpointing={layers: 99}"), 2, "allowed: 1 to 32, or full"),
+        (("--machine", "h100-80", "--set", "memory.limit=10GB", "--set", "memory.checkpointing=none"), 4, "--set"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(dualtune_main, arguments, code, words):
+    result = dualtune_main("plan", CONFIGS["training_config_h100"], *arguments)
+    assert (result.returncode, words in result.stdout + result.stderr) == (code, True)
