@@ -135,7 +135,6 @@ class MlxEngine:
 
     def discard(self) -> None:
         self._grads, self._loss = mx.zeros_like(self._params), mx.array(0.0)
-        self._adapter.bind(self._layout.named(self._params))  # the interrupted function had bound its own arguments
         self._adapter.forget()
         mx.clear_cache()
 

@@ -45,7 +45,7 @@ class Observed:
     @property
     def peak_bytes(self) -> int:
         """Peak device memory during training; on a CPU, the memory that the process used for it."""
-        return max((step.peak_bytes for step in self.steps), default=0) - self.before_bytes
+        return max(0, max((step.peak_bytes for step in self.steps), default=0) - self.before_bytes)
 
 
 class Watch(Hook):

@@ -119,7 +119,7 @@ def test_auto_is_what_the_engines_take():
 
 def test_what_cannot_be_loaded_cannot_be_asked_for():
     with pytest.raises(
-        ConfigError, match=r"model\.quantization: got 'nf4', the backend 'mlx' honours: auto, none, affine4"
+        ConfigError, match=r"model\.quantization: got 'nf4', the backend 'mlx' honours: auto, none, int8, affine4"
     ):
         ask_of(config("model.quantization=nf4"), MISTRAL, "mlx", "metal")
     with pytest.raises(ConfigError, match=r"no linear layer is called 'query'\. This model has: down_proj, gate_proj"):

@@ -90,6 +90,11 @@ def test_what_layers_wait_for_is_dropped_on_mlx(open_backend, tmp_path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="Unable"):
         patch.setattr(SharedInput, "product", fail_at_second)
         engine.forward_backward(batch, divisor=1)
+    assert not any(each._waiting for each in shared)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="Unable"):
+        patch.setattr(SharedInput, "product", fail_at_second)
+        calls.clear()
+        engine.evaluate(batch)
     assert any(each._waiting for each in shared)
     engine.discard()
     assert not any(each._waiting or each._x_BTI is not None for each in shared)

@@ -221,7 +221,9 @@ def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
     each = 4 * c if _is_compiled(decoder, ask) else 2 * c + 16  # scores, probabilities and their gradients
     before = L - block or (L if T >= 2 * L else 0)  # of this document or another one
     size = H * block * (each * L + 2 * c * before)  # two are still alive
-    return MemoryPart("attention", size, f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before")
+    formula = f"{H} heads × {block} queries × {L:,} keys × {each} B, and the block before"
+    freed = c * decoder.inner * (1 + decoder.gated) * T  # of the layer's feed-forward block, which is done by then
+    return MemoryPart("attention", size - freed, f"{formula}, less {freed:,} B of the feed-forward block")
 
 
 def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
