@@ -2,11 +2,11 @@
 
     python benchmarks/checkpointing.py [--quick]
 
-SmolLM2-135M with random weights in bfloat16, one document of 2,048 tokens (`--quick`: 1,024), the adapter of the
-default config with dropout. Memory is the most that torch's allocator has handed out during a forward and a backward
-pass, above what exists between steps. The floor is weights, adapter, optimizer and one kept input per layer: no
-checkpointing can go below. Times are processor seconds of the same pass in float32, because many CPUs emulate bfloat16;
-each is divided by that of `none` in the same round, and the medians are reported. Writes the key "torch" of
+SmolLM2-135M with random weights in float32 (many CPUs emulate bfloat16, which halves the bytes of activations), one
+document of 2,048 tokens (`--quick`: 1,024), the adapter of the default config with dropout. Memory is the most that
+torch's allocator has handed out during a forward and a backward pass, above what exists between steps. The floor is
+weights, adapter, optimizer and one kept input per layer: no checkpointing can go below. Times are processor seconds of
+the pass, each divided by that of `none` in the same round, and the medians are reported. Writes the key "torch" of
 results/checkpointing.json.
 """
 
@@ -27,9 +27,9 @@ from memory_estimate import CONFIGS, load, one_batch
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.backend import get_backend
 from dualtune.config.schema import AdapterConfig
-from dualtune.memory.estimate import Ask
+from dualtune.memory.ask import ITEM_BYTES, Ask
 
-MODEL, TOKENS, QUICK_TOKENS = "SmolLM2-135M", 2048, 1024
+MODEL, DTYPE, TOKENS, QUICK_TOKENS = "SmolLM2-135M", "float32", 2048, 1024
 ROUNDS = 3
 SETTINGS = {
     "none": KEEP_ALL,
@@ -57,27 +57,24 @@ def write(figures: dict[str, Any]) -> Path:
 def measure(tokens: int) -> Iterator[dict[str, Any]]:
     """Yield the figures after each round."""
     config = CONFIGS[MODEL]
-    batch = one_batch([tokens], config["vocab_size"])
-    engine = load_ready("bfloat16", tokens)
-    short = one_batch([64], config["vocab_size"])
+    batch, short = (one_batch([length], config["vocab_size"]) for length in (tokens, 64))
+    engine = load_ready(tokens)
     always = sum(memory_storages.found_in(engine, short)[part] for part in ("weights", "adapter", "optimizer"))
-    floor = always + config["num_hidden_layers"] * tokens * config["hidden_size"] * 2
-    case = {"model": MODEL, "dtype": "bfloat16", "tokens": tokens, "kernels": engine.description.kernels}
+    floor = always + config["num_hidden_layers"] * tokens * config["hidden_size"] * ITEM_BYTES[DTYPE]
+    case = {"model": MODEL, "dtype": DTYPE, "tokens": tokens, "kernels": engine.description.kernels}
     peaks = {name: peak_bytes(engine, batch, each) for name, each in SETTINGS.items()}
     memory = {name: memory_of(peak, peaks["none"], always, floor) for name, peak in peaks.items()}
-    yield case | {"floor_bytes": floor, "settings": memory}
-    engine = load_ready("float32", tokens)
     rounds: list[dict[str, float]] = []
     for _ in range(ROUNDS):
         rounds.append({name: processor_s(engine, batch, each) for name, each in SETTINGS.items()})
         settings = {name: memory[name] | times_of(name, rounds) for name in SETTINGS}
-        yield case | {"timed_dtype": "float32", "rounds": len(rounds), "floor_bytes": floor, "settings": settings}
+        yield case | {"rounds": len(rounds), "floor_bytes": floor, "settings": settings}
 
 
-def load_ready(dtype: str, tokens: int) -> Any:
+def load_ready(tokens: int) -> Any:
     """Load an engine that has compiled everything and taken a step."""
     config, spec = CONFIGS[MODEL], AdapterConfig()
-    asked = Ask("torch", "cpu", "none", dtype, spec.rank, spec.targets, tokens, tokens)
+    asked = Ask("torch", "cpu", "none", DTYPE, spec.rank, spec.targets, tokens, tokens)
     engine = load(get_backend("torch", "cpu"), config, asked, spec)
     for length in (64, 192):  # the second length compiles code for any
         for checkpointing in SETTINGS.values():
