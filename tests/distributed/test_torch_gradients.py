@@ -14,7 +14,8 @@ WORKER = Path(__file__).with_name("torch_worker.py")
 FAMILIES = Path(__file__).with_name("torch_families.py")
 CHOICE = Path(__file__).parents[1] / "torch" / "test_torch_choice.py"
 CASES = [*((e, layout) for e in ("data", "full") for layout in ("padded", "packed", "single")),
-         ("data", "weighted"), ("reference", "padded"), ("affine4", "padded"), ("tied", "padded")]  # fmt: skip
+         ("data", "weighted"), ("reference", "padded"), ("affine4", "padded"), ("int8", "padded"),
+         ("tied", "padded")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,13 @@ def test_both_have_the_same_bits(results):
             assert np.array_equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize("engine", ["data", "full", "reference", "affine4", "tied"])
+@pytest.mark.parametrize("engine", ["data", "full", "reference", "affine4", "int8", "tied"])
 def test_a_forward_pass_is_the_same_for_two(results, engine):
     (alone,), together = results[1], results[2]
     np.testing.assert_allclose(together[0][f"{engine} logprobs"], alone[f"{engine} logprobs"], atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["full", "bfloat16", "affine4"])
+@pytest.mark.parametrize("engine", ["full", "bfloat16", "affine4", "int8"])
 def test_each_holds_half_of_a_base_that_is_split(results, engine):
     (alone,), together = results[1], results[2]
     whole = alone[f"{engine} bytes"]

@@ -25,6 +25,7 @@ ENGINES = {
     "reference": ("float32", "none", "reference", "full", ("padded",)),
     "bfloat16": ("bfloat16", "none", "auto", "full", ("padded",)),
     "affine4": ("float32", "affine4", "auto", "full", ("padded",)),
+    "int8": ("float32", "int8", "auto", "full", ("padded",)),
     "tied": ("float32", "none", "auto", "full", ("padded",)),
 }
 
