@@ -2,7 +2,7 @@
 
     python benchmarks/memory_limit.py [NUMBER]
 
-Each run is a process: three steps of a random Llama on the demo's data, with a limit around what the plan asks for. The
+Each run is a process: two steps of a random Llama on the demo's data, with a limit around what the plan asks for. The
 private memory of the process (VmData, which RLIMIT_DATA limits) is sampled every 20 ms. Writes
 results/memory_limit.json.
 """
@@ -47,7 +47,8 @@ def one(rng: random.Random, home: Path) -> dict[str, Any]:
     tokens = rng.choice([512, 1024, 2048])
     settings = {
         "model.name": model, "model.init": "random", "run.dir": home / "run", "data.train": DEMO / "data/train.jsonl",
-        "data.eval": 0, "train.steps": 3, "data.max_length": 512, "train.micro_batch_tokens": tokens,
+        "data.eval": 0, "train.steps": 2, "train.tokens_per_step": tokens, "data.max_length": 512,
+        "train.micro_batch_tokens": tokens,
         "model.quantization": rng.choice(["none", "nf4", "int8", "affine4"]),
         "memory.checkpointing": rng.choice(["auto", "none", "remade", "full"]),
     }  # fmt: skip
@@ -61,7 +62,7 @@ def one(rng: random.Random, home: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "dualtune.cli.main", "train", str(home / "c.yaml"), "--platform", "cpu", *options]
     code, peak, output = watch(command)
     found = {"outcome": EXITS.get(code, f"exit {code}"), "limit_bytes": limit // 10**6 * 10**6, "peak_bytes": peak}
-    found |= {"planned_bytes": needed, "cut": "from now on" in output, "settings": overrides[6:]}
+    found |= {"planned_bytes": needed, "cut": "from now on" in output, "settings": overrides[-2:]}
     print(json.dumps(found), file=sys.stderr)
     return found
 
