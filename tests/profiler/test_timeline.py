@@ -151,13 +151,13 @@ def test_a_snapshot_does_not_synchronize(open_backend, tmp_path, backend, monkey
 
 
 class Leaks(Hook):
-    """Keeps 400 kB of every step."""
+    """Keeps 2 MB of every step: in the end more than 1 % of a process that has run many tests."""
 
     def __init__(self) -> None:
         self.kept = []
 
     def after_step(self, step):
-        self.kept.append(pages(100 * mmap.PAGESIZE))
+        self.kept.append(pages(500 * mmap.PAGESIZE))
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
@@ -170,5 +170,5 @@ def test_a_clean_run_has_no_leak_and_a_planted_one_is_found(trained, tmp_path, b
     (tmp_path / "run" / "memory.csv").unlink()
     (tmp_path / "run").rename(tmp_path / "clean")
     leak = find_leak(trained(backend, steps | {"train.steps": 120}, [Leaks()]))
-    assert leak.found and leak.slope == pytest.approx(100 * mmap.PAGESIZE, rel=0.2)
+    assert leak.found and leak.slope == pytest.approx(500 * mmap.PAGESIZE, rel=0.2)
     assert peak_of(clean).bytes > 0
