@@ -29,7 +29,7 @@ from dualtune.memory.shapes import decoder_of
 
 FORMATS = ("none", "nf4", "int8", "affine4")
 CASES = {"llama-19m": (FORMATS, (256, 1024)), "SmolLM2-135M": (("none", "nf4", "int8"), (512,)),
-         "Qwen3-0.6B": (("none",), (256,)), "TinyLlama-1.1B-Chat-v1.0": (("affine4",), (256,))}  # fmt: skip
+         "Qwen3-0.6B": (("none",), (256,))}  # fmt: skip
 
 
 def dial(num_layers: int) -> dict[str, ActivationCheckpointing]:
