@@ -42,6 +42,15 @@ def test_the_json_of_a_plan_adds_up(dualtune_main):
     assert (plan["flops_per_s"], plan["rate"], plan["changes"]) == (None, "no rate is known for this machine", [])
 
 
+def test_what_a_segment_takes_while_it_is_recomputed_is_at_the_peak(dualtune_main):
+    every_four = ("--machine", "h100-80", "--set", "memory.checkpointing={layers: 32, every: 4}")
+    result = dualtune_main("plan", CONFIGS["training_config_h100"], *every_four, "--json")
+    assert {part["name"]: part["phase"] for part in json.loads(result.stdout)["parts"]} == {
+        "weights": "always", "adapter": "always", "optimizer": "always", "activations": "forward to backward",
+        "recomputation": "at the peak", "reserve": "always",
+    }  # fmt: skip
+
+
 def test_this_machine_is_measured(dualtune_main, config_file, tiny_llama):
     result = dualtune_main("plan", config_file({"model.name": tiny_llama}), "--platform", "cpu", "--json")
     plan = json.loads(result.stdout)

@@ -119,8 +119,8 @@ def _row(saving: Saving) -> tuple[str, str, str, str]:
 
 def _phase(part: str) -> str:
     """Say when in a step a part of the estimate is in memory."""
-    return {"activations": "forward to backward", "loss": "at the peak", "attention": "at the peak",
-            "workspace": "at the peak"}.get(part, "always")  # fmt: skip
+    always = ("weights", "adapter", "optimizer", "reserve")
+    return "always" if part in always else "forward to backward" if part == "activations" else "at the peak"
 
 
 def _time(memory: MemoryNeed, rate: tuple[float | None, str]) -> str:
