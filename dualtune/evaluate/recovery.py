@@ -7,7 +7,6 @@ processes of a run decide alike: between two micro-batches each learns whether m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from dualtune import interrupt
 from dualtune.activation_checkpointing import ActivationCheckpointing
@@ -66,11 +65,8 @@ class Recovery:
         honoured = self._backend.capabilities().get("memory.checkpointing", ()) if self._backend else ()
         if self.recomputes or "full" not in honoured:
             return False
-        set_checkpointing: Callable[[Any], None] | None = getattr(self._engine, "set_checkpointing", None)
-        if set_checkpointing is None:
-            return False
         try:
-            set_checkpointing(ALL_LAYERS)
+            self._engine.set_checkpointing(ALL_LAYERS)
         except ConfigError:
             return False
         self.recomputes = True

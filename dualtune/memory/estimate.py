@@ -94,16 +94,16 @@ def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:
         return estimate(decoder, alone).total_bytes <= budget_bytes
 
     starts = [SHORTEST, *(border + 1 for border in _formulas(ask.backend).borders), LONGEST + 1]
-    longest = (_last(fits, low, high) for low, high in reversed([*pairwise(starts)]) if fits(low))
+    longest = (last_that_fits(fits, low, high) for low, high in reversed([*pairwise(starts)]) if fits(low))
     return next(longest, 0)
 
 
-def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest number in [low, high) that fits, by bisection.
+def last_that_fits(fits: Callable[[int], bool], low: int, high: int, granule: int = 1) -> int:
+    """Return the largest number in [low, high) that fits, to a granule, by bisection.
 
     `low` must fit, and beyond a number that does not fit, none does.
     """
-    while high - low > 1:
+    while high - low > granule:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

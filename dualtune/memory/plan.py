@@ -5,14 +5,14 @@ It decides every `auto` of the section `memory`, and what the commands suggest w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dualtune.activation_checkpointing import KEEP_ALL, LAYERS, ActivationCheckpointing
 from dualtune.card import card_of
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, Ask, Estimate, num_trained
-from dualtune.memory.estimate import ask_of, estimate, longest_that_fits
+from dualtune.memory.estimate import ask_of, estimate, last_that_fits, longest_that_fits
 from dualtune.memory.shapes import Decoder
 from dualtune.text.show import in_bytes
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
-REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade, measured on a CPU: benchmarks/checkpointing.py
+REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 1.12 on a busy CPU in benchmarks/checkpointing.py
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 SAME = "same result"
 
@@ -256,18 +256,9 @@ def _fewer_tokens(decoder: Decoder, ask: Ask, least: int, have_bytes: int) -> li
     def fits(tokens: int) -> bool:
         return _needs(decoder, replace(ask, micro_batch_tokens=tokens)) <= have_bytes
 
-    tokens = max(_largest(fits, least, ask.micro_batch_tokens) // GRANULE * GRANULE, least)
+    tokens = last_that_fits(fits, least, ask.micro_batch_tokens, GRANULE) if fits(least) else least
+    tokens = max(tokens // GRANULE * GRANULE, least)
     return [_Stage(replace(ask, micro_batch_tokens=tokens), {TOKENS: tokens}, 1.0, SAME)]
-
-
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest number in [low, high) that fits, to a granule; `low` if none does."""
-    if not fits(low):
-        return low
-    while high - low > GRANULE:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _four_bit(ask: Ask) -> list[_Stage]:

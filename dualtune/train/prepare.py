@@ -67,6 +67,11 @@ class TrainingData:
     layout: SequenceLayout
     probes: list[int]  # the training documents that no step uses, because the policy evaluates on them
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest document."""
+        return max(self.train.longest, self.eval.longest)
+
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
@@ -191,7 +196,7 @@ def _prepare(
     weights = find_weights(model_dir) if is_pretrained else None
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
     found = _fingerprints(model, data)
-    memory = plan_memory(config, backend, model_dir, max(train.longest, eval_.longest), team.size)
+    memory = plan_memory(config, backend, model_dir, data.longest, team.size)
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
     return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found, memory)
 

@@ -37,7 +37,7 @@ def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
         return explanation(prepared.backend, _with(config, recovery), reason)
 
     recovery = Recovery(
-        prepared.backend, engine, data.layout, max(data.train.longest, data.eval.longest), team=prepared.team,
+        prepared.backend, engine, data.layout, data.longest, team=prepared.team,
         recomputes=prepared.memory.recomputes_all, tell=log.event, explain=explain,
     )  # fmt: skip
     if _before(config, prepared.checkpoint).get("checkpointing") == "full":

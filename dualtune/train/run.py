@@ -76,7 +76,7 @@ def load_engine(prepared: Prepared) -> Engine:
             adapter=prepared.spec,
             optimizer=OptimizerSpec(config.train.optimizer, {"weight_decay": config.train.weight_decay}),
             seed=config.run.seed,
-            longest=max(prepared.data.train.longest, prepared.data.eval.longest),
+            longest=prepared.data.longest,
             kernels=config.model.kernels,
             sharding=config.memory.sharding,
             checkpointing=agreed(prepared.memory.checkpointing, prepared.team),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dualtune.activation_checkpointing import LAYERS
 from dualtune.card import SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, memory
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
@@ -23,7 +24,7 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "sgd"),
-        "memory.checkpointing": ("auto", "none", "remade", "full", "{layers: …}"),
+        "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.sharding": ("auto", "none"),
         "memory.limit": ("auto", SIZE),
     },
