@@ -184,6 +184,7 @@ class LoadRequest:
     kernels: str = "auto"  # "auto", "fused" or "reference"
     sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
     checkpointing: ActivationCheckpointing = KEEP_ALL
+    resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
     weights: BaseWeights | None = None  # of model_dir, if they were found already
 

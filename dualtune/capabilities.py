@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from dualtune.activation_checkpointing import LAYERS
-from dualtune.card import SIZE
+from dualtune.card import NUMBER, SIZE
 from dualtune.config import Config, get_value
 from dualtune.config.schema import CheckpointedLayers
 from dualtune.errors import ConfigError
@@ -22,13 +22,14 @@ BACKEND_KEYS = (
     "data.packing",
     "train.optimizer",
     "memory.checkpointing",
+    "memory.offload",
+    "memory.resident_layers",
     "memory.sharding",
     "memory.limit",
 )
 # Keys that nothing implements yet, with the values that hold anyway.
 NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "memory.offload": ("auto", "none"),  # nothing moves to host memory
         "hybrid.enabled": (False,),
     }
 )
@@ -60,6 +61,7 @@ def check_value(backend: Honours, key: str, value: Any) -> None:
 def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     value = LAYERS if isinstance(value, CheckpointedLayers) else value
     value = SIZE if key == "memory.limit" and value != "auto" else value
+    value = NUMBER if key == "memory.resident_layers" and value != "all" else value
     allowed = backend.capabilities().get(key, frozenset({_default(key)}))
     if value in allowed:
         return None

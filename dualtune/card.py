@@ -18,6 +18,7 @@ from dualtune.checks import Check
 from dualtune.errors import ConfigError, EnvironmentFault
 
 SIZE = "a size such as 12GB"  # any size as the value of memory.limit
+NUMBER = "a number such as 2"  # any number as the value of memory.resident_layers
 
 BACKENDS_GROUP, CARDS_GROUP = "dualtune.backends", "dualtune.cards"
 

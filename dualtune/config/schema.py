@@ -289,12 +289,19 @@ class MemoryConfig(Section):
     checkpointing: Literal["auto", "none", "remade", "full"] | CheckpointedLayers = "auto"
     """Which activations are recomputed in the backward pass: remade only the adapters' inputs, {layers: 8} those of the
     first 8 layers, full of all; auto as few layers as fit; no value changes a gradient."""
-    offload: Literal["auto", "none"] = "auto"
-    """Whether tensors may move to host memory if they do not fit on the device; not supported yet."""
+    offload: Literal["auto", "none", "activations"] = "auto"
+    """What moves to host memory until the backward pass needs it: activations moves the inputs of recomputed layers."""
+    resident_layers: Literal["all"] | Count = "all"
+    """How many layers of the base model are on the device at once; the others are copied to it before they are used."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """Whether each process of a run holds only a part of the base model; auto only if it would not fit whole."""
     limit: Literal["auto"] | Size = "auto"
     """The memory that the run may use: of a GPU, or of the process on a CPU; auto is what is free."""
+
+    @property
+    def resident_layers_or_none(self) -> int | None:
+        """Return the number of resident layers, or None for all."""
+        return None if self.resident_layers == "all" else self.resident_layers
 
     @property
     def limit_bytes(self) -> int | None:

@@ -50,6 +50,7 @@ class Ask:
     optimizer: OptimizerName = "adamw"
     method: str = "lora"
     checkpointing: ActivationCheckpointing = KEEP_ALL
+    resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
 
     @property
     def item_bytes(self) -> int:

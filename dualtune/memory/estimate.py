@@ -60,6 +60,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         rank=config.adapter.rank,
         method=config.adapter.method,
         checkpointing=checkpointing_of(config),
+        resident_layers=config.memory.resident_layers_or_none,
         targets=config.adapter.targets,
         micro_batch_tokens=tokens_at_once(config.train.micro_batch_tokens, longest),
         max_length=longest,

@@ -12,6 +12,7 @@ CARD = Card(
     honoured={
         "model.init": ("pretrained",),
         "data.packing": (False, True),  # no token sees another, so packing needs no mask
+        "memory.offload": ("auto", "none"),
         "train.optimizer": tuple(OPTIMIZERS),  # it uses the formulas of the table directly
     },
 )

@@ -80,6 +80,7 @@ def load_engine(prepared: Prepared) -> Engine:
             kernels=config.model.kernels,
             sharding=config.memory.sharding,
             checkpointing=agreed(prepared.memory.checkpointing, prepared.team),
+            resident_layers=config.memory.resident_layers_or_none,
             memory_limit_bytes=config.memory.limit_bytes,
             weights=prepared.model.weights,
         )

@@ -43,7 +43,13 @@ DEFAULTS = {
         "weight_decay": 0.01,
         "max_grad_norm": 0.3,
     },
-    "memory": {"checkpointing": "auto", "offload": "auto", "sharding": "auto", "limit": "auto"},
+    "memory": {
+        "checkpointing": "auto",
+        "offload": "auto",
+        "resident_layers": "all",
+        "sharding": "auto",
+        "limit": "auto",
+    },
     "hybrid": {"enabled": False},
     "guards": {
         "nonfinite_limit": 5,

@@ -25,6 +25,7 @@ CARD = Card(
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "sgd"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
+        "memory.offload": ("auto", "none"),
         "memory.sharding": ("auto", "none", "full"),
         "memory.limit": ("auto", SIZE),
     },

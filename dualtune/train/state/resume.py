@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
     "train.max_grad_norm": "recorded",
     "memory.checkpointing": "free",
     "memory.offload": "free",
+    "memory.resident_layers": "free",
     "memory.sharding": "free",
     "memory.limit": "free",
     "guards.nonfinite_limit": "recorded",
