@@ -1,13 +1,16 @@
 """The memory of the host that loading a base takes, sampled from outside a process that loads it.
 
-    python benchmarks/load_memory.py MODEL_DIR BACKEND QUANTIZATION DTYPE
+    python benchmarks/load_memory.py
 
-Anonymous memory (RssAnon of /proc/PID/status, on Linux) is what a process really needs: pages of mapped files are
-dropped when memory is short. The process has imported its framework and trained a tiny model before it is measured.
+A model of TinyLlama's shape (1.1 billion parameters) with random bfloat16 weights in five files is loaded in each
+format on both backends, to compute in bfloat16, and on torch also in float32. Anonymous memory (RssAnon of
+/proc/PID/status, on Linux) is what a process really needs: pages of mapped files are dropped when memory is short.
+Before each measured load, the process loads a tiny model in the same format. Writes results/load_memory.json.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import subprocess
@@ -15,39 +18,89 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from queue import Queue
 from typing import Any
+
+import record
 
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest, get_backend
+from dualtune.memory.shapes import KNOWN
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import write_tiny_llama
 
 EVERY_S = 0.003
+MODEL, FILE_BYTES = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "500MB"
+Case = tuple[str, str]  # model.quantization and model.dtype
+BFLOAT16: list[Case] = [(name, "bfloat16") for name in ("none", "int8", "affine8", "affine4")]
+CASES = {"torch": [*BFLOAT16, ("nf4", "bfloat16"), ("none", "float32"), ("nf4", "float32")], "mlx": BFLOAT16}
 
 
-def measure(model_dir: Path, backend: str, quantization: str, dtype: str) -> dict[str, Any]:
-    """Return the peak during the load and what stays after it, in bytes above the process before the load."""
-    command = [sys.executable, __file__, str(model_dir), backend, quantization, dtype]
+def main() -> None:
+    loads: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        stored = write_in_shards(Path(place) / "model")
+        for backend, cases in CASES.items():
+            measured = measure(Path(place) / "model", backend, cases)
+            for (quantization, dtype), found in zip(cases, measured, strict=True):
+                largest = stored["largest_matrix_parameters"] * {"bfloat16": 2, "float32": 4}[dtype]
+                above = (found["peak_anonymous_bytes"] - found["final_anonymous_bytes"]) / largest
+                loads.append(
+                    {"backend": backend, "format": quantization, "dtype": dtype, **found}
+                    | {"bytes_per_linear_parameter": found["adapted_bytes"] / found["adapted_parameters"]}
+                    | {"largest_matrix_bytes": largest, "peak_above_final_of_largest_matrix": above}
+                )
+                print(loads[-1], flush=True)
+    print(record.write("load_memory", {"model": MODEL, **stored, "loads": loads}))
+
+
+def write_in_shards(path: Path) -> dict[str, int]:
+    """Write the model with random bfloat16 weights, in several files with an index, as the hub has it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**KNOWN[MODEL])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size=FILE_BYTES)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return {
+        "parameters": sum(sizes),
+        "largest_matrix_parameters": max(sizes),
+        "files": len([*path.glob("*.safetensors")]),
+    }
+
+
+def measure(model_dir: Path, backend: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Yield, for each case, the peak during the load and what stays after it, in bytes above the process before it."""
+    command = [sys.executable, __file__, str(model_dir), backend]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as child:
         assert child.stdin is not None and child.stdout is not None
-        if child.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{command} has failed")
-        start, loaded, said = resident(child.pid), threading.Event(), []
-        threading.Thread(target=lambda: (said.append(child.stdout.readline()), loaded.set()), daemon=True).start()
-        print("load", file=child.stdin)
-        peak = dict(start)
-        while not loaded.is_set():
-            peak = {kind: max(size, peak[kind]) for kind, size in resident(child.pid).items()}
-            time.sleep(EVERY_S)
-        end = resident(child.pid)
-        print("exit", file=child.stdin)
-    above = {
-        "peak_anonymous_bytes": peak["RssAnon"] - start["RssAnon"],
-        "final_anonymous_bytes": end["RssAnon"] - start["RssAnon"],
-        "peak_mapped_bytes": peak["RssFile"] - start["RssFile"],
-    }
-    return above | json.loads(said[0])
+        for quantization, dtype in cases:
+            print(quantization, dtype, file=child.stdin)
+            if child.stdout.readline() != "ready\n":
+                raise RuntimeError(f"{command} has failed for {quantization}, {dtype}")
+            start, peak, said = resident(child.pid), resident(child.pid), _ask(child)
+            while said.empty():
+                peak = {kind: max(size, peak[kind]) for kind, size in resident(child.pid).items()}
+                time.sleep(EVERY_S)
+            end = resident(child.pid)
+            yield {
+                "peak_anonymous_bytes": peak["RssAnon"] - start["RssAnon"],
+                "final_anonymous_bytes": end["RssAnon"] - start["RssAnon"],
+                "peak_mapped_bytes": peak["RssFile"] - start["RssFile"],
+                "final_mapped_bytes": end["RssFile"] - start["RssFile"],
+            } | json.loads(said.get())
+
+
+def _ask(child: Any) -> Queue[str]:
+    """Let the process load, and return where its answer will be."""
+    answers: Queue[str] = Queue()
+    threading.Thread(target=lambda: answers.put(child.stdout.readline()), daemon=True).start()
+    print("load", file=child.stdin)
+    return answers
 
 
 def has_status() -> bool:
@@ -60,26 +113,43 @@ def resident(pid: int) -> dict[str, int]:
     return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssFile:")}
 
 
-def load_when_told(model_dir: Path, name: str, quantization: str, dtype: str) -> None:
-    """The measured process."""
+def load_when_told(model_dir: Path, name: str) -> None:
+    """The measured process: one load for each case that it reads. What it has loaded is gone before the next one."""
     backend = get_backend(name, "cpu")
 
-    def load(path: Path) -> Any:
-        spec = AdapterSpec(1, 1.0, 0.0, ("q_proj",))
-        return backend.load(
+    def load(path: Path, quantization: str, dtype: str) -> dict[str, int]:
+        nonlocal engine
+        spec = AdapterSpec(1, 1.0, 0.0, ("all-linear",))  # reports the bytes of these layers
+        engine = backend.load(
             LoadRequest(path, dtype, quantization, "pretrained", spec, OptimizerSpec(), seed=1, kernels="reference")
         )
+        stored = engine.description.adapted_weights
+        return {"adapted_bytes": stored["bytes"], "adapted_parameters": stored["parameters"]}
 
+    engine: Any = None
     with tempfile.TemporaryDirectory() as place:
-        load(write_tiny_llama(Path(place) / "model"))
+        tiny = write_tiny_llama(Path(place) / "model")
+        for line in sys.stdin:
+            load(tiny, *line.split())
+            engine = None
+            free_memory(name)
+            print("ready", flush=True)
+            sys.stdin.readline()
+            print(json.dumps(load(model_dir, *line.split())), flush=True)
+
+
+def free_memory(backend: str) -> None:
+    """Return what was freed to the system: a load that takes memory kept from the one before would not be seen."""
     gc.collect()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    engine = load(model_dir)
-    stored = engine.description.adapted_weights
-    print(json.dumps({"adapted_bytes": stored["bytes"], "adapted_parameters": stored["parameters"]}), flush=True)
-    sys.stdin.readline()
+    if backend == "mlx":
+        import mlx.core as mx
+
+        mx.clear_cache()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 if __name__ == "__main__":
-    load_when_told(Path(sys.argv[1]), *sys.argv[2:])
+    if len(sys.argv) == 1:
+        main()
+    else:
+        load_when_told(Path(sys.argv[1]), sys.argv[2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -11,19 +10,17 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from dualtune.adapter.spec import OUTPUT_HEAD
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
-from dualtune_torch.weights import affine_model, by_module, int8
+from dualtune_torch.weights import affine_model, by_module, int8, nf4
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
-from dualtune_torch.weights.frozen import as_stored, num_parameters, shape_of
+from dualtune_torch.weights.frozen import num_parameters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,7 +28,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load the frozen base model, and describe how. It is on its device, or on the host if it will be sharded."""
     dtype, why = _dtype(request.dtype, device)
-    quantization = _quantization(request, read_config(request.model_dir))
+    config = read_config(request.model_dir)
+    quantization = _quantization(request, config)
     weights = request.base_weights()
     sharding, why_sharding = decide(request, dtype, quantization, device)
     description = {
@@ -48,12 +46,13 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place, allocator.memory_returned():
         try:
-            if quantization in (*BITS, "int8") or (quantization == "nf4" and weights is None):
-                model = _module_by_module(request, place, weights, dtype, device, quantization)
-            elif weights is None:
+            is_stored = quantization == "nf4" and config.get("quantization_config") is not None
+            if quantization == "none" and weights is None:
                 model = _random(request, place, dtype, device)
+            elif weights is not None and (quantization == "none" or is_stored):
+                model = _pretrained(place, weights, dtype, device)
             else:
-                model = _pretrained(request, place, weights, dtype, device)
+                model = _module_by_module(request, place, weights, dtype, device, quantization)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
             raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
@@ -61,13 +60,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         allocator.return_memory()  # whole layers are allocated and freed in every step
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
-    for module in cast(Iterator[Any], model.modules()):
-        if type(module).__name__ == "Linear4bit":
-            # In eval mode bitsandbytes repacks the weights of a Linear4bit for its CPU inference kernel, which has no
-            # backward pass: gradients through the layer would silently vanish.
-            module.train()
-            # The compute dtype in the config of a stored model would override ours.
-            module.compute_dtype, module.compute_type_is_set = dtype, True
+    nf4.keep_differentiable(model, dtype)
     plain = sum(type(module) is nn.Linear for module in model.modules())
     if quantization in BITS and plain:
         description["quantization_reason"] += f"; {plain} linear layers are not quantized"
@@ -110,22 +103,16 @@ def _mlx_kind(stored: dict[str, Any]) -> str:
 
 
 def _pretrained(
-    request: LoadRequest, place: Path, weights: BaseWeights, dtype: torch.dtype, device: torch.device
+    place: Path, weights: BaseWeights, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PreTrainedModel:
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    """Load the weights by transformers: plain ones, or those stored in NF4."""
     config = _config(place)
     if getattr(config, "quantization_config", None) is None:
         _check_by_headers(config, weights)
-    if request.quantization == "nf4":  # otherwise the stored config says so
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
     model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-        place, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True, output_loading_info=True, **options
-    )
+        place, dtype=dtype, device_map={"": device}, ignore_mismatched_sizes=True, output_loading_info=True,
+        local_files_only=True, use_safetensors=True, trust_remote_code=False, **options,
+    )  # fmt: skip
     _check_loaded(info, weights)
     return model
 
@@ -185,8 +172,10 @@ def _module_by_module(
     if weights is not None and is_packed:
         affine_model.load(model, weights, dtype, device)
         return model
-    finish = _finish(quantization, dtype)
+    finish = _finish(quantization, dtype, model.get_output_embeddings())
     if weights is not None:
+        if quantization == "nf4" and not by_module.can_load(model, weights):
+            return _pretrained(place, weights, dtype, device, quantization_config=nf4.config(dtype))
         _check_by_headers(config, weights)
         by_module.load(model, weights, finish, device)
         return model
@@ -203,31 +192,10 @@ def _module_by_module(
     return model
 
 
-def _finish(quantization: str, dtype: torch.dtype) -> by_module.Finish:
-    """Return what quantizes a module with plain weights."""
-
-    def nf4(path: str, module: nn.Module) -> nn.Module:
-        is_packed = isinstance(module, nn.Linear | Conv1D) and path.split(".")[-1] != OUTPUT_HEAD
-        return _nf4(cast(nn.Linear, module), dtype) if is_packed else module
-
+def _finish(quantization: str, dtype: torch.dtype, head: nn.Module | None) -> by_module.Finish:
+    """Return what quantizes a module with plain weights. `head`: the output head of the model."""
     if quantization == "nf4":
-        return nf4
+        return lambda _, module: nf4.finished(module, dtype, is_head=module is head)
     if quantization == "int8":
         return partial(int8.finished, dtype=dtype)
     return lambda _, module: affine_model.finished(module, quantization, dtype)
-
-
-def _nf4(layer: nn.Linear | Conv1D, compute_dtype: torch.dtype) -> nn.Module:
-    """Convert a layer to bitsandbytes' NF4 with double quantization."""
-    import bitsandbytes as bnb
-
-    out_features, in_features = shape_of(layer)
-    quantized = bnb.nn.Linear4bit(
-        in_features, out_features, bias=layer.bias is not None, compute_dtype=compute_dtype,
-        compress_statistics=True, quant_type="nf4", device="meta",
-    )  # fmt: skip
-    params: Any = bnb.nn.Params4bit  # it takes more arguments than a Parameter
-    weight = params(as_stored(layer, layer.weight.data).contiguous(), requires_grad=False, quant_type="nf4")
-    quantized.weight = weight.to(layer.weight.device)  # quantizes
-    quantized.bias = layer.bias
-    return quantized

@@ -143,20 +143,20 @@ def test_another_quantization_is_refused_by_name(changes, init, load, tmp_path):
 def test_random_weights_are_quantized_one_by_one(load, tmp_path, monkeypatch):
     """A plain 7B model may not fit where the quantized one does."""
     pytest.importorskip("bitsandbytes")
-    from dualtune_torch import model
+    from dualtune_torch.weights import nf4
 
     def plain_layers():
         return sum(type(x) is torch.nn.Linear and x.weight.device.type != "meta" for x in gc.get_objects())
 
-    alive, quantize = [], model._nf4
+    alive, quantize = [], nf4._linear
 
-    def counted(layer, dtype):
+    def counted(*arguments):
         alive.append(plain_layers() - before)
-        return quantize(layer, dtype)
+        return quantize(*arguments)
 
     gc.collect()
     before = plain_layers()  # of other tests
-    monkeypatch.setattr(model, "_nf4", counted)
+    monkeypatch.setattr(nf4, "_linear", counted)
     engine = load(write_tiny_llama(tmp_path / "model"), quantization="nf4", init="random")
     assert len(alive) > 7 and max(alive) <= 2  # the one at hand, and the one before it
     assert np.isfinite(engine.logprobs(BATCH)).all()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from dualtune.base_model import BaseWeights
 from dualtune.errors import ConfigError
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE, AffineEmbedding, AffineLayer, AffineLinear, Packed, quantize
-from dualtune_torch.weights.by_module import TensorReader, frozen, open_weights, own, replace_modules
+from dualtune_torch.weights.by_module import TensorReader, frozen, own, replace_modules
 
 # Model families that are quantized here layer by layer, exactly as in mlx-lm. It has special rules for others, such as
 # 8 bits for some layers of Granite. A family is listed once all its bytes were compared with mlx-lm's:
@@ -32,9 +32,9 @@ def load(model: PreTrainedModel, stored: BaseWeights, dtype: torch.dtype, device
             return _packed(weights, path, module, dtype, device)
         return finished(weights.fill(path, module, device), None, dtype)
 
-    with open_weights(stored, model) as weights:
-        replace_modules(model, replacement)
-        weights.check_all_read(unused={*model.all_tied_weights_keys})
+    weights = TensorReader(stored, model)
+    replace_modules(model, replacement)
+    weights.check_all_read(unused={*model.all_tied_weights_keys})
 
 
 def _packed(

@@ -5,10 +5,8 @@ The plain model is never in memory, only one of its matrices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -20,6 +18,7 @@ from dualtune.errors import EnvironmentFault
 from dualtune_torch.weights.affine import GROUP_SIZE, AffineLayer, AffineLinear
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+PLAIN_NAMES = ("F32", "BF16", "F16")  # in the headers of files
 # Tensors of older files that no model reads.
 IGNORED = (".rotary_emb.inv_freq",)
 # From a module's path, and the module with its weights in the stored precision, to the module that computes with them.
@@ -27,28 +26,35 @@ Finish = Callable[[str, nn.Module], nn.Module]
 
 
 class TensorReader:
-    """The tensors of a model directory by name, read on demand."""
+    """The tensors of a model directory by name, read on demand.
 
-    def __init__(self, model_dir: Path, files: Mapping[str, Any], prefix: str) -> None:
-        """`prefix` is that of the names in a model with a head. Files of a model without a head lack it."""
-        self.model_dir = model_dir
-        self._prefix = f"{prefix}."
-        self._files = files
-        self._unread = set(files)
+    Each is mapped on its own: a tensor that stays in the model would keep the mapping of its whole file, and with it
+    all pages that were read, in the memory of the process.
+    """
+
+    def __init__(self, stored: BaseWeights, model: PreTrainedModel) -> None:
+        self.model_dir = stored.directory
+        self._prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
+        self._tensors = stored.tensors
+        self._unread = set(stored.tensors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return self._stored_name(name) in self._tensors
+
+    def _stored_name(self, name: str) -> str:
+        return name if name in self._tensors else name.removeprefix(self._prefix)
 
     def read(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = PLAIN) -> Tensor:
         """Read a tensor. Raises EnvironmentFault if it is missing or has another shape or dtype."""
-        wanted, name = name, name if name in self._files else name.removeprefix(self._prefix)
-        if name not in self._files:
+        wanted, name = name, self._stored_name(name)
+        if name not in self._tensors:
             raise EnvironmentFault(
                 f"model.name: the weights in {self.model_dir} have no tensor '{wanted}', which transformers' model "
                 "needs: the directory is incomplete, or mlx-lm has other names for its tensors. Load it with "
                 "--platform mlx, or use the plain model"
             )
-        tensor = self._files[name].get_tensor(name)
+        with safe_open(self._tensors[name].file, framework="pt") as file:
+            tensor = file.get_tensor(name)
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
             allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise EnvironmentFault(
@@ -66,7 +72,10 @@ class TensorReader:
         return module
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None
+        return self._tensors[self._stored_name(name)].shape if name in self else None
+
+    def has_plain(self, name: str, shape: tuple[int, ...]) -> bool:
+        return self.shape(name) == shape and self._tensors[self._stored_name(name)].dtype in PLAIN_NAMES
 
     def check_all_read(self, unused: set[str]) -> None:
         """Raise EnvironmentFault if a tensor was not read: the model would not be the stored one."""
@@ -78,18 +87,22 @@ class TensorReader:
             )
 
 
-@contextmanager
-def open_weights(weights: BaseWeights, model: PreTrainedModel) -> Iterator[TensorReader]:
-    with ExitStack() as opened:
-        files = {path: opened.enter_context(safe_open(path, framework="pt")) for path in weights.files}
-        by_name = {name: files[tensor.file] for name, tensor in weights.tensors.items()}
-        yield TensorReader(weights.directory, by_name, model.base_model_prefix)
+def can_load(model: PreTrainedModel, stored: BaseWeights) -> bool:
+    """Return whether an empty model's own tensors are in the files: `load` then reads all that the model needs.
+
+    For some families transformers renames, joins or splits what is stored, which only its own loader can do.
+    """
+    needed = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    reader, parameters = TensorReader(stored, model), dict(model.named_parameters())
+    return needed.keys() <= parameters.keys() and all(
+        reader.has_plain(name, tuple(tensor.shape)) for name, tensor in needed.items()
+    )  # a buffer that is stored is not a parameter
 
 
 def load(model: PreTrainedModel, stored: BaseWeights, finish: Finish, device: torch.device) -> None:
     """Load the plain weights of a directory into an empty model."""
-    with open_weights(stored, model) as weights:
-        replace_modules(model, lambda path, module: finish(path, weights.fill(path, module, device)))
+    weights = TensorReader(stored, model)
+    replace_modules(model, lambda path, module: finish(path, weights.fill(path, module, device)))
 
 
 def replace_modules(model: PreTrainedModel, replacement: Finish) -> None:

@@ -6,6 +6,7 @@ only the packed bytes are kept.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -75,4 +76,10 @@ def compute_dtype(model: PreTrainedModel) -> torch.dtype:
 def num_parameters(model: PreTrainedModel) -> int:
     """Count the parameters of the unquantized model. A matrix that is both embedding and output head counts once."""
     packed = {layer.weight.data_ptr(): layer for layer in model.modules() if isinstance(layer, PackedLayer)}
-    return model.num_parameters() + sum(rows * columns for rows, columns in (x.shape for x in packed.values()))
+    of_packed = sum(rows * columns for rows, columns in (layer.shape for layer in packed.values()))
+    return of_packed + sum(_num_weights(parameter) for parameter in model.parameters())
+
+
+def _num_weights(parameter: Any) -> int:
+    state = getattr(parameter, "quant_state", None)  # of bitsandbytes
+    return parameter.numel() if state is None else math.prod(state.shape)

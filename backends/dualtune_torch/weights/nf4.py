@@ -1,0 +1,88 @@
+"""bitsandbytes' NF4 on torch: linear layers quantized one after another, to the bits that transformers gives them.
+
+4-bit codes with a scale for each block of 64 weights, and 8-bit codes of these scales, in blocks of 256, with a scale
+each (Dettmers et al., QLoRA, arXiv 2305.14314, section 3: NormalFloat and double quantization).
+
+Legend: O output and I input features of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+
+from dualtune_torch.weights.by_module import frozen, own
+from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE
+
+BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
+
+
+def finished(module: nn.Module, dtype: torch.dtype, *, is_head: bool) -> nn.Module:
+    """Prepare a module with its stored weights for computing: quantized where transformers does so, else cast.
+
+    transformers quantizes all plain linear layers except the output head.
+    """
+    plain, kind = own(module), type(module)
+    weight = plain.pop("weight").data if kind in (nn.Linear, Conv1D) and not is_head else None
+    for name, parameter in plain.items():
+        setattr(module, name, frozen(parameter.to(dtype)))
+    if weight is None:
+        return module
+    return _linear(weight.T if kind is Conv1D else weight, cast(Any, module).bias, dtype)
+
+
+def _linear(weight_OI: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    out_features, in_features = weight_OI.shape
+    layer: Any = Linear4bit(in_features, out_features, bias=False, compute_dtype=dtype, quant_type="nf4", device="meta")
+    codes, state = quantize(weight_OI, dtype)
+    make: Any = Params4bit  # it takes more arguments than a Parameter
+    layer.weight = make(codes, quant_type="nf4", quant_state=state, bnb_quantized=True, module=layer)
+    layer.quant_state, layer.bias = state, bias
+    return layer
+
+
+def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """Return the codes, uint8 [O · I / 2, 1], and bitsandbytes' QuantState of a matrix that is cast to `dtype` first.
+
+    This is `bitsandbytes.functional.quantize_4bit` with compress_statistics. On a CPU that function takes five times
+    the memory of its input, so it gets a few rows at a time; 64 rows hold whole blocks.
+    """
+    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
+
+    rows = BLOCK_SIZE * max(1, WEIGHTS_AT_ONCE // (BLOCK_SIZE * weight_OI.shape[1]))
+    parts = [quantize_4bit(part.to(dtype).contiguous(), quant_type="nf4") for part in weight_OI.split(rows)]
+    codes = torch.cat([codes for codes, _ in parts])
+    scales = torch.cat([state.absmax for _, state in parts])
+    offset = scales.mean()
+    packed_scales, state2 = quantize_blockwise(scales - offset, blocksize=SCALES_BLOCK_SIZE)
+    return codes, QuantState(
+        packed_scales, shape=weight_OI.shape, code=parts[0][1].code, blocksize=BLOCK_SIZE, quant_type="nf4",
+        dtype=dtype, offset=offset, state2=state2,
+    )  # fmt: skip
+
+
+def config(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return the same format as transformers' loader is told it."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def keep_differentiable(model: nn.Module, dtype: torch.dtype) -> None:
+    """Set up all NF4 layers of a model, however they were loaded, for training in a compute dtype.
+
+    In eval mode bitsandbytes repacks the weights of a Linear4bit for its CPU inference kernel, which has no backward
+    pass: gradients through the layer would silently vanish. And the compute dtype in the config of a stored model would
+    override ours.
+    """
+    for module in cast(Iterator[Any], model.modules()):
+        if type(module).__name__ == "Linear4bit":
+            module.train()
+            module.compute_dtype, module.compute_type_is_set = dtype, True

@@ -1,0 +1,125 @@
+"""NF4 made tensor by tensor from plain files: to the bits of transformers' own loader."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("bitsandbytes")
+
+from dualtune.adapter.spec import AdapterSpec  # noqa: E402
+from dualtune.backend import LoadRequest  # noqa: E402
+from dualtune.optimizer import OptimizerSpec  # noqa: E402
+from dualtune.testing.tiny_models import write_tiny_gpt2, write_tiny_llama  # noqa: E402
+from dualtune_torch import model as loading  # noqa: E402
+from dualtune_torch.weights import nf4  # noqa: E402
+
+SMALL = {"hidden_size": 72, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+
+
+def llama(path, **changes):
+    return write_tiny_llama(path, hidden_size=72, intermediate_size=200, num_attention_heads=4, head_dim=18, **changes)
+
+
+def saved(path, family, **options):
+    """A model with random weights and biases, in bfloat16 and several files, as transformers saves it."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SMALL | options)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path, max_shard_size="50KB")
+    assert len([*path.glob("*.safetensors")]) > 1
+    return path
+
+
+MODELS = {
+    "llama": llama,
+    "a tied head": lambda path: llama(path, tie_word_embeddings=True),
+    "gpt2, whose layers are Conv1D": lambda path: write_tiny_gpt2(path, n_embd=96),
+    "biases": lambda path: saved(path, "qwen2", num_key_value_heads=2),
+}
+MOE = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 18}
+
+
+def load(model_dir, dtype):
+    spec = AdapterSpec(2, 2.0, 0.0, ("all-linear",))
+    request = LoadRequest(model_dir, dtype, "nf4", "pretrained", spec, OptimizerSpec(), seed=1)
+    return loading.load_base(request, torch.device("cpu"))
+
+
+def by_transformers(model_dir, dtype):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, quantization_config=nf4.config(getattr(torch, dtype)), device_map="cpu"
+    )
+
+
+def assert_same_bits(model, expected):
+    """Codes, both levels of scales, their tables, shapes and dtypes: all that bitsandbytes would save."""
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert sum("quant_state.bitsandbytes__nf4" in name for name in ours) >= 8
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+    for path, layer in expected.named_modules():
+        assert type(model.get_submodule(path)) is type(layer), path
+
+
+@pytest.fixture
+def only_by_module(monkeypatch):
+    def refused(*_, **__):
+        raise AssertionError("loaded by transformers")
+
+    monkeypatch.setattr(loading, "_pretrained", refused)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_bits_are_those_of_transformers(kind, dtype, tmp_path, only_by_module, monkeypatch):
+    monkeypatch.setattr(nf4, "WEIGHTS_AT_ONCE", 1)  # every matrix in parts of 64 rows
+    model, described = load(MODELS[kind](tmp_path / "model"), dtype)
+    expected = by_transformers(tmp_path / "model", dtype)
+    assert_same_bits(model, expected)
+    assert described["num_parameters"] == expected.num_parameters()
+
+
+def test_a_matrix_is_quantized_in_parts(monkeypatch):
+    """What bitsandbytes needs beside its input must not grow with the matrix."""
+    from bitsandbytes import functional
+
+    sizes, quantize = [], functional.quantize_4bit
+
+    def recorded(part, **options):
+        sizes.append(part.numel())
+        return quantize(part, **options)
+
+    monkeypatch.setattr(functional, "quantize_4bit", recorded)
+    weight = torch.randn(1500, 2048).bfloat16()
+    codes, state = nf4.quantize(weight, torch.bfloat16)
+    assert sum(sizes) == weight.numel() and max(sizes) <= nf4.WEIGHTS_AT_ONCE and len(sizes) == 3
+    whole, expected = quantize(weight, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(codes, whole) and state.nested
+    for name, found in state.as_dict(packed=True).items():
+        assert torch.equal(found, expected.as_dict(packed=True)[name]), name
+
+
+@pytest.mark.parametrize(("family", "options"), [("qwen3_moe", MOE), ("gpt_neox", {})])
+def test_a_family_with_other_names_in_its_files_is_loaded_by_transformers(family, options, tmp_path):
+    """It joins the experts of a layer in one tensor, whose files have one for each expert, and renames GPT-NeoX's."""
+    model, described = load(saved(tmp_path / "model", family, **options), "float32")
+    expected = by_transformers(tmp_path / "model", "float32")
+    assert_same_bits(model, expected)
+    assert described["num_parameters"] == expected.num_parameters()
+
+
+def test_random_weights_are_counted_as_if_they_were_plain(tmp_path):
+    spec = AdapterSpec(2, 2.0, 0.0, ("all-linear",))
+    request = LoadRequest(llama(tmp_path / "model"), "float32", "none", "random", spec, OptimizerSpec(), seed=1)
+    counts = {
+        loading.load_base(replace(request, quantization=name), torch.device("cpu"))[1]["num_parameters"]
+        for name in ("none", "nf4", "int8")
+    }
+    assert len(counts) == 1
+
+
