@@ -123,7 +123,9 @@ def test_a_checkpoint_of_an_optimizer_that_is_not_in_the_table_is_a_newer_one(
 ):
     test_a_third_optimizer_is_an_entry_of_the_table(with_lion, open_backend, tiny_softmax, tmp_path)
     monkeypatch.setattr(checkpoint, "OPTIMIZERS", OPTIMIZERS)
-    with pytest.raises(checkpoint.NewerCheckpoint, match="its optimizer is 'lion', this one has adamw, sgd"):
+    with pytest.raises(
+        checkpoint.NewerCheckpoint, match="its optimizer is 'lion', this one has adamw, adamw_8bit, sgd"
+    ):
         checkpoint.newest(tmp_path)
     manifest = json.loads((tmp_path / "step-00000002" / "MANIFEST.json").read_text())
     assert manifest["schema_version"] == 3
