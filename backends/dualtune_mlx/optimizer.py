@@ -7,14 +7,16 @@ formulas fit arrays of any shape: applied tensor by tensor they are the plain ve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from dualtune.backend import CLIP_EPS
-from dualtune.optimizer import OptimizerName, Settings
+from dualtune.optimizer import OptimizerName, OptimizerSpec, Settings
+from dualtune_mlx.card.sizes import UPDATE_CHUNK
+from dualtune_mlx.kernels import eight_bit
 
 Arrays = dict[str, mx.array]
 NORM_BLOCK = 1024  # squares are summed in blocks of this many: one long float32 sum would lose digits
@@ -79,4 +81,77 @@ def sgd(
     return params * shrink - lr * grads, {}
 
 
-OPTIMIZERS: Mapping[OptimizerName, ArrayUpdateRule] = {"adamw": adamw, "sgd": sgd}
+RULES: Mapping[OptimizerName, ArrayUpdateRule] = {"adamw": adamw, "adamw_8bit": adamw, "sgd": sgd}
+
+
+class FlatOptimizer:
+    """An optimizer of one flat array, whose slots are as the formula has them: float32."""
+
+    def __init__(self, spec: OptimizerSpec, layout: FlatLayout) -> None:
+        self._names, self._settings, self._rule = spec.entry.slots, spec.settings, RULES[spec.name]
+        self._sizes = [math.prod(shape) for shape in layout.shapes.values()]
+
+    def zero_slots(self) -> Arrays:
+        """Return the arrays that hold the slots, before the first update."""
+        return {slot: mx.zeros(sum(self._sizes)) for slot in self._names}
+
+    def update(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        """Return (params, slots) after update number `step`; if not `is_good`, the old ones."""
+        new, found = self._rule(params, slots, grads, step=step, lr=lr, shrink=shrink, settings=self._settings)
+        kept = {slot: mx.where(is_good, found[slot], old) for slot, old in slots.items()}
+        return mx.where(is_good, new, params), kept
+
+    def read(self, slots: Arrays) -> Arrays:
+        """Return the values of each slot: flat, float32."""
+        return slots
+
+    def load(self, values: Arrays, step: int) -> Arrays:
+        """Return the arrays that hold slots with these flat float32 values after update `step`."""
+        return values
+
+
+class EightBitAdamW(FlatOptimizer):
+    """AdamW with coded slots, updated in chunks: `dualtune.optimizer.adamw_8bit`."""
+
+    def zero_slots(self) -> Arrays:
+        return eight_bit.zero_slots(self._sizes)
+
+    def update(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        numbers = {"step": step, "lr": lr, "shrink": shrink, "settings": self._settings}
+        for values, blocks in self._chunks():
+            old = {slot: eight_bit.decode_slot(slots, slot, values, blocks) for slot in self._names}
+            moments = {"m": old["m"], "v": mx.square(old["root_v"])}
+            new, found = self._rule(params[values], moments, grads[values], **numbers)
+            params = eight_bit.replaced(params, values, mx.where(is_good, new, params[values]))
+            for slot, exact in (("m", found["m"]), ("root_v", mx.sqrt(found["v"]))):
+                # Values that were decoded have the same codes again, whatever the step.
+                slots = eight_bit.encode_slot(slots, slot, mx.where(is_good, exact, old[slot]), values, blocks, step)
+        return params, slots
+
+    def read(self, slots: Arrays) -> Arrays:
+        chunks = list(self._chunks())
+        return {
+            slot: mx.concatenate([mx.zeros(0), *(eight_bit.decode_slot(slots, slot, *chunk) for chunk in chunks)])
+            for slot in self._names
+        }
+
+    def load(self, values: Arrays, step: int) -> Arrays:
+        slots = self.zero_slots()
+        for chunk in self._chunks():
+            for slot, flat in values.items():
+                slots = eight_bit.encode_slot(slots, slot, flat[chunk[0]], *chunk, mx.array(float(step)))
+        return slots
+
+    def _chunks(self) -> Iterator[tuple[slice, slice]]:
+        return eight_bit.chunks_of(self._sizes, UPDATE_CHUNK)
+
+
+def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout) -> FlatOptimizer:
+    """Return the optimizer of a flat array with this layout."""
+    return (EightBitAdamW if spec.name == "adamw_8bit" else FlatOptimizer)(spec, layout)

@@ -33,8 +33,8 @@ class AdapterBuffer:
             for parameter in METHODS[method].parameters
             for path in together
         }
-        total = sum(map(math.prod, self._shapes.values()))
-        self.flat = torch.zeros(total, device=device, requires_grad=True)
+        self.sizes = [*map(math.prod, self._shapes.values())]
+        self.flat = torch.zeros(sum(self.sizes), device=device, requires_grad=True)
         self.flat.grad = torch.zeros_like(self.flat)
         masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
         for path, parts in weights.items():
@@ -62,5 +62,5 @@ class AdapterBuffer:
         return {name: np.empty(shape) for name, shape in self._shapes.items()}
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split([*map(math.prod, self._shapes.values())])
+        parts = flat.split(self.sizes)
         return {n: part.view(shape) for (n, shape), part in zip(self._shapes.items(), parts, strict=True)}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.losses import loss_sum, target_logprobs
 from dualtune_torch.methods import DropoutSeeds, add_layers, storage
-from dualtune_torch.optimizer import FlatOptimizer
+from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, whole
 from dualtune_torch.weights.frozen import as_stored, compute_dtype, shape_of, weight_of
 
@@ -86,7 +86,7 @@ class TorchEngine:
     @cached_property
     def _optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
-        return FlatOptimizer(self._adapter.flat, self._request.optimizer)
+        return flat_optimizer(self._adapter.flat, self._adapter.sizes, self._request.optimizer)
 
     def evaluate(self, batch: Batch) -> LossSum:
         with torch.no_grad(), self._together():
@@ -150,14 +150,14 @@ class TorchEngine:
         self._adapter.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        slots = {slot: self._adapter.to_numpy(flat) for slot, flat in self._optimizer.slots.items()}
-        return OptimizerState(int(self._optimizer.count), slots)
+        optimizer, names = self._optimizer, self._request.optimizer.entry.slots
+        return OptimizerState(int(optimizer.count), {n: self._adapter.to_numpy(optimizer.read(n)) for n in names})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         check_slots(self._request.optimizer, self._adapter.empty(), state)
-        for slot, flat in self._optimizer.slots.items():
-            self._adapter.load(flat, state.slots[slot])
         self._optimizer.count.fill_(state.step)
+        for slot, tensors in state.slots.items():
+            self._optimizer.load(slot, partial(self._adapter.load, state=tensors))
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad(), self._together():

@@ -1,14 +1,37 @@
-"""The optimizers by name: torch's fused kernels, each of which updates the flat buffer of the adapter in one pass."""
+"""The optimizers by name, each of which updates the flat buffer of the adapter: torch's fused kernels, and our own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dualtune.optimizer import OptimizerName, OptimizerSpec, Settings
+from dualtune_torch.kernels.eight_bit import EightBitAdamW
+
+
+class FlatOptimizer(Protocol):
+    """An optimizer of one flat tensor, with its state in the core's names."""
+
+    count: Tensor  # of updates, on the device
+
+    def step(self, lr: float, is_good: Tensor) -> None:
+        """Update the tensor by its gradient and zero the gradient. If `is_good` is false, only zero the gradient."""
+        ...
+
+    def read(self, slot: str) -> Tensor:
+        """Return the values of a slot: flat, float32."""
+        ...
+
+    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
+        """Replace the values of a slot. `fill` writes them into a flat float32 tensor. Set `count` before."""
+        ...
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that hold the slots."""
+        ...
 
 
 class Fused(NamedTuple):
@@ -40,28 +63,41 @@ def _sgd(flat: Tensor, settings: Settings) -> torch.optim.Optimizer:
     return _CountingSgd([flat], weight_decay=settings["weight_decay"], fused=True)
 
 
-OPTIMIZERS: Mapping[OptimizerName, Fused] = {
+FUSED: Mapping[OptimizerName, Fused] = {
     "adamw": Fused(_adamw, {"m": "exp_avg", "v": "exp_avg_sq"}),
     "sgd": Fused(_sgd, {}),
 }
 
 
-class FlatOptimizer:
-    """An optimizer of one flat tensor, with its state in the core's names."""
+class FusedOptimizer:
+    """One of torch's, with a single parameter."""
 
     def __init__(self, flat: Tensor, spec: OptimizerSpec) -> None:
-        make, names = OPTIMIZERS[spec.name]
+        make, names = FUSED[spec.name]
         self._torch = make(flat, spec.settings)
         # torch creates it in the first step; here it may be read or restored before.
-        self.count = torch.zeros((), device=flat.device)  # of updates
-        self.slots = {slot: torch.zeros_like(flat) for slot in names}
-        self._torch.state[flat] = {"step": self.count, **{names[slot]: tensor for slot, tensor in self.slots.items()}}
+        self.count = torch.zeros((), device=flat.device)
+        self._slots = {slot: torch.zeros_like(flat) for slot in names}
+        self._torch.state[flat] = {"step": self.count, **{names[slot]: tensor for slot, tensor in self._slots.items()}}
 
     def step(self, lr: float, is_good: Tensor) -> None:
-        """Update the tensor by its gradient and zero the gradient. If `is_good` is false, only zero the gradient."""
         self._torch.param_groups[0]["lr"] = lr
         # The flag of torch's GradScaler: if it is 1, the fused kernels update nothing and undo the count.
         found_inf = (~is_good).float()
         self._torch.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]  torch declares it nowhere
         self._torch.step()
         self._torch.zero_grad(set_to_none=False)
+
+    def read(self, slot: str) -> Tensor:
+        return self._slots[slot]
+
+    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
+        fill(self._slots[slot])
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._slots.values()
+
+
+def flat_optimizer(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
+    """Return the optimizer of a flat tensor that consists of tensors of these sizes."""
+    return EightBitAdamW(flat, sizes, spec) if spec.name == "adamw_8bit" else FusedOptimizer(flat, spec)

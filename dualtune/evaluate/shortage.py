@@ -76,6 +76,8 @@ def _ways(backend: Backend, config: Config) -> Iterator[tuple[str, str]]:
     if config.adapter.rank > 1:
         yield f"adapter.rank={config.adapter.rank // 2}", NEW_RUN
     yield "model.name=<a smaller model>", NEW_RUN
+    if config.train.optimizer == "adamw" and "adamw_8bit" in honoured.get("train.optimizer", ()):
+        yield "train.optimizer=adamw_8bit", NEW_RUN
     if config.train.optimizer != "sgd" and "sgd" in honoured.get("train.optimizer", ()):
         yield "train.optimizer=sgd", NEW_RUN
     yield "adapter.targets=[q_proj,v_proj]", NEW_RUN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +17,7 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "
 AUTO_MICRO_BATCH_TOKENS = 2048
 AFFINE_BITS: Mapping[str, int] = MappingProxyType({"affine4": 4, "affine8": 8})
 AFFINE_GROUP = 64  # weights that share a scale and a bias
-MASTER_BYTES = 4  # adapter, gradient and optimizer slots are float32 for every dtype
+MASTER_BYTES = 4  # adapter and gradient are float32 for every dtype
 
 
 class HasAdapter(Protocol):
@@ -133,9 +134,10 @@ def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, .
 
 def optimizer(decoder: Decoder, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
-    n, slots = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer].slots
-    what = " and ".join(("gradient", *slots))
-    return MemoryPart("optimizer", (1 + len(slots)) * MASTER_BYTES * n, f"{what} × {n:,} weights × {MASTER_BYTES} B")
+    n, entry = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer]
+    size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter) * n)
+    each = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots else ""
+    return MemoryPart("optimizer", size, f"{n:,} weights × (gradient × {MASTER_BYTES} B{each})")
 
 
 def affine_weights(decoder: Decoder, ask: Ask) -> MemoryPart:

@@ -23,6 +23,7 @@ GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
 REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 1.12 on a busy CPU in benchmarks/checkpointing.py
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
+OPTIMIZER = "train.optimizer"
 SAME = "same result"
 
 
@@ -204,8 +205,8 @@ def _as_savings(decoder: Decoder, ask: Ask, stages: list[_Stage]) -> Iterator[Sa
 
 
 def _sequences(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
-    """Yield sequences of changes: those that cost only time, then a base in 4 bits, then shorter documents."""
-    bases = [[], *([stages] if (stages := _four_bit(ask)) else [])]
+    """Yield sequences of changes: those that cost only time, then fewer bits for moments or base, then less data."""
+    bases = [[], *(stages for stages in (_eight_bit_moments(ask), _four_bit(ask)) if stages)]
     for ways in (_with_same_documents, _with_shorter_documents):
         for base in bases:
             here = base[-1].ask if base else ask
@@ -259,6 +260,14 @@ def _fewer_tokens(decoder: Decoder, ask: Ask, least: int, have_bytes: int) -> li
     tokens = last_that_fits(fits, least, ask.micro_batch_tokens, GRANULE) if fits(least) else least
     tokens = max(tokens // GRANULE * GRANULE, least)
     return [_Stage(replace(ask, micro_batch_tokens=tokens), {TOKENS: tokens}, 1.0, SAME)]
+
+
+def _eight_bit_moments(ask: Ask) -> list[_Stage]:
+    """Return the setup with AdamW's moments in 8 bits, if the backend has them."""
+    if ask.optimizer != "adamw" or "adamw_8bit" not in card_of(ask.backend).honoured.get(OPTIMIZER, ()):
+        return []
+    rounded = replace(ask, optimizer="adamw_8bit")
+    return [_Stage(rounded, {OPTIMIZER: "adamw_8bit"}, None, "the optimizer's moments are rounded to 8 bits")]
 
 
 def _four_bit(ask: Ask) -> list[_Stage]:

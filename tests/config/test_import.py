@@ -139,7 +139,9 @@ def test_a_dataset_of_axolotl_becomes_a_source(translate, entry, ours, template)
     [
         ({"load_in_8bit": True}, "load_in_8bit", "int8 rounds the weights alone"),
         ({"optimizer": "lion"}, "optimizer", "AdamW"),
-        ({"optimizer": "adamw_bnb_8bit"}, "optimizer", "float32"),
+        ({"optimizer": "adamw_torch_4bit"}, "optimizer", "float32"),
+        ({"optimizer": "paged_adamw_8bit"}, "optimizer", "paged"),
+        ({"optimizer": "paged_adamw_32bit"}, "optimizer", "paged"),
         ({"adam_beta2": 0.95}, "adam_beta2", "0.999"),
         ({"lr_scheduler": "rex"}, "lr_scheduler", "cosine"),
         ({"chat_template": "chatml"}, "chat_template", "Jinja"),
@@ -166,6 +168,15 @@ def test_what_axolotl_has_alone_is_named(translate, more, named, reason):
     _, imported, text = translate(AXOLOTL, more)
     assert reason in lost(imported)[named].reason
     assert f"#   {named}: " in text
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
+def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
+    config, imported, text = translate(AXOLOTL, {"optimizer": name})
+    assert config.train.optimizer == "adamw_8bit"
+    assert ("optimizer" in lost(imported)) == name.startswith("paged")
+    assert f"optimizer: {name}, which has other 8-bit codes" in text
+    assert translate(AXOLOTL, {"optimizer": "paged_adamw_32bit"})[0].train.optimizer == "adamw"
 
 
 @pytest.mark.parametrize(

@@ -295,23 +295,29 @@ def test_layers_with_the_same_input_drop_and_multiply_it_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_flat_update_is_that_of_each_tensor(name):
-    entry, update = OPTIMIZERS[name], optimizer.OPTIMIZERS[name]
-    shapes = {"a": (3, 5), "b": (7,), "c": (2, 1)}
-    layout = optimizer.FlatLayout(shapes)
-    numbers = {"step": mx.array(3.0), "lr": mx.array(1e-2), "shrink": mx.array(0.999), "settings": entry.defaults}
-    params, grads, *slots = (
+def test_a_flat_update_is_that_of_each_tensor(name, monkeypatch):
+    monkeypatch.setattr(optimizer, "UPDATE_CHUNK", 256)  # of 8 bits: several in a tensor
+    shapes = {"a": (3, 100), "b": (256,), "c": (7,), "d": (2, 300)}
+    slots = OPTIMIZERS[name].slots
+    params, grads, *of_slots = (
         {n: mx.abs(normal(*s, seed=i * 7 + j)) for j, (n, s) in enumerate(shapes.items())}
-        for i in range(2 + len(entry.slots))
+        for i in range(2 + len(slots))
     )
-    flat_slots = {slot: layout.flat(tensors) for slot, tensors in zip(entry.slots, slots, strict=True)}
-    flat, flat_slots = update(layout.flat(params), flat_slots, layout.flat(grads), **numbers)
+
+    def updated(names):
+        layout = optimizer.FlatLayout({n: shapes[n] for n in names})
+        one = optimizer.flat_optimizer(OptimizerSpec(name), layout)
+        before = one.load({slot: layout.flat(tensors) for slot, tensors in zip(slots, of_slots, strict=True)}, step=2)
+        numbers = {"step": 3.0, "lr": 1e-2, "shrink": 0.999, "is_good": True}
+        flat, after = one.update(
+            layout.flat(params), before, layout.flat(grads), **{key: mx.array(x) for key, x in numbers.items()}
+        )
+        return [{n: np.array(x) for n, x in layout.named(each).items()} for each in (flat, *one.read(after).values())]
+
+    together = updated(shapes)
     for n in shapes:
-        own = {slot: tensors[n] for slot, tensors in zip(entry.slots, slots, strict=True)}
-        expected, expected_slots = update(params[n], own, grads[n], **numbers)
-        assert np.array_equal(np.array(layout.named(flat)[n]), np.array(expected))
-        for slot in entry.slots:
-            assert np.array_equal(np.array(layout.named(flat_slots[slot])[n]), np.array(expected_slots[slot]))
+        for whole, alone in zip(together, updated([n]), strict=True):
+            assert np.array_equal(whole[n], alone[n])
 
 
 def test_the_norm_of_a_long_gradient_keeps_its_digits():

@@ -23,7 +23,7 @@ CARD = Card(
         "model.init": ("pretrained", "random"),
         "model.kernels": ("auto", "fused", "reference"),
         "data.packing": (False, True),
-        "train.optimizer": ("adamw", "sgd"),
+        "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.offload": ("auto", "none"),
         "memory.sharding": ("auto", "none", "full"),

@@ -9,7 +9,7 @@ import math
 from typing import Any, cast
 
 from dualtune.config.importing.axolotl_data import data
-from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
+from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, shown, translated
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "./model-out", "sequence_len": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
@@ -159,21 +159,29 @@ def _warmup(given: Given, schedule: str) -> Note:
 
 
 def _optimizer(given: Given) -> Settings:
-    name = str(given.get("optimizer"))
-    if "adamw" in name and name not in _ADAMW:
-        given.lose("optimizer", "here it is AdamW with moments in float32, which take more memory than 8-bit ones")
-    elif name not in _ADAMW:
-        given.lose("optimizer", "AdamW is used instead; choose a new learning rate and weight decay")
     for key, ours in _MOMENTS.items():
         if key in given:
             if given.number(key) == ours:
                 given.skip(key, "it is the same here")
             else:
                 given.lose(key, f"it is always {ours:g}")
-    return {
+    return _optimizer_name(given) | {
         "train.weight_decay": given.note(given.number("weight_decay"), "weight_decay"),
         "train.max_grad_norm": given.note(given.number("max_grad_norm") or None, "max_grad_norm"),
     }
+
+
+def _optimizer_name(given: Given) -> Settings:
+    name = str(given.get("optimizer"))
+    if "adamw" not in name:
+        given.lose("optimizer", "AdamW is used instead; choose a new learning rate and weight decay")
+    elif "paged" in name:
+        given.lose("optimizer", "nothing is paged: the optimizer's state stays on the device")
+    if "adamw" in name and "8bit" in name:
+        return {"train.optimizer": Note("adamw_8bit", f"optimizer: {shown(name)}, which has other 8-bit codes")}
+    if "adamw" in name and "paged" not in name and name not in _ADAMW:
+        given.lose("optimizer", "here it is AdamW with moments in float32")
+    return {}
 
 
 def _checkpointing(given: Given) -> Settings:
@@ -283,7 +291,8 @@ RULES = (
                "train.learning_rate, train.schedule, train.warmup", _schedule,
                "a warm-up below 1 is a fraction of the steps, from 1 on a number of steps"),
     translated("optimizer weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
-               "train.weight_decay, train.max_grad_norm", _optimizer, "always AdamW, with moments in float32"),
+               "train.optimizer, train.weight_decay, train.max_grad_norm", _optimizer,
+               "AdamW; names with 8bit become adamw_8bit, whose codes are its own, and nothing is paged"),
     translated("gradient_checkpointing", "memory.checkpointing", _checkpointing, "`full`; `auto`: as little as fits"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
                "run.log_every, run.eval_every, run.save_every, run.keep", _intervals, "always in optimizer steps"),

@@ -43,7 +43,7 @@ from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYT
 # only AdamW then reports that it is too old, instead of a damaged checkpoint.
 SCHEMA_VERSION, ADAMW_VERSION = 3, 2
 MAX_MANIFEST_BYTES = 1 << 20
-BYTES_PER_WEIGHT = 4  # float32
+BYTES_PER_WEIGHT = 4  # float32, also for slots that are in 8 bits in memory
 # The proof that a checkpoint belongs to this base model and these data; without these there is nothing to compare.
 FINGERPRINTS = frozenset(
     {"base model's config", "base model's weights", "tokenizer", "chat template", "train documents", "eval documents"}
@@ -83,7 +83,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 def bytes_per_weight(optimizer: OptimizerName) -> int:
     """Return the bytes of a checkpoint per weight of the adapter: the weight and its optimizer state."""
-    return BYTES_PER_WEIGHT + OPTIMIZERS[optimizer].bytes_per_parameter
+    return BYTES_PER_WEIGHT * (1 + len(OPTIMIZERS[optimizer].slots))
 
 
 def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:

@@ -18,8 +18,10 @@ from dualtune.errors import ConfigError
 if TYPE_CHECKING:  # the config imports this file, and starts without NumPy
     import numpy as np
 
-OptimizerName = Literal["adamw", "sgd"]
-SLOT_BYTES = 4  # slots are float32 whatever the model computes in
+OptimizerName = Literal["adamw", "adamw_8bit", "sgd"]
+SLOT_BYTES = 4.0  # slots are float32 whatever the model computes in, unless the entry says otherwise
+
+EIGHT_BIT_BYTES = 1 + 2 / 256  # a code for each value, and an int16 for each 256 values (`eight_bit.py`)
 
 Settings = Mapping[str, float]
 Slots = Mapping[str, "np.ndarray"]
@@ -40,11 +42,12 @@ class Optimizer:
     update: UpdateRule
     slots: tuple[str, ...]  # its state: tensors with the names and shapes of the adapter, zero before the first update
     defaults: Settings  # its hyperparameters except the learning rate, which the schedule gives
+    slot_bytes: float = SLOT_BYTES  # in memory, for each value of a slot. Checkpoints have float32
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Bytes of optimizer state per parameter."""
-        return SLOT_BYTES * len(self.slots)
+    def bytes_per_parameter(self) -> float:
+        """Bytes of optimizer state in memory per parameter."""
+        return self.slot_bytes * len(self.slots)
 
 
 def adamw(
@@ -65,6 +68,22 @@ def adamw(
     return w, {"m": m, "v": v}
 
 
+def adamw_8bit(
+    w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """`adamw` with both moments rounded to 8-bit codes after each update (`eight_bit.py`).
+
+    It keeps √v: the codes then have half the exponents to cover, and a value is the step's own denominator.
+    """
+    from numpy import sqrt
+
+    from dualtune.optimizer.eight_bit import CODES, rounded
+
+    w, new = adamw(w, g, {"m": slots["m"], "v": slots["root_v"] ** 2}, step=step, lr=lr, settings=settings)
+    exact = {"m": new["m"], "root_v": sqrt(new["v"])}
+    return w, {slot: rounded(values, CODES[slot], step) for slot, values in exact.items()}
+
+
 def sgd(
     w: np.ndarray, g: np.ndarray, slots: Slots, *, step: int, lr: float, settings: Settings
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -77,9 +96,11 @@ def sgd(
 
 
 # The defaults are those of torch.
+ADAMW: Settings = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 OPTIMIZERS: Mapping[OptimizerName, Optimizer] = MappingProxyType(
     {
-        "adamw": Optimizer(adamw, ("m", "v"), {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}),
+        "adamw": Optimizer(adamw, ("m", "v"), ADAMW),
+        "adamw_8bit": Optimizer(adamw_8bit, ("m", "root_v"), ADAMW, slot_bytes=EIGHT_BIT_BYTES),
         "sgd": Optimizer(sgd, (), {"weight_decay": 0.0}),
     }
 )
