@@ -19,6 +19,7 @@ from dualtune.adapter.spec import OUTPUT_HEAD
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
 from dualtune_torch.weights import affine_model, by_module, int8
@@ -45,15 +46,17 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     }
     if sharding == "full":
         device = torch.device("cpu")
+    # A base whose layers are streamed stays on the host; what is quantized here is quantized on the device.
+    place_on = device if request.resident_layers is None else torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place, allocator.memory_returned():
         try:
             if quantization in (*BITS, "int8") or (quantization == "nf4" and weights is None):
                 model = _module_by_module(request, place, weights, dtype, device, quantization)
             elif weights is None:
-                model = _random(request, place, dtype, device)
+                model = _random(request, place, dtype, place_on)
             else:
-                model = _pretrained(request, place, weights, dtype, device)
+                model = _pretrained(request, place, weights, dtype, place_on)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
             raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
@@ -183,9 +186,11 @@ def _module_by_module(
     with torch.device(device), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if weights is not None and is_packed:
-        affine_model.load(model, weights, dtype, device)
+        affine_model.load(model, weights, dtype, device if request.resident_layers is None else torch.device("cpu"))
         return model
     finish = _finish(quantization, dtype)
+    if request.resident_layers is not None:
+        finish = streaming.kept_on_host(finish, model)
     if weights is not None:
         _check_by_headers(config, weights)
         by_module.load(model, weights, finish, device)
