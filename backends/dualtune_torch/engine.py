@@ -189,8 +189,8 @@ class TorchEngine:
         trained = {f"{m}.{n}" for m, layer in self._layers.items() for n, _ in layer.named_parameters(recurse=False)}
         weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if n not in trained}
         for module, layer in self._layers.items():
-            base = layer.base.weight
-            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, layer.delta().to(base.device))).to(base.dtype)
+            base, delta = layer.base.weight, layer.delta()
+            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta.to(base.device))).to(base.dtype)
         for tied in self.model.all_tied_weights_keys:
             weights.pop(tied, None)
         if any(isinstance(module, Conv1D) for module in self.model.modules()):

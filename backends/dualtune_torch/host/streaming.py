@@ -138,10 +138,9 @@ class _HostCopy:
         self.module = module
         self.tensors = list(_frozen_matrices(module))
         self.num_bytes = flat_size(self.tensors)
-        self._flat: Tensor | None = None
+        self._flat = _pinned(self.num_bytes, device)
         self._host = [tensor.data for tensor in self.tensors]
-        if device.type != "cpu":
-            self._flat = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        if self._flat is not None:
             self._host = views(self._flat, self._host)
             for kept, tensor in zip(self._host, self.tensors, strict=True):
                 kept.copy_(tensor.data)
@@ -162,6 +161,11 @@ class _HostCopy:
     def _bind(self, places: Sequence[Tensor]) -> None:
         for tensor, place in zip(self.tensors, places, strict=True):
             tensor.data = place
+
+
+def _pinned(num_bytes: int, device: torch.device) -> Tensor | None:
+    """Return a host buffer from which a device copies by itself; None on a CPU. torch rounds it to a power of two."""
+    return None if device.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _layers_of(model: PreTrainedModel, num_slots: int) -> Iterable[nn.Module]:

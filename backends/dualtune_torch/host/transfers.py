@@ -1,7 +1,7 @@
 """Copies between host and device, beside the computation on a CUDA stream of their own; on a CPU they happen at once.
 
-A ticket stands for the work of a stream so far: a CUDA event, or None where everything happens at once. Nobody waits for
-a ticket on the host: one stream waits for the other.
+A ticket stands for the work of a stream so far: a CUDA event, or None where everything happens at once. The host never
+waits for a ticket: one stream waits for the other.
 """
 
 from __future__ import annotations
