@@ -144,6 +144,8 @@ class EngineDescription:
     kernels: str | None = None  # which fast kernels are used, and why others are not
     checkpointing: str | None = None  # which activations are recomputed
     checkpointing_reason: str | None = None
+    streaming: Mapping[str, int] | None = None  # layers of the base, how many are on the device, their bytes there and
+    # on the host; None: all are on the device
     threads: int | None = None  # that compute on a CPU, if the rounding depends on their number
 
     def as_json(self) -> dict[str, Any]:

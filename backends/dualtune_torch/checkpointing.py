@@ -29,7 +29,7 @@ class Recomputation:
 
     def __init__(self, model: PreTrainedModel, groups: Sequence[LoRAGroup]) -> None:
         self._model, self._groups = model, groups
-        self._layers = _decoder_layers(model)
+        self._layers = decoder_layers(model)
         self._remade: RemadeInputs | None = None
         self._segments: Sequence[range] = ()
 
@@ -176,7 +176,7 @@ def _anchor(layers: Sequence[nn.Module]) -> Tensor | None:
     return next((parameter for layer in adapted for parameter in layer.trainable().values()), None)
 
 
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
     """Return the list of the decoder layers, whose class transformers names in `_no_split_modules`."""
     names = set(model._no_split_modules or ())
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]

@@ -37,6 +37,7 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import AdapterBuffer
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
+from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.kernels import allocator, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
@@ -65,6 +66,7 @@ class TorchEngine:
         self._dropout_seeds = DropoutSeeds()
         self._num_positions = position_table_size(read_config(request.model_dir))
         self._layers = add_layers(model, request.adapter, self._dropout_seeds)
+        self._streamed = _streamed(model, request, description)
         self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self._kernels = choose(model, request.kernels)
         fuse = self._kernels.maybe_compile
@@ -79,6 +81,7 @@ class TorchEngine:
             adapted_weights=storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
+            streaming=self._streamed.describe() if self._streamed else None,
             threads=torch.get_num_threads() if model.device.type == "cpu" else None,
         )
         self.set_checkpointing(request.checkpointing)
@@ -127,6 +130,8 @@ class TorchEngine:
         return StepOutput(loss, norm)
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
+        if self._streamed:
+            self._streamed.check(checkpointing)
         what = self._recomputation.set(checkpointing, self._trial_run)
         self.description = replace(self.description, checkpointing=what, checkpointing_reason=checkpointing.reason)
 
@@ -178,12 +183,14 @@ class TorchEngine:
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
         check_whole(self.description)
+        if self._streamed:
+            self._streamed.release()
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
         trained = {f"{m}.{n}" for m, layer in self._layers.items() for n, _ in layer.named_parameters(recurse=False)}
         weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if n not in trained}
         for module, layer in self._layers.items():
-            base = layer.base.weight
-            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, layer.delta())).to(base.dtype)
+            base, delta = layer.base.weight, layer.delta()
+            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta.to(base.device))).to(base.dtype)
         for tied in self.model.all_tied_weights_keys:
             weights.pop(tied, None)
         if any(isinstance(module, Conv1D) for module in self.model.modules()):
@@ -211,6 +218,8 @@ class TorchEngine:
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
         base = self._layers[path].base
+        if self._streamed:
+            self._streamed.bring(base)
         with self._together(), whole(base):
             return _numpy(weight_of(base, torch.float32).float())
 
@@ -255,6 +264,12 @@ class TorchEngine:
 
     def _floats(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.float32)).to(self.model.device)
+
+
+def _streamed(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> StreamedLayers | None:
+    if request.resident_layers is None:
+        return None
+    return StreamedLayers(model, torch.device(description["device"]), request.resident_layers)
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
 from dualtune_torch.weights import affine_model, by_module, int8, nf4
@@ -43,14 +44,16 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     }
     if sharding == "full":
         device = torch.device("cpu")
+    # A base whose layers are streamed stays on the host; what is quantized here is quantized on the device.
+    place_on = device if request.resident_layers is None else torch.device("cpu")
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place, allocator.memory_returned():
         try:
             is_stored = quantization == "nf4" and config.get("quantization_config") is not None
             if quantization == "none" and weights is None:
-                model = _random(request, place, dtype, device)
+                model = _random(request, place, dtype, place_on)
             elif weights is not None and (quantization == "none" or is_stored):
-                model = _pretrained(place, weights, dtype, device)
+                model = _pretrained(place, weights, dtype, place_on)
             else:
                 model = _module_by_module(request, place, weights, dtype, device, quantization)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -165,17 +168,20 @@ def _module_by_module(
     """Initialize or read, and quantize, one module after another: the plain model need not fit in memory."""
     config = _config(place)
     is_packed = getattr(config, "quantization", None) is not None
+    place_on = device if request.resident_layers is None else torch.device("cpu")
     if quantization in BITS and (weights is None or not is_packed):
         affine_model.check_family(request.model_dir, config.model_type)
     with torch.device(device), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if weights is not None and is_packed:
-        affine_model.load(model, weights, dtype, device)
+        affine_model.load(model, weights, dtype, place_on)
         return model
     finish = _finish(quantization, dtype, model.get_output_embeddings())
+    if request.resident_layers is not None:
+        finish = streaming.kept_on_host(finish, model)
     if weights is not None:
         if quantization == "nf4" and not by_module.can_load(model, weights):
-            return _pretrained(place, weights, dtype, device, quantization_config=nf4.config(dtype))
+            return _pretrained(place, weights, dtype, place_on, quantization_config=nf4.config(dtype))
         _check_by_headers(config, weights)
         by_module.load(model, weights, finish, device)
         return model

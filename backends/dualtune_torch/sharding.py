@@ -44,6 +44,13 @@ def decide(
     """Decide whether to shard the base, and say why. All processes get the same answer, whatever memory each has."""
     if request.sharding == "none":
         return "none", "as configured"
+    if request.resident_layers is not None:
+        if request.sharding == "full":
+            raise ConfigError(
+                "memory.sharding: got full, but with memory.resident_layers the base stays in host memory; allowed: "
+                "auto, none. Or set memory.resident_layers=all"
+            )
+        return "none", "the layers of the base are streamed"
     if request.sharding == "full":
         _check_full(quantization)
         return "full", "as configured"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adapted", "Ask", "Estimate", "adapted", "ask_of", "estimate", "longest_that_fits", "padded"]
 
+FULL = ActivationCheckpointing("all")
 SHORTEST, LONGEST = 64, 1 << 20  # tokens; the range of `longest_that_fits`
 
 
@@ -72,16 +73,31 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
 
 
 def checkpointing_of(config: Config) -> ActivationCheckpointing:
-    """Return memory.checkpointing as configured; `auto` counts as none."""
+    """Return memory.checkpointing as configured; `auto` counts as none, or as full where layers are streamed.
+
+    ConfigError for another value with streamed layers: their backward pass follows their recomputation.
+    """
+    if config.memory.resident_layers != "all":
+        return _of_streamed_layers(config)
     match value := config.memory.checkpointing:
         case "auto" | "none":
             return KEEP_ALL
         case "remade":
             return ActivationCheckpointing(remade=True)
         case "full":
-            return ActivationCheckpointing("all")
+            return FULL
         case _:
             return ActivationCheckpointing(value.layers, value.every)
+
+
+def _of_streamed_layers(config: Config) -> ActivationCheckpointing:
+    value, where = config.memory.checkpointing, f"memory.resident_layers={config.memory.resident_layers}"
+    if value not in ("auto", "full"):
+        got = value if isinstance(value, str) else f"{{layers: {value.layers}}}"
+        raise ConfigError(
+            f"memory.checkpointing: got {got}, but with {where} every layer has to be recomputed; allowed: auto, full"
+        )
+    return FULL if value == "full" else replace(FULL, reason=f"auto: needed by {where}")
 
 
 def longest_that_fits(decoder: Decoder, ask: Ask, budget_bytes: int) -> int:

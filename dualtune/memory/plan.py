@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dualtune.activation_checkpointing import KEEP_ALL, LAYERS, ActivationCheckpointing
-from dualtune.card import card_of
+from dualtune.card import NUMBER, card_of
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS, Ask, Estimate, num_trained
-from dualtune.memory.estimate import ask_of, estimate, last_that_fits, longest_that_fits
+from dualtune.memory.estimate import FULL, ask_of, estimate, last_that_fits, longest_that_fits
 from dualtune.memory.shapes import Decoder
 from dualtune.text.show import in_bytes
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
 REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 1.12 on a busy CPU in benchmarks/checkpointing.py
+RESIDENT = "memory.resident_layers"
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 OPTIMIZER = "train.optimizer"
 SAME = "same result"
@@ -113,7 +114,7 @@ def plan_of(config: Config, decoder: Decoder, backend: str, device: str, have_by
 
 def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, *, auto: bool) -> MemoryPlan:
     """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice."""
-    if auto:
+    if auto and ask.resident_layers is None:
         ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
     needed = estimate(decoder, ask)
     savings = () if needed.total_bytes <= have_bytes else _cheapest_savings(decoder, ask, have_bytes)
@@ -205,9 +206,12 @@ def _as_savings(decoder: Decoder, ask: Ask, stages: list[_Stage]) -> Iterator[Sa
 
 
 def _sequences(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
-    """Yield sequences of changes: those that cost only time, then fewer bits for moments or base, then less data."""
+    """Yield sequences of changes, each kind as it is, then with fewer bits for the moments, then for the base.
+
+    First those that cost only time, then streamed layers, which may cost a lot of it, then shorter documents.
+    """
     bases = [[], *(stages for stages in (_eight_bit_moments(ask), _four_bit(ask)) if stages)]
-    for ways in (_with_same_documents, _with_shorter_documents):
+    for ways in (_with_same_documents, _with_streamed_layers, _with_shorter_documents):
         for base in bases:
             here = base[-1].ask if base else ask
             yield from ([*base, *tail] for tail in ways(decoder, here, have_bytes) if base or tail)
@@ -222,6 +226,22 @@ def _with_same_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterato
     yield from ([*start, stage] for stage in recomputed)
     strongest = [*start, *recomputed[-1:]]
     yield [*strongest, *_fewer_tokens(decoder, strongest[-1].ask if strongest else ask, ask.max_length, have_bytes)]
+
+
+def _with_streamed_layers(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
+    """Yield the strongest of the other changes with the most layers that then fit on the device."""
+    if NUMBER not in card_of(ask.backend).honoured.get(RESIDENT, ()):
+        return
+    *_, start = _with_same_documents(decoder, ask, have_bytes)
+    here = replace(start[-1].ask if start else ask, checkpointing=FULL)
+
+    def fits(layers: int) -> bool:
+        return _needs(decoder, replace(here, resident_layers=layers)) <= have_bytes
+
+    if fits(1):
+        layers = last_that_fits(fits, 1, ask.resident_layers or decoder.layers)
+        settings = {RESIDENT: layers} if start and here == start[-1].ask else {RESIDENT: layers, CHECKPOINTING: "full"}
+        yield [*start, _Stage(replace(here, resident_layers=layers), settings, None, SAME)]
 
 
 def _with_shorter_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:

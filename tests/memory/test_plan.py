@@ -97,6 +97,67 @@ def test_the_suggestion_can_be_pasted_into_a_shell():
     assert str(plan.smaller).endswith("}' fits, and the result stays the same")
 
 
+# --- streamed layers --------------------------------------------------------------------------------------------------
+
+STREAMING = "model: {name: m}\ndata: {train: d.jsonl, max_length: 512}\nmemory: {resident_layers: 2, checkpointing: %s}"
+GPT2_1B = decoder_of(
+    {"model_type": "gpt2", "n_layer": 40, "n_embd": 1408, "n_head": 22, "n_positions": 1024, "vocab_size": 50257}
+)
+
+
+def test_streamed_layers_come_last_of_what_keeps_the_result():
+    """As many as fit on the device, and every one of them is recomputed."""
+    plan = make_plan(MISTRAL, CUDA, 6 * GIB, auto=False)
+    assert [*plan.smaller.settings] == ["train.micro_batch_tokens", "memory.checkpointing", "memory.resident_layers"]
+    assert plan.smaller.settings["memory.checkpointing"] == "full" and plan.savings[-1].time is None
+    assert str(plan.smaller).endswith("fits, and the result stays the same")
+    layers = plan.smaller.settings["memory.resident_layers"]
+    setup = replace(CUDA, micro_batch_tokens=4096, checkpointing=ActivationCheckpointing("all"))
+    assert total(replace(setup, resident_layers=layers)) <= 6 * GIB < total(replace(setup, resident_layers=layers + 1))
+
+
+def test_fewer_layers_are_suggested_where_too_many_are_resident():
+    setup = replace(CUDA, micro_batch_tokens=4096, checkpointing=ActivationCheckpointing("all"), resident_layers=20)
+    plan = make_plan(MISTRAL, setup, 6 * GIB, auto=False)
+    assert plan.smaller.settings["memory.resident_layers"] < 20
+
+
+def test_streaming_saves_nothing_where_the_device_is_the_host():
+    cpu = replace(CUDA, device="cpu", checkpointing=ActivationCheckpointing("all"))
+    assert total(replace(cpu, resident_layers=1)) > total(cpu)
+    for gib in (30, 16, 8, 6):
+        assert "memory.resident_layers" not in make_plan(MISTRAL, cpu, gib * GIB, auto=False).smaller.settings
+
+
+@pytest.mark.parametrize("value", ["auto", "full"])
+def test_streamed_layers_are_recomputed(value):
+    plan = plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", 80 * GIB)
+    assert plan.ask.checkpointing == ActivationCheckpointing("all") and plan.ask.resident_layers == 2
+    reason = {"auto": "auto: needed by memory.resident_layers=2", "full": "as configured"}[value]
+    assert plan.ask.checkpointing.reason == reason
+
+
+@pytest.mark.parametrize("value", ["none", "remade", "{layers: 31}"])
+def test_streamed_layers_that_are_not_recomputed_are_refused(value):
+    with pytest.raises(ConfigError, match=r"got .* with memory.resident_layers=2 every layer .*; allowed: auto, full"):
+        plan_of(parse_config(STREAMING % value), MISTRAL, "torch", "cuda", 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "layers", "targets", "gigabytes"),
+    [(GPT2_1B, 2, "all-linear", 14), (MISTRAL, 1, SEVEN, 22)],
+    ids=["1B in 14 GB", "7B in 22 GB"],
+)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_documents_sizes_fit(decoder, layers, targets, gigabytes, quantization):
+    setup = replace(
+        CUDA, quantization=quantization, targets=targets, resident_layers=layers, max_length=1024,
+        micro_batch_tokens=4096, checkpointing=ActivationCheckpointing("all"),
+    )  # fmt: skip
+    plan = make_plan(decoder, setup, gigabytes * 10**9, auto=False)
+    assert plan.fits and plan.estimate.total_bytes < gigabytes * 10**9 / 2
+
+
 # --- time -------------------------------------------------------------------------------------------------------------
 
 

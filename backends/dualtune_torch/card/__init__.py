@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from dualtune.activation_checkpointing import LAYERS
-from dualtune.card import SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, memory
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,6 +26,7 @@ CARD = Card(
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.offload": ("auto", "none"),
+        "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none", "full"),
         "memory.limit": ("auto", SIZE),
     },

@@ -9,6 +9,8 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dualtune.memory.ask import (
     AFFINE_BITS,
     MASTER_BYTES,
@@ -45,6 +47,25 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
+    """Return the bytes of the base on the device; on a CPU, which is also the host, of both copies."""
+    if ask.resident_layers is None:
+        return whole_base(decoder, ask)
+    base, N = whole_base(decoder, ask), ask.resident_layers
+    layer = layer_bytes(decoder, ask)
+    left = base.bytes if ask.device == "cpu" else base.bytes - decoder.layers * layer
+    where = f"{N} of {decoder.layers} layers × {layer:,} B on the device, all of them in host memory"
+    return MemoryPart("weights", left + N * layer, f"{base.formula}; {where}")
+
+
+def layer_bytes(decoder: Decoder, ask: Ask) -> int:
+    """Return the bytes of a layer that is streamed: norms, biases and the tables of NF4 stay on the device."""
+    fewer = replace(decoder, layers=decoder.layers - 1)
+    stays = ask.item_bytes * (decoder.vector_parameters - fewer.vector_parameters)
+    stays += len(decoder.linears()) * NF4_TABLES_BYTES * (ask.quantization == "nf4")
+    return whole_base(decoder, ask).bytes - whole_base(fewer, ask).bytes - stays
+
+
+def whole_base(decoder: Decoder, ask: Ask) -> MemoryPart:
     c, n = ask.item_bytes, decoder.num_parameters
     if ask.quantization == "none":
         return MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")

@@ -72,6 +72,11 @@ class Progress(Hook):
             self._shown.tell(f"sharding    the base is split among the processes: {engine['sharding_reason']}")
         if (recomputed := engine.get("checkpointing", "none")) != "none":
             self._shown.tell(f"memory      {recomputed} ({engine['checkpointing_reason']})")
+        if streaming := engine.get("streaming"):
+            self._shown.tell(
+                f"streaming   {streaming['resident_layers']} of {streaming['layers']} layers on the device "
+                f"({in_bytes(streaming['resident_bytes'])}), all on the host ({in_bytes(streaming['host_bytes'])})"
+            )
         self._shown.tell(f"checkpoints {in_bytes(info.checkpoint_bytes)} each, in {info.run_dir / 'checkpoints'}")
         self._show_training()
 
