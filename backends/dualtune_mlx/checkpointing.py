@@ -41,8 +41,9 @@ class Recomputation:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def choose(self, checkpointing: ActivationCheckpointing) -> None:
-        """Recompute as asked from now on. ConfigError, and nothing changes, if this model does not allow it."""
+    def choose(self, checkpointing: ActivationCheckpointing) -> ActivationCheckpointing:
+        """Recompute as asked from now on, and return it. ConfigError, and nothing changes, if this model does not
+        allow it."""
         segments: list[Segment] = []
         for every in sorted({1, checkpointing.every}):  # one by one first, which also shows what a layer returns
             spans = replace(checkpointing, every=every).segments(self.num_layers)
@@ -55,6 +56,14 @@ class Recomputation:
         if checkpointing.remade:
             self._origins.install(self._model)
         self._segments, self._remade = segments, checkpointing.remade
+        return checkpointing
+
+    def value_and_grad(
+        self, function: Callable[[dict[str, mx.array]], mx.array], params: dict[str, mx.array]
+    ) -> tuple[mx.array, dict[str, mx.array]]:
+        """Return the value of a function of the adapter's parameters, and its gradients by name."""
+        with self.active():
+            return mx.value_and_grad(function)(params)
 
     @contextmanager
     def active(self, segments: list[Segment] | None = None) -> Iterator[None]:

@@ -32,6 +32,7 @@ from dualtune.backend import (
     needs_positions,
 )
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
+from dualtune.errors import ConfigError
 from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
@@ -44,6 +45,7 @@ from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache
+from dualtune_mlx.streaming import Residency, Streaming
 
 
 class MlxEngine:
@@ -52,9 +54,11 @@ class MlxEngine:
     def __init__(self, model: nn.Module, request: LoadRequest, description: Mapping[str, Any]) -> None:
         self.model = model
         self._request = request
+        weights, resident = request.base_weights(), request.resident_layers
+        residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=request.kernels != "reference")
-        if (weights := request.base_weights()) is not None:
+        if weights is not None:
             check_names(weights, list(self._layers))
         fresh = self.neutral_state()
         self._layout = FlatLayout({name: tensor.shape for name, tensor in fresh.items()})
@@ -68,8 +72,9 @@ class MlxEngine:
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
         self._adapter.bind(self._layout.named(self._params))
-        self._kernels = choose(model, request.kernels)
-        self._recomputation = Recomputation(model, self._adapter)
+        streaming = Streaming(model, residency, self._adapter) if residency else None
+        self._kernels = choose(model, request.kernels, streams=residency is not None)
+        self._recomputation = streaming or Recomputation(model, self._adapter)
         self._wrap = Compiled if self._kernels.compiles else _not_compiled
         self._update = self._wrap(self._updated)
         self.description = EngineDescription(
@@ -83,7 +88,7 @@ class MlxEngine:
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         """Change which activations are recomputed, from the next micro-batch on. ConfigError if this engine cannot."""
-        self._recomputation.choose(checkpointing)
+        checkpointing = self._recomputation.choose(checkpointing)
         self._accumulate = self._wrap(self._add_gradient)  # what was compiled before computes as before
         self.description = replace(
             self.description,
@@ -179,6 +184,8 @@ class MlxEngine:
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
+        if self._request.resident_layers is not None:
+            raise ConfigError("memory.resident_layers: merging needs the whole base in memory. Set it to all")
         adapted = {id(layer) for layer in self._layers.values()}
         layers = {path: layer for path, layer in self.model.named_modules() if id(layer) in adapted}
         renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in layers for part in ("weight", "bias")}
@@ -202,8 +209,8 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
-        with self._dropout(inputs), self._recomputation.active():
-            added, slopes = mx.value_and_grad(scaled_loss)(self._layout.named(params))
+        with self._dropout(inputs):
+            added, slopes = self._recomputation.value_and_grad(scaled_loss, self._layout.named(params))
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
 
     def _updated(

@@ -21,6 +21,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_mlx import gpt2, int8
 from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
+from dualtune_mlx.streaming import check_streamable
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BITS = {"affine4": 4, "affine8": 8}
@@ -33,6 +34,7 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     """Load the frozen base model, and describe how."""
     config = read_config(request.model_dir)
     quantization = _quantization(request, config)
+    check_streamable(request, quantization, is_stored="quantization" in config)
     _refuse_beyond_window(request, config)
     weights = request.base_weights()
     dtype, why = _dtype(request.dtype)
@@ -48,7 +50,7 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
             # standard output may carry a model's answer.
             with contextlib.redirect_stdout(sys.stderr), mx.stream(mx.cpu):
                 model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=BITS[quantization])
-        _compute(model, dtype, is_int8=quantization == "int8")
+        _compute(model, dtype, is_int8=quantization == "int8", streams=request.resident_layers is not None)
         model.freeze()
         model.eval()
         accept_positions(model)
@@ -63,10 +65,11 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     }
 
 
-def _compute(model: nn.Module, dtype: mx.Dtype, *, is_int8: bool) -> None:
+def _compute(model: nn.Module, dtype: mx.Dtype, *, is_int8: bool, streams: bool) -> None:
     """Cast, quantize and evaluate the weights, which reads the files, module by module.
 
-    The plain model is never in memory, only one of its matrices: nothing that was freed is kept for later.
+    The plain model is never in memory, only one of its matrices: nothing that was freed is kept for later. With
+    `streams`, the decoder layers are left unread.
     """
     linear = {path: m for path, m in model.named_modules() if is_int8 and type(m) is nn.Linear and is_quantized(path)}
     stored = {path: layer.weight for path, layer in linear.items()}  # in the stored precision
@@ -77,9 +80,12 @@ def _compute(model: nn.Module, dtype: mx.Dtype, *, is_int8: bool) -> None:
             path, layer = linear.popitem()
             new = Int8Linear(*int8.quantize(stored.pop(path)), layer.get("bias"))
             model.update_modules(cast(dict[str, Any], tree_unflatten([(path, new)])))
+        unread = {id(module) for layer in cast(Any, model).layers for module in layer.modules()} if streams else set()
         for _, module in model.named_modules():
-            mx.eval([value for value in module.values() if isinstance(value, mx.array)])
-        mx.eval(model.parameters())
+            if id(module) not in unread:
+                mx.eval([value for value in module.values() if isinstance(value, mx.array)])
+        if not streams:
+            mx.eval(model.parameters())
     finally:
         mx.set_cache_limit(limit)
 

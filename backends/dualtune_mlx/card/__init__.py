@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualtune.activation_checkpointing import LAYERS
-from dualtune.card import SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
+from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, memory
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 
@@ -26,6 +26,7 @@ CARD = Card(
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.offload": ("auto", "none"),
+        "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none"),
         "memory.limit": ("auto", SIZE),
     },

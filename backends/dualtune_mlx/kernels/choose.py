@@ -29,8 +29,11 @@ class Kernels:
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
-def choose(model: nn.Module, kernels: str) -> Kernels:
-    """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not."""
+def choose(model: nn.Module, kernels: str, *, streams: bool = False) -> Kernels:
+    """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
+
+    `streams`: its layers are read from files while it computes, which compiled code cannot do.
+    """
     chosen = Kernels()
     if kernels == "reference":
         return chosen
@@ -48,6 +51,8 @@ def choose(model: nn.Module, kernels: str) -> Kernels:
         chosen.attention = None
         chosen.plain.append("attention plain: this model does not call mlx-lm's function")
     reason = compiled.why_not() if kernels == "fused" else compiled.why_not_worth_it()
+    if streams:
+        reason = "its layers are read while it computes (memory.resident_layers)"
     if reason is None:
         chosen.compiles = True
         chosen.used.append("compiled step")
