@@ -8,6 +8,7 @@ from dualtune.backend import Engine
 from dualtune.config import Config
 from dualtune.data.batching.batches import SequenceLayout
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.evaluate.limit import WatchedLimit
 from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.shortage import explanation
 from dualtune.train.state.checkpoint import Checkpoint
@@ -39,6 +40,7 @@ def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
     recovery = Recovery(
         prepared.backend, engine, data.layout, data.longest, team=prepared.team,
         recomputes=prepared.memory.recomputes_all, tell=log.event, explain=explain,
+        limit=WatchedLimit(prepared.backend, prepared.memory.watched_bytes),
     )  # fmt: skip
     if _before(config, prepared.checkpoint).get("checkpointing") == "full":
         recovery.recompute_all()
