@@ -14,8 +14,10 @@ from dualtune.backend import Backend, Batch, Engine
 from dualtune.data.batching.batches import SequenceLayout
 from dualtune.distributed.team import PeerFailed, Team
 from dualtune.errors import ConfigError, OutOfMemory, PeerLost
+from dualtune.evaluate.limit import WatchedLimit
 from dualtune.hooks import Event
 
+IN_ANOTHER = "in another process"
 ALL_LAYERS = ActivationCheckpointing("all", reason="memory ran out")
 
 
@@ -27,18 +29,19 @@ class Recovery:
 
     def __init__(
         self, backend: Backend | None, engine: Engine, layout: SequenceLayout, longest: int = 0, *,
-        team: Team | None = None, recomputes: bool = False, tell: Callable[[Event], object] = lambda event: None,
+        team: Team | None = None, recomputes: bool = False, limit: WatchedLimit | None = None,
+        tell: Callable[[Event], object] = lambda event: None,
         explain: Callable[[Recovery, str], str] = lambda recovery, reason: reason,
     ) -> None:  # fmt: skip
         """Without a backend, errors are raised as they are. `recomputes`: all layers are recomputed already.
 
-        `explain` makes the message of OutOfMemory.
+        An excess of `limit` counts as a shortage. `explain` makes the message of OutOfMemory.
         """
         self.layout = layout
         self.recomputes = recomputes
         self.on_change: Callable[[], object] = lambda: None  # called after each change of the layout
         self._backend, self._engine, self._longest = backend, engine, longest
-        self._team = team or Team()
+        self._team, self._limit = team or Team(), limit or WatchedLimit()
         self._tell, self._explain = tell, explain
         self._reason = ""  # in the words of the library, if memory ran out in this process
 
@@ -75,7 +78,9 @@ class Recovery:
     def _fits(self, work: Callable[[Batch], object], batch: Batch) -> bool:
         try:
             work(batch)
-            return True
+            self._reason = self._limit.excess()
+            if not self._reason:
+                return True
         except PeerLost:  # with a split base, the others see only that this process does not send its part
             self._learn_cause()
             raise
@@ -87,10 +92,9 @@ class Recovery:
         if self._team.size > 1 and self._engine.description.sharding == "full":
             self._engine.discard()
             self.halve(self.layout.max_tokens)
-            raise self._given_up(
-                "the other processes wait for a part of the base, so the step is not repeated here. The same command "
-                f"resumes with micro-batches of up to {self.layout.max_tokens} tokens"
-            )
+            why = "the other processes wait for a part of the base, so the step is not repeated here"
+            resume = f"The same command resumes with micro-batches of up to {self.layout.max_tokens} tokens"
+            raise OutOfMemory(self._explain(self, f"{self._reason or IN_ANOTHER}; {why}. {resume}"))
         return False
 
     def _learn_cause(self) -> None:
@@ -103,15 +107,11 @@ class Recovery:
                 self.halve(self.layout.max_tokens)
             raise
 
-    def halve(self, tokens: int) -> bool:
-        """Cut micro-batches of so many tokens in halves from now on. Return whether that is possible."""
-        smaller = self.layout.halved(tokens, self._longest)
-        if smaller is not None:
-            self.layout = smaller
-            self.on_change()
-        return smaller is not None
+    def shrink(self, step: int, tokens: int, why: str = "") -> bool:
+        """Halve micro-batches of so many tokens from now on, or else recompute all layers; say so, and `why`.
 
-    def _need_less(self, step: int, tokens: int) -> None:
+        Return whether any of it is possible.
+        """
         self._engine.discard()
         before = self.layout.max_tokens
         if self.halve(tokens):
@@ -122,13 +122,28 @@ class Recovery:
             text = f"micro-batches of up to {before} tokens are the smallest; from now on activations are recomputed"
             details = {"checkpointing": "full"}
         else:
-            raise self._given_up(f"micro-batches of up to {before} tokens are the smallest")
-        self._tell(Event(step, "out_of_memory", text, details))
-        self._reason = ""
+            return False
+        self._limit.restart()
+        self._tell(Event(step, "out_of_memory", f"{why}; {text}" if why else text, details))
+        return True
 
-    def _given_up(self, why: str) -> OutOfMemory:
-        reason = self._reason or "in another process"
-        return OutOfMemory(self._explain(self, f"{reason}; {why}"))
+    def given_up(self, reason: str) -> OutOfMemory:
+        """Return the error for a run in which nothing is left to try."""
+        smallest = f"micro-batches of up to {self.layout.max_tokens} tokens are the smallest"
+        return OutOfMemory(self._explain(self, f"{reason}; {smallest}"))
+
+    def halve(self, tokens: int) -> bool:
+        """Cut micro-batches of so many tokens in halves from now on. Return whether that is possible."""
+        smaller = self.layout.halved(tokens, self._longest)
+        if smaller is not None:
+            self.layout = smaller
+            self.on_change()
+        return smaller is not None
+
+    def _need_less(self, step: int, tokens: int) -> None:
+        if not self.shrink(step, tokens):
+            raise self.given_up(self._reason or IN_ANOTHER)
+        self._reason = ""
 
 
 def first_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.detect import detect
 from dualtune.text.show import in_bytes
 
+RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
+
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
@@ -30,6 +32,7 @@ class RunMemory:
     budget: Budget
     plan: MemoryPlan | None = None
     why_no_plan: str = ""
+    watched_bytes: int | None = None  # that arrays may take, where only the plan and a watch keep memory.limit
 
     @property
     def recomputes_all(self) -> bool:
@@ -66,12 +69,15 @@ def plan_memory(config: Config, backend: Backend, model_dir: Path, longest: int,
         need = in_bytes(found.plan.estimate.total_bytes)
         raise ConfigError(f"memory.limit: got {limit}, but the run needs an estimated {need}. {found.plan.smaller}")
     device = card_of(backend.name).device(backend.devices()[0].kind)
-    if found.plan is None and not (device and device.enforces_limit):
+    if device and device.enforces_limit:
+        return found
+    if found.plan is None:
         raise ConfigError(
             f"memory.limit: got {limit}, which {backend.name} can only keep by plan, and there is none: "
             f"{found.why_no_plan}. Set memory.limit=auto"
         )
-    return found
+    reserve = sum(part.bytes for part in found.plan.estimate.parts if part.name == RESERVE)
+    return replace(found, watched_bytes=(config.memory.limit_bytes or 0) - reserve)
 
 
 def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationCheckpointing:

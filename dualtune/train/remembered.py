@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualtune.backend import Engine
 from dualtune.config import Config
 from dualtune.data.batching.batches import SequenceLayout
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.evaluate.limit import WatchedLimit
 from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.shortage import explanation
+from dualtune.hooks import Event
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.metrics import Metrics
+from dualtune.train.state.restart import read_restart, write_restart
 
 if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
@@ -39,10 +45,33 @@ def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
     recovery = Recovery(
         prepared.backend, engine, data.layout, data.longest, team=prepared.team,
         recomputes=prepared.memory.recomputes_all, tell=log.event, explain=explain,
+        limit=WatchedLimit(prepared.backend, prepared.memory.watched_bytes),
     )  # fmt: skip
     if _before(config, prepared.checkpoint).get("checkpointing") == "full":
         recovery.recompute_all()
     return recovery
+
+
+def resume_smaller(path: Path, recovery: Recovery, prepared: Prepared, step: int, log: Metrics) -> None:
+    """Take less memory than the process before, which a signal has killed, and note it for the next restart.
+
+    OutOfMemory if nothing is left to try and that process was restarted from this step, too.
+    """
+    before = read_restart(path)
+    if before is None:
+        return
+    if (tokens := before.memory.get("micro_batch_tokens", math.inf)) < recovery.layout.max_tokens:
+        recovery.layout = recovery.layout.cut_to(tokens)
+    if before.memory.get("checkpointing") == "full":
+        recovery.recompute_all()
+    why = f"the process before was killed by {before.killed_by}, as when memory runs out"
+    batches = prepared.batches(min(step, prepared.data.order.num_steps - 1), recovery.layout)
+    if not recovery.shrink(step, max(batch.tokens_BT.size for batch in batches), why):
+        if before.step == step:
+            raise recovery.given_up(f"{why}, twice after step {step}")
+        log.event(Event(step, "restarted", f"{why}; nothing takes less, so the run resumes as it was"))
+    memory = entry_of(recovery, prepared).get(KEY, {})
+    write_restart(path, replace(before, step=step, memory=memory))
 
 
 def entry_of(recovery: Recovery, prepared: Prepared) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from dualtune.train.memory import agreed
 from dualtune.train.moments import Moments
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, Resumed, prepare
-from dualtune.train.remembered import entry_of, recovery_of
+from dualtune.train.remembered import entry_of, recovery_of, resume_smaller
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, read_rows
@@ -95,21 +95,24 @@ def load_engine(prepared: Prepared) -> Engine:
 def run(
     config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto",
     show: Show = lambda what, share: None, announce: Callable[[Prepared], object] = lambda prepared: None,
+    restart: Path | None = None,
 ) -> TrainResult:  # fmt: skip
     """Train with a config on a backend. `resume`: see `open_run`. A stop signal saves the state; raises Preempted.
 
     `show` gets the progress of tokenizing. `announce` gets the prepared run before the model is loaded, and an error
-    that it raises ends the run.
+    that it raises ends the run. `restart`: the note of a parent that restarts a killed run.
     """
     team = Team(backend.world())
     with open_together(config, resume, team) as run_dir:
         prepared = prepare(config, backend, run_dir.saved, show, team)
         announce(prepared)
         with explained(backend, prepared.config, "in training"):
-            return execute(prepared, run_dir, hooks)
+            return execute(prepared, run_dir, hooks, restart)
 
 
-def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> TrainResult:
+def execute(
+    prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = (), restart: Path | None = None
+) -> TrainResult:
     """Train a prepared run in an open run directory."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
     if resumed is not None and team.agree(_has_ended(resumed, run_dir)):
@@ -142,6 +145,8 @@ def execute(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = ()) -> 
         for problem in unusable_hooks:
             log.event(Event(first_step, "hook_failed", problem))
         _tell_what_was_found(prepared, run_dir, log, engine.description.threads)
+        if restart is not None:
+            resume_smaller(restart, recovery, prepared, first_step, log)
         with Ahead(lambda step: prepared.batches(step, recovery.layout), prepared.data.order.num_steps) as batches:
             recovery.on_change = batches.drop
             num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches), first_step)

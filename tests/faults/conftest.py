@@ -24,6 +24,7 @@ INJECTION = Path(__file__).with_name("injection.py")
 FORWARD = {
     "numpy": "dualtune.testing.numpy_engine.NumpyEngine.forward_backward",
     "cpu": "dualtune_torch.engine.TorchEngine.forward_backward",
+    "mlx": "dualtune_mlx.engine.MlxEngine.forward_backward",
 }
 
 

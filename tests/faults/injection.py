@@ -4,6 +4,7 @@ import functools
 import os
 import pkgutil
 import signal
+import time
 
 
 def enter(where, call, action):
@@ -24,9 +25,43 @@ def enter(where, call, action):
     setattr(owner, name, entered)
 
 
+def enter_large(where, tokens, calls, action):
+    """Do `action` when the method named `where` gets a micro-batch of more tokens, after so many calls."""
+    owner, name = where.rsplit(".", 1)
+    owner = pkgutil.resolve_name(owner)
+    original = getattr(owner, name)
+    done = 0
+
+    @functools.wraps(original)
+    def entered(self, batch, **options):
+        nonlocal done
+        done += 1
+        if done > calls and batch.tokens_BT.size > tokens:
+            action()
+        return original(self, batch, **options)
+
+    setattr(owner, name, entered)
+
+
 def send(name):
     """An action: this process gets a real signal."""
     return lambda: os.kill(os.getpid(), signal.Signals[name])
+
+
+def interrupt_parent(times):
+    """An action: the parent gets Ctrl-C, and each one is awaited here."""
+
+    def action():
+        from dualtune import interrupt
+
+        for _ in range(times):
+            os.kill(os.getppid(), signal.SIGINT)
+            while not interrupt.requested():
+                time.sleep(0.01)
+        while times > 1:  # until the second one
+            time.sleep(0.01)
+
+    return action
 
 
 def throw(error):

@@ -9,6 +9,7 @@ import click
 
 from dualtune.cli.options import backend_for, platform_option, set_option
 from dualtune.cli.output.screen import tell
+from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -30,9 +31,17 @@ if TYPE_CHECKING:
     help="Resume from the newest checkpoint of the run directory (auto), from none (never), or from a checkpoint "
     "or run elsewhere (PATH).",
 )  # fmt: skip
+@click.option(
+    "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
+    help="How often the run is restarted from its last checkpoint, with smaller micro-batches, after a signal has "
+    "killed it, as happens where memory runs out without an error.",
+)  # fmt: skip
+@click.option("--restart-note", type=click.Path(path_type=Path), hidden=True)  # for the process that is restarted
+@click.pass_context
 def command(
-    config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool, resume: str
-) -> None:
+    ctx: click.Context, config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool,
+    resume: str, max_restarts: int, restart_note: Path | None,
+) -> None:  # fmt: skip
     """Train a LoRA adapter from CONFIG, a YAML file (see `dualtune config`), and save it in <run.dir>/adapter.
 
     To resume a run that was stopped, run the same command again.
@@ -41,6 +50,10 @@ def command(
 
     if demo == (config is not None):
         raise click.UsageError("Give a config file, or --demo (not both).")
+    if max_restarts and (config is None or dry_run):
+        raise click.UsageError("--max-restarts is for a run with a config file, not for --demo or --dry-run.")
+    if config is not None and max_restarts:
+        ctx.exit(_supervise(config, platform, overrides, resume, max_restarts))
     with phases() as shown:
         shown.begin("reading", "the config")
         if config is None:
@@ -50,10 +63,20 @@ def command(
         from dualtune.config import load_config
 
         settings = load_config(config, overrides)
-        return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume)
+        return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume, restart_note)
 
 
-def _train(settings: Config, platform: str, resume: str) -> None:
+def _supervise(config: Path, platform: str, overrides: tuple[str, ...], resume: str, max_restarts: int) -> int:
+    from dualtune.config import load_config
+    from dualtune.launch.alone import supervise_alone
+    from dualtune.launch.worker import Work
+    from dualtune.train.state.run_dir import path_of
+
+    work = Work(config, path_of(load_config(config, overrides)), platform, overrides, resume)
+    return supervise_alone(work, max_restarts=max_restarts, tell=lambda text: say(text, err=True))
+
+
+def _train(settings: Config, platform: str, resume: str, restart: Path | None) -> None:
     from dualtune.cli.output.progress import progress_hook, reading
     from dualtune.train.run import run
 
@@ -66,7 +89,7 @@ def _train(settings: Config, platform: str, resume: str) -> None:
         run(settings, backend, resume=resume)
         return
     with reading() as show, progress_hook(settings.run.log_every) as hook:
-        result = run(settings, backend, [hook], resume=resume, show=show, announce=announce)
+        result = run(settings, backend, [hook], resume=resume, show=show, announce=announce, restart=restart)
     if result.was_finished:
         tell(f"finished    this run has already ended, after {result.num_steps} steps: nothing to do")
         for change in result.without_effect:
