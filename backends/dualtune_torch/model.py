@@ -19,6 +19,7 @@ from dualtune.adapter.spec import OUTPUT_HEAD
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune_torch.full import check_plain
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
 from dualtune_torch.weights import affine_model, by_module, int8
@@ -29,9 +30,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the frozen base model, and describe how. It is on its device, or on the host if it will be sharded."""
+    """Load the base model, frozen, and describe how. It is on its device, or on the host if it will be sharded."""
     dtype, why = _dtype(request.dtype, device)
     quantization = _quantization(request, read_config(request.model_dir))
+    if request.adapter.trains_model:
+        check_plain(quantization)
     weights = request.base_weights()
     sharding, why_sharding = decide(request, dtype, quantization, device)
     description = {
@@ -45,15 +48,16 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     }
     if sharding == "full":
         device = torch.device("cpu")
+    loaded_as = torch.float32 if request.adapter.trains_model else dtype  # the masters of what is trained
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place, allocator.memory_returned():
         try:
             if quantization in (*BITS, "int8") or (quantization == "nf4" and weights is None):
                 model = _module_by_module(request, place, weights, dtype, device, quantization)
             elif weights is None:
-                model = _random(request, place, dtype, device)
+                model = _random(request, place, loaded_as, device)
             else:
-                model = _pretrained(request, place, weights, dtype, device)
+                model = _pretrained(request, place, weights, loaded_as, device)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
             raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error

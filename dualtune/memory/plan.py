@@ -152,6 +152,8 @@ def flops_per_token(decoder: Decoder, ask: Ask) -> float:
     """
     layers, scores = decoder.layers, decoder.width * ask.max_length
     forward = _multiplications(decoder, ask) * layers + decoder.vocab * decoder.hidden
+    if ask.trains_model:  # and the gradients of all weights
+        return 2 * (3 * forward + 0.5 * scores * layers)
     return 2 * (2 * forward + 1.5 * scores * layers + 3 * num_trained(decoder, ask))
 
 
@@ -165,7 +167,7 @@ def _dial(decoder: Decoder, ask: Ask) -> list[ActivationCheckpointing]:
     honoured = card_of(ask.backend).honoured.get(CHECKPOINTING, ())
     layers = range(1, decoder.layers) if LAYERS in honoured else ()
     values = [ActivationCheckpointing("all" if k == decoder.layers - 1 else k) for k in layers]
-    if "remade" in honoured and ask.kernels != "reference":
+    if "remade" in honoured and ask.kernels != "reference" and not ask.trains_model:
         values.append(ActivationCheckpointing(remade=True))
     return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
 
@@ -262,9 +264,9 @@ def _fewer_tokens(decoder: Decoder, ask: Ask, least: int, have_bytes: int) -> li
 
 
 def _four_bit(ask: Ask) -> list[_Stage]:
-    """Return the setup with a base in 4 bits, if the device has one and the base is not quantized."""
+    """Return the setup with a base in 4 bits, if the device has one, and the base is frozen and not quantized."""
     device = card_of(ask.backend).device(ask.device)
-    if ask.quantization != "none" or device is None or device.four_bit is None:
+    if ask.trains_model or ask.quantization != "none" or device is None or device.four_bit is None:
         return []
     packed = replace(ask, quantization=device.four_bit)
     return [_Stage(packed, {"model.quantization": device.four_bit}, None, "the base is rounded to 4 bits")]
