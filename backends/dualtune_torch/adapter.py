@@ -2,16 +2,21 @@
 
 With one buffer, the optimizer step, the gradient norm and the copy each run as one kernel instead of hundreds. Layers
 that share an input have their A matrices side by side in it, so that one product computes all of them.
+
+A model that is trained whole has all its parameters in the buffer, and no adapter. In float32 it computes with the
+masters. In 16 bits it computes with the copy, and the gradient of each parameter is added to the float32 gradient as
+soon as it is complete, so that there is never a second gradient of the whole model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.methods import METHODS
@@ -68,3 +73,42 @@ def adapter_buffer(
     for name, weight in named.items():
         weight.data, weight.grad = buffer.masters[name], buffer.grads[name]
     return buffer
+
+
+# --- models that are trained whole
+
+
+def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names in the model; an output head that is the embedding counts once."""
+    return dict(model.named_parameters())
+
+
+def model_buffer(model: PreTrainedModel, dtype: torch.dtype) -> AdapterBuffer:
+    """Move the float32 parameters of a model to a new buffer, make them trainable, and compute with `dtype`."""
+    parameters = own_parameters(model)
+    buffer = AdapterBuffer({name: tuple(p.shape) for name, p in parameters.items()}, model.device, dtype)
+    for name, parameter in parameters.items():
+        buffer.masters[name].copy_(parameter.detach())
+        parameter.data = buffer.compute[name]  # frees what was loaded
+        parameter.requires_grad_(True)
+        if dtype == torch.float32:
+            parameter.grad = buffer.grads[name]
+        else:
+            parameter.register_post_accumulate_grad_hook(_add_to(buffer.grads[name]))
+    buffer.refresh()
+    model.config.dtype = dtype
+    return buffer
+
+
+def _add_to(total: Tensor) -> Callable[[Tensor], None]:
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # the anchor of a recomputed segment is also told of the gradient it has not got
+            total.add_(parameter.grad)
+            parameter.grad = None
+
+    return add
+
+
+def values_of(model: PreTrainedModel) -> Tensors:
+    """Return copies of the parameters of a freshly loaded model, float32."""
+    return {name: np.array(p.detach().float().cpu()) for name, p in sorted(own_parameters(model).items())}

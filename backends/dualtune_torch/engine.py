@@ -34,8 +34,7 @@ from dualtune.backend import (
     needs_positions,
 )
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
-from dualtune_torch import full
-from dualtune_torch.adapter import adapter_buffer
+from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.kernels import allocator, cross_entropy
@@ -69,7 +68,7 @@ class TorchEngine:
         self._is_full = request.adapter.trains_model
         if self._is_full:
             self._layers = dict[str, AdaptedLayer]()
-            self._adapter = full.move_to_buffer(model, DTYPES[description["dtype"]])
+            self._adapter = model_buffer(model, DTYPES[description["dtype"]])
         else:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
@@ -158,7 +157,7 @@ class TorchEngine:
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
-            return full.values_of(load_base(self._request, self.model.device)[0])
+            return values_of(load_base(self._request, self.model.device)[0])
         spec, shapes = self._request.adapter, {path: shape_of(layer.base) for path, layer in self._layers.items()}
         return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
 

@@ -19,7 +19,6 @@ from dualtune.adapter.spec import OUTPUT_HEAD
 from dualtune.backend import LoadRequest
 from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.errors import ConfigError, EnvironmentFault
-from dualtune_torch.full import check_plain
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
 from dualtune_torch.weights import affine_model, by_module, int8
@@ -33,8 +32,11 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     """Load the base model, frozen, and describe how. It is on its device, or on the host if it will be sharded."""
     dtype, why = _dtype(request.dtype, device)
     quantization = _quantization(request, read_config(request.model_dir))
-    if request.adapter.trains_model:
-        check_plain(quantization)
+    if request.adapter.trains_model and quantization != "none":  # a config may leave the format to the files
+        raise ConfigError(
+            f"adapter.method: got full, but the base is stored quantized ({quantization}), and packed weights cannot "
+            "be trained. Use the plain model, or adapter.method: lora"
+        )
     weights = request.base_weights()
     sharding, why_sharding = decide(request, dtype, quantization, device)
     description = {

@@ -135,11 +135,12 @@ def test_a_random_gpt2_starts_at_the_loss_of_a_uniform_guess(engine_of, tmp_path
     """ln 50257 = 10.82, for the vocabulary of GPT-2; and the loss falls."""
     (tmp_path / "config.json").write_text(json.dumps(GPT2_CONFIG | {"vocab_size": 50257}))
     engine, batch = engine_of(tmp_path, init="random", seed=5), random_batch([64], 50257)
-    assert engine.evaluate(batch).loss_sum / batch.num_targets == pytest.approx(10.8, abs=0.3)
+    before = engine.evaluate(batch).loss_sum / batch.num_targets
+    assert before == pytest.approx(10.8, abs=0.3)
     for _ in range(3):
         engine.forward_backward(batch, divisor=batch.num_targets)
         engine.optim_step(lr=1e-2, max_grad_norm=1.0)
-    assert engine.evaluate(batch).loss_sum / batch.num_targets < 9
+    assert engine.evaluate(batch).loss_sum / batch.num_targets < before - 0.2
 
 
 def test_the_neutral_state_of_random_weights_is_drawn_again(engine_of, tmp_path):
