@@ -1,17 +1,22 @@
-"""The adapter's numbers: float32 masters, their gradients and a copy in the compute dtype, each in one flat buffer.
+"""The trained numbers: float32 masters, their gradients and a copy in the compute dtype, each in one flat buffer.
 
 With one buffer, the optimizer step, the gradient norm and the copy each run as one kernel instead of hundreds. Layers
 that share an input have their A matrices side by side in it, so that one product computes all of them.
+
+A model that is trained whole has all its parameters in the buffer, and no adapter. In float32 it computes with the
+masters. In 16 bits it computes with the copy, and the gradient of each parameter is added to the float32 gradient as
+soon as it is complete, so that there is never a second gradient of the whole model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.methods import METHODS
@@ -20,27 +25,14 @@ from dualtune_torch.methods import AdaptedLayer
 
 
 class AdapterBuffer:
-    """Flat float32 tensors of one layout, and views of them by the adapter's names."""
+    """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order."""
 
-    def __init__(
-        self, layers: Mapping[str, AdaptedLayer], device: torch.device, dtype: torch.dtype, method: str = "lora"
-    ) -> None:
-        """Make the weights and gradients of the layers (by module path) views of the buffer."""
-        together = sorted(layers, key=lambda path: (input_of(path), path))
-        weights = {path: layer.trainable() for path, layer in layers.items()}
-        self._shapes = {
-            tensor_name(path, parameter.part, method): tuple(weights[path][parameter.part].shape)
-            for parameter in METHODS[method].parameters
-            for path in together
-        }
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype) -> None:
+        self._shapes = dict(shapes)
         self.sizes = [*map(math.prod, self._shapes.values())]
         self.flat = torch.zeros(sum(self.sizes), device=device, requires_grad=True)
         self.flat.grad = torch.zeros_like(self.flat)
-        masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
-        for path, parts in weights.items():
-            for part, weight in parts.items():
-                name = tensor_name(path, part, method)
-                weight.data, weight.grad = masters[name], self.grads[name]
+        self.masters, self.grads = self._views(self.flat.detach()), self._views(self.flat.grad)
         self._compute = self.flat.detach() if dtype == torch.float32 else torch.empty_like(self.flat, dtype=dtype)
         self.compute = self._views(self._compute.detach())
 
@@ -64,3 +56,59 @@ class AdapterBuffer:
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split(self.sizes)
         return {n: part.view(shape) for (n, shape), part in zip(self._shapes.items(), parts, strict=True)}
+
+
+def adapter_buffer(
+    layers: Mapping[str, AdaptedLayer], device: torch.device, dtype: torch.dtype, method: str = "lora"
+) -> AdapterBuffer:
+    """Make the weights and gradients of adapted layers (by module path) views of a new buffer."""
+    together = sorted(layers, key=lambda path: (input_of(path), path))
+    weights = {path: layer.trainable() for path, layer in layers.items()}
+    named = {
+        tensor_name(path, parameter.part, method): weights[path][parameter.part]
+        for parameter in METHODS[method].parameters
+        for path in together
+    }
+    buffer = AdapterBuffer({name: tuple(weight.shape) for name, weight in named.items()}, device, dtype)
+    for name, weight in named.items():
+        weight.data, weight.grad = buffer.masters[name], buffer.grads[name]
+    return buffer
+
+
+# --- models that are trained whole
+
+
+def own_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters by their names in the model; an output head that is the embedding counts once."""
+    return dict(model.named_parameters())
+
+
+def model_buffer(model: PreTrainedModel, dtype: torch.dtype) -> AdapterBuffer:
+    """Move the float32 parameters of a model to a new buffer, make them trainable, and compute with `dtype`."""
+    parameters = own_parameters(model)
+    buffer = AdapterBuffer({name: tuple(p.shape) for name, p in parameters.items()}, model.device, dtype)
+    for name, parameter in parameters.items():
+        buffer.masters[name].copy_(parameter.detach())
+        parameter.data = buffer.compute[name]  # frees what was loaded
+        parameter.requires_grad_(True)
+        if dtype == torch.float32:
+            parameter.grad = buffer.grads[name]
+        else:
+            parameter.register_post_accumulate_grad_hook(_add_to(buffer.grads[name]))
+    buffer.refresh()
+    model.config.dtype = dtype
+    return buffer
+
+
+def _add_to(total: Tensor) -> Callable[[Tensor], None]:
+    def add(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # the anchor of a recomputed segment is also told of the gradient it has not got
+            total.add_(parameter.grad)
+            parameter.grad = None
+
+    return add
+
+
+def values_of(model: PreTrainedModel) -> Tensors:
+    """Return copies of the parameters of a freshly loaded model, float32."""
+    return {name: np.array(p.detach().float().cpu()) for name, p in sorted(own_parameters(model).items())}

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.errors import ConfigError
 from dualtune_torch.kernels.lora import LoRAGroup
-from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.remade import KEY, RemadeInputs
 from dualtune_torch.sharding import class_of
 
@@ -172,8 +171,8 @@ class _Recomputed(torch.autograd.Function):
 
 def _anchor(layers: Sequence[nn.Module]) -> Tensor | None:
     """Return any trainable parameter of these layers."""
-    adapted = (module for layer in layers for module in layer.modules() if isinstance(module, AdaptedLayer))
-    return next((parameter for layer in adapted for parameter in layer.trainable().values()), None)
+    parameters = (parameter for layer in layers for parameter in layer.parameters())
+    return next((parameter for parameter in parameters if parameter.requires_grad), None)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:

@@ -34,7 +34,7 @@ from dualtune.backend import (
     needs_positions,
 )
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
-from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.host.streaming import StreamedLayers
@@ -43,7 +43,8 @@ from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.losses import loss_sum, target_logprobs
-from dualtune_torch.methods import DropoutSeeds, add_layers, storage
+from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
+from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, whole
 from dualtune_torch.weights.frozen import as_stored, compute_dtype, shape_of, weight_of
@@ -65,20 +66,27 @@ class TorchEngine:
         self._request = request
         self._dropout_seeds = DropoutSeeds()
         self._num_positions = position_table_size(read_config(request.model_dir))
-        self._layers = add_layers(model, request.adapter, self._dropout_seeds)
-        self._streamed = _streamed(model, request, description)
-        self._adapter = AdapterBuffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
+        self._is_full = request.adapter.trains_model
+        self._streamed: StreamedLayers | None = None
+        if self._is_full:
+            self._layers = dict[str, AdaptedLayer]()
+            self._adapter = model_buffer(model, DTYPES[description["dtype"]])
+        else:
+            self._layers = add_layers(model, request.adapter, self._dropout_seeds)
+            self._streamed = _streamed(model, request, description)
+            self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self._kernels = choose(model, request.kernels)
         fuse = self._kernels.maybe_compile
         groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)
-        self.load_adapter_state(self.neutral_state())
+        if not self._is_full:
+            self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
         self.description = EngineDescription(
             **description,
-            adapted_modules=len(self._layers),
-            adapted_weights=storage([layer.base for layer in self._layers.values()]),
+            adapted_modules=None if self._is_full else len(self._layers),
+            adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
             streaming=self._streamed.describe() if self._streamed else None,
@@ -90,6 +98,14 @@ class TorchEngine:
     def _optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
         return flat_optimizer(self._adapter.flat, self._adapter.sizes, self._request.optimizer)
+
+    @cached_property
+    def _head_gradient(self) -> Tensor | None:
+        """The gradient of an output head that is computed together with the loss; None if it is frozen."""
+        weight = getattr(self._kernels.head, "weight", None)
+        if weight is None or not weight.requires_grad:
+            return None
+        return next(self._adapter.grads[name] for name, each in self.model.named_parameters() if each is weight)
 
     def evaluate(self, batch: Batch) -> LossSum:
         with torch.no_grad(), self._together():
@@ -146,6 +162,8 @@ class TorchEngine:
         return self._adapter.to_numpy(self._adapter.flat)
 
     def neutral_state(self) -> Tensors:
+        if self._is_full:  # the base is in no other place than its files, or its seed
+            return values_of(load_base(self._request, self.model.device)[0])
         spec, shapes = self._request.adapter, {path: shape_of(layer.base) for path, layer in self._layers.items()}
         return init_adapter(shapes, spec.rank, self._request.seed, method=spec.method, weight=self._frozen)
 
@@ -185,14 +203,7 @@ class TorchEngine:
         check_whole(self.description)
         if self._streamed:
             self._streamed.release()
-        renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
-        trained = {f"{m}.{n}" for m, layer in self._layers.items() for n, _ in layer.named_parameters(recurse=False)}
-        weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if n not in trained}
-        for module, layer in self._layers.items():
-            base, delta = layer.base.weight, layer.delta()
-            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta.to(base.device))).to(base.dtype)
-        for tied in self.model.all_tied_weights_keys:
-            weights.pop(tied, None)
+        weights = self._adapter.masters if self._is_full else self._merged()
         if any(isinstance(module, Conv1D) for module in self.model.modules()):
             # Use the names of OpenAI's own files, which both mlx-lm and transformers read.
             prefix = f"{self.model.base_model_prefix}."
@@ -201,6 +212,18 @@ class TorchEngine:
         save_file(
             {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
         )
+
+    def _merged(self) -> dict[str, Tensor]:
+        """Return the weights of the base, in its precision, with the adapter added."""
+        renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
+        trained = {f"{m}.{n}" for m, layer in self._layers.items() for n, _ in layer.named_parameters(recurse=False)}
+        weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if n not in trained}
+        for module, layer in self._layers.items():
+            base, delta = layer.base.weight, layer.delta()
+            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta.to(base.device))).to(base.dtype)
+        for tied in self.model.all_tied_weights_keys:
+            weights.pop(tied, None)
+        return weights
 
     def _trial_run(self) -> None:
         with self._together():
@@ -230,11 +253,11 @@ class TorchEngine:
             weights = None if weights_BT is None else self._floats(weights_BT)
             return loss_sum(self._logits(batch), self._tensor(batch.labels_BT), weights)
         where_M, hidden_MD, labels_M = self._targets(batch)
-        weights = () if weights_BT is None else (self._floats(weights_BT.flat[where_M]),)
+        weights_M = None if weights_BT is None else self._floats(weights_BT.flat[where_M])
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, *weights,
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, labels_M, self._kernels.cap,
+                self._kernels.maybe_compile, weights_M, self._head_gradient,
             )  # fmt: skip
 
     def _targets(self, batch: Batch) -> tuple[np.ndarray, Tensor, Tensor]:

@@ -27,10 +27,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the frozen base model, and describe how. It is on its device, or on the host if it will be sharded."""
+    """Load the base model, frozen, and describe how. It is on its device, or on the host if it will be sharded."""
     dtype, why = _dtype(request.dtype, device)
     config = read_config(request.model_dir)
     quantization = _quantization(request, config)
+    if request.adapter.trains_model and quantization != "none":  # a config may leave the format to the files
+        raise ConfigError(
+            f"adapter.method: got full, but the base is stored quantized ({quantization}), and packed weights cannot "
+            "be trained. Use the plain model, or adapter.method: lora"
+        )
     weights = request.base_weights()
     sharding, why_sharding = decide(request, dtype, quantization, device)
     description = {
@@ -46,14 +51,15 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         device = torch.device("cpu")
     # A base whose layers are streamed stays on the host; what is quantized here is quantized on the device.
     place_on = device if request.resident_layers is None else torch.device("cpu")
+    loaded_as = torch.float32 if request.adapter.trains_model else dtype  # the masters of what is trained
     logging.disable_progress_bar()  # the command line has its own
     with staged(request.model_dir, weights) as place, allocator.memory_returned():
         try:
             is_stored = quantization == "nf4" and config.get("quantization_config") is not None
             if quantization == "none" and weights is None:
-                model = _random(request, place, dtype, place_on)
+                model = _random(request, place, loaded_as, place_on)
             elif weights is not None and (quantization == "none" or is_stored):
-                model = _pretrained(place, weights, dtype, place_on)
+                model = _pretrained(place, weights, loaded_as, place_on)
             else:
                 model = _module_by_module(request, place, weights, dtype, device, quantization)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:

@@ -42,6 +42,8 @@ def decide(
     request: LoadRequest, dtype: torch.dtype, quantization: str, device: torch.device
 ) -> tuple[Literal["none", "full"], str]:
     """Decide whether to shard the base, and say why. All processes get the same answer, whatever memory each has."""
+    if request.adapter.trains_model:
+        return "none", "the base is trained: adapter.method: full"
     if request.sharding == "none":
         return "none", "as configured"
     if request.resident_layers is not None:

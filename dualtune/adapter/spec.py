@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from dualtune.adapter.methods import METHODS
+from dualtune.adapter.methods import FULL, METHODS
 from dualtune.adapter.methods.method import Method
 
 # Also part of this module, in a separate file because it needs no NumPy.
@@ -45,12 +45,17 @@ class AdapterSpec:
     dropout: float
     targets: tuple[str, ...]
     scaling: Scaling = "standard"
-    method: str = "lora"  # a name in `dualtune.adapter.methods.METHODS`
+    method: str = "lora"  # one of `dualtune.adapter.methods.NAMES`
 
     @property
     def scale(self) -> float:
         """The factor of B A."""
         return self.alpha / divisor(self.rank, self.scaling)
+
+    @property
+    def trains_model(self) -> bool:
+        """Whether the parameters of the model itself are trained. Nothing else in the spec has a meaning then."""
+        return self.method == FULL
 
     @property
     def method_spec(self) -> Method:

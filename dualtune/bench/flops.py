@@ -37,6 +37,7 @@ class Shape:
     adapter_parameters: int  # P
     attention_width: int  # heads · head size
     windows: tuple[int | None, ...]  # per layer, how many tokens a token sees; None: itself and all before it
+    is_trained: bool = False  # whether the model itself is trained; it has no adapter then
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ def training_flops(shape: Shape, lengths: np.ndarray) -> Flops:
     base, adapter = 2 * shape.matmul_parameters * tokens, 2 * shape.adapter_parameters * tokens
     # q·k and the weighted sum of v: one multiplication and one addition each, for every pair of tokens.
     attention = 4 * shape.attention_width * float(sum(_pairs(lengths, window) for window in shape.windows))
-    return Flops(forward=base + adapter + attention, backward=base + 2 * adapter + 2.5 * attention)
+    of_base = (2 if shape.is_trained else 1) * base  # gradients of the inputs, and of the weights
+    return Flops(forward=base + adapter + attention, backward=of_base + 2 * adapter + 2.5 * attention)
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> int:
@@ -73,6 +75,8 @@ def document_lengths(batches: Iterable[Batch]) -> np.ndarray:
 
 def read_shape(model_dir: Path, *, num_parameters: int, adapter_parameters: int) -> Shape:
     """Return the shape from config.json, checked against the engine's number of parameters.
+
+    `adapter_parameters`: those that are trained; all of the model's if it is trained whole.
 
     That number decides whether the feed-forward block has two matrices or three, and whether the output head is the
     embedding. NoFormula if no combination fits: then the model has other parts.
@@ -95,6 +99,8 @@ def read_shape(model_dir: Path, *, num_parameters: int, adapter_parameters: int)
         )
     matmul_parameters = shape.linear_parameters + shape.vocab * shape.hidden
     windows = _windows(config, shape.layers)
+    if adapter_parameters == num_parameters:
+        return Shape(matmul_parameters, 0, shape.width, windows, is_trained=True)
     return Shape(matmul_parameters, adapter_parameters, shape.width, windows)
 
 

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from dualtune.config.schema import Config
 
 
+# Keys of the section `adapter` that have no meaning with adapter.method: full.
+_ADAPTER_ONLY = ("rank", "alpha", "scaling", "dropout", "targets")
+
+
 def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield (key, conflicting key, message) for values that are valid separately but not together."""
     data, train = config.data, config.train
@@ -39,3 +43,30 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     if guards.on_spike == "rollback" and config.run.save_every is None:
         rule = "needs checkpoints to return to, but run.save_every is null"
         yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
+    if config.adapter.trains_model:
+        yield from _impossible_with_full(config)
+
+
+def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what has no meaning, or cannot be done, where all parameters of the model are trained."""
+    method: KeyPath = ("adapter", "method")
+    for key in _ADAPTER_ONLY:
+        value = getattr(config.adapter, key)
+        if value != type(config.adapter).model_fields[key].default:
+            shown = value if isinstance(value, str | int | float) else ", ".join(value)
+            yield ("adapter", key), method, f"got {shown}, but adapter.method: full has no adapter; remove the key"
+    if config.adapter.init_from is not None:
+        rule = "but adapter.method: full has no adapter; merge it, and set model.name to the result"
+        yield ("adapter", "init_from"), method, f"got {config.adapter.init_from!r}, {rule}"
+    if config.model.quantization not in ("auto", "none"):
+        rule = "but packed weights cannot be trained (adapter.method: full); allowed: auto, none"
+        yield ("model", "quantization"), method, f"got {config.model.quantization}, {rule}"
+    if config.memory.checkpointing == "remade":
+        rule = "which recomputes the inputs of adapters, and adapter.method: full has none"
+        yield ("memory", "checkpointing"), method, f"got remade, {rule}; allowed: auto, none, full, {{layers: …}}"
+    if config.memory.sharding == "full":
+        rule = "but only a frozen base can be split, and adapter.method: full trains it; allowed: auto, none"
+        yield ("memory", "sharding"), method, f"got full, {rule}"
+    if config.memory.resident_layers != "all":
+        rule = "but only a frozen base can be streamed, and adapter.method: full trains it; allowed: all"
+        yield ("memory", "resident_layers"), method, f"got {config.memory.resident_layers}, {rule}"

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dualtune.adapter.methods import METHODS
+from dualtune.adapter.methods import FULL, NAMES
 from dualtune.config.pairs import impossible_pairs
 from dualtune.config.problem import dotted
 from dualtune.optimizer import OptimizerName
@@ -72,7 +72,7 @@ ModuleNames = Annotated[
 if TYPE_CHECKING:
     MethodName = str
 else:
-    MethodName = Literal[tuple(METHODS)]  # the only list of methods
+    MethodName = Literal[NAMES]  # the only list of methods
 
 
 class Section(BaseModel):
@@ -127,7 +127,8 @@ class AdapterConfig(Section):
     """The adapter."""
 
     method: MethodName = "lora"
-    """What is trained: lora trains the matrices A and B of each target, which add scale · B·A·x to its output."""
+    """What is trained: lora trains the matrices A and B of each target, which add scale · B·A·x to its output; full
+    trains all parameters of the model, without an adapter."""
     rank: Count = 16
     """The inner dimension r of the adapter."""
     alpha: Positive = 32.0
@@ -142,6 +143,11 @@ class AdapterConfig(Section):
     """The linear layers to adapt, each named by its path or the end of its path."""
     init_from: Location | None = None
     """An adapter directory, in any supported format, to start training from."""
+
+    @property
+    def trains_model(self) -> bool:
+        """Whether all parameters of the model are trained, without an adapter."""
+        return self.method == FULL
 
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference"]

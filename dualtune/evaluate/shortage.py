@@ -66,18 +66,19 @@ def _ways(backend: Backend, config: Config) -> Iterator[tuple[str, str]]:
         yield "memory.checkpointing=full", SAME_RUN
     if tokens_at_once(config.train.micro_batch_tokens, longest) > longest:
         yield f"train.micro_batch_tokens={longest}", SAME_RUN
-    if device and device.four_bit and config.model.quantization in ("auto", "none"):
+    is_full = config.adapter.trains_model
+    if device and device.four_bit and not is_full and config.model.quantization in ("auto", "none"):
         yield f"model.quantization={device.four_bit}", NEW_RUN
     dtype = config.model.dtype if device is None or config.model.dtype != "auto" else device.auto_dtype
     if dtype == "float32" and "bfloat16" in honoured.get("model.dtype", ()):
         yield "model.dtype=bfloat16", "the run resumes, and rounds more coarsely"
     if longest > 2:
         yield f"data.max_length={longest // 2}", f"{NEW_RUN}; longer documents are cut"
-    if config.adapter.rank > 1:
+    if config.adapter.rank > 1 and not is_full:
         yield f"adapter.rank={config.adapter.rank // 2}", NEW_RUN
     yield "model.name=<a smaller model>", NEW_RUN
     if config.train.optimizer == "adamw" and "adamw_8bit" in honoured.get("train.optimizer", ()):
         yield "train.optimizer=adamw_8bit", NEW_RUN
     if config.train.optimizer != "sgd" and "sgd" in honoured.get("train.optimizer", ()):
         yield "train.optimizer=sgd", NEW_RUN
-    yield "adapter.targets=[q_proj,v_proj]", NEW_RUN
+    yield "adapter.method=lora" if is_full else "adapter.targets=[q_proj,v_proj]", NEW_RUN

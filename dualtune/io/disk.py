@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,6 +58,27 @@ def new_directory(target: Path) -> Generator[Path]:
         with contextlib.suppress(OSError):  # another program may already use them
             for path in created if not is_done else []:
                 path.rmdir()
+
+
+def write_whole(target: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` create a directory at a temporary path, which is renamed to `target` when it is complete.
+
+    For libraries that create the directory themselves. Raises DiskError if that fails; then nothing is left there.
+    """
+    target = target.resolve()
+    temporary = hidden_sibling(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        follow_umask(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            fsync(path)
+        temporary.rename(target)  # replaces only an empty directory
+        fsync(target.parent)
+    except OSError as error:
+        raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager

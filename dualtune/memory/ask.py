@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Literal, Protocol
 
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
+from dualtune.adapter.methods import FULL, METHODS
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS, OptimizerName
 
@@ -52,6 +53,11 @@ class Ask:
     method: str = "lora"
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
+
+    @property
+    def trains_model(self) -> bool:
+        """Whether all parameters of the model are trained, and no layer is adapted."""
+        return self.method == FULL
 
     @property
     def item_bytes(self) -> int:
@@ -120,15 +126,23 @@ def adapted(decoder: Decoder, targets: tuple[str, ...] | Literal["all-linear"]) 
     )
 
 
+def adapted_by(decoder: Decoder, ask: Ask) -> Adapted:
+    """Return the adapted linear layers. A model that is trained whole has none, but keeps the input of every layer."""
+    if not ask.trains_model:
+        return adapted(decoder, ask.targets)
+    reads = frozenset(layer.reads for layer in decoder.linears().values())
+    return Adapted(shapes=(), inputs=0, inside=frozenset(), reads=reads, head=False, layers=decoder.layers)
+
+
 def num_trained(decoder: Decoder, adapter: HasAdapter) -> int:
     """Return the number of trainable parameters. ConfigError if a target selects nothing."""
+    if adapter.method == FULL:
+        return decoder.num_parameters
     return _num_trained(decoder, adapter.method, adapter.rank, adapter.targets)
 
 
 @cache
 def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, ...] | Literal["all-linear"]) -> int:
-    from dualtune.adapter.methods import METHODS
-
     return sum(METHODS[method].count(shape, rank) for shape in adapted(decoder, targets).shapes)
 
 
@@ -166,7 +180,7 @@ def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 def has_plain_loss(decoder: Decoder, ask: Ask) -> bool:
     """Return whether output head and loss are computed separately: if requested, or if the head is adapted."""
-    return ask.kernels == "reference" or adapted(decoder, ask.targets).head
+    return ask.kernels == "reference" or adapted_by(decoder, ask).head
 
 
 def tokens_at_once(given: int | Literal["auto"], max_length: int) -> int:

@@ -51,7 +51,8 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
     if quantization not in on.quantizations:
         allowed = ", ".join(("auto", *on.quantizations))
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
-    adapted(decoder, config.adapter.targets)
+    if not config.adapter.trains_model:
+        adapted(decoder, config.adapter.targets)
     longest = config.data.max_length
     return Ask(
         backend=backend,
@@ -67,7 +68,7 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         max_length=longest,
         packing=config.data.packing,
         kernels=config.model.kernels,
-        dropout=config.adapter.dropout > 0,
+        dropout=config.adapter.dropout > 0 and not config.adapter.trains_model,
         optimizer=config.train.optimizer,
     )
 

@@ -154,6 +154,8 @@ def flops_per_token(decoder: Decoder, ask: Ask) -> float:
     """
     layers, scores = decoder.layers, decoder.width * ask.max_length
     forward = _multiplications(decoder, ask) * layers + decoder.vocab * decoder.hidden
+    if ask.trains_model:  # and the gradients of all weights
+        return 2 * (3 * forward + 0.5 * scores * layers)
     return 2 * (2 * forward + 1.5 * scores * layers + 3 * num_trained(decoder, ask))
 
 
@@ -167,7 +169,7 @@ def _dial(decoder: Decoder, ask: Ask) -> list[ActivationCheckpointing]:
     honoured = card_of(ask.backend).honoured.get(CHECKPOINTING, ())
     layers = range(1, decoder.layers) if LAYERS in honoured else ()
     values = [ActivationCheckpointing("all" if k == decoder.layers - 1 else k) for k in layers]
-    if "remade" in honoured and ask.kernels != "reference":
+    if "remade" in honoured and ask.kernels != "reference" and not ask.trains_model:
         values.append(ActivationCheckpointing(remade=True))
     return sorted(values, key=lambda value: recompute_time(decoder, replace(ask, checkpointing=value)))
 
@@ -230,7 +232,7 @@ def _with_same_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterato
 
 def _with_streamed_layers(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
     """Yield the strongest of the other changes with the most layers that then fit on the device."""
-    if NUMBER not in card_of(ask.backend).honoured.get(RESIDENT, ()):
+    if ask.trains_model or NUMBER not in card_of(ask.backend).honoured.get(RESIDENT, ()):
         return
     *_, start = _with_same_documents(decoder, ask, have_bytes)
     here = replace(start[-1].ask if start else ask, checkpointing=FULL)
@@ -291,9 +293,9 @@ def _eight_bit_moments(ask: Ask) -> list[_Stage]:
 
 
 def _four_bit(ask: Ask) -> list[_Stage]:
-    """Return the setup with a base in 4 bits, if the device has one and the base is not quantized."""
+    """Return the setup with a base in 4 bits, if the device has one, and the base is frozen and not quantized."""
     device = card_of(ask.backend).device(ask.device)
-    if ask.quantization != "none" or device is None or device.four_bit is None:
+    if ask.trains_model or ask.quantization != "none" or device is None or device.four_bit is None:
         return []
     packed = replace(ask, quantization=device.four_bit)
     return [_Stage(packed, {"model.quantization": device.four_bit}, None, "the base is rounded to 4 bits")]

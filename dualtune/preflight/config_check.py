@@ -92,6 +92,8 @@ def check_config(
 
 def adapter_rows(adapter: AdapterConfig) -> list[Check]:
     """Return rows with advice on the adapter."""
+    if adapter.trains_model:
+        return [Check("adapter", "ok", "none: all parameters of the model are trained")]
     rows = [Check("adapter", "advice", found, fix) for found, fix in _advice(adapter)]
     targets = adapter.targets if isinstance(adapter.targets, str) else f"{len(adapter.targets)} targets"
     scaling = "" if adapter.scaling == "standard" else f" over √rank: scale {adapter.alpha / adapter.rank**0.5:.4g}"

@@ -130,6 +130,8 @@ def targets_rows(config: Config, model: BaseModel) -> list[Check]:
     """
     if model.directory is None or model.config is None or not has_weights(model.directory):
         return []
+    if config.adapter.trains_model:
+        return []
     targets = config.adapter.targets
     try:
         shapes = {module: shape for module, shape in base_shapes(model.directory).items() if shape is not None}

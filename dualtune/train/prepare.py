@@ -141,7 +141,9 @@ class Prepared:
             f"model       {self.config.model.name}, {template}",
             *([f"template    {copy}, because {data.template} does not exist here"] if copy != data.template else []),
             *(f"warning     {doubt}" for doubt in doubts if doubt),
-            f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
+            "adapter     none: all parameters of the model are trained"
+            if spec.trains_model
+            else f"adapter     rank {spec.rank}, scale {spec.scale:g}, dropout {spec.dropout:g}, "
             f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
             f"train data  {found.train.summary()}",
             f"eval data   {found.eval.summary() if found.eval.num_rows else found.eval.remark or 'none'}",
@@ -296,6 +298,8 @@ def _unordered(value: Any) -> Any:
 
 def _spec(config: Config, start: Adapter | None) -> AdapterSpec:
     targets = config.adapter.targets
+    if config.adapter.trains_model:
+        return AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method=config.adapter.method)
     if targets == ALL_LINEAR:
         targets = (ALL_LINEAR,)
     elif start is not None:

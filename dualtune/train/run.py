@@ -34,6 +34,7 @@ from dualtune.profiler.timeline import Timeline
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.memory import agreed
+from dualtune.train.model_dir import write_model
 from dualtune.train.moments import Moments
 from dualtune.train.packing import check_packing
 from dualtune.train.prepare import Prepared, Resumed, prepare
@@ -54,7 +55,7 @@ class TrainResult:
     """The result of a run."""
 
     run_dir: Path
-    adapter_dir: Path
+    adapter_dir: Path  # with adapter.method: full, the directory of the trained model
     num_steps: int
     final_loss: float
     eval_loss_before: float | None
@@ -115,8 +116,8 @@ def execute(
 ) -> TrainResult:
     """Train a prepared run in an open run directory."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
-    if resumed is not None and team.agree(_has_ended(resumed, run_dir)):
-        result = _result(run_dir, resumed.checkpoint.step, History(read_rows(run_dir.path / METRICS)))
+    if resumed is not None and team.agree(_has_ended(resumed, run_dir.result(config))):
+        result = _result(run_dir, config, resumed.checkpoint.step, History(read_rows(run_dir.path / METRICS)))
         return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
     with explained(prepared.backend, config, "while the model was loaded"):
         engine, saved = load_engine(prepared), prepared.checkpoint
@@ -155,7 +156,7 @@ def execute(
             _restore_best(engine, saver, log, num_steps)
         verdict = _verdict(log.history)
         log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-        _write_adapter(run_dir.adapter, prepared, engine, log, guards, recovery, num_steps)
+        _write_result(run_dir.result(config), prepared, engine, log, guards, recovery, num_steps)
     except Preempted as stop:
         raise (_stopped(stop, saver) if team.is_first else stop) from None
     finally:
@@ -164,8 +165,8 @@ def execute(
         log.close()
         saver.close()
     if saver.newest is None and saver.failure is not None:
-        raise DiskError(f"{saver.failure} No checkpoint could be saved; the adapter is in {run_dir.adapter}")
-    return _result(run_dir, num_steps, log.history)
+        raise DiskError(f"{saver.failure} No checkpoint could be saved; the result is in {run_dir.result(config)}")
+    return _result(run_dir, config, num_steps, log.history)
 
 
 def _watchers(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> tuple[Watchers, list[str]]:
@@ -180,20 +181,20 @@ def _watchers(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> tup
     return Watchers([timeline, *hooks, *installed]), problems
 
 
-def _has_ended(resumed: Resumed, run_dir: RunDir) -> bool:
-    """Return whether no step is left, and the adapter is that of the last one, not of an earlier, shorter run."""
+def _has_ended(resumed: Resumed, result: Path) -> bool:
+    """Return whether no step is left, and the result is that of the last one, not of an earlier, shorter run."""
     if resumed.without_effect is None:
         return False
     try:
-        manifest = json.loads((run_dir.adapter / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = json.loads((result / MANIFEST_FILE).read_text(encoding="utf-8"))
         return manifest["training"]["steps"] == resumed.checkpoint.step
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _result(run_dir: RunDir, num_steps: int, history: History) -> TrainResult:
+def _result(run_dir: RunDir, config: Config, num_steps: int, history: History) -> TrainResult:
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    return TrainResult(run_dir.path, run_dir.adapter, num_steps, *losses, _verdict(history))
+    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history))
 
 
 def _verdict(history: History) -> RunVerdict:
@@ -279,7 +280,7 @@ def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_adapter(
+def _write_result(
     path: Path, prepared: Prepared, engine: Engine, log: Metrics, guards: Guards, recovery: Recovery, num_steps: int
 ) -> None:
     config, verdict = prepared.config, _verdict(log.history)
@@ -306,22 +307,33 @@ def _write_adapter(
             "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
             **entry_of(recovery, prepared),
         },
-        "fingerprints": {
-            "base": base_fingerprints(engine, prepared.model.tokenizer),
-            "adapter": fingerprints(engine, prepared.model.tokenizer),
-        },
+        "fingerprints": _fingerprints(prepared, engine),
     }  # fmt: skip
     if not prepared.team.is_first:
         return  # except for the fingerprints: with a sharded base all processes must compute them together
-    tensors = engine.adapter_state()
+    if path.exists():  # the result of the finished run that is continued here; its checkpoints remain
+        remove_directory(path)
     template = prepared.model.tokenizer.template
-    adapter = Adapter(
-        _written_spec(prepared, tensors), tensors, config.model.name, template=template.source if template else None,
+    source = template.source if template else None
+    if config.adapter.trains_model:
+        write_model(path, engine, source, record)
+    else:
+        write_adapter(path, _adapter(prepared, engine.adapter_state(), source), metadata=record)
+
+
+def _adapter(prepared: Prepared, tensors: Tensors, template: str | None) -> Adapter:
+    return Adapter(
+        _written_spec(prepared, tensors), tensors, prepared.config.model.name, template=template,
         fan_in_fan_out=is_fan_in_fan_out(read_config(prepared.model.directory)),
     )  # fmt: skip
-    if path.exists():  # the adapter of the finished run that is continued here; its checkpoints remain
-        remove_directory(path)
-    write_adapter(path, adapter, metadata=record)
+
+
+def _fingerprints(prepared: Prepared, engine: Engine) -> dict[str, Any]:
+    """Return what the result computes; of an adapter, beside the base without it."""
+    tokenizer = prepared.model.tokenizer
+    if prepared.spec.trains_model:
+        return {"model": fingerprints(engine, tokenizer)}
+    return {"base": base_fingerprints(engine, tokenizer), "adapter": fingerprints(engine, tokenizer)}
 
 
 def _finite(value: float | None) -> float | None:

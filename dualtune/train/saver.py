@@ -28,7 +28,7 @@ from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.run_dir import CHECKPOINT_NOW, CHECKPOINTS, CONFIG, METRICS, RunDir
 from dualtune.train.state.together import shared
 
-ADAPTER_BYTES_PER_WEIGHT = 8  # float32 in two layouts
+ADAPTER_BYTES_PER_WEIGHT, MODEL_BYTES_PER_WEIGHT = 8, 4  # float32 in two layouts; float32
 
 
 class Saver:
@@ -217,13 +217,12 @@ def check_space(run_dir: RunDir, config: Config, num_weights: int) -> None:
     """Raise DiskError if the checkpoints and the adapter, with this many weights, do not fit on the disk."""
     each = num_weights * checkpoint.bytes_per_weight(config.train.optimizer)
     kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
-    needed = (
-        max(each, kept * each - checkpoint.total_bytes(run_dir.checkpoints)) + num_weights * ADAPTER_BYTES_PER_WEIGHT
-    )
+    of_result = MODEL_BYTES_PER_WEIGHT if config.adapter.trains_model else ADAPTER_BYTES_PER_WEIGHT
+    needed = max(each, kept * each - checkpoint.total_bytes(run_dir.checkpoints)) + num_weights * of_result
     free = shutil.disk_usage(run_dir.path).free
     if free < needed:
         raise DiskError(
             f"run.dir: {run_dir.path} needs {in_bytes(needed)} more, for {kept} checkpoints of {in_bytes(each)} and "
-            f"the adapter, but the disk has {in_bytes(free)} free. Free some space, lower run.keep, or "
+            f"the result, but the disk has {in_bytes(free)} free. Free some space, lower run.keep, or "
             "choose another run.dir"
         )

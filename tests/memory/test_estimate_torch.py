@@ -53,7 +53,8 @@ def measure(open_backend, tmp_path, monkeypatch):
             monkeypatch.setattr(module, "WORTH_COMPILING", 0 if compiles else 10**12)
         config = CONFIG | changes
         (tmp_path / "config.json").write_text(json.dumps(config))
-        spec = AdapterSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, targets_of(asked))
+        dropout = 0.05 if asked.dropout else 0.0
+        spec = AdapterSpec(asked.rank, 32.0, dropout, targets_of(asked), method=asked.method)
         request = LoadRequest(
             tmp_path,
             asked.dtype,
@@ -222,3 +223,33 @@ def test_the_sizes_of_blocks_are_those_of_the_kernels():
         assert getattr(memory, name) is getattr(sizes, name)
     assert cross_entropy.LOSS_ROWS is sizes.LOSS_ROWS and attention.ATTENTION_BLOCK is sizes.ATTENTION_BLOCK
     assert choose.WORTH_COMPILING is sizes.WORTH_COMPILING
+
+
+# --- models that are trained whole
+
+
+WHOLE = replace(ASK, method="full", dtype="float32", dropout=False)
+
+
+def assert_whole_alike(estimated, found, *, kept=0.01, peak=0.08):
+    assert estimated["weights"] == pytest.approx(found["weights"] + found["adapter"], rel=0.002)
+    assert estimated["optimizer"] == pytest.approx(found["optimizer"], rel=0.002)
+    assert estimated["activations"] == pytest.approx(found["activations"], rel=kept)
+    *_, activations, moment, _reserve = estimated.parts
+    assert activations.bytes + moment.bytes == pytest.approx(found["peak"], rel=peak)
+
+
+@pytest.mark.parametrize(
+    ("family", "compiles", "changes"),
+    [
+        (GPT2, False, {}), (GPT2 | {"vocab_size": 20000}, False, {"dtype": "bfloat16"}),
+        (GPT2 | {"vocab_size": 20000}, False, {"kernels": "reference"}), (GPT2, False, {"optimizer": "sgd"}),
+        (GPT2 | {"n_layer": 6, "vocab_size": 20000}, False, {"checkpointing": ActivationCheckpointing("all")}),
+        ({"tie_word_embeddings": False}, False, {}), ({}, True, {"dtype": "bfloat16"}), (QWEN3, False, {}),
+    ],
+    ids=["gpt2", "gpt2 bfloat16", "gpt2 plain", "gpt2 sgd", "gpt2 recomputed", "llama untied", "llama compiled",
+         "qwen3"],
+)  # fmt: skip
+def test_a_model_trained_whole_takes_what_was_estimated(measure, family, compiles, changes):
+    asked = replace(WHOLE, **changes)
+    assert_whole_alike(*measure(SHORT, compiles=compiles, asked=asked, **family))

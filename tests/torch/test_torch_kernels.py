@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from dualtune_torch.adapter import AdapterBuffer  # noqa: E402
+from dualtune_torch.adapter import adapter_buffer  # noqa: E402
 from dualtune_torch.kernels import attention, blocks, compiled, cross_entropy  # noqa: E402
 from dualtune_torch.kernels.lora import add_groups  # noqa: E402
 from dualtune_torch.lora import DropoutSeeds, LoRALinear  # noqa: E402
@@ -223,7 +223,7 @@ def make_layers(dtype, *, dropout=0.0, bias=False, rank=3, inputs=40):
                 base.bias.copy_(randn(out, seed=30 + i))
             path = f"model.layers.0.self_attn.{name}"
             layers[path] = LoRALinear(base.to(DTYPES[dtype]), path, AdapterSpec(rank, 2.0 * rank, dropout, ()), seeds)
-        buffer = AdapterBuffer(layers, torch.device("cpu"), DTYPES[dtype])
+        buffer = adapter_buffer(layers, torch.device("cpu"), DTYPES[dtype])
         for i, layer in enumerate(layers.values()):
             layer.lora_A.data.copy_(randn(rank, inputs, seed=10 + i))
             layer.lora_B.data.copy_(randn(layer.base.out_features, rank, seed=20 + i))

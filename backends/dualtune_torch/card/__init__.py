@@ -22,6 +22,7 @@ CARD = Card(
     honoured={
         "model.init": ("pretrained", "random"),
         "model.kernels": ("auto", "fused", "reference"),
+        "adapter.method": ("lora", "full"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),

@@ -16,7 +16,7 @@ from dualtune.memory.ask import (
     MASTER_BYTES,
     Ask,
     MemoryPart,
-    adapted,
+    adapted_by,
     affine_weights,
     has_plain_loss,
     int8_weights,
@@ -37,7 +37,8 @@ RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "P
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     """Return the parts of the peak: what is always there, what the forward pass keeps, and the largest moment."""
-    always = (weights(decoder, ask), adapter(decoder, ask), optimizer(decoder, ask))
+    trained = (trained_model(decoder, ask),) if ask.trains_model else (weights(decoder, ask), adapter(decoder, ask))
+    always = (*trained, optimizer(decoder, ask))
     kept = activations(decoder, ask)
     moments = [loss(decoder, ask), recomputation(decoder, ask, kept.bytes)]
     if _num_whole(decoder, ask):
@@ -79,6 +80,17 @@ def whole_base(decoder: Decoder, ask: Ask) -> MemoryPart:
     return MemoryPart("weights", packed + c * plain, formula)
 
 
+def trained_model(decoder: Decoder, ask: Ask) -> MemoryPart:
+    """The float32 masters of a model that is trained whole, and their copy in the compute dtype."""
+    each, n = MASTER_BYTES + _copy_bytes(ask), decoder.num_parameters
+    return MemoryPart("weights", each * n, f"{n:,} parameters × {each} B")
+
+
+def _copy_bytes(ask: Ask) -> int:
+    """Bytes of a trained number in the copy that is computed with, if there is one."""
+    return 0 if ask.item_bytes == MASTER_BYTES else ask.item_bytes
+
+
 def nf4_bytes(n: int) -> int:
     """Bytes of a matrix of n weights."""
     blocks = -(-n // NF4_BLOCK)
@@ -86,8 +98,7 @@ def nf4_bytes(n: int) -> int:
 
 
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
-    on, c = adapted(decoder, ask.targets), ask.item_bytes
-    n, copy = num_trained(decoder, ask), 0 if ask.item_bytes == MASTER_BYTES else c
+    on, n, copy = adapted_by(decoder, ask), num_trained(decoder, ask), _copy_bytes(ask)
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
     return MemoryPart("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
@@ -98,12 +109,14 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The layers that are not recomputed, and the input of each segment that is."""
-    on, c, d, T = adapted(decoder, ask.targets), ask.item_bytes, decoder.hidden, ask.cells
+    on, c, d, T = adapted_by(decoder, ask), ask.item_bytes, decoder.hidden, ask.cells
     layer, whole, inputs = _layer(decoder, ask), _num_whole(decoder, ask), len(_segments(decoder, ask))
     # The last norm, the gradient of its output or the log-probabilities, minus the first norm, below which is no
     # adapter: it keeps nothing, so what reads its output cannot recompute it.
     around = 2 * c * d + _angles(decoder, ask) + 4 * decoder.vocab * has_plain_loss(decoder, ask)
-    if whole == on.layers:
+    if ask.trains_model:
+        around += _normalized(decoder, ask) * c * d
+    elif whole == on.layers:
         around -= c * d * (not (_norms_are_remade(decoder, ask) and "before attention" in on.reads))
     copies = 0
     if ask.kernels == "reference" and c < MASTER_BYTES:  # of the adapter, in the compute dtype
@@ -116,13 +129,13 @@ def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 def _segments(decoder: Decoder, ask: Ask) -> list[range]:
     """The segments of layers that are recomputed: below the lowest adapter nothing is."""
-    lowest = decoder.layers - adapted(decoder, ask.targets).layers
+    lowest = decoder.layers - adapted_by(decoder, ask).layers
     return [segment for segment in ask.checkpointing.segments(decoder.layers) if segment.stop > lowest]
 
 
 def _num_whole(decoder: Decoder, ask: Ask) -> int:
     """The number of layers that are kept, from the lowest adapted one."""
-    lowest = decoder.layers - adapted(decoder, ask.targets).layers
+    lowest = decoder.layers - adapted_by(decoder, ask).layers
     return decoder.layers - max([lowest, *(segment.stop for segment in _segments(decoder, ask))])
 
 
@@ -136,7 +149,7 @@ def _layer(decoder: Decoder, ask: Ask) -> int:
 
 
 def _angles(decoder: Decoder, ask: Ask) -> int:
-    return 2 * decoder.head_dim * ask.item_bytes
+    return 0 if decoder.is_gpt2 else 2 * decoder.head_dim * ask.item_bytes
 
 
 def _norms_are_remade(decoder: Decoder, ask: Ask) -> bool:
@@ -147,7 +160,7 @@ def _norms_are_remade(decoder: Decoder, ask: Ask) -> bool:
 
 def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of the fused kernels: what every product and every norm needs, once."""
-    reads, c = adapted(decoder, ask.targets).reads, ask.item_bytes
+    reads, c = adapted_by(decoder, ask).reads, ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     kept = _norms(decoder, ask, is_compiled=_is_compiled(decoder, ask))
     if not _norms_are_remade(decoder, ask):
@@ -159,13 +172,15 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     else:
         kept += c * i * (1 + decoder.gated)  # gate and up
         if not _is_compiled(decoder, ask):
-            kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled code recomputes both
+            kept += c * i * (1 + ("inner" in reads))  # act(gate), and the product; compiled code recomputes both…
+        elif ask.trains_model:
+            kept += c * i  # …but not for a layer whose weight has a gradient
     return kept + c * ask.rank * _num_adapted(decoder, ask)
 
 
 def _plain_layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of transformers' own code and plain LoRA: an input after dropout and a mask for every module."""
-    on, c = adapted(decoder, ask.targets), ask.item_bytes
+    on, c = adapted_by(decoder, ask), ask.item_bytes
     d, q, kv, i = decoder.hidden, decoder.width, decoder.kv_width, decoder.inner
     kept = _norms(decoder, ask, is_compiled=False) + c * ask.rank * _num_adapted(decoder, ask)
     kept += c * 2 * q + 4 * decoder.heads
@@ -188,12 +203,18 @@ def _norms(decoder: Decoder, ask: Ask, *, is_compiled: bool) -> int:
     item_bytes = ask.item_bytes if is_compiled else 4
     heads = (decoder.heads + decoder.kv_heads) * decoder.qk_norm
     wide = decoder.layer_norms * decoder.hidden + heads * decoder.head_dim
-    return item_bytes * wide + 4 * (decoder.layer_norms + heads)
+    of_weights = ask.item_bytes * wide * _normalized(decoder, ask)
+    return item_bytes * wide + of_weights + 4 * (decoder.layer_norms + heads)
+
+
+def _normalized(decoder: Decoder, ask: Ask) -> bool:
+    """Whether an RMS norm keeps what its weight is multiplied by: for the gradient of the weight, in the plain code."""
+    return ask.trains_model and not decoder.is_gpt2 and (ask.kernels == "reference" or not _is_compiled(decoder, ask))
 
 
 def _num_adapted(decoder: Decoder, ask: Ask) -> int:
     """The number of adapted modules of a layer."""
-    return len(adapted(decoder, ask.targets).inside)
+    return len(adapted_by(decoder, ask).inside)
 
 
 def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
@@ -212,9 +233,14 @@ def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
     # The plain code has two temporaries in float32, and a copy from which they are computed.
     each = 2 * c if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
     unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
-    size = rows * V * each + 2 * T * decoder.hidden * c + unpacked
+    head = MASTER_BYTES * V * decoder.hidden if ask.trains_model else 0
+    chunk = rows * V * each
+    if head:  # its part of the gradient, in the compute dtype, when the temporaries are freed
+        chunk = max(chunk, rows * V * c + V * decoder.hidden * _copy_bytes(ask))
+    size = chunk + 2 * T * decoder.hidden * c + unpacked + head
     formula = f"{rows:,} tokens × {V:,} logits × {each} B + 2 × {T:,} × {decoder.hidden:,} × {c} B"
-    return MemoryPart("loss", size, formula + (f" + a head of {unpacked:,} B unpacked" if unpacked else ""))
+    formula += f" + a head of {unpacked:,} B unpacked" * bool(unpacked)
+    return MemoryPart("loss", size, formula + f" + the head's gradient of {head:,} B" * bool(head))
 
 
 def recomputation(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
@@ -250,10 +276,11 @@ def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
 def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's down_proj, or of the code between it and its neighbours."""
     c, T, i = ask.item_bytes, ask.cells, decoder.inner
-    drops = ask.dropout and "inner" in adapted(decoder, ask.targets).reads
+    drops = ask.dropout and "inner" in adapted_by(decoder, ask).reads
     each = 3 * c
     if drops:  # the recomputed input, before and after dropout; three gradients. Plain: two, and three integers (hash)
         each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12
-    unpacked = c * decoder.hidden * i if ask.quantization != "none" else 0
-    formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {unpacked:,} B unpacked" if unpacked else "")
-    return MemoryPart("workspace", T * i * each + unpacked, formula)
+    matrix = c * decoder.hidden * i if ask.quantization != "none" or ask.trains_model else 0
+    what = "gradient" if ask.trains_model else "unpacked"
+    formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {matrix:,} B ({what})" if matrix else "")
+    return MemoryPart("workspace", T * i * each + matrix, formula)

@@ -71,8 +71,9 @@ def choose(model: PreTrainedModel, kernels: str) -> Kernels:
     else:
         chosen.maybe_compile = compiled.compile_function
     expected = _separate(model)
-    chosen.groups = True
-    chosen.used.append("lora")
+    if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+        chosen.groups = True
+        chosen.used.append("lora")
     _try_attention(model, chosen, expected)
     _try_head(model, chosen, expected)
     if chosen.maybe_compile is compiled.compile_function:
@@ -130,6 +131,8 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None
     try:
         if head is None or class_of(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
             raise NotCovered("the output head is adapted, or not a plain linear layer")
+        if head.bias is not None and head.bias.requires_grad:
+            raise NotCovered("the bias of the output head is trained")
         hidden_BTD = _packed(model.base_model, _documents(model, chosen.maybe_compile) if chosen.attention else None)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         _compare(model, attention.capped(head(hidden_BTD), cap), expected)

@@ -2,7 +2,7 @@
 
 The logits of a whole micro-batch are the largest tensor of a training step, and most belong to tokens without loss.
 Here the rows without a target are left out, and the gradient of each chunk is computed together with its logits, which
-are computed once and never kept. The head is frozen, so it gets no gradient.
+are computed once and never kept. A head that is trained gets its gradient in the same pass, added to a float32 total.
 
 The idea is that of Liger's fused linear cross-entropy (Hsu et al., arXiv 2410.10989) and of Wijmans et al., Cut Your
 Losses, arXiv 2411.09009.
@@ -99,6 +99,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The gradient of each row is computed for a loss weight of 1. The backward pass multiplies it by the weight and the
     incoming gradient: float16 cannot represent a small weight, but its product with the loss scale.
+
+    `total_VD`: the gradient of a head that is trained, to which the backward pass adds, float32; None: it is frozen.
+    Autograd would keep what it adds until the embedding has its gradient too, if the two are one.
     """
 
     @staticmethod
@@ -111,9 +114,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         cap: float | None,
         maybe_compile: Callable[[Any], Any],
         weights_M: Tensor | None = None,
+        total_VD: Tensor | None = None,
     ) -> Tensor:
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
+        grad_VD = None if total_VD is None or grad_MD is None else torch.zeros_like(total_VD)
         for rows in _chunks(hidden_MD):
             labels_R = labels_M[rows]
             R, weights = len(labels_R), () if weights_M is None else (weights_M[rows],)
@@ -123,11 +128,27 @@ class LinearCrossEntropy(torch.autograd.Function):
             else:
                 loss += maybe_compile(loss_and_gradient)(logits_PV[:R], labels_R, cap, *weights)
                 grad_MD[rows] = (logits_PV @ head_VD)[:R]
+                if grad_VD is not None:
+                    _add_outer(grad_VD, logits_PV[:R], hidden_MD[rows], *weights)
         ctx.save_for_backward(grad_MD, weights_M)
+        ctx.grad_VD, ctx.total_VD = grad_VD, total_VD
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_MD, weights_M = ctx.saved_tensors
         slope = grad if weights_M is None else grad * weights_M[:, None]
-        return (grad_MD * slope).to(grad_MD.dtype), None, None, None, None, None, None
+        if ctx.grad_VD is not None:
+            ctx.total_VD.addcmul_(ctx.grad_VD, grad)
+            ctx.grad_VD = None
+        return (grad_MD * slope).to(grad_MD.dtype), None, None, None, None, None, None, None
+
+
+def _add_outer(total_VD: Tensor, slopes_RV: Tensor, hidden_RD: Tensor, weights_R: Tensor | None = None) -> None:
+    """Add Σ weight · slopes ⊗ hidden over the rows of a chunk; the products in their dtype, the sum in float32."""
+    if weights_R is not None:
+        hidden_RD = (hidden_RD * weights_R[:, None]).to(hidden_RD.dtype)
+    if slopes_RV.dtype == total_VD.dtype:
+        total_VD.addmm_(slopes_RV.T, hidden_RD)
+    else:
+        total_VD += slopes_RV.T @ hidden_RD

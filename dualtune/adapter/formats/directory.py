@@ -205,6 +205,9 @@ def _nothing_found(directory: Path, found: list[str]) -> str:
         )
     if others := {INDEX_FILE, NPZ_FILE} & {*found}:
         return f"{directory}: has {min(others)}. `dualtune adapter import {directory} OUT` reads it"
+    for model in (directory / "model", directory):
+        if (model / "config.json").is_file():
+            return f"{model}: is a model, not an adapter: use it in the place of a base model, without an adapter"
     if (directory / "checkpoints").is_dir():
         return f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run"
     listing = ", ".join(map(repr, found[:10])) + (f" and {len(found) - 10} more" if len(found) > 10 else "")

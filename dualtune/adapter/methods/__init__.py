@@ -13,6 +13,11 @@ from dualtune.adapter.methods.method import Method
 
 METHODS: Mapping[str, Method] = MappingProxyType({method.name: method for method in (lora.METHOD,)})
 
+# Full fine-tuning: all parameters of the model are trained, under their own names. No layer is adapted, so it has no
+# record.
+FULL = "full"
+NAMES = (*METHODS, FULL)  # the values of adapter.method
+
 # Methods of PEFT that are not supported here: the key in adapter_config.json -> why the adapter is refused.
 UNSUPPORTED = {
     "modules_to_save": "whole modules were trained next to the adapter",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,6 +132,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     from dualtune.cli.options import backend_for
     from dualtune.cli.output.screen import phases
     from dualtune.evaluate.inference import load_adapter
+    from dualtune.io.disk import write_whole
     from dualtune.optimizer import OptimizerSpec
 
     _check_free(out)
@@ -153,7 +153,7 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
             engine.save_merged(directory)
             shown.tell(f"template    {write_training_template(directory, adapter.template, adapter.metadata)}")
 
-        _write_whole(out, write)
+        write_whole(out, write)
     recorded: dict[str, object] = adapter.metadata.get("base") or {}
     if (trained_on := recorded.get("loaded_as", "none")) != "none":
         say(f"note: the adapter was trained on a base in {trained_on}, and is merged into the plain weights")
@@ -180,23 +180,3 @@ def _plain_dtype(model_dir: Path) -> str:
         )
     stored = config.get("dtype") or config.get("torch_dtype")
     return stored if stored in ("float32", "bfloat16", "float16") else "auto"
-
-
-def _write_whole(out: Path, write: Callable[[Path], None]) -> None:
-    """Write the directory under a temporary name, and rename it when it is complete."""
-    import shutil
-
-    from dualtune.errors import DiskError
-    from dualtune.io.disk import follow_umask, hidden_sibling
-
-    out = out.resolve()
-    temporary = hidden_sibling(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write(temporary)
-        follow_umask(temporary)
-        temporary.rename(out)  # replaces only an empty directory
-    except OSError as error:
-        raise DiskError(f"{out}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -87,6 +87,8 @@ def command(
 
         pattern = _pattern(TASKS[task] if task else answer_pattern)
         settings = load_config(config, overrides)
+        if settings.adapter.trains_model:
+            settings, base = _with_trained_model(settings, adapter, base), True
         chosen = None if base else adapter or Path(settings.run.dir).expanduser() / "adapter"
         if chosen is not None and not chosen.is_dir():
             raise ConfigError(f"there is no adapter directory {chosen}. Train first, or give --adapter DIR, or --base")
@@ -99,6 +101,21 @@ def command(
     for name, value in report.items():
         say(f"{name:<14}{f'{value:.4f}' if isinstance(value, float) else value}")
     return None
+
+
+def _with_trained_model(settings: Config, adapter: Path | None, base: bool) -> Config:
+    """Return a config whose model is the one that the run trained, or with --base the config itself."""
+    from dualtune.errors import ConfigError
+
+    if adapter is not None:
+        raise ConfigError("--adapter: a config with adapter.method: full has none. Leave it out, or give --base")
+    if base:
+        return settings
+    trained = Path(settings.run.dir).expanduser() / "model"
+    if not trained.is_dir():
+        raise ConfigError(f"there is no model directory {trained}. Train first, or give --base")
+    model = settings.model.model_copy(update={"name": str(trained), "init": "pretrained"})
+    return settings.model_copy(update={"model": model})
 
 
 def _measure(request: EvalRequest, backend: Backend, shown: Phases) -> dict[str, object]:

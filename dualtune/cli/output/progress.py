@@ -47,6 +47,7 @@ class Progress(Hook):
 
     def __init__(self, log_every: int, shown: Phases) -> None:
         self.is_saving = False
+        self._result = "the adapter"
         self._log_every = log_every
         self._shown = shown
         self._since: list[StepRecord] = []
@@ -61,6 +62,8 @@ class Progress(Hook):
         self._shown.finish("loaded")
         self._num_steps, self._began = info.num_steps, time.monotonic()
         engine = info.engine
+        if engine["trainable_parameters"] == engine["num_parameters"]:
+            self._result = "the model"
         self._shown.tell(
             f"engine      {info.backend} on {engine['device']}, {engine['dtype']} ({engine['dtype_reason']}), "
             f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
@@ -127,7 +130,7 @@ class Progress(Hook):
 
     def _show_saving(self) -> None:
         self.is_saving = True
-        self._shown.begin("saving", "the adapter")
+        self._shown.begin("saving", self._result)
 
     def _tell_steps(self, record: StepRecord) -> None:
         speed = sum(r.num_tokens for r in self._since) / sum(r.step_s for r in self._since)

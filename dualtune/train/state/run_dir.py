@@ -6,7 +6,7 @@ chat_template.jinja the chat template, if any: data.template may name a file tha
 metrics.jsonl       steps, evaluations, events
 memory.csv          the memory in use, by step and phase
 checkpoints/        step-00000100, …
-adapter/            the result
+adapter/            the result; with adapter.method: full it is in model/
 lock                the current or last process, and how it ended
 checkpoint-now      created by you: a checkpoint is saved after the step, and the file is removed
 """
@@ -29,7 +29,7 @@ from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock
 
 CHECKPOINTS = "checkpoints"
-ADAPTER = "adapter"
+ADAPTER, MODEL = "adapter", "model"
 METRICS = "metrics.jsonl"
 TIMELINE = "memory.csv"
 CONFIG = "config.yaml"
@@ -59,9 +59,9 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS
 
-    @property
-    def adapter(self) -> Path:
-        return self.path / ADAPTER
+    def result(self, config: Config) -> Path:
+        """Return where the result is written: an adapter, or the model if that was trained."""
+        return self.path / (MODEL if config.adapter.trains_model else ADAPTER)
 
 
 @contextlib.contextmanager

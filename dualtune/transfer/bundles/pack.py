@@ -28,7 +28,7 @@ from dualtune.io.folder import open_regular
 from dualtune.text.redaction import SecretSearch
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import MANIFEST, Checkpoint
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, is_run_dir
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, MODEL, is_run_dir
 from dualtune.transfer.bundles import archive, manifest, names, signature
 from dualtune.transfer.bundles.bundle import BundleReport, name_of
 from dualtune.transfer.bundles.content import Content
@@ -123,6 +123,11 @@ def _gather(source: Path, step: int | None, adapter: bool) -> Payload:
         raise ConfigError("--adapter and --checkpoint: give one of them; the adapter is the result of the run")
     if not adapter:
         return _checkpoint(source, step)
+    if (source / MODEL).is_dir():
+        raise ConfigError(
+            f"{source}: trained the whole model, so it has no adapter. Without --adapter its checkpoint is packed. "
+            f"{source / MODEL} is a model directory: share it with `hf upload`, or copy it"
+        )
     if not (source / ADAPTER).is_dir():
         raise ConfigError(
             f"{source}: has no adapter yet: the run has not ended. Without --adapter its checkpoint is packed"
