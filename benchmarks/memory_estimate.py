@@ -94,7 +94,10 @@ def load(backend: Any, config: dict[str, Any], asked: Ask, spec: AdapterConfig) 
     lora = AdapterSpec(spec.rank, spec.alpha, spec.dropout, tuple(spec.targets))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        request = LoadRequest(Path(folder), asked.dtype, asked.quantization, "random", lora, OptimizerSpec(), seed=1)
+        request = LoadRequest(
+            Path(folder), asked.dtype, asked.quantization, "random", lora, OptimizerSpec(), seed=1,
+            checkpointing=asked.checkpointing,
+        )  # fmt: skip
         return backend.load(request)
 
 

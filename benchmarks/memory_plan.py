@@ -1,11 +1,19 @@
-"""The memory plan compared with the memory of the torch engine on this CPU, over formats and checkpointing.
+"""The memory plan compared with the memory of the engines on this CPU: shapes, formats, checkpointing, micro-batches.
 
-    python benchmarks/memory_plan.py
+    python benchmarks/memory_plan.py [CASE …]
 
-Random weights in float32, the adapter of the default config with dropout. For every model, format of the base, value of
-memory.checkpointing and length of the one document: the planned bytes of a step without the reserve, and the counted
-bytes, which are the storages that exist between steps plus the most that torch's allocator hands out during a forward
-and a backward pass. A process for each model and format. Writes results/memory_plan.json.
+A case is a backend, a model, a format of the base, a value of memory.checkpointing (`half`: the first half of the
+layers) and the documents of a micro-batch, such as `torch:llama-19m:nf4:half:4x256`: four of 256 tokens. Weights are
+random, in float32; the adapter is that of the default config. Each case is a process of its own, which takes
+two steps. Compared are
+
+counted   torch: the storages that exist between steps, and the most that its allocator hands out at once during a
+          forward and a backward pass. MLX: the peak of its allocator. The plan without its reserve.
+process   the most anonymous memory of the process during the steps (RssAnon of /proc/PID/status), sampled from
+          outside. The whole plan. Loading has returned what it needed to the system.
+
+Adds to results/memory_plan.json after each case, and skips the cases that it has: the whole takes an hour or more.
+Remove the file to measure all again.
 """
 
 from __future__ import annotations
@@ -13,71 +21,176 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+import threading
+import time
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import memory_estimate
 import record
-from memory_estimate import CONFIGS, load, one_batch
+from load_memory import resident
 
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
-from dualtune.backend import get_backend
+from dualtune.backend import Backend, get_backend
 from dualtune.config.schema import AdapterConfig
 from dualtune.memory.estimate import Ask, estimate
-from dualtune.memory.shapes import decoder_of
+from dualtune.memory.shapes import Decoder, decoder_of
 
-FORMATS = ("none", "nf4", "int8", "affine4")
-CASES = {"llama-19m": (FORMATS, (256, 1024)), "SmolLM2-135M": (("none", "nf4", "int8"), (512,)),
-         "Qwen3-0.6B": (("none",), (256,))}  # fmt: skip
+RESULT = record.RESULTS / "memory_plan.json"
+STEPS = 2
+SAMPLED_EVERY_S = 0.02
 
 
-def dial(num_layers: int) -> dict[str, ActivationCheckpointing]:
+def llama(kind: str, hidden: int, inner: int, layers: int, heads: int, vocab: int, *, tied: bool) -> dict[str, Any]:
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
     return {
-        "none": KEEP_ALL,
-        "remade": ActivationCheckpointing(remade=True),
-        f"{{layers: {num_layers // 2}}}": ActivationCheckpointing(num_layers // 2),
-        "full": ActivationCheckpointing("all"),
-    }
+        "architectures": [f"{name}ForCausalLM"], "model_type": kind, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 64,
+        "vocab_size": vocab, "max_position_embeddings": 4096, "tie_word_embeddings": tied, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+
+CONFIGS = memory_estimate.CONFIGS | {
+    "llama-2m": llama("llama", 128, 352, 4, 2, 8192, tied=True),
+    "qwen3-29m": llama("qwen3", 384, 1024, 8, 6, 49152, tied=True),
+    "qwen2-58m": llama("qwen2", 384, 2048, 12, 6, 65536, tied=True),
+    "llama-55m": llama("llama", 512, 1408, 10, 8, 24576, tied=False),
+    "gpt2-124m": {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12,
+        "n_positions": 1024, "vocab_size": 50257, "bos_token_id": 1, "eos_token_id": 2,
+    },
+}  # fmt: skip
+SHAPES = ("llama-19m", "qwen3-29m", "llama-55m", "qwen2-58m", "SmolLM2-135M")
+FORMATS, VALUES = ("none", "nf4", "int8", "affine4"), ("none", "remade", "half", "full")
+FEW, MANY = ("256", "512"), ("1024", "4x256")
+
+
+def cases() -> list[str]:
+    """Each shape in each format; the values of memory.checkpointing and the micro-batches take turns."""
+    found: list[str] = []
+    for s, shape in enumerate(SHAPES):
+        for f, name in enumerate(FORMATS):
+            found.append(f"torch:{shape}:{name}:{VALUES[(s + f) % 4]}:{FEW[(s + f) % 2]}")
+            if s < len(FORMATS) - 1:
+                found.append(f"torch:{shape}:{name}:{VALUES[(s + f + 2) % 4]}:{MANY[f % 2]}")
+    found += ["torch:SmolLM2-135M:none:none:1024", "torch:gpt2-124m:none:none:256", "torch:gpt2-124m:nf4:full:512"]
+    found += [f"mlx:llama-2m:{name}:{value}:256" for name in ("none", "int8", "affine4") for value in ("none", "full")]
+    return [*found, "torch:TinyLlama-1.1B-Chat-v1.0:nf4:full:128"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    backend: str
+    model: str
+    format: str
+    value: str
+    documents: str
+
+    @property
+    def lengths(self) -> list[int]:
+        number, _, length = self.documents.rpartition("x")
+        return [int(length)] * int(number or 1)
+
+    @property
+    def decoder(self) -> Decoder:
+        return decoder_of(CONFIGS[self.model])
+
+    @property
+    def ask(self) -> Ask:
+        spec = AdapterConfig()
+        targets = "all-linear" if self.decoder.is_gpt2 else spec.targets
+        half = ActivationCheckpointing(self.decoder.layers // 2)
+        dial = {
+            "none": KEEP_ALL, "remade": ActivationCheckpointing(remade=True), "half": half,
+            "full": ActivationCheckpointing("all"),
+        }  # fmt: skip
+        return Ask(
+            self.backend, "cpu", self.format, "float32", spec.rank, targets, sum(self.lengths), max(self.lengths),
+            checkpointing=dial[self.value],
+        )  # fmt: skip
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
-        return print(json.dumps(list(measure(*sys.argv[2:]))))
-    rows = [row for model, (formats, _) in CASES.items() for name in formats for row in in_its_own_process(model, name)]
-    gaps = [abs(row["planned_bytes"] / row["counted_bytes"] - 1) for row in rows]
-    figures = {"rows": rows, "gap": {"median": median(gaps), "largest": max(gaps)}}
-    return print(json.dumps(figures, indent=2), record.write("memory_plan", figures), sep="\n")
+        work(Case(*sys.argv[2].split(":")))
+        return
+    measured = json.loads(RESULT.read_text())["measured"] if RESULT.exists() else {}
+    for name in sys.argv[1:] or cases():
+        if name not in measured:
+            measured[name] = measure(name)
+            print(name, measured[name], file=sys.stderr, flush=True)
+        figures = compared(measured)
+        record.write("memory_plan", figures)
+    print(json.dumps(figures["gaps"], indent=2), RESULT, sep="\n")
 
 
-def in_its_own_process(model: str, name: str) -> list[dict[str, Any]]:
-    print(model, name, file=sys.stderr)
-    command = [sys.executable, __file__, "--one", model, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{model} {name}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+def compared(measured: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """Return the plan of each case beside what was measured, and how far it is from that."""
+    rows = [plan_of(name) | {"measured": found} for name, found in measured.items()]
+    kinds = ("torch counted", "torch process", "mlx counted")
+    return {"gaps": {kind: gaps(rows, *kind.split()) for kind in kinds}, "rows": rows, "measured": measured}
 
 
-def measure(model: str, name: str) -> Iterator[dict[str, Any]]:
+def plan_of(name: str) -> dict[str, Any]:
+    case = Case(*name.split(":"))
+    parts = {part.name: part.bytes for part in estimate(case.decoder, case.ask).parts}
+    total = sum(parts.values())
+    return {"case": name, "parts": parts, "planned": {"counted": total - parts["reserve"], "process": total}}
+
+
+def gaps(rows: list[dict[str, Any]], backend: str, kind: str) -> dict[str, float] | None:
+    """Return how far the plan is from what was measured, as a share of it: in the median, and at most."""
+    found = [row["planned"][kind] / row["measured"][kind] - 1 for row in rows if row["case"].startswith(backend)]
+    if not found:
+        return None
+    worst = max(found, key=abs)
+    return {"cases": len(found), "median": round(median(map(abs, found)), 4), "largest": round(worst, 4)}
+
+
+def measure(name: str) -> dict[str, int]:
+    """Return the counted bytes of a case, and the most anonymous memory of its process, in a process of its own."""
+    command = [sys.executable, __file__, "--one", name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        if child.stdout.readline() != "loaded\n":
+            raise RuntimeError(f"{name} has failed")
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.append(child.stdout.readline()))
+        reader.start()
+        peak = 0
+        while not said:
+            peak = max(peak, resident(child.pid).get("RssAnon", 0))
+            time.sleep(SAMPLED_EVERY_S)
+        counted = child.stdout.readline()
+    return {"counted": int(counted), "process": peak}
+
+
+def work(case: Case) -> None:
+    """The measured process."""
+    backend, spec, config = get_backend(case.backend, "cpu"), AdapterConfig(), CONFIGS[case.model]
+    if case.decoder.is_gpt2:
+        spec = spec.model_copy(update={"targets": ("all-linear",)})
+    engine = memory_estimate.load(backend, config, case.ask, spec)
+    batch = memory_estimate.one_batch(case.lengths, config["vocab_size"])
+    print("loaded", flush=True)
+    backend.reset_peak_memory()
+    for _ in range(STEPS):
+        engine.forward_backward(batch, divisor=batch.num_targets)
+        backend.synchronize()
+        float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
+    print("stepped", flush=True)
+    print(counted(backend, engine, batch), flush=True)
+
+
+def counted(backend: Backend, engine: Any, batch: Any) -> int:
+    if backend.name == "mlx":
+        return backend.memory().peak_bytes
     import memory_storages
 
-    config, spec = CONFIGS[model], AdapterConfig()
-    decoder, lengths = decoder_of(config), CASES[model][1]
-    asked = Ask("torch", "cpu", name, "float32", spec.rank, spec.targets, max(lengths), max(lengths))
-    engine = load(get_backend("torch", "cpu"), config, asked, spec)
-    for length in lengths:
-        batch = one_batch([length], config["vocab_size"])
-        for value, checkpointing in dial(decoder.layers).items():
-            engine.set_checkpointing(checkpointing)
-            engine.forward_backward(batch, divisor=batch.num_targets)  # compiles
-            engine.optim_step(lr=0.0, max_grad_norm=None)
-            found = memory_storages.found_in(engine, batch)
-            ask = replace(asked, micro_batch_tokens=length, max_length=length, checkpointing=checkpointing)
-            *parts, _ = estimate(decoder, ask).parts
-            counted = sum(found[part] for part in ("weights", "adapter", "optimizer", "peak"))
-            case = {"model": model, "format": name, "tokens": length, "checkpointing": value}
-            yield case | {"planned_bytes": sum(part.bytes for part in parts), "counted_bytes": counted}
+    found = memory_storages.found_in(engine, batch)
+    return sum(found[part] for part in ("weights", "adapter", "optimizer", "peak"))
 
 
 if __name__ == "__main__":

@@ -169,6 +169,8 @@ class Profile:
     trace: Path | None  # the trace file; None: no profiler is available
     note: str  # which program opens the file, or why there is none and what to do about it
     seconds: Mapping[str, float]  # of the device (or the CPU), by kind of operation; may be empty
+    # The most bytes in tensors at once; None: not counted, because `Backend.memory` counts them all the time.
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The memory of this process, read in microseconds."""
+"""The memory of a process, read in microseconds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dualtune.backend import MemoryStats
 _STATM = Path("/proc/self/statm")
 
 
-def process_reader() -> Callable[[], int]:
-    """Return a function that reads the bytes of this process.
+def process_reader(pid: int | None = None) -> Callable[[], int]:
+    """Return a function that reads the bytes of a process, by default of this one.
 
     On Linux its anonymous memory, without mapped files, which the system may take back (`resident - shared` of
     /proc/self/statm, proc(5)): 2 µs. Elsewhere the resident set size: 15 µs.
     """
     if not _STATM.exists():
-        process = psutil.Process()
+        process = psutil.Process(pid)
         return lambda: process.memory_info().rss
-    page, file = os.sysconf("SC_PAGE_SIZE"), _open_statm(os.getpid())
+    page, file = os.sysconf("SC_PAGE_SIZE"), _open_statm(pid or os.getpid())
 
     def anonymous() -> int:
         _, resident, shared, _ = os.pread(file, 256, 0).split(None, 3)

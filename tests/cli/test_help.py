@@ -16,6 +16,7 @@ FRAMEWORKS = {"torch", "mlx", "transformers"}
 SUBCOMMANDS = [
     *([name] for name in COMMANDS),
     *(["adapter", name] for name in ("inspect", "convert", "import", "diff", "merge")),
+    ["memory", "ablate"],
     *(["bundle", name] for name in ("pack", "inspect", "unpack")),
 ]
 
@@ -40,8 +41,8 @@ def test_help_lists_every_command(dualtune_main):
     assert (result.returncode, result.stderr) == (0, "")
     assert {
         "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval",
-        "generate", "plan", "runs", "profile", "checkpoints", "verify", "bundle", "push", "pull", "launch", "adapter",
-        "config",
+        "generate", "plan", "runs", "profile", "memory", "checkpoints", "verify", "bundle", "push", "pull", "launch",
+        "adapter", "config",
     } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout

@@ -58,3 +58,14 @@ def test_the_trace_is_in_chrome_s_format(tmp_path):
     found = profiling.profile(lambda: X @ X, tmp_path / "trace.json", torch.device("cpu"))
     events = json.loads(found.trace.read_text())["traceEvents"]
     assert any(event.get("name") == "aten::bmm" and event["ph"] == "X" for event in events)
+
+
+def test_the_bytes_that_are_held_are_counted_once_and_the_most_of_a_step_on_top(tmp_path):
+    before = profiling.bytes_held()
+    held = torch.ones(1000, 1000, requires_grad=True)
+    views = [held[:500], held.detach().view(-1)]
+    assert profiling.bytes_held() - before == held.nbytes
+    held.sum().backward()
+    assert profiling.bytes_held() - before == 2 * held.nbytes and len(views) == 2
+    found = profiling.profile(lambda: (torch.zeros(3000, 1000), None)[1], tmp_path / "t.json", torch.device("cpu"))
+    assert found.peak_bytes - before == 5 * held.nbytes

@@ -1,0 +1,165 @@
+"""`dualtune memory ablate`: real measurements in processes of their own, once, and what is said of them."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from dualtune.bench import ablation
+from dualtune.bench.ablation_process import Work
+from dualtune.bench.in_process import Failed, run_apart
+from dualtune.cli.main import cli
+from dualtune.testing.tiny_models import write_tiny_llama
+
+SHAPE = {
+    "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6, "head_dim": 32,
+    "tie_word_embeddings": True, "max_position_embeddings": 512,
+}  # fmt: skip
+NAMES = ("all layers", "nf4 base", "half the micro-batch")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_llama):
+    home = tmp_path_factory.mktemp("ablation")
+    shutil.copytree(tiny_llama, home / "model")
+    vocab = json.loads((tiny_llama / "config.json").read_text())["vocab_size"]
+    write_tiny_llama(home / "model", vocab_size=vocab, **SHAPE)
+    rows = [{"prompt": f"{i} plus {i}?", "completion": f"{2 * i}" * 20} for i in range(32)]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "model": {"name": str(home / "model")},
+        "data": {"train": str(home / "rows.jsonl"), "eval": 0, "max_length": 128},
+        "train": {"steps": 8, "documents_per_step": 16, "micro_batch_tokens": 1024},
+        "run": {"dir": str(home / "run")},
+    }  # fmt: skip
+    (home / "c.yaml").write_text("".join(f"{section}: {json.dumps(fields)}\n" for section, fields in settings.items()))
+    return home / "c.yaml"
+
+
+@pytest.fixture(scope="module")
+def recorded(config, open_backend):
+    """What real processes measured, by their settings."""
+    open_backend("torch")
+    pytest.importorskip("bitsandbytes")
+    found = {}
+
+    def run(work):
+        if tuple(work.overrides) not in found:
+            found[tuple(work.overrides)] = run_apart(work)
+        return found[tuple(work.overrides)]
+
+    return run
+
+
+@pytest.fixture
+def ablate(config, recorded, monkeypatch):
+    """Run the command on these techniques, with what was measured changed by `change`."""
+
+    def run(*options, names=NAMES, change=lambda overrides, measured: measured):
+        def changed(work):
+            measured, process_bytes = recorded(work)
+            return change(" ".join(work.overrides), measured), process_bytes
+
+        monkeypatch.setattr(ablation, "run_apart", changed)
+        only = [option for name in names for option in ("--only", name)]
+        fixed = ("--platform", "cpu", "--steps", 1, "--rounds", 1)
+        return CliRunner().invoke(cli, [*map(str, ("memory", "ablate", config, *fixed, *only, *options))])
+
+    return run
+
+
+def test_each_technique_saves_what_is_planned_and_changes_no_loss_that_it_must_not(ablate, config, tmp_path):
+    result = ablate("--json", tmp_path / "found.json")
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith("every plan is within 10 % of what was measured\n")
+    rows = {row["technique"]: row for row in json.loads((tmp_path / "found.json").read_text())["rows"]}
+    assert [*rows] == ["none", *(technique.name for technique in ablation.TECHNIQUES if technique.name in NAMES)]
+    none = rows["none"]
+    for name in ("all layers", "half the micro-batch"):
+        assert rows[name]["measured_bytes"] < 0.8 * none["measured_bytes"]
+        assert abs(rows[name]["loss"] / none["loss"] - 1) <= 1e-6
+    assert rows["nf4 base"]["measured_bytes"] < none["measured_bytes"]
+    assert abs(rows["nf4 base"]["loss_difference"]) > 1e-6 and not rows["nf4 base"]["same_result"]
+    assert all(row["process_bytes"] > row["measured_bytes"] and row["time"] > 0 for row in rows.values())
+    assert not (config.parent / "run").exists()
+
+
+def test_a_wrong_plan_ends_with_exit_code_1_and_the_name(ablate, monkeypatch):
+    right = ablation.estimate
+
+    def wrong(decoder, ask):
+        found = right(decoder, ask)
+        return found if ask.quantization == "none" else replace(found, parts=(*found.parts, found.parts[3]))
+
+    monkeypatch.setattr(ablation, "estimate", wrong)
+    result = ablate(names=NAMES[:2])
+    assert result.exit_code == 1
+    assert [line.split(":")[0] for line in result.output.splitlines() if "the plan is +" in line] == ["nf4 base"]
+
+
+@pytest.mark.parametrize(("name", "shown"), [("all layers", True), ("nf4 base", False)])
+def test_a_loss_that_changes_is_named_unless_the_technique_may_change_it(ablate, name, shown):
+    def change(overrides, measured):
+        is_other = "checkpointing=full" in overrides or "nf4" in overrides
+        return replace(measured, loss=measured.loss * (1 + 1e-5)) if is_other else measured
+
+    result = ablate(names=[name], change=change)
+    assert result.exit_code == shown, result.output
+    assert (f"{name}: the loss is +1.0e-05 off" in result.output) == shown
+
+
+def test_a_loss_in_bfloat16_is_shown_but_not_judged(ablate):
+    def change(overrides, measured):
+        off = 1e-3 * ("checkpointing=full" in overrides)
+        return replace(measured, loss=measured.loss * (1 + off), dtype="bfloat16")
+
+    result = ablate(names=["all layers"], change=change)
+    assert result.exit_code == 0 and "+1.0e-03" in result.output
+
+
+def test_what_fails_is_named_and_the_rest_is_measured(ablate):
+    def change(overrides, measured):
+        if "nf4" in overrides:
+            raise Failed("it was killed by signal 9, perhaps because memory ran out")
+        return measured
+
+    result = ablate(names=NAMES[:2], change=change)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith("nf4 base: was not measured: it was killed by signal 9")
+    assert "all layers " in result.output and "all layers:" not in result.output
+
+
+def test_what_does_not_fit_is_not_started(ablate, monkeypatch):
+    monkeypatch.setattr(ablation, "budget", lambda machine, device: type("Has", (), {"bytes": 1 << 20}))
+    result = ablate(names=["all layers"], change=lambda overrides, measured: pytest.fail("started"))
+    assert result.exit_code == 1 and result.output.count("this machine has 1.0 MiB") == 2
+
+
+def test_a_technique_that_the_backend_lacks_is_listed_with_the_reason(ablate, monkeypatch):
+    new = ablation.Technique("colder memory", lambda scale: {"memory.colder": scale.layers})
+    monkeypatch.setattr(ablation, "TECHNIQUES", (*ablation.TECHNIQUES, new))
+    result = ablate(names=["all layers"])
+    assert result.exit_code == 0
+    assert "  colder memory " in result.output and "memory.colder: unknown key" in result.output
+
+
+def test_all_together_are_the_strongest_of_what_is_offered(config):
+    place = ablation._place(config, (), "cpu", 1)
+    rows, _ = ablation._offered(place, ablation.Scale(6, 1024, 100), ())
+    settings = dict(override.split("=", 1) for override in rows[-1].overrides)
+    assert rows[-1].technique.name == "all" and not rows[-1].technique.same_result
+    assert (settings["train.micro_batch_tokens"], settings["model.quantization"]) == ("512", "nf4")
+    assert settings["memory.checkpointing"] == "full"
+
+
+def test_an_unknown_technique_is_refused_with_those_there_are(config, monkeypatch):
+    monkeypatch.setattr(ablation, "run_apart", lambda work: pytest.fail("started"))
+    result = CliRunner().invoke(cli, ["memory", "ablate", str(config), "--only", "magic"])
+    assert result.exception is not None and "got 'magic', allowed: adapter inputs, half of" in str(result.exception)
+
+
+def test_a_process_says_why_it_could_not_measure(config):
+    with pytest.raises(Failed, match=r"adapter.targets.*'nothing'"):
+        run_apart(Work(str(config), ("adapter.targets=[nothing]",), "cpu", 1))
