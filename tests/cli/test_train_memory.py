@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from safetensors.numpy import load_file
 
 from dualtune.platform.detect import detect
 from dualtune.train import memory
@@ -51,3 +52,19 @@ def test_a_run_that_recomputes_says_so_and_trains_the_same_adapter(dualtune_main
         adapters.append(adapter.read_bytes())
     assert said == [False, True]
     assert adapters[0] == adapters[1]
+
+
+def test_a_run_on_a_packed_base_says_how_many_bytes_a_weight_takes(dualtune_main, config_file, tiny_llama, tmp_path):
+    pytest.importorskip("torch")
+    said = {}
+    for value in ("none", "int8"):
+        changes = {"model.name": tiny_llama, "run.dir": tmp_path / value, "model.quantization": value, "train.steps": 1}
+        result = dualtune_main("train", config_file(changes), "--platform", "cpu")
+        assert result.returncode == 0, result.stderr
+        said[value] = [line for line in result.stdout.splitlines() if line.startswith("base ")]
+    stored = load_file(tiny_llama / "model.safetensors")
+    linear = [weight for name, weight in stored.items() if name.endswith("_proj.weight")]
+    each = 1 + 4 * sum(map(len, linear)) / sum(weight.size for weight in linear)  # a byte, and a scale for each row
+    assert said == {
+        "none": [], "int8": [f"base        {each:.3f} bytes a weight in the adapted layers, with all scales"],
+    }  # fmt: skip

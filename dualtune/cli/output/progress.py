@@ -69,6 +69,9 @@ class Progress(Hook):
             f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
             f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
         )
+        if engine["quantization"] != "none" and (weights := engine.get("adapted_weights")) and weights["parameters"]:
+            bytes_each = weights["bytes"] / weights["parameters"]
+            self._shown.tell(f"base        {bytes_each:.3f} bytes a weight in the adapted layers, with all scales")
         if kernels := engine.get("kernels"):
             self._shown.tell(f"kernels     {kernels}")
         if engine.get("sharding") == "full":
