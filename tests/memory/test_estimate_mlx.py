@@ -19,6 +19,7 @@ from dualtune.optimizer import OptimizerSpec
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
+from dualtune_mlx import optimizer  # noqa: E402
 from dualtune_mlx.card import memory, sizes  # noqa: E402
 from dualtune_mlx.kernels import attention, cross_entropy  # noqa: E402
 
@@ -150,14 +151,24 @@ def test_fewer_targets_take_what_was_estimated(measure):
     assert_alike(*measure(asked=replace(ASK, targets=("q_proj", "v_proj"))))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("kernels", ["auto", "fused"])
-def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, optimizer):
+def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, name):
     # Here an array is a fifteenth of the peak, and on a busy machine three steps in a row have two of them less.
-    asked = replace(ASK, rank=128, kernels=kernels, optimizer=optimizer)
+    asked = replace(ASK, rank=128, kernels=kernels, optimizer=name)
     estimated, held, peak = measure([32], asked=asked, steps=16, vocab_size=64)
     assert "update" in estimated.parts[4].formula
     assert_alike(estimated, held, peak)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 1 << 16], ids=["one chunk", "ten chunks"])
+def test_the_step_of_8_bit_moments_takes_what_was_estimated(measure, monkeypatch, chunk):
+    for module in (memory, optimizer):
+        monkeypatch.setattr(module, "UPDATE_CHUNK", chunk)
+    asked = replace(ASK, rank=128, optimizer="adamw_8bit")
+    estimated, held, peak = measure([32], asked=asked, vocab_size=64)
+    assert "update" in estimated.parts[4].formula
+    assert_alike(estimated, held, peak, within=0.15)
 
 
 @pytest.mark.parametrize("how", DIAL, ids=["full", "pairs", "half", "remade"])

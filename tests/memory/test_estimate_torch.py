@@ -128,6 +128,15 @@ def test_sgd_takes_what_was_estimated(measure):
     assert_alike(estimated, found, peak=0.12)
 
 
+def test_adamw_8bit_takes_what_was_estimated(measure):
+    """4 bytes of gradient, 2 of codes and 4 for each 256 weights, instead of 12."""
+    estimated, found = measure(SHORT, compiles=False, asked=replace(ASK, optimizer="adamw_8bit"))
+    assert estimated["optimizer"] / estimate(decoder_of(CONFIG), ASK)["optimizer"] == pytest.approx(
+        6.0156 / 12, rel=1e-4
+    )
+    assert_alike(estimated, found, peak=0.12)
+
+
 @pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=lambda family: family["model_type"])
 def test_another_family_takes_what_was_estimated(measure, family):
     assert_alike(*measure(SHORT, **family))

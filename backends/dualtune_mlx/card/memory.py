@@ -25,13 +25,15 @@ from dualtune.memory.ask import (
 )
 from dualtune.memory.shapes import Decoder
 from dualtune.optimizer import OPTIMIZERS
-from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS
+from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS, UPDATE_CHUNK
 
 # Tensors that are alive at the moments of a step, measured.
 LOGITS_OF_A_CHUNK, LOGITS_AT_MOST = 5, 10  # in float32
 SCORES_OF_A_ROW, SCORES_OF_A_CHUNK = 3, 6
 INT8_MATRICES = 3  # unpacked; those in 16 bits have a copy in float32
 UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
+# adamw_8bit: float32 arrays in the adapter's size, and in that of a chunk.
+CHUNKED, CHUNKED_COMPILED = (4, 13), (8, 6)
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 # Memory that is no array: Python with its libraries; on a Mac also Metal's kernels and command buffers.
 RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, MLX and Metal")}
@@ -175,8 +177,17 @@ def recomputation(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 def update(decoder: Decoder, ask: Ask, kept: MemoryPart) -> MemoryPart:
     """The optimizer step, when the activations are freed."""
-    n = num_trained(decoder, ask)
+    n, arrays = num_trained(decoder, ask), _arrays_of_update(ask)
+    alive = arrays[0] * n + arrays[1] * min(n, UPDATE_CHUNK)
+    formula = (
+        f"update of {n:,} weights: {alive:,.0f} × {MASTER_BYTES} B, minus the activations, which are freed by then"
+    )
+    return MemoryPart("workspace", int(alive * MASTER_BYTES) - kept.bytes, formula)
+
+
+def _arrays_of_update(ask: Ask) -> tuple[float, float]:
+    """Return how many arrays are alive in the optimizer step: in the adapter's size, and in that of a chunk of it."""
+    if ask.optimizer == "adamw_8bit":
+        return CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
-    alive = always + for_slot * len(OPTIMIZERS[ask.optimizer].slots)
-    formula = f"update of {n:,} weights × {alive:g} × {MASTER_BYTES} B, minus the activations, which are freed by then"
-    return MemoryPart("workspace", int(alive * MASTER_BYTES * n) - kept.bytes, formula)
+    return always + for_slot * len(OPTIMIZERS[ask.optimizer].slots), 0

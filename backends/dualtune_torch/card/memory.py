@@ -9,6 +9,7 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from dualtune.memory.ask import (
@@ -24,11 +25,12 @@ from dualtune.memory.ask import (
     optimizer,
 )
 from dualtune.memory.shapes import Decoder
-from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
+from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, UPDATE_CHUNK, WORTH_COMPILING
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
+UPDATE_ARRAYS = 7.26  # of a chunk's size in float32, in the step of adamw_8bit: measured
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 # Memory that is no tensor. CUDA: the context with its kernels, which the allocator does not count, and cuBLAS'
 # workspace; CPU: the interpreter with torch, transformers and their libraries.
@@ -43,6 +45,8 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     moments = [loss(decoder, ask), recomputation(decoder, ask, kept.bytes)]
     if _num_whole(decoder, ask):
         moments += [attention(decoder, ask), feed_forward(decoder, ask)]
+    if ask.optimizer == "adamw_8bit":  # torch's own optimizers have no temporaries
+        moments.append(update(decoder, ask, kept.bytes))
     most = max(moments, key=lambda part: part.bytes)
     return (*always, kept, most, MemoryPart("reserve", *RESERVE[ask.device]))
 
@@ -284,3 +288,9 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     what = "gradient" if ask.trains_model else "unpacked"
     formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {matrix:,} B ({what})" if matrix else "")
     return MemoryPart("workspace", T * i * each + matrix, formula)
+
+
+def update(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
+    """The step of adamw_8bit, when what the forward pass has `kept` is freed."""
+    size = math.ceil(UPDATE_ARRAYS * MASTER_BYTES * min(num_trained(decoder, ask), UPDATE_CHUNK[ask.device]))
+    return MemoryPart("workspace", size - kept, f"update in chunks of {size:,} B, minus the activations, freed by then")

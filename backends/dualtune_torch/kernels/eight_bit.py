@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dualtune.optimizer import OptimizerSpec
+from dualtune.optimizer import OptimizerSpec, Settings
 from dualtune.optimizer.eight_bit import BLOCK, CODES, STEP_STRIDE, EightBitCode, chunks_of, dither
 from dualtune_torch.card.sizes import UPDATE_CHUNK
 
@@ -77,8 +77,7 @@ class EightBitAdamW:
         assert self._flat.grad is not None
         w, g = self._flat.detach()[values], self._flat.grad[values]
         state = [tensor for slot in self._slots.values() for tensor in slot.read(values, blocks)]
-        constants = [self._settings[name] for name in ("beta1", "beta2", "eps")]
-        new_w, *new = updated(as_blocks(w), as_blocks(g), *state, *numbers, *constants)
+        new_w, *new = updated(as_blocks(w), as_blocks(g), *state, *numbers, settings=self._settings)
         write_blocks(new_w, w)
         for slot, codes, tops in zip(self._slots.values(), new[::2], new[1::2], strict=True):
             slot.write(codes, tops, values, blocks)
@@ -105,12 +104,13 @@ class EightBitAdamW:
 def updated(
     w: Tensor, g: Tensor, m_codes: Tensor, m_tops: Tensor, v_codes: Tensor, v_tops: Tensor,
     m_dither: Tensor, v_dither: Tensor, rate: Tensor, root: Tensor, shrink: Tensor, is_good: Tensor,
-    beta1: float, beta2: float, eps: float,
+    *, settings: Settings,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return (w, m's codes and tops, those of root_v) after `dualtune.optimizer.adamw_8bit`, or the old ones.
 
     w, g and codes are [R, C]; rate = lr / (1 − β1^step), root = √(1 − β2^step), shrink = 1 − lr · decay.
     """
+    beta1, beta2, eps = (settings[name] for name in ("beta1", "beta2", "eps"))
     m = decode(m_codes, m_tops, CODES["m"]).mul_(beta1).add_(g, alpha=1 - beta1)
     root_v = decode(v_codes, v_tops, CODES["root_v"]).square_().mul_(beta2).addcmul_(g, g, value=1 - beta2).sqrt_()
     change = (root_v / root).add_(eps).reciprocal_().mul_(m).mul_(rate)
@@ -125,7 +125,7 @@ def encode(values: Tensor, dither: Tensor, code: EightBitCode) -> tuple[Tensor, 
     """Return (codes int8 or uint8 [R, C], tops int16 [R]) of float32 values [R, C]: as `encode` of the core."""
     bits = values.view(torch.int32)
     index = (bits & MAGNITUDE).add_(dither).bitwise_right_shift_(code.shift).clamp_(max=code.largest_index)
-    functional.threshold_(index, code.smallest_index - 1, 0)
+    functional.threshold(index, code.smallest_index - 1, 0, inplace=True)
     top = index.amax(1, keepdim=True)
     codes = (index - (top - code.largest).clamp_(min=0)).clamp_(min=int(code.keeps_small))  # a top of 0: only zeros
     if code.keeps_small:
