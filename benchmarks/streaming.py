@@ -3,8 +3,8 @@
     python benchmarks/streaming.py [ratios | large [STEPS]]
 
 `ratios`: SmolLM2-135M with random weights in float32, one document of 64 tokens, in each format of the base, by the
-plain code. A pass is a forward and a backward pass; processor seconds, each divided by those of the resident run in the same round, medians.
-On a CPU host and device are the same memory, so a copy is a memcpy, which also takes processor time.
+plain code. A pass is a forward and a backward pass; processor seconds, each divided by those of the resident run in the
+same round, medians. On a CPU host and device are the same memory, so a copy takes processor time too.
 
 `large`: Mistral-7B's shape with random weights in NF4, trained for STEPS steps (10) of one document of 16 tokens in a
 process that may not take more than 8 GiB of private memory (memory.limit, RLIMIT_DATA).
