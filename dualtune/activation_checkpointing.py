@@ -24,6 +24,7 @@ class ActivationCheckpointing:
     layers: int | Literal["all"] = 0  # "all": all but the last, whose recomputation would save nothing
     every: int = 1
     remade: bool = False  # recompute only the adapters' inputs, from what other operations keep anyway
+    offload: bool = False  # the inputs of segments wait in host memory
     reason: str = field(default="as configured", compare=False)
 
     def num_recomputed(self, num_layers: int) -> int:
@@ -49,7 +50,8 @@ class ActivationCheckpointing:
         if not (recomputed := self.num_recomputed(num_layers)):
             return "none"
         at_once = f", {self.every} at a time" if self.every > 1 else ""
-        return f"{recomputed} of {num_layers} layers are recomputed{at_once}"
+        on_host = ", from inputs in host memory" if self.offload else ""
+        return f"{recomputed} of {num_layers} layers are recomputed{at_once}{on_host}"
 
 
 KEEP_ALL = ActivationCheckpointing()

@@ -37,6 +37,7 @@ class Device:
     dtypes: tuple[str, ...] = ()  # allowed for model.dtype
     quantizations: tuple[str, ...] = ("none",)  # allowed for model.quantization
     four_bit: str | None = None  # the quantization to suggest when memory is short
+    offloads: tuple[str, ...] = ()  # allowed for memory.offload, besides auto and none
     enforces_limit: bool = False  # whether an allocation beyond memory.limit fails; elsewhere only the plan keeps it
     remark: str = ""  # shown when `--platform auto` chooses this device, such as "which is slow"
 
@@ -113,7 +114,11 @@ class Card:
         devices = [device for device in self.devices if kind in (None, device.kind)]
         dtypes = {dtype for device in devices for dtype in device.dtypes}
         quantizations = {name for device in devices for name in device.quantizations}
-        own = {"model.dtype": {"auto", *dtypes}, "model.quantization": {"auto", *quantizations}}
+        offloads = {name for device in devices for name in device.offloads}
+        own = {
+            "model.dtype": {"auto", *dtypes}, "model.quantization": {"auto", *quantizations},
+            "memory.offload": {"auto", "none", *offloads},
+        }  # fmt: skip
         return {key: frozenset(values) for key, values in (own | dict(self.honoured)).items()}
 
     def device(self, kind: str) -> Device | None:

@@ -20,6 +20,7 @@ def test_each_device_honours_its_own_dtypes_and_quantizations():
     assert TWO.capabilities("cuda") == {
         "model.dtype": {"auto", "bfloat16"},
         "model.quantization": {"auto", "none", "nf4"},
+        "memory.offload": {"auto", "none"},
         "data.packing": {True},
     }
     assert TWO.capabilities("cpu")["model.quantization"] == {"auto", "none"}

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.errors import ConfigError
+from dualtune_torch.host.offload import HostInputs
 from dualtune_torch.kernels.lora import LoRAGroup
 from dualtune_torch.remade import KEY, RemadeInputs
 from dualtune_torch.sharding import class_of
@@ -31,6 +32,7 @@ class Recomputation:
         self._layers = decoder_layers(model)
         self._remade: RemadeInputs | None = None
         self._segments: Sequence[range] = ()
+        self._host: HostInputs | None = None  # where the inputs of segments wait; None: on the device
 
     def set(self, checkpointing: ActivationCheckpointing, trial: Callable[[], object]) -> str:
         """Recompute this from the next forward pass on, and return a description. `trial` runs the model once.
@@ -43,7 +45,7 @@ class Recomputation:
         elif self._remade is not None and not checkpointing.remade:
             self._remade.remove()
             self._remade = None
-        self._segments = segments
+        self._segments, self._host = segments, self._host_for(checkpointing)
         self._install(segments)
         return checkpointing.describe(len(self._layers or ()))
 
@@ -53,6 +55,11 @@ class Recomputation:
             return RemadeInputs(self._model, self._groups, trial)
         finally:
             self._install(self._segments)
+
+    def _host_for(self, checkpointing: ActivationCheckpointing) -> HostInputs | None:
+        if not checkpointing.offload:
+            return None
+        return self._host or HostInputs(self._model.device)
 
     def _segments_of(self, checkpointing: ActivationCheckpointing) -> list[range]:
         if self._layers is None and checkpointing.layers:
@@ -65,13 +72,14 @@ class Recomputation:
     def _install(self, segments: Sequence[range]) -> None:
         if self._layers is not None:
             self._layers.__class__ = SegmentedLayers if segments else nn.ModuleList
-            self._layers.__dict__["segments"] = segments
+            self._layers.__dict__.update(segments=segments, host=self._host)
 
 
 class SegmentedLayers(nn.ModuleList):
     """The layers of a model, some of which are recomputed in the backward pass."""
 
     segments: Sequence[range] = ()
+    host: HostInputs | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._in_segments(range(len(self))))
@@ -90,7 +98,7 @@ class SegmentedLayers(nn.ModuleList):
             return found
         for segment in self.segments:
             places = [place for place, i in enumerate(indices) if i in segment]
-            together = _Segment([found[place] for place in places])
+            together = _Segment([found[place] for place in places], self.host)
             for place in places:
                 found[place] = _Runner(found[place], together)
         return found
@@ -99,8 +107,8 @@ class SegmentedLayers(nn.ModuleList):
 class _Segment:
     """Layers that run one after another, and what each was called with in this forward pass."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[nn.Module], host: HostInputs | None) -> None:
+        self._layers, self._host = layers, host
         self._calls: list[Callable[[Tensor], Tensor]] = []
         self._passed: Tensor | None = None
 
@@ -114,7 +122,7 @@ class _Segment:
         anchor = _anchor(self._layers)
         if anchor is None and not x.requires_grad:  # nothing here is kept anyway
             return self._run(x)
-        return _Recomputed.apply(x, anchor, self._run)
+        return _Recomputed.apply(x, anchor, self._run, self._host)
 
     def _run(self, x: Tensor) -> Tensor:
         for call in self._calls:
@@ -151,22 +159,29 @@ class _Runner:
 
 
 class _Recomputed(torch.autograd.Function):
-    """run(x), of which only x is kept. The anchor is trainable: without one, autograd would skip the function."""
+    """run(x), of which only x is kept, on the device or on the host.
+
+    The anchor is trainable: without one, autograd would skip the function.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, run: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, run: Callable[[Tensor], Tensor], host: HostInputs | None
+    ) -> Tensor:
         ctx.run = run
-        ctx.save_for_backward(x)
+        ctx.offloaded = host.put(x) if host else None
+        ctx.save_for_backward(None if host else x)
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
+        x = x if ctx.offloaded is None else ctx.offloaded.take()
         with torch.enable_grad():
             x = x.detach().requires_grad_(ctx.needs_input_grad[0])
             y = ctx.run(x)
         torch.autograd.backward(y, grad)
-        return x.grad, None, None
+        return x.grad, None, None, None
 
 
 def _anchor(layers: Sequence[nn.Module]) -> Tensor | None:

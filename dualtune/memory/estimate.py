@@ -19,6 +19,7 @@ from dualtune.memory.shapes import Decoder
 
 if TYPE_CHECKING:
     from dualtune.config import Config
+    from dualtune.config.schema import CheckpointedLayers
 
 __all__ = ["Adapted", "Ask", "Estimate", "adapted", "ask_of", "estimate", "longest_that_fits", "padded"]
 
@@ -74,29 +75,36 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
 
 
 def checkpointing_of(config: Config) -> ActivationCheckpointing:
-    """Return memory.checkpointing as configured; `auto` counts as none, or as full where layers are streamed.
+    """Return memory.checkpointing as configured; `auto` counts as none, or as full if another key needs it.
 
-    ConfigError for another value with streamed layers: their backward pass follows their recomputation.
+    ConfigError for a value that contradicts memory.resident_layers or memory.offload.
     """
-    if config.memory.resident_layers != "all":
-        return _of_streamed_layers(config)
-    match value := config.memory.checkpointing:
+    memory = config.memory
+    offload, streamed = memory.offload == "activations", memory.resident_layers != "all"
+    if streamed or (offload and memory.checkpointing in ("auto", "none", "remade")):
+        where = f"memory.resident_layers={memory.resident_layers}" if streamed else "memory.offload=activations"
+        return replace(_full_because(memory.checkpointing, where), offload=offload)
+    match value := memory.checkpointing:
         case "auto" | "none":
             return KEEP_ALL
         case "remade":
             return ActivationCheckpointing(remade=True)
         case "full":
-            return FULL
+            return replace(FULL, offload=offload)
         case _:
-            return ActivationCheckpointing(value.layers, value.every)
+            return ActivationCheckpointing(value.layers, value.every, offload=offload)
 
 
-def _of_streamed_layers(config: Config) -> ActivationCheckpointing:
-    value, where = config.memory.checkpointing, f"memory.resident_layers={config.memory.resident_layers}"
+def _full_because(value: str | CheckpointedLayers, where: str) -> ActivationCheckpointing:
+    """Return that everything is recomputed, because another key needs it. ConfigError for a value that is against it.
+
+    The backward pass of a streamed layer follows its recomputation; and what is offloaded are inputs of recomputed
+    layers.
+    """
     if value not in ("auto", "full"):
         got = value if isinstance(value, str) else f"{{layers: {value.layers}}}"
         raise ConfigError(
-            f"memory.checkpointing: got {got}, but with {where} every layer has to be recomputed; allowed: auto, full"
+            f"memory.checkpointing: got {got}, but with {where} layers have to be recomputed; allowed: auto, full"
         )
     return FULL if value == "full" else replace(FULL, reason=f"auto: needed by {where}")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
 REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 1.12 on a busy CPU in benchmarks/checkpointing.py
-RESIDENT = "memory.resident_layers"
+RESIDENT, OFFLOAD = "memory.resident_layers", "memory.offload"
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 OPTIMIZER = "train.optimizer"
 SAME = "same result"
@@ -114,7 +114,7 @@ def plan_of(config: Config, decoder: Decoder, backend: str, device: str, have_by
 
 def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, *, auto: bool) -> MemoryPlan:
     """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice."""
-    if auto and ask.resident_layers is None:
+    if auto and ask.checkpointing == KEEP_ALL:
         ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
     needed = estimate(decoder, ask)
     savings = () if needed.total_bytes <= have_bytes else _cheapest_savings(decoder, ask, have_bytes)
@@ -227,7 +227,9 @@ def _with_same_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterato
     recomputed = _recomputing(decoder, start[-1].ask if start else ask)
     yield from ([*start, stage] for stage in recomputed)
     strongest = [*start, *recomputed[-1:]]
-    yield [*strongest, *_fewer_tokens(decoder, strongest[-1].ask if strongest else ask, ask.max_length, have_bytes)]
+    strongest += _fewer_tokens(decoder, strongest[-1].ask if strongest else ask, ask.max_length, have_bytes)
+    yield strongest
+    yield [*strongest, *_offloading(strongest[-1].ask if strongest else ask)]
 
 
 def _with_streamed_layers(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterator[list[_Stage]]:
@@ -235,14 +237,15 @@ def _with_streamed_layers(decoder: Decoder, ask: Ask, have_bytes: int) -> Iterat
     if ask.trains_model or NUMBER not in card_of(ask.backend).honoured.get(RESIDENT, ()):
         return
     *_, start = _with_same_documents(decoder, ask, have_bytes)
-    here = replace(start[-1].ask if start else ask, checkpointing=FULL)
+    before = start[-1].ask if start else ask
+    here = replace(before, checkpointing=replace(FULL, offload=before.checkpointing.offload))
 
     def fits(layers: int) -> bool:
         return _needs(decoder, replace(here, resident_layers=layers)) <= have_bytes
 
     if fits(1):
         layers = last_that_fits(fits, 1, ask.resident_layers or decoder.layers)
-        settings = {RESIDENT: layers} if start and here == start[-1].ask else {RESIDENT: layers, CHECKPOINTING: "full"}
+        settings = {RESIDENT: layers} if here == before else {RESIDENT: layers, CHECKPOINTING: "full"}
         yield [*start, _Stage(replace(here, resident_layers=layers), settings, None, SAME)]
 
 
@@ -256,12 +259,22 @@ def _with_shorter_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iter
 
 def _recomputing(decoder: Decoder, ask: Ask) -> list[_Stage]:
     """Return the setups that recompute more than `ask`, the cheapest first."""
-    now = recompute_time(decoder, ask)
-    setups = [(value, replace(ask, checkpointing=value)) for value in _dial(decoder, ask)]
+    now, offload = recompute_time(decoder, ask), ask.checkpointing.offload
+    values = [replace(value, offload=offload) for value in _dial(decoder, ask) if value.layers or not offload]
+    setups = [(value, replace(ask, checkpointing=value)) for value in values]
     timed = [(value, setup, recompute_time(decoder, setup)) for value, setup in setups]
     return [
         _Stage(setup, {CHECKPOINTING: _written(value)}, time / now, SAME) for value, setup, time in timed if time > now
     ]
+
+
+def _offloading(ask: Ask) -> list[_Stage]:
+    """Return the setup in which the inputs of recomputed layers wait in host memory, if the device has another one."""
+    honoured = card_of(ask.backend).capabilities(ask.device).get(OFFLOAD, ())
+    if "activations" not in honoured or ask.checkpointing.offload or not ask.checkpointing.layers:
+        return []
+    moved = replace(ask, checkpointing=replace(ask.checkpointing, offload=True))
+    return [_Stage(moved, {OFFLOAD: "activations"}, None, SAME)]
 
 
 def _written(value: ActivationCheckpointing) -> str:

@@ -173,6 +173,16 @@ def test_copies_are_counted(load, slots):
         assert (transfers.num_copies - copies, transfers.num_bytes - copied) == (expected, expected * size)
 
 
+def test_the_next_layers_in_the_direction_of_travel_come_ahead(load):
+    """Up to the last layer, and down again; those that were used are kept until their place is needed."""
+    engine, seen = load(2, dropout=0.0), []
+    for number, layer in enumerate(engine.model.base_model.layers._modules.values()):
+        layer.register_forward_hook(lambda *_, number=number: seen.append((number, sorted(engine._streamed._at))))
+    engine.forward_backward(DOCUMENTS, divisor=30)
+    up = [(0, [0, 1]), (1, [1, 2]), (2, [2, 3]), (3, [2, 3])]
+    assert seen == [*up, (2, [1, 2]), (1, [0, 1]), (0, [0, 1])]
+
+
 def test_a_base_larger_than_the_device_trains(load):
     """Its layers take four times the memory that they have on the device, where they never are all at once."""
     engine = load(1, dropout=0.0)

@@ -14,7 +14,9 @@ QUANTIZATIONS = ("none", "nf4", "int8", "affine4", "affine8")
 CARD = Card(
     name="torch",
     devices=(
-        Device("cuda", "bfloat16", DTYPES, QUANTIZATIONS, four_bit="nf4", enforces_limit=True),
+        Device(
+            "cuda", "bfloat16", DTYPES, QUANTIZATIONS, four_bit="nf4", offloads=("activations",), enforces_limit=True
+        ),
         Device("cpu", "float32", DTYPES, QUANTIZATIONS, four_bit="nf4", enforces_limit=sys.platform == "linux"),
     ),
     platforms=("cuda", "cpu", "cuda:N"),
@@ -26,7 +28,6 @@ CARD = Card(
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
-        "memory.offload": ("auto", "none"),
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none", "full"),
         "memory.limit": ("auto", SIZE),

@@ -1,6 +1,6 @@
 """The memory that the torch engine needs, by part.
 
-The formulas describe this package as it is: no activation is offloaded. They assume the kernels that `model.kernels:
+They assume the kernels that `model.kernels:
 auto` chooses on a machine with a compiler, or the plain code of `reference`.
 
 Legend: T tokens of the micro-batch, L of its longest document, c bytes of a number in the compute dtype, d width of the
@@ -32,6 +32,7 @@ from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, UPDATE_CHUNK, 
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
 UPDATE_ARRAYS = 7.26  # of a chunk's size in float32, in the step of adamw_8bit: measured
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
+OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
 # Memory that is no tensor. CUDA: the context with its kernels, which the allocator does not count, and cuBLAS'
 # workspace; CPU: the interpreter with torch, transformers and their libraries.
 RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "Python, torch and transformers")}
@@ -114,7 +115,8 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
 def activations(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The layers that are not recomputed, and the input of each segment that is."""
     on, c, d, T = adapted_by(decoder, ask), ask.item_bytes, decoder.hidden, ask.cells
-    layer, whole, inputs = _layer(decoder, ask), _num_whole(decoder, ask), len(_segments(decoder, ask))
+    layer, whole = _layer(decoder, ask), _num_whole(decoder, ask)
+    inputs = _num_inputs(ask, len(_segments(decoder, ask)))
     # The last norm, the gradient of its output or the log-probabilities, minus the first norm, below which is no
     # adapter: it keeps nothing, so what reads its output cannot recompute it.
     around = 2 * c * d + _angles(decoder, ask) + 4 * decoder.vocab * has_plain_loss(decoder, ask)
@@ -135,6 +137,11 @@ def _segments(decoder: Decoder, ask: Ask) -> list[range]:
     """The segments of layers that are recomputed: below the lowest adapter nothing is."""
     lowest = decoder.layers - adapted_by(decoder, ask).layers
     return [segment for segment in ask.checkpointing.segments(decoder.layers) if segment.stop > lowest]
+
+
+def _num_inputs(ask: Ask, segments: int) -> int:
+    """The number of inputs of these segments that are on the device at a time."""
+    return min(segments, OFFLOADED_AT_ONCE) if ask.checkpointing.offload else segments
 
 
 def _num_whole(decoder: Decoder, ask: Ask) -> int:
@@ -253,7 +260,7 @@ def recomputation(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
     backward = max(attention(decoder, ask).bytes, feed_forward(decoder, ask).bytes)
     # The inputs so far, the output of the segment, and its gradient.
     needed = [
-        T * (len(segment) * layer + (number + 2) * c * d + _angles(decoder, ask)) + backward
+        T * (len(segment) * layer + (_num_inputs(ask, number) + 2) * c * d + _angles(decoder, ask)) + backward
         for number, segment in enumerate(_segments(decoder, ask), start=1)
     ]
     size = max(0, max(needed, default=0) - kept)

@@ -61,7 +61,7 @@ class StreamedLayers:
         recomputed = checkpointing.num_recomputed(len(self._layers))
         if recomputed < len(self._layers) - 1 or checkpointing.every > 1:
             raise ConfigError(
-                f"memory.checkpointing: got a value with which {checkpointing.describe(len(self._layers))}, but with "
+                f"memory.checkpointing: got {checkpointing.describe(len(self._layers))}, but with "
                 f"{KEY}={len(self._slots)} every layer has to be recomputed by itself; allowed: auto, full"
             )
 
