@@ -72,8 +72,10 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
 
 
 def checkpointing_of(config: Config) -> ActivationCheckpointing:
-    """Return memory.checkpointing as configured; `auto` counts as none."""
+    """Return memory.checkpointing as configured; `auto` counts as none, and with streamed layers as full."""
     match value := config.memory.checkpointing:
+        case "auto" if config.memory.resident_layers != "all":
+            return ActivationCheckpointing("all", reason="auto: streamed layers are recomputed")
         case "auto" | "none":
             return KEEP_ALL
         case "remade":

@@ -18,6 +18,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance import random_adapter
 from dualtune.testing.tiny_models import pack, random_batch, write_tiny_gpt2, write_tiny_llama
+from dualtune.train.run import run
 
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
@@ -233,6 +234,20 @@ def test_an_exception_leaves_nothing_behind(name, load, monkeypatch):
     assert streaming._end is None and streaming._recording is None and engine._dropout_seeds.seeds_BT is None
     assert engine.evaluate(PACKED).loss_sum == expected[1]
     assert np.array_equal(learned(engine, PACKED)[0], expected[0])
+
+
+def test_a_run_that_streams_writes_the_same_adapter(open_backend, make_config, write_rows, qa_rows, tmp_path):
+    """With `memory.checkpointing: auto`, evaluation, packing and several micro-batches for a step."""
+    settings = {"data.eval": 0.25, "train.steps": 2, "train.micro_batch_tokens": 64, "adapter.dropout": 0.2}
+    files = []
+    for layers in ("all", 1):
+        changes = {"memory.resident_layers": layers, "run.dir": tmp_path / f"resident {layers}"}
+        done = run(make_config(write_rows(qa_rows), settings | changes), open_backend("mlx"))
+        files.append((done.adapter_dir / "adapter_model.safetensors").read_bytes())
+    assert files[0] == files[1]
+    engine = json.loads((done.run_dir / "environment.json").read_text())["engine"]
+    assert engine["checkpointing"] == "2 of 2 layers are recomputed"
+    assert engine["checkpointing_reason"] == "memory.resident_layers: 1 of 2 layers are in memory at once"
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
