@@ -45,7 +45,8 @@ from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear
 from dualtune_mlx.model import check_names
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache
-from dualtune_mlx.streaming import Residency, Streaming
+from dualtune_mlx.streaming.passes import Streaming
+from dualtune_mlx.streaming.residency import Residency
 
 
 class MlxEngine:

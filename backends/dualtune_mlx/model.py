@@ -21,7 +21,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_mlx import gpt2, int8
 from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
-from dualtune_mlx.streaming import check_streamable
+from dualtune_mlx.streaming.residency import check_streamable
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 BITS = {"affine4": 4, "affine8": 8}

@@ -15,6 +15,7 @@ from dualtune.data.documents import in_memory
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
 from dualtune.optimizer import OptimizerSpec
+from dualtune.testing.tiny_models import write_tiny_llama
 
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
@@ -48,20 +49,23 @@ def measure(open_backend, tmp_path):
 
     def measure_(lengths=SHORT, *, asked=ASK, steps=3, **changes):
         backend, config = open_backend("mlx"), CONFIG | changes
+        streams = asked.resident_layers is not None
+        model_dir = write_tiny_llama(tmp_path, **config) if streams else tmp_path
         (tmp_path / "config.json").write_text(json.dumps(config))
         spec = AdapterSpec(asked.rank, 32.0, 0.05 if asked.dropout else 0.0, asked.targets)
         before = active()
         engine = backend.load(
             LoadRequest(
-                tmp_path,
+                model_dir,
                 asked.dtype,
                 asked.quantization,
-                "random",
+                "pretrained" if streams else "random",
                 spec,
                 OptimizerSpec(asked.optimizer),
                 seed=1,
                 kernels=asked.kernels,
                 checkpointing=asked.checkpointing,
+                resident_layers=asked.resident_layers,
             )
         )
         rng = np.random.default_rng(0)
@@ -174,6 +178,34 @@ def test_the_step_of_8_bit_moments_takes_what_was_estimated(measure, monkeypatch
 @pytest.mark.parametrize("how", DIAL, ids=["full", "pairs", "half", "remade"])
 def test_recomputed_layers_take_what_was_estimated(measure, how):
     assert_alike(*measure([64] * 8, asked=replace(ASK, checkpointing=how), steps=2, num_hidden_layers=8))
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_streamed_layers_take_what_was_estimated(measure, layers):
+    asked = replace(ASK, checkpointing=DIAL[0], resident_layers=layers)
+    estimated, held, peak = measure([64] * 8, asked=asked, steps=2, num_hidden_layers=8)
+    assert f"with {layers} of 8 layers" in estimated.parts[0].formula
+    assert_alike(estimated, held, peak)
+
+
+def test_large_streamed_layers_take_what_was_estimated(measure):
+    """Where they are most of the memory."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64, "vocab_size": 96}
+    asked = replace(ASK, checkpointing=DIAL[0], resident_layers=2)
+    assert_alike(*measure([16], asked=asked, steps=4, **wide))
+
+
+def test_a_base_three_times_as_large_as_the_limit_fits_by_plan():
+    seven_b = {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 32000, "tie_word_embeddings": False,
+    }  # fmt: skip
+    asked = replace(ASK, device="metal", dtype="bfloat16", rank=16, micro_batch_tokens=512, max_length=512)
+    decoder = decoder_of(CONFIG | seven_b)
+    whole = estimate(decoder, replace(asked, checkpointing=DIAL[0]))
+    streamed = estimate(decoder, replace(asked, checkpointing=DIAL[0], resident_layers=2))
+    assert whole["weights"] - streamed["weights"] == 30 * 2 * (decoder.linear_parameters // 32 + 2 * 4096)
+    assert whole["weights"] > 3 * streamed.total_bytes
 
 
 def test_compiled_recomputed_layers_take_what_was_estimated(measure):

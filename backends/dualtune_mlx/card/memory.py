@@ -10,6 +10,8 @@ model, q and kv widths of all query and of all key/value heads, H query heads, i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dualtune.memory.ask import (
     AFFINE_BITS,
     MASTER_BYTES,
@@ -51,16 +53,24 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
-    if ask.quantization in AFFINE_BITS:
-        return affine_weights(decoder, ask)
-    c, n = ask.item_bytes, decoder.num_parameters
-    base = MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
-    if ask.quantization == "int8":
-        base = int8_weights(decoder, ask)
-    if ask.device != "cpu" or has_plain_loss(decoder, ask):
+    """The base; if it is streamed, only the layers that are in memory at once."""
+    c, resident = ask.item_bytes, min(ask.resident_layers or decoder.layers, decoder.layers)
+    base = _base(replace(decoder, layers=resident), ask)
+    if ask.resident_layers is not None:
+        base = MemoryPart("weights", base.bytes, f"{base.formula}, with {resident} of {decoder.layers} layers")
+    if ask.quantization in AFFINE_BITS or ask.device != "cpu" or has_plain_loss(decoder, ask):
         return base
     head = decoder.vocab * decoder.hidden
     return MemoryPart("weights", base.bytes + c * head, f"{base.formula} + {head:,} of the head, transposed × {c} B")
+
+
+def _base(decoder: Decoder, ask: Ask) -> MemoryPart:
+    if ask.quantization in AFFINE_BITS:
+        return affine_weights(decoder, ask)
+    if ask.quantization == "int8":
+        return int8_weights(decoder, ask)
+    c, n = ask.item_bytes, decoder.num_parameters
+    return MemoryPart("weights", c * n, f"{n:,} parameters × {c} B")
 
 
 def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -74,6 +84,9 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
 def activations(decoder: Decoder, ask: Ask) -> list[MemoryPart]:
     """What is kept at the end of the forward pass, then when each segment is recomputed, from the last one."""
     lowest = decoder.layers - adapted(decoder, ask.targets).layers  # below it nothing is kept
+    if ask.resident_layers is not None:  # every layer is recomputed, after the loss
+        inputs = decoder.layers - lowest
+        return [_activations(decoder, ask, 0, inputs + 1), _activations(decoder, ask, min(1, inputs), inputs)]
     spans = [range(max(s.start, lowest), s.stop) for s in ask.checkpointing.segments(decoder.layers)]
     segments = [len(span) for span in spans if span]
     plain = decoder.layers - lowest - sum(segments)

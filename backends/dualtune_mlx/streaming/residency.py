@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -44,6 +45,11 @@ def check_streamable(request: LoadRequest, quantization: str, *, is_stored: bool
     problem = f"{KEY}: got {request.resident_layers}, but "
     if request.init == "random":
         raise ConfigError(f"{problem}with model.init: random the weights are in no file to read from. Set {KEY}: all")
+    if request.adapter.method != "lora":
+        raise ConfigError(
+            f"{problem}adapter.method: {request.adapter.method} needs weights of the base that stay in memory. "
+            f"Set adapter.method: lora, or {KEY}: all"
+        )
     if quantization == "none" or is_stored:
         return
     problem += (
@@ -66,7 +72,6 @@ class Residency:
         self.bytes_read = 0  # of the files, so far
         self._sanitize: Any = getattr(model, "sanitize", lambda stored: stored)
         self._files = {file: _state(file) for file in files}
-        self._stream = mx.new_stream(mx.cpu)  # of its own, so that a layer is read while another one computes
         paths = {id(module): path for path, module in model.named_modules()}
         self._weights = [_weights(layer, paths) for layer in cast(Any, model).layers]
         self._resident: OrderedDict[int, LayerArrays] = OrderedDict()  # the least recently used first
@@ -115,7 +120,7 @@ class Residency:
         """Return new arrays for all layers. Only the headers of the files are read."""
         self._check_files()
         stored: dict[str, mx.array] = {}
-        with mx.stream(self._stream):
+        with mx.stream(_reader()):
             for file in self._files:
                 stored |= cast(dict[str, mx.array], mx.load(str(file)))
             stored = self._sanitize(stored)
@@ -129,6 +134,12 @@ class Residency:
                     f"{file}: this file has changed or is gone since the model was loaded, and with {KEY} its layers "
                     "are read in every step. Restore the file, then resume with the same command"
                 )
+
+
+@cache
+def _reader() -> mx.Stream:
+    """A stream only for reading, so that a layer is read while another one computes. MLX reads files on the CPU."""
+    return mx.new_stream(mx.cpu)
 
 
 def _state(file: Path) -> tuple[int, int, int] | None:
