@@ -25,7 +25,7 @@ REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 1.12 on a bus
 RESIDENT, OFFLOAD = "memory.resident_layers", "memory.offload"
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 OPTIMIZER = "train.optimizer"
-SAME = "same result"
+SAME, CUT = "same result", "longer documents are cut"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,19 @@ def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, *, auto: bool) -> Mem
     needed = estimate(decoder, ask)
     savings = () if needed.total_bytes <= have_bytes else _cheapest_savings(decoder, ask, have_bytes)
     return MemoryPlan(decoder, ask, needed, have_bytes, savings)
+
+
+def savings_alone(decoder: Decoder, ask: Ask) -> list[Saving]:
+    """Return the changes that save memory, each taken alone, in the planner's order.
+
+    For a run that has run out of memory: how much is missing is not known, because the plan was too low or there is
+    less memory than it was made for.
+    """
+    half = ask.max_length // 2
+    tail = [_Stage(replace(ask, max_length=half, micro_batch_tokens=half), {LENGTH: half}, None, CUT)] if half else []
+    stages = [*_recomputing(decoder, ask)[-1:], *_fewer_tokens(decoder, ask, ask.max_length, 0), *_four_bit(ask), *tail]
+    savings = (saving for stage in stages for saving in _as_savings(decoder, ask, [stage]))
+    return [saving for saving in savings if saving.saved_bytes > 0]
 
 
 def choose_checkpointing(decoder: Decoder, ask: Ask, have_bytes: int) -> ActivationCheckpointing:
@@ -254,7 +267,7 @@ def _with_shorter_documents(decoder: Decoder, ask: Ask, have_bytes: int) -> Iter
     here = strongest[-1].ask if strongest else ask
     if length := longest_that_fits(decoder, here, have_bytes) // GRANULE * GRANULE:
         cut = replace(here, max_length=length, micro_batch_tokens=length)
-        yield [*strongest, _Stage(cut, {LENGTH: length, TOKENS: length}, None, "longer documents are cut")]
+        yield [*strongest, _Stage(cut, {LENGTH: length, TOKENS: length}, None, CUT)]
 
 
 def _recomputing(decoder: Decoder, ask: Ask) -> list[_Stage]:

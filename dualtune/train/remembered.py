@@ -40,7 +40,7 @@ def recovery_of(prepared: Prepared, engine: Engine, log: Metrics) -> Recovery:
     config, data = prepared.config, prepared.data
 
     def explain(recovery: Recovery, reason: str) -> str:
-        return explanation(prepared.backend, _with(config, recovery), reason)
+        return explanation(prepared.backend, _with(config, recovery, data.longest), reason)
 
     recovery = Recovery(
         prepared.backend, engine, data.layout, data.longest, team=prepared.team,
@@ -92,9 +92,10 @@ def _before(config: Config, saved: Checkpoint | None) -> dict[str, Any]:
     return saved.state.get(KEY) or {} if is_same else {}
 
 
-def _with(config: Config, recovery: Recovery) -> Config:
-    """Return the config with what was tried last."""
+def _with(config: Config, recovery: Recovery, longest: int) -> Config:
+    """Return the config with what was tried last, and with the length of the longest document that there is."""
     train = config.train.model_copy(update={"micro_batch_tokens": recovery.layout.max_tokens})
     checkpointing = "full" if recovery.recomputes else config.memory.checkpointing
     memory = config.memory.model_copy(update={"checkpointing": checkpointing})
-    return config.model_copy(update={"train": train, "memory": memory})
+    data = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
+    return config.model_copy(update={"train": train, "memory": memory, "data": data})

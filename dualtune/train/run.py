@@ -33,6 +33,7 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune.profiler.timeline import Timeline
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
+from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
 from dualtune.train.model_dir import write_model
 from dualtune.train.moments import Moments
@@ -129,6 +130,7 @@ def execute(
     if team.is_first:
         check_space(run_dir, config, num_weights)
     run_dir.has_begun = True
+    run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)  # before the timeline is continued
     _write_records(run_dir, prepared, engine)
 
     watchers, unusable_hooks = _watchers(prepared, run_dir, hooks)

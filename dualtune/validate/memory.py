@@ -6,16 +6,19 @@ import json
 
 from dualtune.base_model import resolve_model
 from dualtune.checks import Check
-from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.plan import plan_of
 from dualtune.memory.shapes import UnknownShape, decoder_of
-from dualtune.platform.budget import Budget, budget
+from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.machine import Machine
 from dualtune.validate.plan import Plan, ValidationSetup
 from dualtune.validate.tiers import MB
 
 
 def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
-    """Return a row: available, needed, and the difference. EnvironmentFault if there is no such model."""
+    """Return a row: available, needed with `memory.checkpointing: auto` as the run decides it, and the difference.
+
+    EnvironmentFault if there is no such model.
+    """
     model_dir = resolve_model(plan.config.model.name, weights=False)
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     try:
@@ -23,8 +26,9 @@ def check_memory(plan: Plan, setup: ValidationSetup, machine: Machine) -> Check:
     except UnknownShape as reason:
         return Check("memory", "skipped", f"not estimated: {reason}")
     kind = setup.backend.devices()[0].kind
-    needed = estimate(decoder, ask_of(plan.config, decoder, setup.backend.name, kind)).total_bytes
-    return compare(budget(machine, setup.platform if kind == "cuda" else kind), needed)
+    has = within(budget(machine, setup.platform if kind == "cuda" else kind), plan.config.memory.limit_bytes)
+    planned = plan_of(plan.config, decoder, setup.backend.name, kind, has.bytes)
+    return compare(has, planned.estimate.total_bytes)
 
 
 def compare(there: Budget, needed_bytes: int) -> Check:

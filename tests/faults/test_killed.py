@@ -90,7 +90,9 @@ def test_with_progress_the_run_is_restarted_at_the_smallest_size_too(box):
     expected="not restarted; its exit code",
 )
 def test_an_error_is_not_restarted(box):
-    stderr = box.train(1, "--max-restarts", 3, inject=f"enter({box.forward!r}, 4, throw(RuntimeError('broken')))").stderr
+    stderr = box.train(
+        1, "--max-restarts", 3, inject=f"enter({box.forward!r}, 4, throw(RuntimeError('broken')))"
+    ).stderr
     assert "RuntimeError: broken" in stderr and "restart  " not in stderr
 
 
@@ -137,3 +139,16 @@ def test_only_a_run_with_a_config_is_restarted(box, python, args):
     command = ["train", *args] if args == ["--demo"] else [*box.command(), *args]
     done = python("-m", "dualtune.cli.main", *command, "--max-restarts", 2)
     assert done.returncode == 2 and "--max-restarts is for a run with a config file" in done.stderr
+
+
+@pytest.mark.parametrize(("used", "is_said"), [(1 << 60, True), (1 << 20, False)])
+def test_a_resume_says_whether_memory_is_the_likely_cause_of_a_kill(box, used, is_said):
+    """The kill is real; the memory that the process had used is written into its timeline."""
+    box.train(-9, fault="step:4")
+    timeline = box.dir / "memory.csv"
+    header = timeline.read_text().splitlines()[0] if timeline.exists() else ""
+    assert header.startswith("step,phase,used_bytes,peak_bytes")
+    timeline.write_text(f"{header}\n4,optimizer,{used},{used},,,,{1 << 60},1.0\n")
+    box.resume()
+    said = [event["message"] for event in box.events("found") if "memory is the likely cause" in event["message"]]
+    assert len(said) == is_said and all("--max-restarts 3" in text for text in said)

@@ -10,9 +10,14 @@ import pytest
 
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
+from dualtune.base_model import read_config
 from dualtune.errors import OutOfMemory
+from dualtune.evaluate.shortage import explanation
+from dualtune.memory.estimate import ask_of, estimate
+from dualtune.memory.shapes import decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import random_batch, write_tiny_llama
+from dualtune.text.show import in_bytes
 
 SPEC = AdapterSpec(2, 4.0, 0.3, ("all-linear",))
 
@@ -98,6 +103,50 @@ def test_what_layers_wait_for_is_dropped_on_mlx(open_backend, tmp_path, monkeypa
     assert any(each._waiting for each in shared)
     engine.discard()
     assert not any(each._waiting or each._x_BTI is not None for each in shared)
+
+
+# --- what the message says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_the_settings_of_the_message_are_the_planners_with_the_bytes_that_each_saves(
+    open_backend, make_config, backend
+):
+    """The oracle: the estimates of the config with and without the setting."""
+    backend = open_backend(backend)
+    base = {"data.max_length": 512, "train.micro_batch_tokens": 1024}
+
+    def total(**changes):
+        config = make_config("rows.jsonl", base | {key.replace("__", "."): value for key, value in changes.items()})
+        decoder = decoder_of(read_config(Path(config.model.name)))
+        return estimate(decoder, ask_of(config, decoder, backend.name, "cpu")).total_bytes
+
+    four_bit = {"torch": "nf4", "mlx": "affine4"}[backend.name]
+    smaller = {
+        "memory.checkpointing=full": total(memory__checkpointing="full"),
+        "train.micro_batch_tokens=512": total(train__micro_batch_tokens=512),
+        f"model.quantization={four_bit}": total(model__quantization=four_bit),
+    }
+    said = explanation(backend, make_config("rows.jsonl", base), "while it was tested").splitlines()
+    assert said[0] == "out of memory: while it was tested"
+    assert f"it needs {in_bytes(total())}:" in said[1]
+    for line, (setting, less) in zip(said[3:], smaller.items(), strict=True):
+        assert line.split()[:2] == ["--set", setting] and f"saves {in_bytes(total() - less)};" in line
+
+
+def test_a_model_without_an_estimate_gets_settings_too(open_backend, make_config, tiny_softmax):
+    said = explanation(open_backend("torch"), make_config("rows.jsonl", model=tiny_softmax), "x").splitlines()
+    assert said[1].startswith("The peak so far is ")
+    settings = [line.split()[1] for line in said[3:]]
+    assert settings == ["memory.checkpointing=full", "train.micro_batch_tokens=64", "model.quantization=nf4"]
+
+
+def test_a_setting_that_saves_nothing_is_not_in_the_message(open_backend, make_config):
+    tight = {"memory.checkpointing": "full", "train.micro_batch_tokens": 64, "model.quantization": "nf4"}
+    said = explanation(open_backend("torch"), make_config("rows.jsonl", tight), "x").splitlines()
+    assert [line.split()[1].partition("=")[0] for line in said[3:]] == [
+        "data.max_length", "model.dtype", "adapter.rank",
+    ]  # fmt: skip
 
 
 # --- a real shortage -------------------------------------------------------------------------------------------------

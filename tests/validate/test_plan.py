@@ -1,6 +1,7 @@
 """What a tier comes to on a device, the data it trains on, and the check of memory before it."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from dualtune.errors import ConfigError
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.platform.budget import Budget
 from dualtune.validate.concepts import KEYWORDS, NUM_KEYWORDS, NUM_ROWS, rows, write_rows
-from dualtune.validate.memory import compare
+from dualtune.validate.memory import check_memory, compare
 from dualtune.validate.plan import DEMO_MODEL, ValidationSetup, free_directory, plan, random_model
 from dualtune.validate.tiers import ALL, TIERS, tiers_of
 
@@ -169,3 +170,17 @@ def test_a_backend_without_4_bits_is_refused(on_gpu):
 
     with pytest.raises(EnvironmentFault, match="has no 4-bit weights"):
         plan(TIERS["quick"], replace(on_gpu, backend=Plain()))
+
+
+def test_memory_is_judged_as_the_run_plans_it(open_backend, make_config, monkeypatch, tmp_path):
+    """With `auto`, a run that fits only with recomputed activations passes; one that must keep them does not."""
+    setup = ValidationSetup("cpu", open_backend("torch"), tmp_path / "out")
+    planned = plan(TIERS["quick"], setup)
+
+    def check(checkpointing, num_bytes):
+        long = {"memory.checkpointing": checkpointing, "data.max_length": 512}
+        monkeypatch.setattr("dualtune.validate.memory.budget", lambda machine, platform: Budget(num_bytes, "a test"))
+        return check_memory(replace(planned, config=make_config("rows.jsonl", long)), setup, None)
+
+    whole = int(re.search(r"(\d+) MB needed", check("none", 10**10).found)[1]) * 10**6
+    assert [check(value, whole - 10**6).level for value in ("none", "auto")] == ["fail", "ok"]

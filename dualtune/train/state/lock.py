@@ -64,6 +64,11 @@ class Lock:
             self._let_go(None)
             raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
 
+    @property
+    def holder_was_killed(self) -> bool:
+        """Return whether the process before left no word about its end."""
+        return self._before is not None and self._before.state == "running"
+
     def fault(self) -> str | None:
         """Return what happened to the lock file, if another process may hold the directory now; else None."""
         return fault_of(self._path, self._file)
