@@ -14,6 +14,7 @@ from dualtune.adapter.formats.directory import read_adapter
 from dualtune.backend import IGNORE_INDEX
 from dualtune.capabilities import check_capabilities
 from dualtune.config import load_config
+from dualtune.memory.shapes import decoder_of
 from dualtune.testing.tiny_models import random_batch
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,35 @@ def test_the_memory_profile_of_a_tiny_model_holds_its_checks(open_backend, monke
     ]
     assert re.search(r"^Forward +2 ", out, re.M) and "peak " in out
     assert len((tmp_path / "memory_profile.csv").read_text(encoding="utf-8").splitlines()) == 18
+
+
+GPT2 = {  # of each example: compute dtype, and whether all layers but the last are recomputed
+    "gpt2_small_baseline": ("float32", False), "gpt2_memory_optimized": ("bfloat16", True),
+    "gpt2_medium_validation": ("bfloat16", False), "gpt2_1b_validation": ("bfloat16", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*GPT2][:2] + [pytest.param(each, marks=pytest.mark.slow) for each in [*GPT2][2:]])
+def test_a_tiny_gpt2_is_trained_whole_beside_its_plan(open_backend, python, tmp_path, name):
+    """In a process of its own, because a limit of the memory stays."""
+    open_backend("torch")
+    done = python(EXAMPLES / f"{name}.py", "--smoke", "--platform", "cpu", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    dtype, recomputes = GPT2[name]
+    (planned,) = re.findall(r"^plan of ([\d,]+) parameters, (\w+), \w+, recomputed: (.*)$", done.stdout, re.M)
+    assert planned == ("221,184", dtype, "1 of 2 layers are recomputed" if recomputes else "none")
+    assert re.search(r"^step     1  loss  6\.\d+  perplexity +\d+\.\d  grad norm .* ms  peak ", done.stdout, re.M)
+    assert re.search(r"^measured peak .* \(the process\), \d+ ms for a step", done.stdout, re.M)
+    before, after = map(float, re.search(r"held-out loss ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    assert after < before and (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_the_sizes_of_gpt2_are_the_published_ones():
+    """Of which AdamW in float32 takes 16 bytes a parameter."""
+    shared = runpy.run_path(str(EXAMPLES / "gpt2_whole.py"))
+    count = {name: decoder_of(shared["model_config"](*size)).num_parameters for name, size in shared["SIZES"].items()}
+    millions = {"124M": 124.4, "355M": 354.8, "774M": 774.0, "1.02B": 1024.5, "1.56B": 1557.6}
+    assert {name: round(number / 1e6, 1) for name, number in count.items()} == millions
 
 
 # --- the notebook ---

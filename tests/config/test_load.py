@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.config import Config, get_value, load_config, parse_config
+from dualtune.config import Config, get_value, load_config, parse_config, to_yaml
 from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 
@@ -196,6 +196,38 @@ def test_any_values_give_a_config_or_our_own_words(values: dict[tuple[str, str],
 )
 def test_impossible_pairs_are_refused(data: str, train: str, message: str) -> None:
     assert error_of(f"{MINIMAL}  {data}\ntrain: {{{train}}}\n").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("adapter: {method: full, rank: 8}", "adapter.rank: got 8, but adapter.method: full has no adapter; remove"),
+        ("adapter: {method: full, alpha: 16}", "adapter.alpha: got 16.0, but adapter.method: full has no adapter"),
+        ("adapter: {method: full, scaling: rank_stabilized}", "adapter.scaling: got rank_stabilized, but"),
+        ("adapter: {method: full, dropout: 0}", "adapter.dropout: got 0.0, but adapter.method: full has no adapter"),
+        ("adapter: {method: full, targets: [a, b]}", "adapter.targets: got a, b, but adapter.method: full has no"),
+        (
+            "adapter: {method: full, init_from: x}",
+            "adapter.init_from: got 'x', but adapter.method: full has",
+        ),
+        ("adapter: {method: full}\nmemory: {checkpointing: remade}", "memory.checkpointing: got remade, which"),
+        ("adapter: {method: full}\nmemory: {sharding: full}", "memory.sharding: got full, but only a frozen base"),
+    ],
+)
+def test_what_has_no_meaning_for_a_model_trained_whole_is_refused(section: str, message: str) -> None:
+    assert message in error_of(with_(section))
+
+
+@pytest.mark.parametrize("format_", ["nf4", "int8", "affine4", "affine8"])
+def test_a_quantized_base_cannot_be_trained_whole(format_: str) -> None:
+    text = f"model: {{name: m, quantization: {format_}}}\nadapter: {{method: full}}\ndata: {{train: t}}\n"
+    assert f"model.quantization: got {format_}, but packed weights cannot be trained" in error_of(text)
+
+
+def test_a_recorded_config_of_a_model_trained_whole_is_read_again() -> None:
+    """It has every key, with its default."""
+    config = parse_config(with_("adapter: {method: full}\nmemory: {checkpointing: full}"))
+    assert parse_config(to_yaml(config)) == config and config.adapter.trains_model
 
 
 @pytest.mark.parametrize(

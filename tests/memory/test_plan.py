@@ -171,7 +171,50 @@ def test_the_operations_are_those_that_bench_counts():
     assert flops_per_token(MISTRAL, CUDA) == pytest.approx(counted, rel=1e-3)
 
 
+def test_the_operations_of_a_model_trained_whole_are_those_that_bench_counts():
+    asked = replace(CUDA, method="full")
+    shape = Shape(MISTRAL.linear_parameters + 32768 * 4096, 0, MISTRAL.width, (None,) * 32, is_trained=True)
+    counted = training_flops(shape, np.array([4096])).total / 4096
+    assert flops_per_token(MISTRAL, asked) == pytest.approx(counted, rel=1e-3)
+
+
 def test_recomputing_all_layers_adds_less_than_a_forward_pass():
     assert recompute_time(MISTRAL, CUDA) == 1
     times = [recompute_time(MISTRAL, recomputing(CUDA, layers)) for layers in (8, 16, "all")]
     assert times == sorted(times) and times[0] > 1.1 and 1.4 < times[-1] < 1.5
+
+
+# --- models that are trained whole ------------------------------------------------------------------------------------
+
+# Layers, width and heads of GPT-2's sizes and of one between them; millions of parameters.
+GPT2_SIZES = {
+    "124M": (12, 768, 12, 124.4), "355M": (24, 1024, 16, 354.8), "774M": (36, 1280, 20, 774.0),
+    "1.02B": (40, 1408, 22, 1024.5), "1.56B": (48, 1600, 25, 1557.6),
+}  # fmt: skip
+
+
+def gpt2_of(layers, width, heads):
+    config = {"model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": 1024}
+    return decoder_of(config | {"vocab_size": 50257})
+
+
+@pytest.mark.parametrize(("layers", "width", "heads", "millions"), GPT2_SIZES.values(), ids=GPT2_SIZES)
+def test_gpt2_trained_whole_takes_16_bytes_a_parameter(layers, width, heads, millions):
+    """4 for the weight, 4 for the gradient and 8 for AdamW: 2.0 GB, 5.7 GB and 16.4 GB for 124M, 355M and 1.02B."""
+    decoder = gpt2_of(layers, width, heads)
+    assert decoder.num_parameters / 1e6 == pytest.approx(millions, abs=0.05)
+    asked = Ask("torch", "cpu", "none", "float32", 16, (), micro_batch_tokens=512, max_length=512, method="full")
+    found = estimate(decoder, asked)
+    assert found["weights"] + found["optimizer"] == 16 * decoder.num_parameters
+    assert "adapter" not in [part.name for part in found.parts]
+    halved = estimate(decoder, replace(asked, dtype="bfloat16"))
+    assert halved["weights"] == 6 * decoder.num_parameters  # the masters, and the copy to compute with
+
+
+def test_a_model_trained_whole_is_never_quantized_and_has_no_adapter_inputs_to_recompute():
+    asked = replace(CUDA, method="full")
+    needed = total(asked)
+    settings = [saving.settings for saving in make_plan(MISTRAL, asked, int(0.96 * needed), auto=False).savings]
+    assert settings and not any("model.quantization" in each for each in settings)
+    for gib in (1, 100, 110, 120):
+        assert not choose_checkpointing(MISTRAL, asked, gib * GIB).remade
