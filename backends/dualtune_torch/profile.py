@@ -88,7 +88,7 @@ def _most_allocated(profiler: torch.profiler.profile) -> int:
     """Return the most bytes that torch's allocator on the CPU has handed out at once since the profiler began."""
     found = profiler.profiler
     assert found is not None and found.kineto_results is not None
-    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    events: list[Any] = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
     most = now = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()

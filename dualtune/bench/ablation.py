@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from dualtune.base_model import read_config, resolve_model
-from dualtune.bench.ablation_process import Measured, Work
+from dualtune.bench.ablation_process import AblationWork, Measured
 from dualtune.bench.in_process import Failed, run_apart
 from dualtune.capabilities import check_capabilities
 from dualtune.card import Card, card_of
@@ -73,7 +73,7 @@ ALL = "all"
 
 
 @dataclass(slots=True)
-class Row:
+class AblationRow:
     """A technique and its measurements, one for each round."""
 
     technique: Technique
@@ -102,19 +102,19 @@ class Row:
     def loss(self) -> float | None:
         return self.measured[0].loss if self.measured else None
 
-    def time_of(self, baseline: Row) -> float | None:
+    def time_of(self, baseline: AblationRow) -> float | None:
         """Return the time of a step in times of the baseline's, the median of the rounds."""
         pairs = zip(self.measured, baseline.measured, strict=False)
         ratios = [median(mine.step_s) / median(other.step_s) for mine, other in pairs]
         return median(ratios) if ratios else None
 
-    def loss_difference(self, baseline: Row) -> float | None:
+    def loss_difference(self, baseline: AblationRow) -> float | None:
         """Return the difference from the baseline's loss as a share of it."""
         if self.loss is None or not baseline.loss:
             return None
         return self.loss / baseline.loss - 1
 
-    def problem(self, baseline: Row) -> str:
+    def problem(self, baseline: AblationRow) -> str:
         """Say what is wrong with this row; empty if nothing is."""
         if self.failure:
             return f"was not measured: {self.failure}"
@@ -136,11 +136,11 @@ class Row:
 class Ablation:
     """The table. The first row is the baseline."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[AblationRow, ...]
     not_offered: Mapping[str, str]  # technique -> why
 
     @property
-    def baseline(self) -> Row:
+    def baseline(self) -> AblationRow:
         return self.rows[0]
 
     @property
@@ -191,7 +191,7 @@ def ablate(
     if unknown := [name for name in only if name not in names]:
         raise ConfigError(f"--only: got '{unknown[0]}', allowed: {', '.join(names)}")
     place = _place(config, tuple(overrides), platform, steps)
-    baseline = Row(NONE, _as_overrides(NONE.settings(_planned_scale(place))))
+    baseline = AblationRow(NONE, _as_overrides(NONE.settings(_planned_scale(place))))
     tell(NONE.name)
     _measure(place, baseline)
     offered, not_offered = _offered(place, _scale(place, baseline), only)
@@ -226,7 +226,7 @@ def _planned_scale(place: _Place) -> Scale:
     return Scale(place.decoder.layers, tokens_at_once(config.train.micro_batch_tokens, longest), longest)
 
 
-def _scale(place: _Place, baseline: Row) -> Scale:
+def _scale(place: _Place, baseline: AblationRow) -> Scale:
     """Return the scale of the baseline's micro-batches; if it was not measured, that of the config."""
     if not baseline.measured:
         return _planned_scale(place)
@@ -234,9 +234,9 @@ def _scale(place: _Place, baseline: Row) -> Scale:
     return Scale(place.decoder.layers, cells, longest)
 
 
-def _offered(place: _Place, scale: Scale, only: Sequence[str]) -> tuple[list[Row], dict[str, str]]:
+def _offered(place: _Place, scale: Scale, only: Sequence[str]) -> tuple[list[AblationRow], dict[str, str]]:
     """Return the techniques that this backend honours, with `all` of them together, and why it lacks the others."""
-    rows: list[Row] = []
+    rows: list[AblationRow] = []
     refused: dict[str, str] = {}
     for technique in TECHNIQUES:
         settings = dict(NONE.settings(scale)) | dict(technique.settings(scale))
@@ -248,32 +248,32 @@ def _offered(place: _Place, scale: Scale, only: Sequence[str]) -> tuple[list[Row
         if settings.get(TOKENS) == scale.tokens:
             refused[technique.name] = f"the largest micro-batch is a single document of {scale.longest} tokens"
             continue
-        rows.append(Row(technique, _as_overrides(settings)))
+        rows.append(AblationRow(technique, _as_overrides(settings)))
     if combined := [row.technique for row in rows if row.technique.combined]:
         rows.append(_together(combined, scale))
     return [row for row in rows if not only or row.technique.name in only], refused
 
 
-def _together(techniques: Sequence[Technique], scale: Scale) -> Row:
+def _together(techniques: Sequence[Technique], scale: Scale) -> AblationRow:
     """Combine techniques. Of several values for a key, the last one in the table counts."""
     settings = dict(NONE.settings(scale))
     for technique in techniques:
         settings |= dict(technique.settings(scale))
     same = all(technique.same_result for technique in techniques)
-    return Row(Technique(ALL, lambda scale: settings, same_result=same), _as_overrides(settings))
+    return AblationRow(Technique(ALL, lambda scale: settings, same_result=same), _as_overrides(settings))
 
 
 def _as_overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in settings.items())
 
 
-def _measure(place: _Place, row: Row) -> None:
+def _measure(place: _Place, row: AblationRow) -> None:
     """Add a measurement to a row, or the reason why there is none."""
     try:
         need = place.plan(row.overrides, row.measured[0].micro_batches if row.measured else ()).total_bytes
         if need > place.have_bytes:
             raise Failed(f"it needs an estimated {in_bytes(need)}, this machine has {in_bytes(place.have_bytes)}")
-        work = Work(str(place.config), (*place.overrides, *row.overrides), place.platform, place.steps)
+        work = AblationWork(str(place.config), (*place.overrides, *row.overrides), place.platform, place.steps)
         measured, process_bytes = run_apart(work)
         row.measured.append(measured)
         row.planned = place.plan(row.overrides, measured.micro_batches)
@@ -286,7 +286,7 @@ def _measure(place: _Place, row: Row) -> None:
         row.failure = f"the loss is {measured.loss}"
 
 
-def _as_json(row: Row, baseline: Row) -> dict[str, Any]:
+def _as_json(row: AblationRow, baseline: AblationRow) -> dict[str, Any]:
     parts = row.planned.parts if row.planned else ()
     return {
         "technique": row.technique.name,

@@ -1,6 +1,6 @@
 """The process in which one memory technique is measured: memory that a process has used does not all come back.
 
-`python -m dualtune.bench.ablation_process` reads a `Work` as JSON from standard input, and writes two lines to standard
+`python -m dualtune.bench.ablation_process` reads an `AblationWork` as JSON from standard input. It writes two lines to standard
 output: "loaded" when training begins, then a `Measured` as JSON, or {"error": …}. All else goes to standard error.
 """
 
@@ -29,7 +29,7 @@ from dualtune.train.step import TrainingStep
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AblationWork:
     """What a process measures."""
 
     config: str  # the path of the file
@@ -56,13 +56,13 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
         try:
-            found: dict[str, Any] = asdict(measure(Work(**json.load(sys.stdin)), out))
+            found: dict[str, Any] = asdict(measure(AblationWork(**json.load(sys.stdin)), out))
         except DualtuneError as error:
             found = {"error": str(error)}
         print(json.dumps(found), file=out)
 
 
-def measure(work: Work, out: IO[str]) -> Measured:
+def measure(work: AblationWork, out: IO[str]) -> Measured:
     """Take the steps. Errors as those of `dualtune bench`."""
     config = load_config(Path(work.config), work.overrides)
     backend = open_backend(choose(work.platform))

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import IO
+from typing import IO, Any
 
-from dualtune.bench.ablation_process import Measured, Work
+from dualtune.bench.ablation_process import AblationWork, Measured
 from dualtune.profiler.process import process_reader
 
 EVERY_S = 0.003
@@ -22,7 +22,7 @@ class Failed(Exception):
     """A measurement that could not be made. The message says why."""
 
 
-def run_apart(work: Work) -> tuple[Measured, int]:
+def run_apart(work: AblationWork) -> tuple[Measured, int]:
     """Return what a process measured, and the most bytes that it had while it trained. Failed if it did not end well.
 
     On Linux they are the anonymous memory: mapped files, such as unchanged weights on a CPU, are not counted.
@@ -45,14 +45,14 @@ def run_apart(work: Work) -> tuple[Measured, int]:
             child.kill()
             raise
         code = child.wait()
-        found = json.loads(answer) if answer.startswith("{") else {"error": _reason(code, errors)}
+        found: dict[str, Any] = json.loads(answer) if answer.startswith("{") else {"error": _reason(code, errors)}
     if "error" in found:
         raise Failed(found["error"])
     return Measured(**found), peak
 
 
 @contextmanager
-def _sampling(read: Callable[[], int]) -> Iterator[Callable[[], int]]:
+def _sampling(read: Callable[[], int]) -> Generator[Callable[[], int]]:
     """Sample a number in the background. Yields a function that returns the largest so far."""
     done, peak = threading.Event(), [0]
 

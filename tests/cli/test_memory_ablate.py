@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from dualtune.bench import ablation
-from dualtune.bench.ablation_process import Work
+from dualtune.bench.ablation_process import AblationWork
 from dualtune.bench.in_process import Failed, run_apart
 from dualtune.cli.main import cli
 from dualtune.testing.tiny_models import write_tiny_llama
@@ -162,4 +162,4 @@ def test_an_unknown_technique_is_refused_with_those_there_are(config, monkeypatc
 
 def test_a_process_says_why_it_could_not_measure(config):
     with pytest.raises(Failed, match=r"adapter.targets.*'nothing'"):
-        run_apart(Work(str(config), ("adapter.targets=[nothing]",), "cpu", 1))
+        run_apart(AblationWork(str(config), ("adapter.targets=[nothing]",), "cpu", 1))

@@ -1,0 +1,51 @@
+"""The tables of the memory pages are what their scripts compute today. To update a page, run its script."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script of benchmarks/."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def test_what_fits_on_a_card_of_16_gb_is_what_the_planner_says(script):
+    rows = [*script("rtx_5080").fits()]
+    page = (DOCS / "RTX_5080_GUIDE.md").read_text(encoding="utf-8")
+    assert script("page_tables").filled(page, script("rtx_5080").tables(rows)) == page
+    cases = {(row["model"].split("/")[1], row["base"]): row for row in rows}
+    assert cases["Qwen3-4B", "nf4"]["fits"] and not cases["Qwen3-14B", "none"]["fits"]
+    assert all(row["fits"] == (row["needs_bytes"] <= row["available_bytes"] < 16 * 2**30) for row in rows)
+
+
+def test_the_figures_beside_the_documents_are_ours(script):
+    module = script("validation_results")
+    found = module.figures()
+    page = (DOCS / "VALIDATION_RESULTS.md").read_text(encoding="utf-8")
+    recorded = module.result("validation_results")
+    if any(found[key] != recorded[key] for key in ("has_method_full", "has_adamw_8bit")):
+        pytest.fail("more can be computed now than when the page was written: run benchmarks/validation_results.py")
+    assert script("page_tables").filled(page, module.tables(found)) == page
+
+
+def test_gpt2_has_the_published_number_of_parameters(script):
+    """OpenAI's gpt2, gpt2-medium, gpt2-large and gpt2-xl on the hub, and the shape of 40 layers."""
+    module = script("validation_results")
+    counts = {name: module.gpt2(name).num_parameters for name in module.SIZES}
+    published = {"small": 124_439_808, "medium": 354_823_168, "768M": 774_030_080, "XL": 1_557_611_200}
+    assert {name: counts[name] for name in published} == published
+    assert round(counts["1B of 40 layers"] / 1e6, 1) == 1024.5
+
+
+def test_a_page_without_the_place_of_a_table_is_refused(script):
+    with pytest.raises(ValueError, match="the page has places for a; the tables are a, b"):
+        script("page_tables").filled("<!-- table a -->\nold\n<!-- end -->\n", {"a": "new", "b": "lost"})
+    page = script("page_tables").filled("<!-- table a -->\nold\n<!-- end -->\n", {"a": "new"})
+    assert page == "<!-- table a -->\n\nnew\n\n<!-- end -->\n"
