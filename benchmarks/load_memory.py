@@ -1,11 +1,12 @@
 """The memory of the host that loading a base takes, sampled from outside a process that loads it.
 
-    python benchmarks/load_memory.py
+    python benchmarks/load_memory.py [MODEL]
 
-A model of TinyLlama's shape (1.1 billion parameters) with random bfloat16 weights in five files is loaded in each
-format, to compute in bfloat16, in one process for each backend, both at the same time. Anonymous memory (RssAnon of
-/proc/PID/status, on Linux) is what a process really needs: pages of mapped files are dropped when memory is short.
-Before each measured load, the process loads a tiny model in the same format. Writes results/load_memory.json.
+A model of a known shape (TinyLlama's, with 1.1 billion parameters, or that of another hub id in
+`dualtune/memory/shapes.py`) with random bfloat16 weights in several files is loaded in each format, to compute in
+bfloat16, in one process for each backend, both at the same time. Anonymous memory (RssAnon of /proc/PID/status, on
+Linux) is what a process really needs: pages of mapped files are dropped when memory is short. Before each measured
+load, the process loads a tiny model in the same format. Writes results/load_memory.json.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import write_tiny_llama
 
 EVERY_S = 0.004
-MODEL, FILE_BYTES = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "500MB"
+MODEL, FILES = "TinyLlama/TinyLlama-1.1B-Chat-v1.0", 4
 Case = tuple[str, str]  # model.quantization and model.dtype
 FORMATS = {"torch": ("none", "nf4", "int8", "affine8", "affine4"), "mlx": ("none", "int8", "affine8", "affine4")}
 
 
-def main() -> None:
+def main(name: str = MODEL) -> None:
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor() as pool:
         model_dir = Path(place) / "model"
-        stored = write_in_shards(model_dir)
+        stored = write_in_shards(model_dir, name)
         measured = pool.map(lambda backend: loads_of(backend, model_dir, stored["largest_matrix_bytes"]), FORMATS)
         loads = [load for of_backend in measured for load in of_backend]
-    print(record.write("load_memory", {"model": MODEL, **stored, "loads": loads}))
+    print(record.write("load_memory", {"model": name, **stored, "loads": loads}))
 
 
 def loads_of(backend: str, model_dir: Path, largest: int) -> list[dict[str, Any]]:
@@ -61,16 +62,16 @@ def loads_of(backend: str, model_dir: Path, largest: int) -> list[dict[str, Any]
     return loads
 
 
-def write_in_shards(path: Path) -> dict[str, int]:
-    """Write the model with random bfloat16 weights, in several files with an index, as the hub has it."""
+def write_in_shards(path: Path, name: str) -> dict[str, int]:
+    """Write a model with random bfloat16 weights, in several files with an index, as the hub has it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**KNOWN[MODEL])
+    config = AutoConfig.for_model(**KNOWN[name])
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(path, max_shard_size=FILE_BYTES)
     sizes = [parameter.numel() for parameter in model.parameters()]
+    model.save_pretrained(path, max_shard_size=torch.bfloat16.itemsize * sum(sizes) // FILES)
     return {
         "parameters": sum(sizes),
         "largest_matrix_bytes": max(sizes) * torch.bfloat16.itemsize,
@@ -154,7 +155,7 @@ def free_memory(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        main()
-    else:
+    if len(sys.argv) == 3:  # started by `measure`
         load_when_told(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main(*sys.argv[1:])

@@ -4,7 +4,7 @@
 
 Two tables. Errors and bytes of each format on a matrix of random bfloat16 weights. The evaluation loss of stories260k
 on rows of WikiSQL before LoRA on the quantized base, after 10 steps of it and, on torch, after 60: float32 compute, the
-same seeds for all. It is skipped where the model is not there. Writes results/quantization.json.
+same seeds for all, each in a process. It is skipped where the model is not there. Writes results/quantization.json.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from itertools import islice
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice, repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,8 @@ def main() -> None:
     args = parser.parse_args()
     figures: dict[str, Any] = {"matrices": [*matrices()]}
     if (args.shared / "models/stories260k").exists():
-        figures["stories260k"] = [tuned(args.shared, backend, name) for backend, name in TUNED]
+        with ProcessPoolExecutor(len(TUNED), get_context("spawn")) as pool:
+            figures["stories260k"] = [*pool.map(tuned, repeat(args.shared), *zip(*TUNED, strict=True))]
     else:
         print(f"no {args.shared}/models/stories260k, so no losses are measured")
     print(json.dumps(figures, indent=2), record.write("quantization", figures), sep="\n")
