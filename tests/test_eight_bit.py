@@ -85,6 +85,8 @@ def test_only_what_is_zero_is_a_zero_denominator():
     root_v = rounded(np.float32([1, 1e-6, 1e-18, 1e-25, 0]), CODES["root_v"], 1)
     assert (root_v[:3] > 0).all() and root_v[1] == root_v[2] >= 1e-6
     assert (root_v[3:] == 0).all()
+    tiny = rounded(np.float32(2.0) ** np.arange(-80, -40, dtype=np.float32), CODES["root_v"], 1)
+    assert (tiny[tiny > 0] ** 2 >= np.finfo(np.float32).smallest_normal).all() and 15 < (tiny > 0).sum() < 25
     m = rounded(np.float32([1, -1e-6, 1e-3]), CODES["m"], 1)
     assert m[1] == 0 and m[2] == pytest.approx(1e-3, rel=0.13)
 

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 BLOCK = 256  # values that share a top
 TOP_BYTES = 2
 MANTISSA_BITS = 23  # of a float32
-SMALLEST_EXPONENT = (
-    64  # biased: values below 2^-63 = 1e-19 are zero, so that squares of decoded values are normal numbers
-)
+SMALLEST_EXPONENT = 64  # biased. Below 2^-63 = 1e-19 is zero, so that squares of decoded values are normal numbers
 LARGEST_BITS = 0x7F7FFFFF  # of the largest finite float32
-DITHER_BITS = 20  # the shift of the coarser code
 STEP_STRIDE = 648_055  # 2^20 / the golden ratio
 PLACE_STRIDE = 791_547  # 2^20 / the plastic number
 

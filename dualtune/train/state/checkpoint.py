@@ -1,7 +1,7 @@
 """Checkpoints: the complete training state in a directory of safetensors and JSON, independent of the backend.
 
     adapter.safetensors        PEFT names, float32
-    optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has the slots m and v, plain SGD none
+    optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has m and v, in 8 bits m and root_v
     policy.safetensors         tensors of the step policy, if it has any
     state.json                 step, position in the data, guards, config, fingerprints of base model, tokenizer, data;
                                the number of threads on a CPU, where rounding depends on it
