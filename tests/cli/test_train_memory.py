@@ -68,3 +68,26 @@ def test_a_run_on_a_packed_base_says_how_many_bytes_a_weight_takes(dualtune_main
     assert said == {
         "none": [], "int8": [f"base        {each:.3f} bytes a weight in the adapted layers, with all scales"],
     }  # fmt: skip
+
+
+def test_a_run_with_streamed_layers_says_so_and_trains_the_same_adapter(
+    dualtune_main, config_file, tiny_llama, tmp_path
+):
+    pytest.importorskip("torch")
+    adapters = []
+    for value in ("all", 1):
+        changes = {"model.name": tiny_llama, "run.dir": tmp_path / str(value), "memory.resident_layers": value}
+        result = dualtune_main("train", config_file(changes), "--platform", "cpu")
+        assert result.returncode == 0, result.stderr
+        adapters.append((tmp_path / str(value) / "adapter" / "adapter_model.safetensors").read_bytes())
+    assert "memory      1 of 2 layers are recomputed (auto: needed by memory.resident_layers=1)" in result.stdout
+    assert "\nstreaming   1 of 2 layers on the device (" in result.stdout
+    assert adapters[0] == adapters[1]
+
+
+def test_a_cpu_has_no_other_memory_for_activations(dualtune_main, config_file, tiny_llama):
+    pytest.importorskip("torch")
+    changes = {"model.name": tiny_llama, "memory.offload": "activations"}
+    result = dualtune_main("train", config_file(changes), "--platform", "cpu", "--dry-run")
+    assert result.returncode == 2
+    assert "memory.offload: got activations, the backend 'torch' honours: auto, none" in result.stderr
