@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 2048,
 }  # fmt: skip
 # 1.7 GB: three times the limit, of which 400 MiB are room for Python and MLX.
-LARGE: dict[str, Any] = SHAPE | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 16}
+LARGE: dict[str, Any] = SHAPE | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 29}
 LIMIT = "560MB"
 RESIDENT: tuple[int | None, ...] = (None, 1, 2, 4)
 
@@ -178,7 +178,8 @@ def train(folder: Path, model: Path, layers: str) -> tuple[subprocess.CompletedP
     """Two steps; (how it ended, the peak of the process's own memory)."""
     settings = {
         "model.name": model, "data.train": folder / "train.jsonl", "data.eval": 0, "data.max_length": 16,
-        "train.micro_batch_tokens": 16, "train.steps": 2, "train.documents_per_step": 2, "memory.limit": LIMIT,
+        "adapter.rank": 1, "adapter.alpha": 2,
+        "train.micro_batch_tokens": 16, "train.steps": 2, "train.documents_per_step": 1, "data.packing": "false", "memory.limit": LIMIT,
         "memory.resident_layers": layers, "run.dir": folder / "run",
     }  # fmt: skip
     (folder / "config.yaml").write_text("model: {}\n")

@@ -24,6 +24,7 @@ mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 tree_flatten = importlib.import_module("mlx.utils").tree_flatten
 card = importlib.import_module("dualtune_mlx.card")
+passes = importlib.import_module("dualtune_mlx.streaming.passes")
 
 FULL = ActivationCheckpointing("all")
 LAYERS = 4
@@ -271,8 +272,13 @@ def test_a_file_that_changes_ends_the_run_with_its_name(change, load, tmp_path):
     engine = load(1)
     engine.forward_backward(DOCUMENTS, divisor=1.0)
     change(tmp_path / "model" / "model.safetensors")
-    with pytest.raises(EnvironmentFault, match=r"model.safetensors: this file has changed or is gone since.*Restore"):
+    message = r"model.safetensors: this file has changed or is gone since.*Restore"
+    with pytest.raises(EnvironmentFault, match=message):
         engine.forward_backward(DOCUMENTS, divisor=1.0)
+    residency = engine._recomputation.residency
+    residency._unread = {number: residency._held[number] for number in range(LAYERS)}  # the headers were read before
+    with pytest.raises(EnvironmentFault, match=message):
+        residency.use(next(number for number in range(LAYERS) if number not in residency._resident))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -316,6 +322,25 @@ def test_layers_that_exchange_more_than_hidden_states_are_refused(load, tmp_path
     store(load(None, gemma4, init="random", adapter=spec, checkpointing=KEEP_ALL).model, gemma4)
     with pytest.raises(ConfigError, match=r"model \(mlx_lm.models.gemma4_text\) exchange more.*resident_layers: all"):
         load(2, gemma4, adapter=spec)
+
+
+def test_models_whose_layers_are_no_chain_are_recognized():
+    """Each is called once, in order, with the result of the one before; other arguments are masks."""
+    first, second, third = (mx.zeros((1, 2, 4)) for _ in range(3))
+    mask = mx.zeros((2, 2), dtype=mx.bool_)
+
+    def is_chain(*calls):
+        recording = passes.Recording(0)
+        for number, *arrays in calls:
+            recording.add(number, None, arrays)
+        return recording.is_chain
+
+    assert is_chain((0, first, second, mask, None, "causal"), (1, second, third, mask))
+    assert not is_chain((0, first, second), (1, first, third))  # something is computed between them
+    assert not is_chain((0, first, second), (0, second, third))
+    assert not is_chain((1, first, second))
+    assert not is_chain((0, first, second), (1, second, third, first))  # an argument with a gradient
+    assert not is_chain((0, first, (second, mask)))
 
 
 def test_merging_is_refused(load, tmp_path):
