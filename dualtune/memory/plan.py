@@ -129,7 +129,8 @@ def savings_alone(decoder: Decoder, ask: Ask) -> list[Saving]:
     """
     half = ask.max_length // 2
     tail = [_Stage(replace(ask, max_length=half, micro_batch_tokens=half), {LENGTH: half}, None, CUT)] if half else []
-    stages = [*_recomputing(decoder, ask)[-1:], *_fewer_tokens(decoder, ask, ask.max_length, 0), *_four_bit(ask), *tail]
+    recomputing = sorted(_recomputing(decoder, ask), key=lambda stage: _needs(decoder, stage.ask))[:1]
+    stages = [*recomputing, *_fewer_tokens(decoder, ask, ask.max_length, 0), *_four_bit(ask), *tail]
     savings = (saving for stage in stages for saving in _as_savings(decoder, ask, [stage]))
     return [saving for saving in savings if saving.saved_bytes > 0]
 
