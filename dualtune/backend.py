@@ -200,6 +200,9 @@ class LoadRequest:
 class Engine(Protocol):
     """A base model with one LoRA adapter on a device. A new engine has the adapter `init_adapter` gives for its seed.
 
+    If the spec trains the model whole, "adapter" below means all parameters of the model, by their own names: a new
+    engine has those of the base, which `neutral_state` reads again, and `save_merged` writes the trained ones.
+
     Dropout is active in `forward_backward`, and in `target_logprobs` with `dropout`; its masks are a function of the
     batch's `dropout_seeds_BT`.
     """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualtune.adapter.formats.peft import REFUSED
-from dualtune.adapter.methods import METHODS, UNSUPPORTED
+from dualtune.adapter.methods import FULL, METHODS, NAMES, UNSUPPORTED
 from dualtune.adapter.spec import AdapterSpec, init_adapter, parse_name, tensor_name
 from dualtune.config.schema import AdapterConfig
 
@@ -59,7 +59,7 @@ def test_no_two_methods_call_different_parts_alike():
 
 
 def test_config_and_readers_know_the_table():
-    assert get_args(AdapterConfig.model_fields["method"].annotation) == tuple(METHODS)
+    assert get_args(AdapterConfig.model_fields["method"].annotation) == NAMES == (*METHODS, FULL)
     read = set(chain.from_iterable(method.peft_keys for method in METHODS.values()))
     assert REFUSED.keys() >= UNSUPPORTED.keys() and not read & REFUSED.keys()
 
