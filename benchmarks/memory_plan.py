@@ -69,7 +69,7 @@ FEW, MANY = ("256", "512"), ("1024", "4x256")
 
 def cases() -> list[str]:
     """Each shape in each format; the values of memory.checkpointing and the micro-batches take turns."""
-    found: list[str] = []
+    found = ["torch:llama-2m:none:none:512", "torch:llama-2m:nf4:full:4x256"]
     for s, shape in enumerate(SHAPES):
         for f, name in enumerate(FORMATS):
             found.append(f"torch:{shape}:{name}:{VALUES[(s + f) % 4]}:{FEW[(s + f) % 2]}")

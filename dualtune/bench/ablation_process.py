@@ -1,7 +1,8 @@
 """The process in which one memory technique is measured: memory that a process has used does not all come back.
 
-`python -m dualtune.bench.ablation_process` reads an `AblationWork` as JSON from standard input. It writes two lines to standard
-output: "loaded" when training begins, then a `Measured` as JSON, or {"error": …}. All else goes to standard error.
+`python -m dualtune.bench.ablation_process` reads an `AblationWork` as JSON from standard input. It writes two lines to
+standard output: "loaded" when training begins, then a `Measured` as JSON, or {"error": …}. All else goes to standard
+error.
 """
 
 from __future__ import annotations

@@ -33,9 +33,13 @@ NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
 UPDATE_ARRAYS = 7.26  # of a chunk's size in float32, in the step of adamw_8bit: measured
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
-# Memory that is no tensor. CUDA: the context with its kernels, which the allocator does not count, and cuBLAS'
-# workspace; CPU: the interpreter with torch, transformers and their libraries.
-RESERVE = {"cuda": (640 << 20, "CUDA context and cuBLAS"), "cpu": (600 << 20, "Python, torch and transformers")}
+# Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
+# workspace. On a CPU, fitted to the processes of benchmarks/memory_plan.py: Python with torch and transformers; a share
+# of the peak, which the C library keeps in blocks that nothing fits in; with compiled code the compiler, and something
+# for each of the first tokens whose cause is not known.
+CUDA_RESERVE = 640 << 20
+LIBRARIES, KEPT_SHARE = 320_000_000, 0.4
+COMPILER, OF_TOKEN, GROWING_TOKENS = 20_000_000, 230_000, 512
 
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
@@ -49,7 +53,7 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     if ask.optimizer == "adamw_8bit":  # torch's own optimizers have no temporaries
         moments.append(update(decoder, ask, kept.bytes))
     most = max(moments, key=lambda part: part.bytes)
-    return (*always, kept, most, MemoryPart("reserve", *RESERVE[ask.device]))
+    return (*always, kept, most, reserve(decoder, ask, kept.bytes + most.bytes))
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
@@ -107,6 +111,19 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     in_copy = f" + {copy} B in {ask.dtype}" if copy else ""
     formula = f"{n:,} weights × ({MASTER_BYTES} B{in_copy}) + {on.inputs:,} dropout keys × 4 B"
     return MemoryPart("adapter", (MASTER_BYTES + copy) * n + 4 * on.inputs, formula)
+
+
+def reserve(decoder: Decoder, ask: Ask, peak: int) -> MemoryPart:
+    """What is no tensor, in a step with a `peak` of tensors beyond those that are always there."""
+    if ask.device == "cuda":
+        return MemoryPart("reserve", CUDA_RESERVE, "CUDA context and cuBLAS")
+    size = LIBRARIES + int(KEPT_SHARE * peak)
+    formula = f"{LIBRARIES:,} B of libraries + {KEPT_SHARE} × {peak:,} B, kept by the C library"
+    if not _is_compiled(decoder, ask):
+        return MemoryPart("reserve", size, formula)
+    tokens = min(ask.cells, GROWING_TOKENS)
+    size += COMPILER + OF_TOKEN * tokens
+    return MemoryPart("reserve", size, f"{formula} + {COMPILER:,} B of the compiler + {tokens} tokens × {OF_TOKEN:,} B")
 
 
 # --- what the forward pass keeps for the backward pass ----------------------------------------------------------------

@@ -1,0 +1,55 @@
+"""The plan against a whole process on torch's CPU: a selection of the cases of benchmarks/memory_plan.py."""
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dualtune.memory.estimate import Ask, estimate
+from dualtune.memory.shapes import KNOWN, decoder_of
+
+ROOT = Path(__file__).parents[2]
+SMOLLM = decoder_of(KNOWN["HuggingFaceTB/SmolLM2-135M"])
+CPU = Ask("torch", "cpu", "none", "float32", 16, "all-linear", 512, 512)
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("memory_plan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["torch:llama-2m:none:none:512", "torch:llama-19m:int8:half:256"])
+def test_a_process_takes_what_was_planned(benchmark, case):
+    """Not compiled, and compiled."""
+    pytest.importorskip("torch")
+    if not Path("/proc/self/status").exists():
+        pytest.skip("anonymous memory is read from /proc, which is Linux's")
+    planned, measured = benchmark.plan_of(case)["planned"], benchmark.measure(case)
+    assert planned["counted"] == pytest.approx(measured["counted"], rel=0.05)
+    assert planned["process"] == pytest.approx(measured["process"], rel=0.10)
+
+
+def test_the_recorded_cases_are_within_what_is_promised(benchmark):
+    """Of the formulas as they are now: what was measured is in the result, what was planned is computed again."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "memory_plan.json").read_text())["measured"]
+    gaps = benchmark.compared(measured)["gaps"]
+    promised = {"torch counted": (0.02, 0.05), "torch process": (0.03, 0.10), "mlx counted": (0.02, 0.10)}
+    for kind, (median, largest) in promised.items():
+        assert gaps[kind]["median"] <= median and abs(gaps[kind]["largest"]) <= largest, kind
+    kinds = {name.split(":")[0] for name in measured}
+    assert kinds == {"torch", "mlx"} and gaps["torch process"]["cases"] >= 12
+
+
+def test_the_reserve_of_a_cpu_grows_with_the_peak_and_that_of_a_gpu_does_not():
+    few, many = (estimate(SMOLLM, replace(CPU, micro_batch_tokens=n)) for n in (512, 2048))
+    peaks = [sum(part.bytes for part in found.parts[3:5]) for found in (few, many)]
+    assert many["reserve"] - few["reserve"] == pytest.approx(0.4 * (peaks[1] - peaks[0]), abs=2)
+    assert few.parts[5].formula.startswith("320,000,000 B of libraries + 0.4 × ")
+    plain, compiled = (estimate(SMOLLM, replace(CPU, kernels=kernels)) for kernels in ("reference", "auto"))
+    assert "compiler" in compiled.parts[5].formula and "compiler" not in plain.parts[5].formula
+    on_gpu = [estimate(SMOLLM, replace(CPU, device="cuda", micro_batch_tokens=n))["reserve"] for n in (512, 2048)]
+    assert on_gpu == [640 << 20] * 2
