@@ -5,7 +5,7 @@
 Each run is a process: two steps of a small random Llama on the demo's data, with a limit around what the plan asks for.
 Every fifth one is on MLX, the others on torch, on the CPU. The memory of the process is sampled every 20 ms: on torch
 its private memory (VmData), which RLIMIT_DATA limits; on MLX, where nothing does, what of it is resident (RssAnon).
-Writes results/memory_limit.json.
+Writes results/memory_limit.json after each run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,19 @@ MLX = Side("mlx", "mlx", "RssAnon", (4,), (2, 4), (256, 512), ("none", "int8", "
 
 
 def main() -> None:
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else NUMBER
+    number, runs = int(sys.argv[1]) if len(sys.argv) > 1 else NUMBER, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        runs = [one(MLX if seed % 5 == 4 else TORCH, random.Random(seed), Path(folder) / str(seed))
-                for seed in range(number)]  # fmt: skip
+        for seed in range(number):
+            runs.append(one(MLX if seed % 5 == 4 else TORCH, random.Random(seed), Path(folder) / str(seed)))
+            print(record.write("memory_limit", figures(runs)), json.dumps(runs[-1]))
+
+
+def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count the runs so far by backend and outcome, and those that exceeded their limit."""
     outcomes = {side.backend: Counter(run["outcome"] for run in runs if run["backend"] == side.backend)
                 for side in (TORCH, MLX)}  # fmt: skip
     exceeded = sum(run["peak_bytes"] > run["limit_bytes"] for run in runs)
-    figures = {"outcomes": outcomes, "runs_above_their_limit": exceeded, "runs": runs}
-    return print(json.dumps(figures["outcomes"]), exceeded, record.write("memory_limit", figures), sep="\n")
+    return {"num_runs": len(runs), "outcomes": outcomes, "runs_above_their_limit": exceeded, "runs": list(runs)}
 
 
 def one(side: Side, rng: random.Random, home: Path) -> dict[str, Any]:
@@ -78,7 +82,6 @@ def one(side: Side, rng: random.Random, home: Path) -> dict[str, Any]:
     code, peak, output = watch([*command, *options], side.counter)
     found = {"backend": side.backend, "outcome": EXITS.get(code, f"exit {code}")}
     found |= {"limit_bytes": limit, "peak_bytes": peak, "planned_bytes": needed, "cut": "from now on" in output}
-    print(json.dumps(found), file=sys.stderr)
     return found | {"settings": overrides[:4]}
 
 
