@@ -179,7 +179,8 @@ def train(folder: Path, model: Path, layers: str) -> tuple[subprocess.CompletedP
     settings = {
         "model.name": model, "data.train": folder / "train.jsonl", "data.eval": 0, "data.max_length": 16,
         "adapter.rank": 1, "adapter.alpha": 2,
-        "train.micro_batch_tokens": 16, "train.steps": 2, "train.documents_per_step": 1, "data.packing": "false", "memory.limit": LIMIT,
+        "train.micro_batch_tokens": 16, "train.steps": 2, "train.documents_per_step": 1, "data.packing": "false",
+        "memory.limit": LIMIT,
         "memory.resident_layers": layers, "run.dir": folder / "run",
     }  # fmt: skip
     (folder / "config.yaml").write_text("model: {}\n")
