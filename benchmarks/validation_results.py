@@ -2,8 +2,7 @@
 
     python benchmarks/validation_results.py
 
-A figure of ours is computed by the memory planner, or is from a JSON in results/. The memory of models that are trained
-whole is computed by the planner once `adapter.method: full` exists; without it, only the states by formula. Writes
+A figure of ours is computed by the memory planner, or is from a JSON in results/. Writes
 results/validation_results.json and the tables of the page.
 """
 
@@ -19,11 +18,10 @@ import record
 import validation_lines
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
-from dualtune.adapter.methods import METHODS
+from dualtune.adapter.methods import FULL
 from dualtune.memory.ask import Ask
 from dualtune.memory.estimate import estimate
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
-from dualtune.optimizer import OPTIMIZERS
 
 GB, GIB, MB = 1e9, 2**30, 1e6
 VOCAB, POSITIONS = 50257, 1024
@@ -56,8 +54,6 @@ def main() -> None:
 
 def figures() -> dict[str, Any]:
     return {
-        "has_method_full": "full" in METHODS,
-        "has_adamw_8bit": "adamw_8bit" in OPTIMIZERS,
         "sizes": {name: _of_size(gpt2(name)) for name in SIZES},
         "techniques": {name: _techniques(gpt2(name)) for name in ("small", "medium", "1B of 40 layers")},
         "lora_7b": _lora_7b(),
@@ -71,12 +67,11 @@ def _of_size(decoder: Decoder) -> dict[str, Any]:
 
 
 def _techniques(decoder: Decoder) -> dict[str, Any]:
-    """Bytes of a step of 8 documents of 512 tokens: a LoRA adapter, and the whole model where that can be planned."""
+    """Bytes of a step of 8 documents of 512 tokens, for the whole model and for a LoRA adapter."""
     lora = Ask("torch", "cuda", "none", "float32", 16, "all-linear", 8 * 512, 512)
-    found = {f"lora, {name}": total(decoder, ask) for name, ask in _changes(lora).items()}
-    if "full" in METHODS:
-        found |= {name: total(decoder, ask) for name, ask in _changes(replace(lora, method="full")).items()}
-    return found
+    whole = replace(lora, method=FULL, dropout=False)
+    found = {f"whole, {name}": total(decoder, ask) for name, ask in _changes(whole).items()}
+    return found | {f"LoRA, {name}": total(decoder, ask) for name, ask in _changes(lora).items()}
 
 
 def _changes(ask: Ask) -> dict[str, Ask]:
@@ -86,7 +81,7 @@ def _changes(ask: Ask) -> dict[str, Ask]:
         "baseline": {}, "bfloat16": {"dtype": "bfloat16"}, "4 micro-batches": {"micro_batch_tokens": 1024},
         "all layers recomputed": {"checkpointing": full},
     }  # fmt: skip
-    if "adamw_8bit" in OPTIMIZERS and ask.method == "full":
+    if ask.trains_model:
         changes["8-bit AdamW"] = {"optimizer": "adamw_8bit"}
     changes["all"] = {key: value for change in changes.values() for key, value in change.items()}
     return {name: replace(ask, **change) for name, change in changes.items()}
@@ -159,8 +154,8 @@ def _techniques_table(found: dict[str, Any]) -> str:
     names = list(dict.fromkeys(name for each in models.values() for name in each))
     rows = [(name, *(_gb(each[name]) for each in models.values())) for name in names]
     states = [found["sizes"][name]["parameters"] for name in models]
-    rows.append(("whole model, float32 states alone", *(_gb(STATES * n) for n in states)))
-    rows.append(("whole model, bfloat16 and 8-bit states alone", *(_gb(SMALL_STATES * n) for n in states)))
+    rows.append(("states alone, in float32", *(_gb(STATES * n) for n in states)))
+    rows.append(("states alone, in bfloat16 with moments in 8 bits", *(_gb(SMALL_STATES * n) for n in states)))
     return page_tables.table(("a step of 8 × 512 tokens", *(f"GPT-2 {name}" for name in models)), rows)
 
 
