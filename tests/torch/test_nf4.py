@@ -15,7 +15,13 @@ from dualtune.testing.tiny_models import write_tiny_gpt2, write_tiny_llama  # no
 from dualtune_torch import model as loading  # noqa: E402
 from dualtune_torch.weights import nf4  # noqa: E402
 
-SMALL = {"hidden_size": 72, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+SMALL = {
+    "hidden_size": 72,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
 
 
 def llama(path, **changes):
@@ -40,7 +46,13 @@ MODELS = {
     "gpt2, whose layers are Conv1D": lambda path: write_tiny_gpt2(path, n_embd=96),
     "biases": lambda path: saved(path, "qwen2", num_key_value_heads=2),
 }
-MOE = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 18}
+MOE = {
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "head_dim": 18,
+}
 
 
 def load(model_dir, dtype):
@@ -121,5 +133,3 @@ def test_random_weights_are_counted_as_if_they_were_plain(tmp_path):
         for name in ("none", "nf4", "int8")
     }
     assert len(counts) == 1
-
-
