@@ -129,7 +129,7 @@ def metal(weight, bits):
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 1e-5), ("bfloat16", 3e-3), ("float16", 3e-4)])
 def test_metal_s_rule_gives_few_other_codes(dtype, share):
-    """What docs/backends.md says of a model that was quantized on a Mac's GPU. The rule is read, not run."""
+    """What docs/quantization.md says of a model that was quantized on a Mac's GPU. The rule is read, not run."""
     weight = (randn(2048, 1024) * 0.02).to(getattr(torch, dtype))
     pairs = quantize(weight, 4).weight_OW.numpy()
     gaps = np.abs(np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(weight.shape) - metal(weight, 4))
