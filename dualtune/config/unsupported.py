@@ -26,7 +26,7 @@ NO_SUCH_KEY = {
         "Each LoRA matrix has the same learning rate; LoRA+ is not supported yet": (
             "lora_plus loraplus_lr_ratio loraplus_ratio"
         ),
-        "Only LoRA matrices are trained; biases and whole modules are not supported yet": (
+        "LoRA matrices are trained, or all parameters ('adapter.method: full'); single modules are not supported yet": (
             "bias lora_bias modules_to_save unfreeze trainable_modules"
         ),
         "To adapt only some layers, list their modules in 'adapter.targets', such as layers.3.self_attn.q_proj": (

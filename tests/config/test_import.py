@@ -91,6 +91,8 @@ def test_a_plain_axolotl_config(translate):
         ({"train_on_inputs": True}, {"data.loss_on": "all"}),
         ({"chat_template_jinja": "my.jinja", "datasets": [{"path": "a", "type": "chat_template"}]},
          {"data.template": "my.jinja"}),
+        ({"gradient_checkpointing": "offload"},
+         {"memory.checkpointing": "full", "memory.offload": "activations"}),
         ({"output_dir": "out", "seed": 7}, {"run.dir": "out", "run.seed": 7}),
         ({"logging_steps": 5, "eval_steps": 20, "save_steps": 30, "save_total_limit": 2},
          {"run.log_every": 5, "run.eval_every": 20, "run.save_every": 30, "run.keep": 2}),
@@ -145,7 +147,7 @@ def test_a_dataset_of_axolotl_becomes_a_source(translate, entry, ours, template)
         ({"adam_beta2": 0.95}, "adam_beta2", "0.999"),
         ({"lr_scheduler": "rex"}, "lr_scheduler", "cosine"),
         ({"chat_template": "chatml"}, "chat_template", "Jinja"),
-        ({"gradient_checkpointing": "offload"}, "gradient_checkpointing", "stay on the device"),
+        ({"gradient_checkpointing": "offload_disk"}, "gradient_checkpointing", "memory.offload"),
         ({"excess_length_strategy": "raise"}, "excess_length_strategy", "cut"),
         ({"val_set_size": 200}, "val_set_size", "fraction"),
         ({"evals_per_epoch": 4}, "evals_per_epoch", "run.eval_every"),
@@ -170,6 +172,12 @@ def test_what_axolotl_has_alone_is_named(translate, more, named, reason):
     assert f"#   {named}: " in text
 
 
+def test_without_an_adapter_axolotl_trains_the_whole_model(translate):
+    config, imported, _ = translate(AXOLOTL, {"adapter": None})
+    assert config.adapter.method == "full" and not imported.lost
+    assert {"lora_r", "lora_alpha", "lora_target_linear"} <= {each.key for each in imported.needless}
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
 def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
     config, imported, text = translate(AXOLOTL, {"optimizer": name})
@@ -183,7 +191,6 @@ def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
     ("more", "message"),
     [
         ({"rl": "dpo"}, "rl: got 'dpo', cannot be translated"),
-        ({"adapter": None}, "adapter: got null, only lora and qlora"),
         ({"adapter": "llama-adapter"}, "adapter: got 'llama-adapter'"),
         ({"pretraining_dataset": [{"path": "a"}]}, "pretraining_dataset: got a list, cannot be translated"),
         ({"lora_r": "many"}, "lora_r: got 'many', must be a number"),

@@ -26,8 +26,13 @@ def _method(given: Given) -> Settings:
     for key in ("rl", "reward_model", "process_reward_model", "pretraining_dataset"):
         if key in given and not is_off(given.get(key)):
             raise given.wrong(key, "cannot be translated: preferences, rewards and streams are not supported yet")
+    if "adapter" not in given:
+        for name in (each for rule in RULES if rule.convert in (_adapter, _targets) for each in rule.names):
+            if name in given:
+                given.skip(name, "without an adapter it has no meaning")
+        return {"adapter.method": Note("full", "no adapter: all parameters are trained")}
     if given.get("adapter") not in ("lora", "qlora"):
-        raise given.wrong("adapter", "only lora and qlora can be translated; full fine-tuning is not supported yet")
+        raise given.wrong("adapter", "only lora and qlora can be translated, or none: all parameters are trained")
     return {}
 
 
@@ -62,6 +67,8 @@ def _quantization(given: Given) -> Settings:
 
 
 def _adapter(given: Given) -> Settings:
+    if "adapter" not in given:
+        return {}
     rank, alpha = given.count("lora_r"), given.number("lora_alpha")
     settings: Settings = {"adapter.rank": given.note(rank, "lora_r"), "adapter.alpha": given.note(alpha, "lora_alpha")}
     if given.flag("peft_use_rslora"):
@@ -71,6 +78,8 @@ def _adapter(given: Given) -> Settings:
 
 
 def _targets(given: Given) -> Settings:
+    if "adapter" not in given:
+        return {}
     names = given.get("lora_target_modules")
     if given.flag("lora_target_linear") or names == "all-linear":
         if names and names != "all-linear":
@@ -185,11 +194,15 @@ def _optimizer_name(given: Given) -> Settings:
 
 
 def _checkpointing(given: Given) -> Settings:
-    if is_off(given.get("gradient_checkpointing")):
+    value = given.get("gradient_checkpointing")
+    if is_off(value):
         return {}
-    if given.get("gradient_checkpointing") is not True:
-        given.lose("gradient_checkpointing", "the kept inputs of layers stay on the device")
-    return {"memory.checkpointing": given.note("full", "gradient_checkpointing")}
+    settings: Settings = {"memory.checkpointing": given.note("full", "gradient_checkpointing")}
+    if value == "offload":
+        settings["memory.offload"] = given.note("activations", "gradient_checkpointing")
+    elif value is not True:
+        given.lose("gradient_checkpointing", "the kept inputs of layers go to host memory at most: memory.offload")
+    return settings
 
 
 def _intervals(given: Given) -> Settings:
@@ -265,8 +278,8 @@ _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding sp
 
 RULES = (
     translated("base_model", "model.name", _model),
-    translated("adapter rl reward_model process_reward_model pretraining_dataset", "", _method,
-               "only adapter: lora and qlora; preferences, rewards and streamed data are refused"),
+    translated("adapter rl reward_model process_reward_model pretraining_dataset", "adapter.method", _method,
+               "lora and qlora; without an adapter, full; preferences, rewards and streamed data are refused"),
     translated("bf16 bfloat16 fp16 float16 float32", "model.dtype", _dtype),
     translated("load_in_4bit load_in_8bit", "model.quantization", _quantization,
                "4 bits, or adapter: qlora, become nf4; bitsandbytes' 8 bits are something else than int8"),
@@ -293,7 +306,8 @@ RULES = (
     translated("optimizer weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
                "train.optimizer, train.weight_decay, train.max_grad_norm", _optimizer,
                "AdamW; names with 8bit become adamw_8bit, whose codes are its own, and nothing is paged"),
-    translated("gradient_checkpointing", "memory.checkpointing", _checkpointing, "`full`; `auto`: as little as fits"),
+    translated("gradient_checkpointing", "memory.checkpointing, memory.offload", _checkpointing,
+               "`full`; `auto`: as little as fits; offload also sets memory.offload"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
                "run.log_every, run.eval_every, run.save_every, run.keep", _intervals, "always in optimizer steps"),
     translated("early_stopping_patience load_best_model_at_end", "guards.early_stopping, guards.restore_best", _guards),
@@ -333,9 +347,10 @@ RULES = (
     absent("deepspeed deepcompile fsdp fsdp_* dp_shard_size dp_replicate_size tensor_parallel_size "
            "context_parallel_size sequence_parallel_degree expert_parallel_size ray_* use_ray", _PROCESSES,
            "memory.sharding"),
-    absent("max_memory gpu_memory_limit activation_offloading layer_offloading selective_checkpointing",
-           "this is not supported yet; a lower train.micro_batch_tokens takes less memory",
-           "train.micro_batch_tokens"),
+    absent("max_memory gpu_memory_limit", "`dualtune plan` shows what fits a limit", "memory.limit"),
+    absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
+    absent("layer_offloading", "a number of layers; the others wait in host memory", "memory.resident_layers"),
+    absent("selective_checkpointing", "`{layers: k}` recomputes k layers", "memory.checkpointing"),
     absent("trl vllm ebft dpo_* simpo_* kto_* cpo_* orpo_* rl_beta", _NO_PREFERENCES),
     absent("reinit_weights", "`model.init: random` is only for measuring speed and memory",
            "model.init"),

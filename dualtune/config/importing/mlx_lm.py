@@ -32,7 +32,11 @@ def _model(given: Given) -> Settings:
 
 def _method(given: Given) -> Settings:
     if given.get("fine_tune_type") != "lora":
-        raise given.wrong("fine_tune_type", "only lora can be translated; DoRA and full fine-tuning are not supported")
+        raise given.wrong(
+            "fine_tune_type",
+            "only lora can be translated: DoRA is not supported, and adapter.method: full trains all of the model, "
+            "not its last layers",
+        )
     if "train" in given and not given.flag("train"):
         raise given.wrong("train", "without training there is nothing to translate; to evaluate, use `dualtune eval`")
     return {}
@@ -225,7 +229,8 @@ def _init_from(given: Given) -> Settings:
 
 RULES = (
     translated("model", "model.name", _model),
-    translated("fine_tune_type train", "", _method, "only lora; DoRA and full fine-tuning are not supported yet"),
+    translated("fine_tune_type train", "", _method,
+               "only lora; mlx-lm's full trains the last num_layers layers, adapter.method: full all parameters"),
     translated("lora_parameters.rank lora_parameters.scale lora_parameters.dropout",
                "adapter.rank, adapter.alpha, adapter.dropout", _adapter,
                "alpha is scale × rank: mlx-lm multiplies by scale, dualtune by alpha / rank"),
