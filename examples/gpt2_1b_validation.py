@@ -4,14 +4,14 @@
     python examples/gpt2_1b_validation.py --platform cuda       # the real size, 1000 steps
 
 With AdamW's state in float32 the weights, the gradient and the state alone take 18 bytes a parameter, 18.4 GB, and the
-run is refused before it starts. That is the case too where this version has no adamw_8bit.
+run is refused before it starts.
 """
 
-from gpt2_whole import eight_bit_adamw, main
+from gpt2_whole import main
 
 SETTINGS = {
     "model.dtype": "bfloat16", "train.micro_batch_tokens": 1024, "train.learning_rate": 2e-4,
-    "train.optimizer": eight_bit_adamw(), "memory.checkpointing": "full", "memory.limit": "14GB",
+    "train.optimizer": "adamw_8bit", "memory.checkpointing": "full", "memory.limit": "14GB",
 }  # fmt: skip
 
 if __name__ == "__main__":

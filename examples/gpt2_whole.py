@@ -16,7 +16,6 @@ from dualtune.hooks import Hook
 from dualtune.memory.ask import Ask
 from dualtune.memory.estimate import estimate
 from dualtune.memory.shapes import decoder_of
-from dualtune.optimizer import OPTIMIZERS
 from dualtune.platform.choose import choose, open_backend
 from dualtune.text.show import in_bytes
 from dualtune.train.run import run
@@ -51,11 +50,6 @@ def write_model(directory, config):
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     for file in (DEMO / "model").glob("tokenizer*"):
         shutil.copy(file, directory)
-
-
-def eight_bit_adamw():
-    """The optimizer with the smallest state that converges like AdamW, where this version has it."""
-    return "adamw_8bit" if "adamw_8bit" in OPTIMIZERS else "adamw"
 
 
 class Log(Hook):
