@@ -23,6 +23,11 @@ from dualtune.config import parse_config
 from dualtune.errors import EnvironmentFault
 from dualtune.testing.tiny_models import write_softmax_model, write_tiny_llama
 
+# A shell without job control lets its background processes ignore these two, and every program inherits that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
+
 hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("patient")
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
+from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.errors import ConfigError
 from dualtune_mlx.methods import AdaptedLayers
 from dualtune_mlx.streaming.residency import KEY, Residency
@@ -49,8 +49,7 @@ class Streaming:
 
     def choose(self, checkpointing: ActivationCheckpointing) -> ActivationCheckpointing:
         """Return what is recomputed: all layers. ConfigError if the config says otherwise."""
-        is_all = checkpointing.layers in ("all", self.num_layers) and checkpointing.every == 1
-        if checkpointing.reason == KEEP_ALL.reason and not is_all:
+        if checkpointing.num_recomputed(self.num_layers) < self.num_layers - 1 or checkpointing.every > 1:
             raise ConfigError(
                 f"memory.checkpointing: got '{checkpointing.describe(self.num_layers)}', but with {KEY} each layer is "
                 "read and computed again in the backward pass; allowed: auto, full"
