@@ -55,9 +55,12 @@ def model_of(run_dir):
     return (run_dir / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_stopped_run_resumes_to_the_same_bits(open_backend, config_of, tmp_path, dtype):
-    backend, changes = open_backend("torch"), {"model__dtype": dtype, "memory__checkpointing": "full"}
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "adamw_8bit")]
+)
+def test_a_stopped_run_resumes_to_the_same_bits(open_backend, config_of, tmp_path, dtype, optimizer):
+    backend = open_backend("torch")
+    changes = {"model__dtype": dtype, "train__optimizer": optimizer, "memory__checkpointing": "full"}
     straight = run(config_of("straight", **changes), backend)
     with pytest.raises(Crash):
         run(config_of("stopped", **changes), backend, [Stop()])
