@@ -77,6 +77,7 @@ def cases() -> list[str]:
                 found.append(f"torch:{shape}:{name}:{VALUES[(s + f + 2) % 4]}:{MANY[f % 2]}")
     found += ["torch:SmolLM2-135M:none:none:1024", "torch:gpt2-124m:none:none:256", "torch:gpt2-124m:nf4:full:512"]
     found += [f"mlx:llama-2m:{name}:{value}:256" for name in ("none", "int8", "affine4") for value in ("none", "full")]
+    found += ["mlx:llama-55m:none:none:256", "mlx:llama-55m:int8:full:512", "mlx:qwen3-29m:affine4:full:512"]
     return [*found, "torch:TinyLlama-1.1B-Chat-v1.0:nf4:full:128"]
 
 
@@ -129,7 +130,7 @@ def main() -> None:
 def compared(measured: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Return the plan of each case beside what was measured, and how far it is from that."""
     rows = [plan_of(name) | {"measured": found} for name, found in measured.items()]
-    kinds = ("torch counted", "torch process", "mlx counted")
+    kinds = ("torch counted", "torch process", "mlx counted", "mlx process")
     return {"gaps": {kind: gaps(rows, *kind.split()) for kind in kinds}, "rows": rows, "measured": measured}
 
 

@@ -1,4 +1,4 @@
-"""The plan against a whole process on torch's CPU: a selection of the cases of benchmarks/memory_plan.py."""
+"""The plan against a whole process on a CPU: a selection of the cases of benchmarks/memory_plan.py."""
 
 import importlib
 import json
@@ -37,7 +37,10 @@ def test_the_recorded_cases_are_within_what_is_promised(benchmark):
     """Of the formulas as they are now: what was measured is in the result, what was planned is computed again."""
     measured = json.loads((ROOT / "benchmarks" / "results" / "memory_plan.json").read_text())["measured"]
     gaps = benchmark.compared(measured)["gaps"]
-    promised = {"torch counted": (0.02, 0.05), "torch process": (0.03, 0.10), "mlx counted": (0.02, 0.10)}
+    promised = {
+        "torch counted": (0.02, 0.05), "torch process": (0.03, 0.10),
+        "mlx counted": (0.02, 0.10), "mlx process": (0.04, 0.10),
+    }  # fmt: skip
     for kind, (median, largest) in promised.items():
         assert gaps[kind]["median"] <= median and abs(gaps[kind]["largest"]) <= largest, kind
     kinds = {name.split(":")[0] for name in measured}

@@ -37,8 +37,11 @@ UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without sl
 # adamw_8bit: float32 arrays in the adapter's size, and in that of a chunk.
 CHUNKED, CHUNKED_COMPILED = (4, 13), (8, 6)
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
-# Memory that is no array: Python with its libraries; on a Mac also Metal's kernels and command buffers.
-RESERVE = {"cpu": (400 << 20, "Python and MLX"), "metal": (512 << 20, "Python, MLX and Metal")}
+# Memory that is no array. On a Mac: Python with its libraries, Metal's kernels and command buffers. On a CPU, fitted to
+# the processes of benchmarks/memory_plan.py: Python with its libraries, and something for each token (MLX keeps freed
+# buffers). More tokens were not measured.
+METAL_RESERVE = 512 << 20
+LIBRARIES, OF_TOKEN, GROWING_TOKENS = 180_000_000, 130_000, 2048
 
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
@@ -49,7 +52,16 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     moments = [(at_end, moment) for moment in plain]
     moments += [(recomputed, recomputation(decoder, ask)) for recomputed in later]
     most = max(moments, key=lambda moment: moment[0].bytes + moment[1].bytes)
-    return (*always, *most, MemoryPart("reserve", *RESERVE[ask.device]))
+    return (*always, *most, reserve(ask))
+
+
+def reserve(ask: Ask) -> MemoryPart:
+    """What is no array."""
+    if ask.device == "metal":
+        return MemoryPart("reserve", METAL_RESERVE, "Python, MLX and Metal")
+    tokens = min(ask.cells, GROWING_TOKENS)
+    formula = f"{LIBRARIES:,} B of libraries + {tokens} tokens × {OF_TOKEN:,} B"
+    return MemoryPart("reserve", LIBRARIES + OF_TOKEN * tokens, formula)
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:
