@@ -47,7 +47,7 @@ PLAIN = [  # name, label, exit code, config, largest model, its length
     ("rtx-2080-ti-11", "low", 0, RTX16, MISTRAL, 1408),
     ("h100-mig-1g.10gb", "low", 0, RTX16, MISTRAL, 1024),
     ("rtx-4060-8", "low", 0, CHAT, L3, 1792),
-    ("p100", "no accelerator", 4, CPU, L70, 2048),  # compute capability 6.0: its host's memory is left
+    ("p100", "no accelerator", 4, CPU, L70, 1408),  # compute capability 6.0: its host's memory is left
     ("m2-ultra-192", "good", 0, MAC, L70, 2560),
     ("m4-max-128", "good", 0, MAC, L70, 1408),
     ("m1-max-64", "good", 0, MAC, Q14, 3072),
@@ -58,9 +58,9 @@ PLAIN = [  # name, label, exit code, config, largest model, its length
     ("m4-16", "limited", 0, MAC16, Q4, 1024),
     ("m1-16", "limited", 0, MAC16, Q4, 1024),
     ("m1-8", "too small", 4, CHAT, L1, 1536),
-    ("cpu-16", "no accelerator", 4, CPU, MISTRAL, 1024),
-    ("cpu-64", "no accelerator", 4, CPU, Q32, 1408),
-    ("cpu-256", "no accelerator", 4, CPU, L70, 5632),
+    ("cpu-16", "no accelerator", 4, CPU, L3, 1664),
+    ("cpu-64", "no accelerator", 4, CPU, Q32, 1024),
+    ("cpu-256", "no accelerator", 4, CPU, L70, 4096),
 ]
 
 
