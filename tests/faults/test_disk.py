@@ -91,7 +91,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(box, full, kind):
 def test_a_run_that_could_never_save_ends_with_5_and_its_adapter(box, full, kind):
     inject = full(kind, 1, 5)
     complaint = box.train(5, inject=inject).stderr
-    assert "No checkpoint could be saved; the adapter is in" in complaint
+    assert "No checkpoint could be saved; the result is in" in complaint
     assert sorted({event["step"] for event in box.events("save_failed")}) == [2, 4, 6, 8, 9]
     assert not box.leftovers and not box.checkpoints
     assert box.adapter == box.straight()
