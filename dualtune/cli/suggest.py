@@ -19,7 +19,7 @@ WORDS = {
         "check-gpu": "gpu gpus device devices info machine",
         "check-env": "doctor env environment setup diagnose",
         "check-data": "data dataset datasets lint",
-        "check-config": "check memory estimate fits",
+        "check-config": "check estimate fits",
         "bench": "benchmark speed",
         "launch": "distributed torchrun accelerate slurm sbatch mpirun multi-gpu",
         "push": "upload publish share",

@@ -105,19 +105,24 @@ def set_options(settings: Mapping[str, str | int]) -> list[str]:
     return [f"--set '{pair}'" if " " in pair else f"--set {pair}" for pair in pairs]
 
 
-def plan_of(config: Config, decoder: Decoder, backend: str, device: str, have_bytes: int) -> MemoryPlan:
+def plan_of(
+    config: Config, decoder: Decoder, backend: str, device: str, have_bytes: int, host_bytes: int | None = None
+) -> MemoryPlan:
     """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes."""
     ask = ask_of(config, decoder, backend, device)
     ask.checkpointing.num_recomputed(decoder.layers)
-    return make_plan(decoder, ask, have_bytes, auto=config.memory.checkpointing == "auto")
+    return make_plan(decoder, ask, have_bytes, host_bytes, auto=config.memory.checkpointing == "auto")
 
 
-def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, *, auto: bool) -> MemoryPlan:
-    """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice."""
+def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None = None, *, auto: bool) -> MemoryPlan:
+    """Plan a run within a number of bytes. `auto`: memory.checkpointing is the planner's choice.
+
+    `host_bytes` limits what may wait beside a device that has memory of its own.
+    """
     if auto and ask.checkpointing == KEEP_ALL:
         ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
     needed = estimate(decoder, ask)
-    savings = () if needed.total_bytes <= have_bytes else _cheapest_savings(decoder, ask, have_bytes)
+    savings = () if needed.total_bytes <= have_bytes else _cheapest_savings(decoder, ask, have_bytes, host_bytes)
     return MemoryPlan(decoder, ask, needed, have_bytes, savings)
 
 
@@ -205,12 +210,21 @@ class _Stage:
     remark: str
 
 
-def _cheapest_savings(decoder: Decoder, ask: Ask, have_bytes: int) -> tuple[Saving, ...]:
+def _cheapest_savings(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None) -> tuple[Saving, ...]:
     """Return the first sequence of changes that fits; empty if none does."""
     for stages in _sequences(decoder, ask, have_bytes):
-        if _needs(decoder, stages[-1].ask) <= have_bytes:
+        here = stages[-1].ask
+        if _needs(decoder, here) <= have_bytes and (host_bytes is None or _waiting(decoder, here) <= host_bytes):
             return tuple(_as_savings(decoder, ask, stages))
     return ()
+
+
+def _waiting(decoder: Decoder, ask: Ask) -> int:
+    """Return the bytes of streamed layers on the host, each in a pinned buffer, whose size is a power of two."""
+    if ask.resident_layers is None:
+        return 0
+    one, two = (estimate(decoder, replace(ask, resident_layers=layers))["weights"] for layers in (1, 2))
+    return decoder.layers * (1 << (two - one - 1).bit_length())
 
 
 def _as_savings(decoder: Decoder, ask: Ask, stages: list[_Stage]) -> Iterator[Saving]:

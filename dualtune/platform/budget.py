@@ -17,13 +17,14 @@ class Budget:
 
     bytes: int
     reason: str
+    host_bytes: int | None = None  # of the memory beside a device that has its own
 
 
 def within(found: Budget, limit_bytes: int | None) -> Budget:
     """Return the memory for a run with `memory.limit`."""
     if limit_bytes is None or found.bytes <= limit_bytes:
         return found
-    return Budget(limit_bytes, "memory.limit")
+    return Budget(limit_bytes, "memory.limit", found.host_bytes)
 
 
 def budget(machine: Machine, device: str = "auto") -> Budget:
@@ -50,7 +51,7 @@ def _of_gpu(machine: Machine, index: int) -> Budget:
         return Budget(0, found)
     gpu = machine.gpus[index]
     usable = gpu.total_bytes - GPU_RESERVE_BYTES
-    total = f"{gpu.total_bytes / GIB:.1f} GiB"
+    total, host = f"{gpu.total_bytes / GIB:.1f} GiB", machine.available_bytes
     if gpu.free_bytes < usable:
-        return Budget(gpu.free_bytes, f"{gpu.free_bytes / GIB:.1f} of {total} free on {gpu.name}")
-    return Budget(usable, f"{total} on {gpu.name}, less {GPU_RESERVE_BYTES / GIB:.1f} GiB for driver and screen")
+        return Budget(gpu.free_bytes, f"{gpu.free_bytes / GIB:.1f} of {total} free on {gpu.name}", host)
+    return Budget(usable, f"{total} on {gpu.name}, less {GPU_RESERVE_BYTES / GIB:.1f} GiB for driver and screen", host)

@@ -178,7 +178,7 @@ def _memory(
         return Check("memory", "skipped", reason), None
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
     try:
-        memory = MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes), has)
+        memory = MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes), has)
     except ConfigError as error:  # targets or layers that the model does not have
         return failure("memory", error), None
     return memory_row(memory), memory

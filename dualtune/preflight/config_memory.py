@@ -59,4 +59,4 @@ def plan_config(config: Config, machine: Machine, choice: PlatformChoice) -> Mem
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
     if not has.bytes:
         raise EnvironmentFault(f"{has.reason}. Plan for another machine with --machine, such as h100-80")
-    return MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes), has)
+    return MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes), has)

@@ -75,7 +75,7 @@ def about_config(machine: Machine, path: Path) -> Question:
     kind = device_of(machine)
     decoder = _decoder(config)
     has = within(budget(machine, kind), config.memory.limit_bytes)
-    plan = plan_of(config, decoder, driver_of(kind).name, kind, has.bytes)
+    plan = plan_of(config, decoder, driver_of(kind).name, kind, has.bytes, has.host_bytes)
     return Question(str(path), plan.estimate.total_bytes, has, None if plan.fits else plan.smaller, plan.estimate)
 
 

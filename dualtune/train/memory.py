@@ -97,7 +97,9 @@ def _plan(config: Config, backend: Backend, model_dir: Path, longest: int, num_p
     if decoder is None:
         return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
     data = config.data.model_copy(update={"max_length": min(longest, config.data.max_length)})
-    plan = plan_of(config.model_copy(update={"data": data}), decoder, backend.name, device.kind, has.bytes)
+    plan = plan_of(
+        config.model_copy(update={"data": data}), decoder, backend.name, device.kind, has.bytes, has.host_bytes
+    )
     return RunMemory(plan.ask.checkpointing, has, plan)
 
 

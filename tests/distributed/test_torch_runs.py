@@ -21,11 +21,11 @@ LEAVE_ADAPTER = """
 import os
 import numpy as np
 import dualtune.train.run as run
-write = run._write_adapter
+write = run._write_result
 def leave(path, prepared, engine, *rest):
     write(path, prepared, engine, *rest)
     np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **engine.adapter_state())
-run._write_adapter = leave
+run._write_result = leave
 """
 FUNCTIONS = {FORWARD: "_take_step", EVALUATE: "_evaluate_if_due"}
 # Nothing fails, and the cut becomes smaller before this step is taken, or before the evaluation after it.

@@ -118,6 +118,17 @@ def test_streamed_layers_come_last_of_what_keeps_the_result():
     assert total(replace(setup, resident_layers=layers)) <= 6 * GIB < total(replace(setup, resident_layers=layers + 1))
 
 
+def test_layers_wait_only_where_the_host_has_room():
+    """Each in a buffer of a power of two: 436 MB in bfloat16 take 512 MiB, so that 32 layers take 16 GiB."""
+    keys = {
+        host: {"memory.resident_layers", "model.quantization"}
+        & {*make_plan(MISTRAL, CUDA, 6 * GIB, host, auto=False).smaller.settings}
+        for host in (16 * GIB, 16 * GIB - 1, GIB)
+    }
+    both = {"memory.resident_layers", "model.quantization"}
+    assert [*keys.values()] == [{"memory.resident_layers"}, both, {"model.quantization"}]
+
+
 def test_fewer_layers_are_suggested_where_too_many_are_resident():
     setup = replace(CUDA, quantization="nf4", micro_batch_tokens=4096, resident_layers=20)
     setup = replace(setup, checkpointing=ActivationCheckpointing("all", offload=True))

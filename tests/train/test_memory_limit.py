@@ -43,8 +43,8 @@ def prepare_with(open_backend, make_config, write_rows, qa_rows):
 
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
 def test_a_run_that_exceeds_its_limit_by_plan_is_refused(prepare_with, backend):
-    with pytest.raises(ConfigError, match=r"memory.limit: got 300MB, but the run needs an estimated \d+\.\d MiB\. Not"):
-        prepare_with(backend, memory__limit="300MB")
+    with pytest.raises(ConfigError, match=r"memory.limit: got 150MB, but the run needs an estimated \d+\.\d MiB\. Not"):
+        prepare_with(backend, memory__limit="150MB")
     assert prepare_with(backend, memory__limit="900MB").memory.budget.reason == "memory.limit"
 
 

@@ -142,11 +142,11 @@ def test_a_model_without_an_estimate_gets_settings_too(open_backend, make_config
 
 
 def test_a_setting_that_saves_nothing_is_not_in_the_message(open_backend, make_config):
-    """With so large an adapter MLX's peak is in the optimizer's step: recomputation and shorter documents save none."""
+    """With so large an adapter MLX's peak is in the optimizer's step: recomputation saves none."""
     large = {"adapter.rank": 256, "train.micro_batch_tokens": 64}
     said = explanation(open_backend("mlx"), make_config("rows.jsonl", large), "x").splitlines()
     settings = [line.split()[1].partition("=")[0] for line in said[3:]]
-    assert settings == ["model.quantization", "model.dtype", "adapter.rank"]
+    assert settings == ["model.quantization", "data.max_length", "model.dtype"]
 
 
 # --- a real shortage -------------------------------------------------------------------------------------------------
