@@ -65,7 +65,7 @@ TECHNIQUES = (
     Technique("affine4 base", lambda scale: {BASE: "affine4"}, same_result=False),
     Technique("nf4 base", lambda scale: {BASE: "nf4"}, same_result=False),
     Technique("offloaded activations", lambda scale: {CHECKPOINTING: "full", "memory.offload": "activations"}),
-    Technique("streamed layers", lambda scale: {"memory.resident_layers": 2}),
+    Technique("streamed layers", lambda scale: {CHECKPOINTING: "full", "memory.resident_layers": 2}),
     Technique("8-bit AdamW", lambda scale: {"train.optimizer": "adamw_8bit"}, same_result=False),
 )
 NONE = Technique("none", lambda scale: {CHECKPOINTING: "none", BASE: "none"}, combined=False)
