@@ -57,6 +57,7 @@ CONFIGS = memory_estimate.CONFIGS | {
     "qwen3-29m": llama("qwen3", 384, 1024, 8, 6, 49152, tied=True),
     "qwen2-58m": llama("qwen2", 384, 2048, 12, 6, 65536, tied=True),
     "llama-55m": llama("llama", 512, 1408, 10, 8, 24576, tied=False),
+    "llama-wide": llama("llama", 1024, 10240, 4, 16, 8192, tied=True),  # an unpacked matrix takes 42 MB
     "gpt2-124m": {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12,
         "n_positions": 1024, "vocab_size": 50257, "bos_token_id": 1, "eos_token_id": 2,
@@ -75,6 +76,7 @@ def cases() -> list[str]:
             found.append(f"torch:{shape}:{name}:{VALUES[(s + f) % 4]}:{FEW[(s + f) % 2]}")
             if s < len(FORMATS) - 1:
                 found.append(f"torch:{shape}:{name}:{VALUES[(s + f + 2) % 4]}:{MANY[f % 2]}")
+    found += ["torch:llama-wide:nf4:none:64", "torch:llama-wide:int8:full:64"]
     found += ["torch:SmolLM2-135M:none:none:1024", "torch:gpt2-124m:none:none:256", "torch:gpt2-124m:nf4:full:512"]
     found += [f"mlx:llama-2m:{name}:{value}:256" for name in ("none", "int8", "affine4") for value in ("none", "full")]
     found += ["mlx:llama-55m:none:none:256", "mlx:llama-55m:int8:full:512", "mlx:qwen3-29m:affine4:full:512"]

@@ -75,7 +75,7 @@ class TorchEngine:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
-        self._kernels = choose(model, request.kernels)
+        self._kernels = choose(model, request.kernels, largest_kept=_largest_kept(request, description))
         fuse = self._kernels.maybe_compile
         groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)
@@ -287,6 +287,14 @@ class TorchEngine:
 
     def _floats(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.float32)).to(self.model.device)
+
+
+def _largest_kept(request: LoadRequest, description: Mapping[str, Any]) -> int:
+    """Return up to which size freed blocks are kept, for speed. None is where memory is short: with streamed layers."""
+    if request.resident_layers is not None:
+        return 0
+    is_packed = description["quantization"] != "none" and description["num_parameters"] >= allocator.LARGE
+    return allocator.LARGEST_KEPT_PACKED if is_packed else allocator.LARGEST_KEPT
 
 
 def _streamed(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> StreamedLayers | None:

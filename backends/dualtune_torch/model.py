@@ -65,8 +65,8 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = str(error).strip().splitlines()[0].replace(str(place), str(request.model_dir))
             raise EnvironmentFault(f"{request.model_dir}: torch cannot load this model: {reason}") from error
-    if sharding == "full":
-        allocator.return_memory()  # whole layers are allocated and freed in every step
+    if sharding == "full" or request.resident_layers is not None:
+        allocator.return_memory()  # whole layers are allocated and freed in every step, or memory is what is short
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
     nf4.keep_differentiable(model, dtype)

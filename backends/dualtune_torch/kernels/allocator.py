@@ -2,7 +2,9 @@
 
 On a CPU, glibc returns large blocks to the system as soon as they are free, and every page of the next block costs a
 page fault. A training step allocates tensors of the same sizes again and again, so it pays to keep the blocks. Loading
-does not: what a matrix needed while it was cast or quantized would stay in the process beside the model.
+does not: what a matrix needed while it was cast or quantized would stay in the process beside the model. Nor does it
+pay for large matrices of a packed base, unpacked one at a time: an activation takes the beginning of the block that one
+has left, the next one does not fit there any more, and in the end the process has room for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-LARGEST_KEPT = 1 << 30  # bytes
+LARGEST_KEPT, LARGEST_KEPT_PACKED = 1 << 30, 1 << 21  # bytes; of a plain base, and of a large packed one
+LARGE = 140_000_000  # weights: the room for all of them unpacked matters more than the time of page faults
 SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set…
 LARGEST_RAISED = 1 << 25  # …up to this, and its threshold for the end of the heap to twice as much
 # In the messages of errors that have no class of their own. The first comes from torch's allocator on a CPU.
@@ -66,9 +69,9 @@ def free_memory() -> None:
     _trim()
 
 
-def keep_memory() -> None:
-    """Ask glibc to keep freed blocks. Does nothing with another C library."""
-    _set({M_MMAP_THRESHOLD: LARGEST_KEPT, M_TRIM_THRESHOLD: LARGEST_KEPT})
+def keep_memory(largest: int = LARGEST_KEPT) -> None:
+    """Ask glibc to keep freed blocks of up to `largest` bytes. Does nothing with another C library."""
+    _set({M_MMAP_THRESHOLD: largest, M_TRIM_THRESHOLD: LARGEST_KEPT})
 
 
 def return_memory() -> None:

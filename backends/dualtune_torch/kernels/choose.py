@@ -57,13 +57,16 @@ class Kernels:
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
-def choose(model: PreTrainedModel, kernels: str) -> Kernels:
-    """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not."""
+def choose(model: PreTrainedModel, kernels: str, *, largest_kept: int = allocator.LARGEST_KEPT) -> Kernels:
+    """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
+
+    On a CPU the allocator then keeps freed blocks of up to `largest_kept` bytes.
+    """
     chosen = Kernels()
     if kernels == "reference":
         return chosen
-    if model.device.type == "cpu" and not is_split(model):
-        allocator.keep_memory()
+    if model.device.type == "cpu" and not is_split(model) and largest_kept:
+        allocator.keep_memory(largest_kept)
     if kernels == "auto" and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
     elif reason := compiled.why_not(model.device):

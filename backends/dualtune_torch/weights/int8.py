@@ -32,8 +32,8 @@ def _quantized(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize(codes_OI: Tensor, scale_O: Tensor, dtype: torch.dtype) -> Tensor:
     """Return code · scale, computed in float32 and rounded once to `dtype`."""
     weight_OI = torch.empty(codes_OI.shape, dtype=dtype, device=codes_OI.device)
-    # CUDA rounds each product as it writes it; a CPU writes the products of a call in float32 first.
-    at_once = len(codes_OI) if weight_OI.is_cuda or dtype == torch.float32 else _rows_at_once(codes_OI)
+    # CUDA converts each number as it reads and writes it; a CPU has codes and products of a call in float32, too.
+    at_once = len(codes_OI) if weight_OI.is_cuda else _rows_at_once(codes_OI)
     split = (tensor.split(at_once) for tensor in (codes_OI, scale_O[:, None], weight_OI))
     for codes, scale, out in zip(*split, strict=True):
         torch.mul(codes, scale, out=out)
