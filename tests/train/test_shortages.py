@@ -30,6 +30,7 @@ def request_for(model):
     ("name", "text"),
     [
         ("torch", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        ("torch", "MemoryError: std::bad_alloc"),  # of the compiler, in an error of its own
         ("torch", "CUDA out of memory. Tried to allocate 20.00 MiB"),
         ("torch", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         ("mlx", "[malloc] Unable to allocate 1073741824 bytes."),

@@ -25,7 +25,10 @@ LARGE = 140_000_000  # weights: the room for all of them unpacked matters more t
 SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set…
 LARGEST_RAISED = 1 << 25  # …up to this, and its threshold for the end of the heap to twice as much
 # In the messages of errors that have no class of their own. The first comes from torch's allocator on a CPU.
-SHORTAGES = ("DefaultCPUAllocator: ", "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+SHORTAGES = (
+    "DefaultCPUAllocator: ", "std::bad_alloc",
+    "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,6 +50,7 @@ def limit_memory(limit_bytes: int | None, device: torch.device) -> None:
     elif sys.platform == "linux":
         import resource
 
+        torch.ones(1 << 20).add_(1)  # starts the threads: where their stacks do not fit, OpenMP ends the process
         soft, hard = _limits_at_first()
         wanted = soft if limit_bytes is None else limit_bytes
         if hard != resource.RLIM_INFINITY:
