@@ -46,7 +46,7 @@ from dualtune_torch.losses import loss_sum, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
-from dualtune_torch.sharding import check_whole, whole
+from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import as_stored, compute_dtype, shape_of, weight_of
 
 
@@ -75,7 +75,7 @@ class TorchEngine:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
-        self._kernels = choose(model, request.kernels, largest_kept=_largest_kept(request, description))
+        self._kernels = choose(model, request.kernels, largest_kept=_largest_kept(model, request, description))
         fuse = self._kernels.maybe_compile
         groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)
@@ -289,9 +289,9 @@ class TorchEngine:
         return torch.from_numpy(array.astype(np.float32)).to(self.model.device)
 
 
-def _largest_kept(request: LoadRequest, description: Mapping[str, Any]) -> int:
-    """Return up to which size freed blocks are kept, for speed. None is where memory is short: with streamed layers."""
-    if request.resident_layers is not None:
+def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> int:
+    """Return up to which size freed blocks are kept, for speed; 0 where memory is short: a split or streamed base."""
+    if is_split(model) or request.resident_layers is not None:
         return 0
     is_packed = description["quantization"] != "none" and description["num_parameters"] >= allocator.LARGE
     return allocator.LARGEST_KEPT_PACKED if is_packed else allocator.LARGEST_KEPT

@@ -19,7 +19,7 @@ from dualtune.errors import ConfigError
 from dualtune_torch.card.sizes import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
-from dualtune_torch.sharding import class_of, is_split
+from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
 
@@ -65,7 +65,7 @@ def choose(model: PreTrainedModel, kernels: str, *, largest_kept: int = allocato
     chosen = Kernels()
     if kernels == "reference":
         return chosen
-    if model.device.type == "cpu" and not is_split(model) and largest_kept:
+    if model.device.type == "cpu" and largest_kept:
         allocator.keep_memory(largest_kept)
     if kernels == "auto" and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
