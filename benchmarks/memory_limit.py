@@ -81,6 +81,8 @@ def one(side: Side, rng: random.Random, home: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "dualtune.cli.main", "train", str(home / "c.yaml"), "--platform", side.platform]
     code, peak, output = watch([*command, *options], side.counter)
     found = {"backend": side.backend, "outcome": EXITS.get(code, f"exit {code}")}
+    if code not in EXITS:
+        found["output"] = output[-4000:]
     found |= {"limit_bytes": limit, "peak_bytes": peak, "planned_bytes": needed, "cut": "from now on" in output}
     return found | {"settings": overrides[:4]}
 

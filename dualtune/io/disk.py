@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,15 +17,18 @@ from typing import Any, BinaryIO
 from dualtune import faults
 from dualtune.errors import DiskError
 
+Pieces = Sequence[bytes | memoryview]
+Content = bytes | Pieces  # of a file
+
 _MARK = ".tmp-"  # in the name of everything that is unfinished or being removed
 
 
-def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
+def write_directory(target: Path, files: Mapping[str, Content]) -> None:
     """Create the directory with these files. Raises DiskError if that fails; then nothing is left there."""
     with new_directory(target) as temporary:
-        for name, data in files.items():
+        for name, content in files.items():
             with (temporary / name).open("xb") as file:
-                _write(file, data)
+                _write(file, content)
 
 
 @contextlib.contextmanager
@@ -118,9 +121,20 @@ def json_bytes(table: Mapping[str, Any]) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def listing(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+def listing(files: Mapping[str, Content]) -> dict[str, dict[str, Any]]:
     """Return the manifest entry of each file: its size and sha256."""
-    return {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
+    return {name: _entry(content) for name, content in files.items()}
+
+
+def _entry(content: Content) -> dict[str, Any]:
+    sha256 = hashlib.sha256()
+    for piece in _pieces(content):
+        sha256.update(piece)
+    return {"bytes": sum(map(len, _pieces(content))), "sha256": sha256.hexdigest()}
+
+
+def _pieces(content: Content) -> Pieces:
+    return [content] if isinstance(content, bytes) else content
 
 
 def write_file(target: Path, text: str) -> None:
@@ -187,12 +201,14 @@ def hidden_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}{_MARK}{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def _write(file: BinaryIO, data: bytes) -> None:
-    done = faults.allowed("write", len(data))
-    file.write(data[:done])
+def _write(file: BinaryIO, content: Content) -> None:
+    for piece in _pieces(content):
+        done = faults.allowed("write", len(piece))
+        file.write(piece[:done])
+        if done < len(piece):
+            file.flush()
+            faults.die()
     file.flush()
-    if done < len(data):
-        faults.die()
     os.fsync(file.fileno())
 
 

@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualtune.errors import FormatError
+from dualtune.io.disk import listing, write_directory
+from dualtune.io.tensors import safetensors_pieces
 from dualtune.io.untrusted import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
 
 RNG = np.random.default_rng(0)
@@ -180,3 +182,33 @@ def test_a_changed_byte_raises_only_format_errors(tmp_path_factory, data):
 def test_random_bytes_raise_only_format_errors(data):
     with contextlib.suppress(FormatError):
         parse_object(data, "file")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        TENSORS,
+        {"one": np.ones((), np.float32), "none": np.ones((0, 3), np.float32), "Zürich": np.ones(3, np.float32)},
+        {"turned": np.arange(6, dtype=np.float32).reshape(2, 3).T},
+        {},
+    ],
+    ids=["dtypes", "corners", "transposed", "empty"],
+)
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_the_pieces_of_a_file_are_the_bytes_that_the_library_writes(tensors, metadata):
+    contiguous = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in tensors.items()}
+    assert b"".join(safetensors_pieces(tensors, metadata)) == safetensors.numpy.save(contiguous, metadata)
+
+
+def test_a_file_is_written_without_a_copy_of_its_tensors(tmp_path):
+    tensors = {name: np.ones((1024, 1024), np.float32) for name in "abcd"}
+    tracemalloc.start()
+    try:
+        pieces = {"adapter.safetensors": safetensors_pieces(tensors)}
+        listing(pieces)
+        write_directory(tmp_path / "step", pieces)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < tensors["a"].nbytes / 4
+    assert read_safetensors(tmp_path / "step" / "adapter.safetensors").keys() == tensors.keys()

@@ -1,5 +1,6 @@
 """The errors of a shortage: each backend knows its own, no fallback swallows one, and a real one on a CPU."""
 
+import errno
 import json
 import runpy
 import sys
@@ -31,6 +32,7 @@ def request_for(model):
     [
         ("torch", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
         ("torch", "MemoryError: std::bad_alloc"),  # of the compiler, in an error of its own
+        ("torch", "can't start new thread"),
         ("torch", "CUDA out of memory. Tried to allocate 20.00 MiB"),
         ("torch", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         ("mlx", "[malloc] Unable to allocate 1073741824 bytes."),
@@ -44,6 +46,12 @@ def test_a_backend_knows_its_own_shortages(open_backend, name, text):
     assert backend.is_out_of_memory(RuntimeError(text)) and backend.is_out_of_memory(MemoryError())
     assert not backend.is_out_of_memory(ValueError(text))
     assert not backend.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_torch_knows_a_shortage_that_the_system_reports(open_backend):
+    backend = open_backend("torch")
+    assert backend.is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not backend.is_out_of_memory(OSError(errno.ENOENT, "No such file or directory"))
 
 
 @pytest.mark.parametrize("place", ["_packed", "_compare"])

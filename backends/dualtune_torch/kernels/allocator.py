@@ -10,6 +10,7 @@ has left, the next one does not fit there any more, and in the end the process h
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -24,17 +25,19 @@ LARGEST_KEPT, LARGEST_KEPT_PACKED = 1 << 30, 1 << 21  # bytes; of a plain base, 
 LARGE = 140_000_000  # weights: the room for all of them unpacked matters more than the time of page faults
 SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set…
 LARGEST_RAISED = 1 << 25  # …up to this, and its threshold for the end of the heap to twice as much
-# In the messages of errors that have no class of their own. The first comes from torch's allocator on a CPU.
+# In the messages of errors that have no class of their own: from torch's allocator on a CPU, C++, Python, and CUDA.
 SHORTAGES = (
-    "DefaultCPUAllocator: ", "std::bad_alloc",
+    "DefaultCPUAllocator: ", "std::bad_alloc", "can't start new thread",
     "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED",
 )  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch or NumPy raised the error because memory could not be allocated."""
+    """Return whether torch, NumPy or the system raised the error because memory could not be allocated."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
 
 

@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.numpy
-
 from dualtune.adapter.formats import canonical, mlx_lm, peft
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, read_template, recorded_hash
 from dualtune.adapter.formats.containers import INDEX_FILE, NPZ_FILE
 from dualtune.adapter.formats.manifest import MANIFEST_FILE, integrity_problems, make_manifest, read_manifest
 from dualtune.adapter.spec import AdapterSpec, Tensors, modules_of
 from dualtune.errors import ConfigError, FormatError, NonFiniteError
-from dualtune.io.disk import json_bytes, write_directory
+from dualtune.io.disk import Content, Pieces, json_bytes, write_directory
+from dualtune.io.tensors import safetensors_pieces
 from dualtune.io.untrusted import read_json, read_safetensors
 
 CONFIG_FILE = peft.CONFIG_FILE
@@ -92,7 +91,7 @@ def write_adapter(
     write_directory(target, render(adapter, layout, adapter.metadata if metadata is None else metadata))
 
 
-def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[str, Content]:
     """Return the content of each file of the directory, dualtune.json last."""
     spec, notes, pairs = adapter.spec, list(adapter.notes), canonical.to_pairs(adapter.tensors, "adapter")
     for module, pair in pairs.items():
@@ -103,7 +102,7 @@ def render(adapter: Adapter, layout: str, metadata: Mapping[str, Any]) -> dict[s
         spec, tensors, folded = canonical.with_integral_alpha(spec, tensors)
         notes += folded
     _check_values(tensors)
-    modules, config, files = modules_of(tensors), dict[str, Any](), dict[str, bytes]()
+    modules, config, files = modules_of(tensors), dict[str, Any](), dict[str, Content]()
     if layout != "mlx":
         config |= peft.peft_config(spec, modules, adapter.base_model, fan_in_fan_out=fan_in_fan_out)
         files[peft.WEIGHTS_FILE] = _safetensors(tensors, "pt")
@@ -229,6 +228,6 @@ def _check_values(tensors: Tensors) -> None:
         raise FormatError(f"adapter: {modules[0]}: A and B are all zeros; nothing is written")
 
 
-def _safetensors(tensors: Tensors, framework: str) -> bytes:
+def _safetensors(tensors: Tensors, framework: str) -> Pieces:
     """Add `format` to the header, where transformers and PEFT look for it."""
-    return safetensors.numpy.save(tensors, metadata={"format": framework})
+    return safetensors_pieces(tensors, {"format": framework})

@@ -13,7 +13,7 @@ from typing import Any
 
 from dualtune.errors import FormatError
 from dualtune.io import fields
-from dualtune.io.disk import listing
+from dualtune.io.disk import Content, listing
 from dualtune.io.untrusted import LFS_ADVICE, is_lfs_pointer, read_json, sha256_of
 
 MANIFEST_FILE = "dualtune.json"
@@ -21,7 +21,7 @@ SCHEMA_VERSION = 1
 MAX_BYTES = 1 << 20
 
 
-def make_manifest(files: Mapping[str, bytes], notes: Collection[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def make_manifest(files: Mapping[str, Content], notes: Collection[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of dualtune.json for these files. Metadata from another directory may be passed as it is."""
     return {
         **metadata,

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from safetensors.numpy import save as to_bytes
 
 from dualtune import faults
 from dualtune.adapter.spec import Tensors
@@ -34,6 +33,7 @@ from dualtune.data.batching.order import MAX_STEPS
 from dualtune.errors import DiskError, FormatError, NonFiniteError
 from dualtune.io import fields
 from dualtune.io.disk import json_bytes, listing, remove_directory, write_directory
+from dualtune.io.tensors import safetensors_pieces
 from dualtune.io.untrusted import read_json, read_safetensors
 from dualtune.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.train.health.guards import GuardState
@@ -94,12 +94,12 @@ def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], p
         if not np.isfinite(tensor).all():
             raise NonFiniteError(f"step {step}: {name} holds NaN or Inf. Nothing was saved. Lower train.learning_rate")
     files = {
-        "adapter.safetensors": to_bytes(adapter),
-        **{slot_file(slot): to_bytes(dict(tensors)) for slot, tensors in optimizer.slots.items()},
+        "adapter.safetensors": safetensors_pieces(adapter),
+        **{slot_file(slot): safetensors_pieces(tensors) for slot, tensors in optimizer.slots.items()},
         "state.json": json_bytes({"step": step, "optimizer_step": optimizer.step, **state}),
     }
     if policy:
-        files[POLICY] = to_bytes(policy)
+        files[POLICY] = safetensors_pieces(policy)
     version = ADAMW_VERSION if {*optimizer.slots} == {*OPTIMIZERS["adamw"].slots} else SCHEMA_VERSION
     files[MANIFEST] = json_bytes({"schema_version": version, "step": step, "files": listing(files)})
     path = path_of(directory, step)
