@@ -64,10 +64,11 @@ class MemoryPlan:
     estimate: Estimate
     have_bytes: int
     savings: tuple[Saving, ...]  # one after another; empty if it fits as it is, or if nothing helps
+    host_bytes: int | None = None  # for layers that wait beside a device that has memory of its own
 
     @property
     def fits(self) -> bool:
-        return self.estimate.total_bytes <= self.have_bytes
+        return _fits(self.decoder, self.ask, self.have_bytes, self.host_bytes)
 
     @property
     def time(self) -> float:
@@ -81,7 +82,13 @@ class MemoryPlan:
     def compare(self, reason: str) -> str:
         """Say what the run needs and has; `reason`: where the memory that it has comes from."""
         recomputed = f" ({self.recomputed})" if self.recomputed else ""
-        return f"needs {in_bytes(self.estimate.total_bytes)}{recomputed}, has {in_bytes(self.have_bytes)} ({reason})"
+        found = f"needs {in_bytes(self.estimate.total_bytes)}{recomputed}, has {in_bytes(self.have_bytes)} ({reason})"
+        waiting = _waiting(self.decoder, self.ask)
+        if self.host_bytes is None or not waiting:
+            return found
+        return (
+            f"{found}; layers that wait need {in_bytes(waiting)} of host memory, which has {in_bytes(self.host_bytes)}"
+        )
 
     @property
     def recomputed(self) -> str:
@@ -122,8 +129,9 @@ def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | Non
     if auto and ask.checkpointing == KEEP_ALL:
         ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
     needed = estimate(decoder, ask)
-    savings = () if needed.total_bytes <= have_bytes else _cheapest_savings(decoder, ask, have_bytes, host_bytes)
-    return MemoryPlan(decoder, ask, needed, have_bytes, savings)
+    fits = _fits(decoder, ask, have_bytes, host_bytes)
+    savings = () if fits else _cheapest_savings(decoder, ask, have_bytes, host_bytes)
+    return MemoryPlan(decoder, ask, needed, have_bytes, savings, host_bytes)
 
 
 def savings_alone(decoder: Decoder, ask: Ask) -> list[Saving]:
@@ -213,10 +221,13 @@ class _Stage:
 def _cheapest_savings(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None) -> tuple[Saving, ...]:
     """Return the first sequence of changes that fits; empty if none does."""
     for stages in _sequences(decoder, ask, have_bytes):
-        here = stages[-1].ask
-        if _needs(decoder, here) <= have_bytes and (host_bytes is None or _waiting(decoder, here) <= host_bytes):
+        if _fits(decoder, stages[-1].ask, have_bytes, host_bytes):
             return tuple(_as_savings(decoder, ask, stages))
     return ()
+
+
+def _fits(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None) -> bool:
+    return _needs(decoder, ask) <= have_bytes and (host_bytes is None or _waiting(decoder, ask) <= host_bytes)
 
 
 def _waiting(decoder: Decoder, ask: Ask) -> int:

@@ -129,6 +129,14 @@ def test_layers_wait_only_where_the_host_has_room():
     assert [*keys.values()] == [{"memory.resident_layers"}, both, {"model.quantization"}]
 
 
+def test_a_run_does_not_fit_whose_waiting_layers_are_larger_than_the_host():
+    setup = replace(CUDA, resident_layers=2, checkpointing=ActivationCheckpointing("all"))
+    fits, fails = (make_plan(MISTRAL, setup, 24 * GIB, host, auto=False) for host in (16 * GIB, 16 * GIB - 1))
+    assert fits.fits and not fits.savings and not fails.fits
+    assert fails.compare("free").endswith("; layers that wait need 16.0 GiB of host memory, which has 16.0 GiB")
+    assert fails.smaller.settings == {"model.quantization": "nf4"}
+
+
 def test_fewer_layers_are_suggested_where_too_many_are_resident():
     setup = replace(CUDA, quantization="nf4", micro_batch_tokens=4096, resident_layers=20)
     setup = replace(setup, checkpointing=ActivationCheckpointing("all", offload=True))
