@@ -68,10 +68,15 @@ def _of_size(decoder: Decoder) -> dict[str, Any]:
 
 def _techniques(decoder: Decoder) -> dict[str, Any]:
     """Bytes of a step of 8 documents of 512 tokens, for the whole model and for a LoRA adapter."""
-    lora = Ask("torch", "cuda", "none", "float32", 16, "all-linear", 8 * 512, 512)
+    return {name: total(decoder, ask) for name, ask in asks("cuda").items()}
+
+
+def asks(device: str) -> dict[str, Ask]:
+    """The setups of the table of techniques."""
+    lora = Ask("torch", device, "none", "float32", 16, "all-linear", 8 * 512, 512)
     whole = replace(lora, method=FULL, dropout=False)
-    found = {f"whole, {name}": total(decoder, ask) for name, ask in _changes(whole).items()}
-    return found | {f"LoRA, {name}": total(decoder, ask) for name, ask in _changes(lora).items()}
+    found = {f"whole, {name}": ask for name, ask in _changes(whole).items()}
+    return found | {f"LoRA, {name}": ask for name, ask in _changes(lora).items()}
 
 
 def _changes(ask: Ask) -> dict[str, Ask]:

@@ -308,6 +308,8 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     each = 3 * c
     if drops:  # the recomputed input, before and after dropout; three gradients. Plain: two, and three integers (hash)
         each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12
+    if decoder.is_gpt2 and _is_compiled(decoder, ask) and "inner" in adapted_by(decoder, ask).reads:
+        each -= (2 if drops else 1) * c  # without a gate there are fewer gradients: measured
     matrix = c * decoder.hidden * i if ask.quantization != "none" or ask.trains_model else 0
     what = "gradient" if ask.trains_model else "unpacked"
     formula = f"{T:,} tokens × {i:,} × {each} B" + (f" + a matrix of {matrix:,} B ({what})" if matrix else "")

@@ -1,0 +1,109 @@
+"""GPT-2 in its real sizes on this CPU: the bytes of tensors in a step, counted, beside the plan's.
+
+    python benchmarks/gpt2_memory.py [GB]
+
+The rows are those of docs/VALIDATION_RESULTS.md: each technique alone and all together, for a step of 8 documents of
+512 tokens, trained whole and with LoRA, of the sizes whose plan takes at most GB (14). Weights are random. Each row is
+a process of its own that computes one forward and one backward pass after a first update, and counts the storages that
+exist between steps and the most that torch's allocator hands out at once in a step. Of several micro-batches only one
+is computed, because they take the same memory one after another.
+
+Adds to results/gpt2_memory.json after each row, and skips the rows that it has: the whole takes hours on two cores,
+most of them for bfloat16, which a CPU without its instructions emulates.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import record
+import validation_results
+from memory_storages import peak_of, storages, tensors_of
+
+from dualtune.adapter.spec import AdapterSpec
+from dualtune.backend import LoadRequest, get_backend
+from dualtune.config.schema import AdapterConfig
+from dualtune.memory.ask import Ask
+from dualtune.optimizer import OptimizerSpec
+
+RESULT = record.RESULTS / "gpt2_memory.json"
+LENGTH = 512
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        print(count(*sys.argv[2:]))
+        return
+    limit = float(sys.argv[1]) * 1e9 if len(sys.argv) > 1 else 14e9
+    rows: dict[str, Any] = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
+    for size, technique, planned in sorted(cases(), key=cost):
+        name = f"{size}: {technique}"
+        if planned > limit or name in rows:
+            continue
+        counted = int(subprocess.check_output([sys.executable, __file__, "--one", size, technique], text=True))
+        rows[name] = {"planned": planned, "counted": counted, "difference": round(planned / counted - 1, 4)}
+        print(name, rows[name], record.write("gpt2_memory", {"rows": rows}), flush=True)
+
+
+def cases() -> list[tuple[str, str, int]]:
+    """Return (size, technique, planned bytes) of all rows."""
+    found: list[tuple[str, str, int]] = []
+    for size in ("small", "medium", "1B of 40 layers"):
+        decoder = validation_results.gpt2(size)
+        found += [(size, each, validation_results.total(decoder, ask)) for each, ask in asks().items()]
+    return found
+
+
+def cost(case: tuple[str, str, int]) -> tuple[bool, int, int]:
+    """Sort by dtype, size, bytes."""
+    size, technique, planned = case
+    return asks()[technique].dtype != "float32", [*validation_results.SIZES].index(size), planned
+
+
+def asks() -> dict[str, Ask]:
+    return validation_results.asks("cpu")
+
+
+def count(size: str, technique: str) -> int:
+    """Return the bytes of tensors in a step."""
+    asked = asks()[technique]
+    engine = load(size, asked)
+    batch = one_batch(asked.micro_batch_tokens)
+    engine.optim_step(lr=0.0, max_grad_norm=None)  # creates the state
+    adapter, optimizer = engine._adapter, engine._optimizer
+    kept = [*tensors_of(engine.model), adapter.flat, adapter.flat.grad, adapter._compute]
+    kept += [*optimizer.tensors(), *(layer.keys_I for layer in engine._layers.values())]
+    peak = peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets))
+    return sum(storages(kept).values()) + peak
+
+
+def load(size: str, asked: Ask) -> Any:
+    (width, layers, heads), *_ = validation_results.SIZES[size]
+    config = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": width, "n_head": heads, "n_layer": layers,
+        "n_positions": 1024, "vocab_size": validation_results.VOCAB, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    spec = AdapterConfig()
+    adapter = AdapterSpec(asked.rank, spec.alpha, spec.dropout * asked.dropout, ("all-linear",), method=asked.method)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        request = LoadRequest(
+            Path(folder), asked.dtype, "none", "random", adapter, OptimizerSpec(asked.optimizer), seed=1,
+            checkpointing=asked.checkpointing,
+        )  # fmt: skip
+        return get_backend("torch", "cpu").load(request)
+
+
+def one_batch(tokens: int) -> Any:
+    import memory_estimate
+
+    return memory_estimate.one_batch([LENGTH] * (tokens // LENGTH), validation_results.VOCAB)
+
+
+if __name__ == "__main__":
+    main()
