@@ -172,8 +172,9 @@ def test_fewer_targets_take_what_was_estimated(measure):
     assert_alike(*measure(asked=replace(ASK, targets=("q_proj", "v_proj"))))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-@pytest.mark.parametrize("kernels", ["auto", "fused"])
+@pytest.mark.parametrize(
+    ("kernels", "name"), [("auto", "adamw"), ("fused", "sgd"), long("auto", "sgd"), long("fused", "adamw")]
+)
 def test_the_optimizer_s_step_is_the_peak_of_a_large_adapter(measure, kernels, name):
     # Here an array is a fifteenth of the peak, and on a busy machine three steps in a row have two of them less.
     asked = replace(ASK, rank=128, kernels=kernels, optimizer=name)
