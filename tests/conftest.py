@@ -32,6 +32,13 @@ hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("patient")
 
 ROOT = Path(__file__).parents[1]
+TAKES_LONG = (  # at least half a minute; only the order of files depends on it
+    "memory/test_estimate_torch.py", "validate/test_twins.py", "journey/test_walk.py", "memory/test_process.py",
+    "test_readme.py", "cli/test_demo.py", "conformance/test_conformance.py", "train/test_resume.py",
+    "memory/test_estimate_mlx.py", "test_examples.py", "parity/test_parity.py", "torch/test_torch_kernels.py",
+    "cli/test_memory_ablate.py", "distributed/test_torch_runs.py", "faults/test_memory.py", "memory/test_loading.py",
+    "parity/test_interchange.py", "train/test_out_of_memory.py", "faults/test_signals.py", "faults/test_kills.py",
+)  # fmt: skip
 PATIENCE_S = 1800  # until a process counts as hanging: a safety net on a machine of any load, never a judgement
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
 SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -40,6 +47,19 @@ CHATML = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def pytest_configure(config):
+    """xdist hands out files in the order below, and not those with few tests last: these are the longest."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config, items):
+    """Begin with the files that take long, so that no process is left alone with one of them at the end."""
+    if hasattr(config, "workerinput"):
+        place = {ROOT / "tests" / name: n for n, name in enumerate(TAKES_LONG)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(autouse=True)

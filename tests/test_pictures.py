@@ -127,8 +127,8 @@ def test_a_recording_has_the_time_of_what_was_written_and_ends_with_its_command(
         recorder.record(("said",))
 
 
-@pytest.mark.slow
-def test_the_recording_says_what_the_demo_says_today(recorder, events, open_backend):
+@pytest.mark.long  # tests/cli/test_demo.py compares the recording with a demo that runs for another test too
+def test_the_recording_says_what_a_recording_says_today(recorder, events, open_backend):
     """The words that begin its lines, in their order: a recording of an older dualtune is not shown as today's."""
     open_backend("torch")
 

@@ -38,6 +38,20 @@ def bench(request, dualtune_main, config_file, tiny_llama, tiny_softmax, tmp_pat
     return run
 
 
+@pytest.fixture(scope="module")
+def measurements():
+    """By platform: what `bench` gave, and where."""
+    return {}
+
+
+@pytest.fixture
+def measured(bench, measurements, tmp_path):
+    """One run with the settings above, for all tests that only look at it: process, result, home."""
+    if bench.platform not in measurements:
+        measurements[bench.platform] = (*bench(), tmp_path)
+    return measurements[bench.platform]
+
+
 def test_the_numbers_add_up(bench, tmp_path):
     process, result = bench("--json")
     assert json.loads(process.stdout) == result
@@ -52,19 +66,19 @@ def test_the_numbers_add_up(bench, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_tokens_are_those_of_the_steps_that_training_takes(bench, dualtune_main, tmp_path, config_file):
+def test_the_tokens_are_those_of_the_steps_that_training_takes(bench, measured, dualtune_main):
     """After one step of warm-up, the second and the third."""
-    _, result = bench()
-    (config,) = tmp_path.glob("*.yaml")
+    _, result, home = measured
+    (config,) = home.glob("*.yaml")
     assert dualtune_main("train", config, "--platform", bench.platform).returncode == 0
-    rows = [json.loads(line) for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (home / "runs/a/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "num_tokens" in row][1:3]
     assert result["num_tokens"] == sum(row["num_tokens"] for row in steps)
     assert result["num_targets"] == sum(row["num_targets"] for row in steps)
 
 
-def test_the_model_flops_are_per_second_what_they_are_per_token(bench):
-    _, result = bench()
+def test_the_model_flops_are_per_second_what_they_are_per_token(bench, measured):
+    _, result, _ = measured
     use, reason = result["utilisation"], result["no_utilisation"]
     if bench.platform == "numpy":
         assert (use, reason) == (None, "its config.json has no num_hidden_layers")
@@ -78,9 +92,9 @@ def test_the_model_flops_are_per_second_what_they_are_per_token(bench):
     assert 0.98 * without_attention < use["flops_per_token"] < 1.3 * without_attention
 
 
-def test_the_traces_can_be_read(bench, tmp_path):
-    process, result = bench()
-    events = json.loads((tmp_path / "o" / "trace.json").read_text())["traceEvents"]
+def test_the_traces_can_be_read(bench, measured):
+    process, result, home = measured
+    events = json.loads((home / "o" / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["step"] for event in events if event["name"] == "optimizer"] == [0, 1, 2]
     assert {"load", "step", "data", "micro-batch", "making data", "forward alone"} < {e["name"] for e in events}
     assert all(event["ph"] == "X" and event["dur"] >= 0 for event in events)
@@ -91,14 +105,12 @@ def test_the_traces_can_be_read(bench, tmp_path):
         return
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["matrix products"] > 0
-    names = {
-        event.get("name") for event in json.loads((tmp_path / "o" / "torch-trace.json").read_text())["traceEvents"]
-    }
+    names = {event.get("name") for event in json.loads((home / "o" / "torch-trace.json").read_text())["traceEvents"]}
     assert "aten::mm" in names
 
 
-def test_a_person_reads_one_screen(bench):
-    process, result = bench()
+def test_a_person_reads_one_screen(measured):
+    process, result, _ = measured
     lines = process.stdout.splitlines()
     assert len(lines) < 40
     heads = {line[:12].rstrip() for line in lines}

@@ -228,8 +228,8 @@ def test_json_tells_what_cannot_be_read(dualtune_main, tmp_path):
 # --- memory and usage ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_config", [False, True])
-def test_memory_does_not_grow_with_the_rows(dualtune_main, write_lines, config_file, as_config):
+@pytest.mark.parametrize(("as_config", "rows"), [(False, 4000), (True, 500)])
+def test_memory_does_not_grow_with_the_rows(dualtune_main, write_lines, config_file, as_config, rows):
     def peak(number) -> int:
         path = write_lines([GOOD] * number)
         target = config_file({"data.eval": 0}) if as_config else path
@@ -241,8 +241,8 @@ def test_memory_does_not_grow_with_the_rows(dualtune_main, write_lines, config_f
             tracemalloc.stop()
 
     peak(10)  # imports
-    few, many = peak(4000), peak(12_000)
-    assert many < few * 1.2
+    few, many = peak(rows), peak(3 * rows)
+    assert many - few < min(0.2 * few, 64 * rows)  # a config has a tokenizer, beside which rows are small
 
 
 @pytest.mark.parametrize(

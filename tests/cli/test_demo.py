@@ -4,8 +4,10 @@ import hashlib
 import importlib.util
 import json
 import re
+import runpy
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,28 +23,51 @@ from dualtune.train.run import run
 ASSETS = Path(dualtune.__file__).parent / "demo"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("platform", "package"), [("cpu", "torch"), pytest.param("mlx", "mlx", marks=pytest.mark.long)]
-)
-def test_the_demo_teaches_what_it_says(platform, package, tmp_path):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    command = [sys.executable, "-m", "dualtune.cli.main", "train", "--demo", "--platform", platform]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """What the demo says on a platform, and where it ran, once."""
 
+    @cache
+    def run_it(platform: str) -> tuple[str, Path]:
+        package = {"cpu": "torch"}.get(platform, platform)
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+        home = tmp_path_factory.mktemp("demo")
+        command = [sys.executable, "-m", "dualtune.cli.main", "train", "--demo", "--platform", platform]
+        return subprocess.run(command, cwd=home, capture_output=True, text=True, check=True).stdout, home
+
+    return run_it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("mlx", marks=pytest.mark.long)])
+def test_the_demo_teaches_what_it_says(demo, platform):
+    out, home = demo(platform)
     before, after = re.search(r"exact match on \d+ held-out rows: ([\d.]+)% before, ([\d.]+)% after", out).groups()
     assert float(before) <= 10
     assert float(after) >= 90
-    assert (tmp_path / "runs/demo/adapter/adapter_model.safetensors").is_file()
+    assert (home / "runs/demo/adapter/adapter_model.safetensors").is_file()
     _, *following = out[out.index("Next:") :].splitlines()
-    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # no virtual environment is active
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(home)}  # no virtual environment is active
     assert len(following) == 5
     for line in following[:3]:  # the last one waits for a model and data to be named
-        result = subprocess.run(
-            ["bash", "-c", line], cwd=tmp_path, env=bare, capture_output=True, text=True, check=False
-        )
+        result = subprocess.run(["bash", "-c", line], cwd=home, env=bare, capture_output=True, text=True, check=False)
         assert result.returncode == 0, (line, result.stderr)
+
+
+def labels(lines: list[str]) -> list[str]:
+    """The words that begin the lines, without counts: a terminal shows these in other columns."""
+    found = [re.sub(r"\d+", "N", line.split("  ")[0]) for line in lines if re.match(r"[a-zA-Z]", line)]
+    return [label.removesuffix(" N/N") for label in found]
+
+
+def test_the_recording_says_what_the_demo_says_today(demo):
+    """A recording of an older dualtune is not shown as today's. `tests/test_pictures.py` makes one (`-m long`)."""
+    pytest.importorskip("termios", reason="a pseudo-terminal")
+    recorder = runpy.run_path(str(ASSETS.parents[1] / "scripts" / "record_demo.py"))
+    screen = recorder["Screen"]()
+    screen.write("".join(text for _, text in recorder["events_of"](recorder["CAST"].read_text(encoding="utf-8"))))
+    assert labels(demo("cpu")[0].splitlines()) == labels(screen.lines)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("mlx", marks=pytest.mark.long)])

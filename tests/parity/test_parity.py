@@ -70,7 +70,7 @@ def peft_losses(material, config):
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("tiny", 30), ("stories", 60), pytest.param("stories", 200, marks=pytest.mark.long)],
+    [("tiny", 30), ("stories", 30), pytest.param("stories", 200, marks=pytest.mark.long)],
     ids=["tiny", "stories260k", "stories260k-long"],
 )
 def test_both_backends_follow_an_independent_peft_loop(name, steps, request, backends, tmp_path):
@@ -90,7 +90,7 @@ def test_both_backends_follow_an_independent_peft_loop(name, steps, request, bac
 
 def test_dropout_is_the_same_on_both_backends(material, backends, tmp_path):
     def losses(name, dropout):
-        train = {"steps": 30, "documents_per_step": 2, "micro_batch_tokens": material.max_length}
+        train = {"steps": 15, "documents_per_step": 2, "micro_batch_tokens": material.max_length}
         config = material.config(tmp_path / f"{name}-{dropout}", train=train, adapter={"dropout": dropout})
         return losses_of(config, backends[name])[0]
 

@@ -128,7 +128,16 @@ SPIKY = {"train__steps": 26, "run__save_every": 4, "guards__on_spike": "rollback
          "train__documents_per_step": 12}  # fmt: skip
 
 
-@pytest.mark.parametrize("step", [17, 18, 19, 20, 22, 23, 25])
+def on_both(name, steps, on_torch):
+    """The steps on NumPy, and on torch those that differ in kind."""
+    cases = [(backend, step) for backend in ("numpy", "torch") for step in steps]
+    marks = {case: [pytest.mark.long] * (case[0] == "torch" and case[1] not in on_torch) for case in cases}
+    return pytest.mark.parametrize(
+        ("lab", name), [pytest.param(*case, marks=marks[case]) for case in cases], indirect=["lab"]
+    )
+
+
+@on_both("step", [17, 18, 19, 20, 22, 23, 25], on_torch=[19, 20, 25])
 def test_a_rollback_returns_to_the_schedule_and_leaves_the_window_out(lab, jolt, rows_of, weights_of, step):
     """Wherever the spike falls: before, on or after a step that saves or evaluates, or on the last one."""
     jolt(step)
@@ -148,7 +157,7 @@ def test_a_rollback_returns_to_the_schedule_and_leaves_the_window_out(lab, jolt,
     assert weights_of(lab.run("again", **SPIKY).run_dir) == weights_of(result.run_dir)
 
 
-@pytest.mark.parametrize("stop", [17, 18, 19, 20, 21])
+@on_both("stop", [17, 18, 19, 20, 21], on_torch=[18, 20])
 def test_a_rollback_is_the_same_whenever_the_run_was_stopped(lab, jolt, weights_of, rows_of, stop):
     """A stop saves a checkpoint that the uninterrupted run has not; it must not be returned to."""
     import os
@@ -258,7 +267,7 @@ def test_a_run_ends_early_with_the_best_adapter(lab, eval_losses, weights_of, ro
     assert lab.run(**EARLY).was_finished
 
 
-@pytest.mark.parametrize("step", [3, 5, 7])
+@on_both("step", [3, 5, 7], on_torch=[5])
 def test_a_stopped_run_ends_early_where_the_straight_one_does(lab, eval_losses, weights_of, step):
     eval_losses(LOSSES)
     straight = lab.run("straight", **EARLY)
