@@ -119,6 +119,7 @@ def _measured() -> dict[str, Any]:
     return {
         "recomputed_peak_ratio": recomputed["peak_ratio"],
         "recomputed_time_ratio": recomputed["processor_time_ratio"],
+        "gpt2": result("gpt2_memory")["rows"],
         "plan_counted": plan["torch counted"],
         "plan_process": plan["torch process"],
         "profiler": result("profiler_overhead"),
@@ -177,6 +178,10 @@ def _measured_table(found: dict[str, Any]) -> str:
         ("plan and counted tensors: largest difference", f"{counted['largest']:+.2%}", "memory_plan"),
         (f"plan and process, {process['cases']} cases: median", f"{process['median']:.2%}", "memory_plan"),
         ("plan and process: largest difference", f"{process['largest']:+.2%}", "memory_plan"),
+    ]
+    rows += [
+        (f"GPT-2 {name}", f"{_gb(row['counted'])}, {row['difference']:+.1%} by plan", "gpt2_memory")
+        for name, row in found["gpt2"].items()
     ]
     linked = [(what, figure, f"[{name}.json](../benchmarks/results/{name}.json)") for what, figure, name in rows]
     return page_tables.table(("measured on a CPU", "figure", "from"), linked)

@@ -36,7 +36,7 @@ OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used,
 # Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
 # workspace. On a CPU, fitted to the processes of benchmarks/memory_plan.py: Python with torch and transformers; a share
 # of the peak, which the C library keeps in blocks that nothing fits in; with compiled code the compiler, and something
-# for each of the first tokens whose cause is not known.
+# for each of the first tokens whose cause is not known. With int8, half of an output head in float32 comes on top.
 CUDA_RESERVE = 640 << 20
 LIBRARIES, KEPT_SHARE = 320_000_000, 0.4
 COMPILER, OF_TOKEN, GROWING_TOKENS = 20_000_000, 230_000, 512
@@ -119,6 +119,9 @@ def reserve(decoder: Decoder, ask: Ask, peak: int) -> MemoryPart:
         return MemoryPart("reserve", CUDA_RESERVE, "CUDA context and cuBLAS")
     size = LIBRARIES + int(KEPT_SHARE * peak)
     formula = f"{LIBRARIES:,} B of libraries + {KEPT_SHARE} × {peak:,} B, kept by the C library"
+    if ask.quantization == "int8":
+        head = decoder.vocab * decoder.hidden * MASTER_BYTES // 2
+        size, formula = size + head, f"{formula} + {head:,} B with int8"
     if not _is_compiled(decoder, ask):
         return MemoryPart("reserve", size, formula)
     tokens = min(ask.cells, GROWING_TOKENS)
