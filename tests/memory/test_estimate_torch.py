@@ -246,6 +246,13 @@ def test_recomputed_activations_take_what_was_estimated(measure, checkpointing, 
     assert found["peak"] < left * (activations.bytes + moment.bytes)
 
 
+@pytest.mark.parametrize("dropout", [True, False])
+def test_recomputation_of_a_compiled_gpt2_takes_what_was_estimated(measure, dropout):
+    """Its feed-forward block has no gate, so its backward pass has fewer gradients."""
+    asked = replace(ASK, checkpointing=DIAL["full"][0], targets="all-linear", dropout=dropout)
+    assert_alike(*measure([256] * 4, asked=asked, **GPT2 | {"n_layer": 6, "n_inner": 1024}))
+
+
 @pytest.mark.parametrize(
     ("changes", "family"),
     [
