@@ -8,13 +8,19 @@ from typing import Any
 from dualtune.config import Config
 from dualtune.errors import ConfigError, FormatError
 from dualtune.io import fields
+from dualtune.policy import PolicyState, StepPolicy
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.step import Ordinary, PolicyState, StepPolicy
+from dualtune.train.step import Ordinary
 
 ORDINARY = Ordinary.name
 POLICIES: dict[str, Callable[[Config], StepPolicy]] = {
     ORDINARY: Ordinary,
 }
+
+
+def chosen(config: Config) -> str:
+    """Return the name of the policy that the config chooses."""
+    return ORDINARY
 
 
 def open_policy(name: str, config: Config, saved: Checkpoint | None) -> StepPolicy:
