@@ -13,7 +13,7 @@ from dualtune.hybrid.memory import Memory, from_state
 from dualtune.hybrid.phases import Stage, TrainingPhase
 from dualtune.hybrid.settings import settings_of, step_cost
 from dualtune.hybrid.statistics import Clock, Statistics, StepResult
-from dualtune.hybrid.turn import HybridStep
+from dualtune.hybrid.step import HybridStep
 from dualtune.policy import Outcome, PolicyState, StepActions
 
 REPORT = "hybrid"  # the event at the end of a run
@@ -35,10 +35,10 @@ class Predictive:
 
     def take(self, step: StepActions, /) -> Outcome:
         began, phase = self._now(), self._memory.stage.phase
-        turn = HybridStep(self._settings, self._step_cost, self._memory, step)
-        outcome = turn.take()  # if it raises, nothing has changed
-        is_full = outcome.update is not None and self._is_plain(turn)
-        self._memory, self._known = turn.memory, turn.known or self._known
+        taking = HybridStep(self._settings, self._step_cost, self._memory, step)
+        outcome = taking.take()  # if it raises, nothing has changed
+        is_full = outcome.update is not None and self._is_plain(taking)
+        self._memory, self._known = taking.memory, taking.known or self._known
         self._num_steps = step.index + outcome.num_steps
         seconds = self._now() - began
         self._clock = self._clock.with_step(seconds, outcome.num_steps, is_full)
@@ -90,10 +90,10 @@ class Predictive:
         most = self._settings.max_predict_steps
         return Memory(Economics(most, most), Stage(left=self._settings.warmup_steps))
 
-    def _is_plain(self, turn: HybridStep) -> bool:
+    def _is_plain(self, taking: HybridStep) -> bool:
         """Return whether a step is like one without prediction; not the first of a process, which may compile."""
         had_begun, self._has_begun = self._has_begun, True
-        return had_begun and not turn.has_probed and turn.memory.window is None and turn.memory.attempt is None
+        return had_begun and not taking.has_probed and taking.memory.window is None and taking.memory.attempt is None
 
     def _result(self, phase: TrainingPhase, outcome: Outcome, seconds: float) -> StepResult:
         loss, grad_norm = self._known or (None, None)

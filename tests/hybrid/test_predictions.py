@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from dualtune.errors import Preempted
-from dualtune.hybrid import turn as turn_module
+from dualtune.hybrid import step as step_module
 from dualtune.hybrid.economics import Economics
+from dualtune.hybrid.monitor import Monitor
 from dualtune.hybrid.phases import TrainingPhase
 from dualtune.hybrid.policy import Predictive
 from dualtune.hybrid.search import SearchResult
@@ -57,7 +58,7 @@ def velocities(monkeypatch):
 
 def bad_jumps(monkeypatch, number=1, tau=3):
     """The next searches take a long way in a random direction for the best."""
-    search, left = turn_module.line_search, [number]
+    search, left = step_module.line_search, [number]
 
     def lying(losses_at, now_D, *rest):
         if not left[0]:
@@ -70,7 +71,7 @@ def bad_jumps(monkeypatch, number=1, tau=3):
         return np.random.default_rng(0).normal(size=real.shape).astype(np.float32) if left[0] else real
 
     velocity = Window.velocity
-    monkeypatch.setattr(turn_module, "line_search", lying)
+    monkeypatch.setattr(step_module, "line_search", lying)
     monkeypatch.setattr(Window, "velocity", astray)
 
 
@@ -161,6 +162,16 @@ def test_a_prediction_that_hurts_is_undone_to_the_bit(any_lab, watch, monkeypatc
     assert undone["step"] in ended.updates()  # the step after a rollback is an ordinary one
 
 
+def test_the_check_alone_undoes_a_prediction_that_no_signal_betrays(lab, monkeypatch):
+    bad_jumps(monkeypatch)
+    monkeypatch.setattr(Monitor, "compare", lambda monitor, predicted, actual: (monitor, None))
+    monkeypatch.setattr(Monitor, "observe", lambda monitor, *numbers: (monitor, None))
+    ended = lab.run(hybrid__trust_region=1e9)
+    (undone,) = ended.events("prediction_undone")
+    assert undone["message"].endswith("worse by more than one standard error") and not ended.events("hybrid_signal")
+    assert ended.policy.statistics().counts.divergences == 1
+
+
 def critical(ended):
     return [row for row in ended.events("hybrid_signal") if row["level"] == "critical"]
 
@@ -197,10 +208,11 @@ def test_a_calm_run_has_no_divergence(lab):
     assert not ended.events("hybrid_signal", "prediction_undone")
 
 
-def test_a_stop_in_the_middle_of_a_rollback_leaves_everything_as_it_was(lab, monkeypatch):
+def test_a_stop_in_the_middle_of_a_rollback_leaves_everything_as_it_was(lab, watch, monkeypatch):
     bad_jumps(monkeypatch)
     straight = lab.run("straight", hybrid__trust_region=1e9)
     at = straight.events("prediction_undone")[0]["step"] - 1
+    before, optimizer_step = next((row[2], row[3][0]) for row in watch if row[0] == at)
     bad_jumps(monkeypatch)
     add = TrainingStep.add_gradients
 
@@ -214,6 +226,7 @@ def test_a_stop_in_the_middle_of_a_rollback_leaves_everything_as_it_was(lab, mon
         with pytest.raises(Preempted):
             lab.run("stopped", hybrid__trust_region=1e9)
     ended = lab.run("stopped", hybrid__trust_region=1e9)
+    assert same(ended.saved(at).adapter, before) and ended.saved(at).optimizer.step == optimizer_step
     assert ended.events("resumed")[0]["step"] == at and ended.events("prediction_undone")[0]["step"] == at + 1
     assert same(ended.saved(48).adapter, straight.saved(48).adapter)
     assert same(ended.saved(48).policy, straight.saved(48).policy)
@@ -239,7 +252,7 @@ def test_a_random_direction_of_equal_length_is_rejected_on_a_real_model(lab, mon
 @pytest.mark.parametrize(("sure", "is_accepted"), [(0.59, False), (0.6, True)])
 def test_a_confidence_below_the_threshold_is_rejected(lab, monkeypatch, sure, is_accepted):
     monkeypatch.setattr(
-        turn_module, "line_search", lambda losses_at, now_D, *rest: SearchResult(2, sure, now_D, num_probed=2)
+        step_module, "line_search", lambda losses_at, now_D, *rest: SearchResult(2, sure, now_D, num_probed=2)
     )
     assert bool(lab.run(train__steps=20).events("predicted")) == is_accepted
 
@@ -267,7 +280,7 @@ def test_a_prediction_goes_not_beyond_the_end_that_its_check_needs(lab, steps):
 
 
 def test_an_attempt_that_finds_nothing_takes_an_ordinary_step(lab, monkeypatch):
-    monkeypatch.setattr(turn_module, "line_search", lambda *args: SearchResult(num_probed=1))
+    monkeypatch.setattr(step_module, "line_search", lambda *args: SearchResult(num_probed=1))
     ended = lab.run()
     assert ended.updates() == [*range(1, 49)] and ended.events("not_predicted")
     counts = ended.policy.statistics().counts
@@ -276,14 +289,14 @@ def test_an_attempt_that_finds_nothing_takes_an_ordinary_step(lab, monkeypatch):
 
 def test_probing_changes_nothing(lab, monkeypatch):
     """The same run where every attempt is rejected, and where none is made."""
-    monkeypatch.setattr(turn_module, "line_search", lambda *args: SearchResult(num_probed=1))
+    monkeypatch.setattr(step_module, "line_search", lambda *args: SearchResult(num_probed=1))
     probed = lab.run("probed")
     monkeypatch.setattr(Economics, "at_opportunity", lambda economics: (economics, False))
     assert same(probed.saved(48).adapter, lab.run("never").saved(48).adapter)
 
 
 def test_predictions_that_do_not_pay_end_for_the_run(lab, monkeypatch):
-    monkeypatch.setattr(turn_module, "line_search", lambda *args: SearchResult(num_probed=1))
+    monkeypatch.setattr(step_module, "line_search", lambda *args: SearchResult(num_probed=1))
     monkeypatch.setattr(Economics, "at_opportunity", lambda economics: (economics, not economics.is_disabled))
     ended = lab.run(train__steps=80)
     (event,) = ended.events("hybrid_disabled")
