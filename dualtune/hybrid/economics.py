@@ -20,7 +20,7 @@ class Economics:
 
     horizon: int  # the most steps that the next prediction may stand for
     max_horizon: int
-    expected_gain: float | None = None  # of an attempt; None before the first one
+    expected_gain: float  # of an attempt; at first that of the longest prediction, so that one failure decides nothing
     expected_cost: float = 0.0
     wait: int = 1  # an attempt is made at every so many-th opportunity
     waited: int = 0
@@ -34,19 +34,18 @@ class Economics:
             return self, False
         if self.waited + 1 < self.wait:
             return replace(self, waited=self.waited + 1), False
-        if self.expected_gain is None or self.expected_gain > self.expected_cost:
+        if self.expected_gain > self.expected_cost:
             return replace(self, waited=0), True
         declined = self.declined + 1
         return replace(self, declined=declined), declined % EXPLORED == 0
 
     def after_attempt(self, gain: float, cost: float) -> Economics:
         """Return the economics after an attempt that gained and cost this much; a failed one has gained nothing."""
-        first = self.expected_gain is None
         unprofitable = 0 if gain > cost else self.unprofitable + 1
         return replace(
             self,
-            expected_gain=gain if first else SHARE * gain + (1 - SHARE) * (self.expected_gain or 0.0),
-            expected_cost=cost if first else SHARE * cost + (1 - SHARE) * self.expected_cost,
+            expected_gain=SHARE * gain + (1 - SHARE) * self.expected_gain,
+            expected_cost=SHARE * cost + (1 - SHARE) * self.expected_cost,
             unprofitable=unprofitable,
             is_disabled=self.is_disabled or unprofitable >= MOST_UNPROFITABLE,
         )

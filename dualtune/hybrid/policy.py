@@ -88,7 +88,7 @@ class Predictive:
 
     def _new(self) -> Memory:
         most = self._settings.max_predict_steps
-        return Memory(Economics(most, most), Stage(left=self._settings.warmup_steps))
+        return Memory(Economics(most, most, most * self._step_cost), Stage(left=self._settings.warmup_steps))
 
     def _is_plain(self, taking: HybridStep) -> bool:
         """Return whether a step is like one without prediction; not the first of a process, which may compile."""

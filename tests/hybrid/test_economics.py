@@ -6,7 +6,7 @@ from dualtune.config import parse_config
 from dualtune.hybrid.economics import Economics
 from dualtune.hybrid.settings import step_cost
 
-NEW = Economics(50, 50)
+NEW = Economics(50, 50, 100.0)
 
 
 def test_the_first_opportunity_is_taken():
@@ -14,17 +14,21 @@ def test_the_first_opportunity_is_taken():
 
 
 @pytest.mark.parametrize(("gain", "cost", "is_taken"), [(8.0, 3.0, True), (2.0, 3.0, False)])
-def test_an_attempt_is_made_if_the_last_ones_paid(gain, cost, is_taken):
-    assert NEW.after_attempt(gain, cost).at_opportunity()[1] == is_taken
+def test_an_attempt_is_made_if_attempts_are_expected_to_pay(gain, cost, is_taken):
+    assert Economics(50, 50, gain, cost).at_opportunity()[1] == is_taken
 
 
 def test_the_expectation_is_a_running_mean():
     found = NEW.after_attempt(10.0, 2.0).after_attempt(0.0, 4.0)
-    assert (found.expected_gain, found.expected_cost) == (pytest.approx(7.0), pytest.approx(2.6))
+    assert (found.expected_gain, found.expected_cost) == (pytest.approx(51.1), pytest.approx(1.62))
+
+
+def test_a_first_failure_decides_nothing():
+    assert NEW.after_attempt(0.0, 3.0).at_opportunity()[1]
 
 
 def test_one_in_ten_is_explored_all_the_same():
-    economics, taken = NEW.after_attempt(0.0, 3.0), []
+    economics, taken = Economics(50, 50, 1.0, 3.0), []
     for _ in range(30):
         economics, is_wanted = economics.at_opportunity()
         taken.append(is_wanted)

@@ -103,4 +103,4 @@ def test_a_state_of_the_wrong_form_is_refused(lab, broken):
 
 
 def test_nothing_is_stored_before_the_first_step():
-    assert Memory(Economics(5, 5), Stage()).as_state().is_empty
+    assert Memory(Economics(5, 5, 10.0), Stage()).as_state().is_empty
