@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from dualtune.activation_checkpointing import LAYERS
@@ -27,12 +26,6 @@ BACKEND_KEYS = (
     "memory.sharding",
     "memory.limit",
 )
-# Keys that nothing implements yet, with the values that hold anyway.
-NOT_YET: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "hybrid.enabled": (False,),
-    }
-)
 
 
 class Honours(Protocol):
@@ -47,7 +40,6 @@ class Honours(Protocol):
 def check_capabilities(backend: Honours, config: Config) -> None:
     """Raise a ConfigError that names every key with a value that this backend does not honour: none is ignored."""
     problems = [_refusal(backend, key, get_value(config, key)) for key in BACKEND_KEYS]
-    problems += [_not_supported(key, get_value(config, key)) for key in NOT_YET]
     if problems := [problem for problem in problems if problem]:
         raise ConfigError("\n".join(problems))
 
@@ -67,12 +59,6 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
         return None
     values = ", ".join(sorted(_show(v) for v in allowed))
     return f"{key}: got {_show(value)}, the backend '{backend.name}' honours: {values}"
-
-
-def _not_supported(key: str, value: Any) -> str | None:
-    if value in NOT_YET[key]:
-        return None
-    return f"{key}: got {_show(value)}, which is not supported yet; allowed: {', '.join(map(_show, NOT_YET[key]))}"
 
 
 def _default(key: str) -> Any:

@@ -191,7 +191,6 @@ def mistake(dualtune_main, tiny_softmax, tmp_path, monkeypatch):
         ({"model.nmae": "x"}, "A key is not known, or its value is not allowed (exit 2)"),
         ({"train.steps": 0}, "A key is not known, or its value is not allowed (exit 2)"),
         ({"train.micro_batch_tokens": 8}, "Values that do not go together (exit 2)"),
-        ({"hybrid.enabled": True}, "The backend does not honour a value (exit 2)"),
         ({"memory.checkpointing": "full"}, "The backend does not honour a value (exit 2)"),
         ({"adapter.targets": ["q_prj"]}, "The adapter's targets do not exist (exit 2)"),
         ({"data.train": "nowhere.jsonl"}, "The file is not found (exit 3)"),

@@ -122,7 +122,8 @@ def _advice(section: str, key: str) -> str:
         return f"'{name}' is a section; check the indentation"
     if key in everywhere:
         return f"Write '{everywhere[key]}' below the section '{key.partition('.')[0]}'"
-    if homes := [full for full, inner in everywhere.items() if inner == name and not full.startswith(f"{section}.")]:
+    homes = [full for full, inner in everywhere.items() if inner == name and not full.startswith(f"{section}.")]
+    if homes and name not in FOREIGN_KEYS:  # who writes train.warmup_steps does not mean hybrid.warmup_steps
         return f"It belongs to {'another' if section else 'a'} section: {_quoted(homes)}"
     if answer := NO_SUCH_KEY.get(name):
         return answer

@@ -8,104 +8,31 @@ from __future__ import annotations
 
 import os
 import re
-import unicodedata
-from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from dualtune.adapter.methods import FULL, NAMES
+from dualtune.adapter.methods import FULL
 from dualtune.config.pairs import impossible_pairs
 from dualtune.config.problem import dotted
-from dualtune.optimizer import OptimizerName
-from dualtune.text.redaction import secret_in
-
-_RULES = ConfigDict(
-    extra="forbid",
-    frozen=True,
-    strict=True,  # "16" is not 16, true is not 1, 3.7 is not 3; an integer is valid where a number is expected
-    allow_inf_nan=False,
-    hide_input_in_errors=True,  # a value can be a secret
-    use_attribute_docstrings=True,
+from dualtune.config.values import (
+    RULES,
+    Count,
+    Fraction,
+    Location,
+    MethodName,
+    ModuleNames,
+    Name,
+    Positive,
+    Probability,
+    Section,
+    Size,
+    refuse,
 )
+from dualtune.optimizer import OptimizerName
 
 _SIZE_UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-def refuse(message: str) -> PydanticCustomError:
-    """Return a validation error with this message, which is shown unchanged."""
-    return PydanticCustomError("refused", "{message}", {"message": message})
-
-
-def _all_different(names: tuple[str, ...]) -> tuple[str, ...]:
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise refuse(f"lists {', '.join(map(repr, repeated))} more than once")
-    return names
-
-
-# `format` is a free annotation in JSON schema: it names the meaning of a string, list or mapping for `words.py`.
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]
-Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
-Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
-ModuleNames = Annotated[
-    tuple[Name, ...],
-    Field(strict=False),  # a YAML list becomes a tuple; the names stay strict
-    Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
-    AfterValidator(_all_different),
-]
-
-
-if TYPE_CHECKING:
-    MethodName = str
-else:
-    MethodName = Literal[NAMES]  # the only list of methods
-
-
-class Section(BaseModel):
-    """The base class of all sections."""
-
-    model_config = _RULES
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _safe_text(cls, value: object) -> object:
-        """Refuse secrets, which would end up in logs and bundles, and characters that no file name can hold."""
-        for text in _texts(value):
-            if kind := secret_in(text):
-                raise refuse(
-                    f"looks like {kind} (not shown). Remove it from the config, and revoke it if the file was shared; "
-                    "put it in an environment variable such as HF_TOKEN, or run `hf auth login`"
-                )
-            if any(unicodedata.category(char) in ("Cc", "Cs") for char in text):
-                raise refuse(f"got {text!r}, must not contain control characters or lone surrogates")
-        return value
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield all strings in a nested value, including keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in cast(dict[object, object], value).items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in cast(list[object], value):
-            yield from _texts(item)
 
 
 class ModelConfig(Section):
@@ -215,7 +142,7 @@ class DataConfig(Section):
     nothing is evaluated; a valid file in the data directory replaces the default."""
     format: Format = "auto"
     """The format of a row; auto detects it from the column names; preference is only checked, not trained on yet."""
-    columns: Columns = {}
+    columns: Columns = {}  # noqa: RUF012  pydantic copies it
     """Columns that have other names in the file, such as {prompt: question}."""
     template: Literal["auto", "none"] | Location = "auto"
     """The chat template: the tokenizer's own, none at all, or a Jinja file."""
@@ -321,10 +248,35 @@ class MemoryConfig(Section):
 
 
 class HybridConfig(Section):
-    """Predictive training: some backward passes are predicted instead of computed."""
+    """Predictive training: some steps are predicted from the last ones instead of computed, on evidence only."""
 
     enabled: bool = False
-    """Whether to train predictively; not supported yet, so false is the only value."""
+    """Whether to train predictively; false costs nothing."""
+    engine: Literal["predict", "fast_forward"] = "predict"
+    """What a prediction does: predict skips the steps it stands for, with their data; fast_forward skips none."""
+    preset: Literal["conservative", "balanced", "aggressive"] = "balanced"
+    """The values of the keys below that are auto: see docs/hybrid.md."""
+    warmup_steps: Literal["auto"] | Count = "auto"
+    """The number of ordinary steps before anything is predicted."""
+    full_steps: Literal["auto"] | Annotated[int, Field(ge=4)] = "auto"
+    """The number of ordinary steps between two attempts; the last 16 of them, or fewer, give the velocity."""
+    max_predict_steps: Literal["auto"] | Count = "auto"
+    """The largest number of steps that one prediction stands for."""
+    confidence_threshold: Literal["auto"] | Probability = "auto"
+    """The smallest probability, measured on probe documents, at which a prediction is accepted."""
+    correction_interval: Literal["auto"] | Count = "auto"
+    """The number of predicted steps from which on each multiple of it is probed, instead of each power of two."""
+    correct_steps: Literal["auto"] | Count = "auto"
+    """The number of ordinary steps after a prediction, before it is checked on other probe documents."""
+    divergence_threshold: Literal["auto"] | Positive = "auto"
+    """How far above its mean a loss may be, in standard deviations, before that is a warning; twice as far undoes a
+    prediction."""
+    max_consecutive_predicts: Literal["auto"] | Count = "auto"
+    """The largest number of predictions in a row, without an ordinary step between."""
+    probes: Literal["auto"] | Annotated[int, Field(ge=2)] = "auto"
+    """The number of training documents in each of the two probe sets; no step trains on them."""
+    trust_region: Literal["auto"] | Positive = "auto"
+    """The largest change of the weights by predictions, relative to how far they are from where the run began."""
 
 
 class GuardsConfig(Section):
@@ -362,7 +314,7 @@ class RunConfig(Section):
 class Config(BaseModel):
     """The settings of a run."""
 
-    model_config = _RULES
+    model_config = RULES
 
     model: ModelConfig
     adapter: AdapterConfig = AdapterConfig()

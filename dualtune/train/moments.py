@@ -8,7 +8,8 @@ from typing import TypedDict
 
 from dualtune.backend import Batch
 from dualtune.hooks import MicroBatch, PhaseChange, StepTaken
-from dualtune.train.step import Outcome, Phase, Watch, untimed, unwatched
+from dualtune.policy import Outcome
+from dualtune.train.step import Phase, Watch, untimed, unwatched
 from dualtune.watchers import Watchers
 
 EVALUATION, SAVE = "evaluation", "save"  # the phases between steps

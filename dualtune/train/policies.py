@@ -7,14 +7,22 @@ from typing import Any
 
 from dualtune.config import Config
 from dualtune.errors import ConfigError, FormatError
+from dualtune.hybrid.policy import Predictive
 from dualtune.io import fields
+from dualtune.policy import PolicyState, StepPolicy
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.step import Ordinary, PolicyState, StepPolicy
+from dualtune.train.step import Ordinary
 
 ORDINARY = Ordinary.name
 POLICIES: dict[str, Callable[[Config], StepPolicy]] = {
     ORDINARY: Ordinary,
+    Predictive.name: Predictive,
 }
+
+
+def chosen(config: Config) -> str:
+    """Return the name of the policy that the config chooses."""
+    return Predictive.name if config.hybrid.enabled else ORDINARY
 
 
 def open_policy(name: str, config: Config, saved: Checkpoint | None) -> StepPolicy:

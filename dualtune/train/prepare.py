@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from dualtune.base_model import (
 )  # fmt: skip
 from dualtune.capabilities import check_capabilities
 from dualtune.config import Config
-from dualtune.data.batching.batches import SequenceLayout, micro_batches
+from dualtune.data.batching.batches import Row, SequenceLayout, make_batch, micro_batches, share
 from dualtune.data.batching.order import Order, without
 from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.held_out import probe_documents
@@ -31,8 +32,9 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.policy import StepPolicy
 from dualtune.train.memory import RunMemory, plan_memory
-from dualtune.train.policies import ORDINARY, open_policy
+from dualtune.train.policies import chosen, open_policy
 from dualtune.train.remembered import remembered_layout
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
@@ -44,7 +46,6 @@ from dualtune.train.state.resume import (
     check_position,
     with_tokens,
 )
-from dualtune.train.step import StepPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,12 @@ class Prepared:
         """Return this process's micro-batches of the probe documents."""
         return self._micro_batches(self.data.probes, layout, seed=0, step=0)
 
+    def rows_with_batches(self, ids: Sequence[int], layout: SequenceLayout) -> list[tuple[list[Row], Batch]]:
+        """Return this process's micro-batches of these training documents, each with the documents of its rows."""
+        documents = self.data.train
+        groups = share(documents.lengths, ids, layout, self.team.rank, self.team.size)
+        return [(rows, make_batch(documents, rows, seed=0, step=0)) for rows in groups]
+
     def _micro_batches(self, ids: list[int], layout: SequenceLayout | None, *, seed: int, step: int) -> list[Batch]:
         rank, size = self.team.rank, self.team.size
         layout = layout or self.data.layout
@@ -154,17 +161,17 @@ class Prepared:
 
 def prepare(
     config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None,
-    team: Team | None = None, policy: str = ORDINARY,
+    team: Team | None = None, policy: str | None = None,
 ) -> Prepared:  # fmt: skip
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
     With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing. With
     several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
-    `POLICIES`. Raises ConfigError, DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or
-    Preempted.
+    `POLICIES`; None: the one that the config chooses. Raises ConfigError, DataError, FormatError (of
+    `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
     """
     team = team or Team()
-    return team.first_alone(lambda: _prepare(config, backend, saved, show, team, policy))
+    return team.first_alone(lambda: _prepare(config, backend, saved, show, team, policy or chosen(config)))
 
 
 def _prepare(

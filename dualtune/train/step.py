@@ -1,22 +1,25 @@
 """One step of a run, and the policy that decides what happens in it.
 
 The training loop and `dualtune bench` take the same steps and do not depend on the policy: a policy gets a
-`TrainingStep`, calls its methods, and returns an `Outcome`. `policies.py` is the table of the policies.
+`TrainingStep`, calls its methods, and returns an `Outcome` (`dualtune/policy.py`). `policies.py` is the table of the
+policies.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dualtune.adapter.spec import Tensors
-from dualtune.backend import Batch, Engine, LossSum, StepOutput
+from dualtune.backend import IGNORE_INDEX, Batch, Engine, LossSum
 from dualtune.config import Config
 from dualtune.evaluate.recovery import Recovery
-from dualtune.hooks import Event, StepRecord
+from dualtune.hooks import StepRecord
+from dualtune.policy import Outcome, PolicyState, Update
 from dualtune.train.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -36,37 +39,6 @@ def untimed(name: str) -> contextlib.AbstractContextManager[None]:
 def unwatched(batches: Iterable[Batch]) -> Iterable[Batch]:
     """Tell nobody of the micro-batches."""
     return batches
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """An optimizer update: its results, still on the device, and the other fields of its row in metrics.jsonl."""
-
-    output: StepOutput
-    lr: float
-    num_targets: int  # over all processes, like num_tokens
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a policy's step."""
-
-    update: Update | None  # None: no optimizer update in this step, and no row
-    num_steps: int = 1  # steps of data and schedule that it covers, from 1 to `TrainingStep.max_steps`
-    events: tuple[Event, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyState:
-    """The state of a policy between steps. The state of a new policy is empty, and an empty state is not stored."""
-
-    values: Mapping[str, Any] = field(default_factory=lambda: {})  # JSON
-    tensors: Tensors = field(default_factory=lambda: {})
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.values or self.tensors)
 
 
 class TrainingStep:
@@ -100,10 +72,23 @@ class TrainingStep:
         return self._prepared.probe_batches(self._recovery.layout)
 
     @property
-    def learning_rate(self) -> float:
-        """The learning rate of the schedule. A benchmark with more steps than the run keeps the last one."""
+    def probe_documents(self) -> Sequence[int]:
+        """The training documents that are held out for the policy."""
+        return self._prepared.data.probes
+
+    @property
+    def steps_left(self) -> int:
+        """The steps until the end of the run, with this one."""
+        return self._prepared.data.order.num_steps - self.index
+
+    def rate(self, ahead: int = 0) -> float:
+        """Return the learning rate of the schedule `ahead` steps after this one; at most that of the last step."""
         num_steps = self._prepared.data.order.num_steps
-        return learning_rate(self._prepared.config, min(self.index, num_steps - 1), num_steps)
+        return learning_rate(self._prepared.config, max(0, min(self.index + ahead, num_steps - 1)), num_steps)
+
+    def tokens_of(self, documents: Sequence[int]) -> int:
+        """Return the number of tokens of these training documents."""
+        return int(self._prepared.data.train.lengths[list(documents)].sum())
 
     def add_gradients(self) -> None:
         """Add the gradient of the (weighted) mean loss over the step's targets, micro-batch by micro-batch."""
@@ -117,7 +102,7 @@ class TrainingStep:
     def update(self) -> Update:
         """Apply the optimizer update with the accumulated gradient."""
         _, num_targets, num_tokens = self._totals()
-        lr = self.learning_rate
+        lr = self.rate()
         self._team.check()
         with self._phase(OPTIMIZER), self._team.in_engine():
             output = self.engine.optim_step(lr=lr, max_grad_norm=self._prepared.config.train.max_grad_norm)
@@ -138,6 +123,39 @@ class TrainingStep:
             self.add_gradients()
         loss_sum, weight = self._team.total(sum(loss.loss_sum for loss, _ in found), sum(weight for _, weight in found))
         return loss_sum / weight
+
+    def document_losses(self, documents: Sequence[int]) -> np.ndarray:
+        """Return the mean of −w·log p over each document's targets, float64 [documents], without dropout; synchronizes.
+
+        The same numbers in all processes, in the given order, however the documents lie in micro-batches.
+        """
+        had_gradient = self._has_gradient
+        while (found := self._losses_of(documents)) is None:
+            pass
+        if had_gradient and not self._has_gradient:  # it was discarded
+            self.add_gradients()
+        return np.array(self._team.totals([found.get(document, 0.0) for document in documents]))
+
+    def _losses_of(self, documents: Sequence[int]) -> dict[int, float] | None:
+        """Return the losses of this process's share of the documents. None if memory ran out: try again, smaller."""
+        pairs = self._prepared.rows_with_batches(documents, self._recovery.layout)
+        rows = iter([rows for rows, _ in pairs])
+        found = dict[int, float]()
+        done = self._attempt((batch for _, batch in pairs), lambda batch: found.update(self._losses(batch, next(rows))))
+        return found if done else None
+
+    def _losses(self, batch: Batch, rows: Sequence[Sequence[int]]) -> dict[int, float]:
+        """Return the loss of each document of a micro-batch, whose rows hold these documents in this order."""
+        losses_BT = -self.engine.target_logprobs(batch).astype(np.float64)
+        if (weights_BT := batch.target_weights_BT) is not None:
+            losses_BT *= weights_BT
+        is_target_BT = batch.labels_BT != IGNORE_INDEX
+        found = dict[int, float]()
+        for b, row in enumerate(rows):
+            for segment, document in enumerate(row, start=1):
+                own_T = (batch.segments_BT[b] == segment) & is_target_BT[b]
+                found[document] = float(losses_BT[b][own_T].sum() / max(1, np.count_nonzero(own_T)))
+        return found
 
     @contextlib.contextmanager
     def trying(self, adapter: Tensors) -> Generator[None]:
@@ -188,35 +206,6 @@ def record(outcome: Outcome, log: Metrics, step: int, epoch: float) -> StepRecor
     for event in outcome.events:
         log.event(event)
     return before
-
-
-class StepPolicy(Protocol):
-    """Decides what each step does. It is created from the config.
-
-    A resumed run must decide like the uninterrupted one, and all processes must decide alike. So a decision may depend
-    only on the step, the state, and numbers that are equal in all processes (`StepOutput`, `TrainingStep.mean_loss`).
-    Read what a step queued on the device in the next step: then nothing waits (docs/decisions/0006).
-    """
-
-    name: str  # as in the table of `policies.py`
-    num_probes: int  # documents to hold out from the training data
-
-    def take(self, step: TrainingStep) -> Outcome:
-        """Take one step, and leave no gradient behind.
-
-        If it raises, adapter, optimizer and state must be as they were before: the run saves them, and the resumed run
-        repeats the step.
-        """
-        ...
-
-    def state(self) -> PolicyState: ...
-
-    def load_state(self, state: PolicyState) -> None:
-        """Continue from a state, after a rollback from an earlier one. An empty state is that of a new policy.
-
-        ValueError if the state does not belong to this policy.
-        """
-        ...
 
 
 class Ordinary:

@@ -43,7 +43,6 @@ def test_json_has_the_rows_and_the_parts_with_their_formulas(dualtune_main, conf
     ("changes", "args", "code", "row"),
     [
         ({"adapter.rank": 0}, (), 2, "schema"),
-        ({"hybrid.enabled": True}, (), 2, "backend"),
         ({"data.train": "nowhere.jsonl"}, (), 3, "data"),
         ({"model.name": "./nowhere"}, (), 4, "model"),
         ({}, ("--machine", "p100", "--platform", "mlx", "--set", "model.quantization=nf4"), 2, "backend"),

@@ -78,9 +78,9 @@ def test_wrong_overrides(config_file, refused):
 
 
 def test_values_that_the_backend_does_not_honour(config_file, refused):
-    changes = {"model.quantization": "nf4", "memory.limit": "8GB", "hybrid.enabled": True}
+    changes = {"model.quantization": "nf4", "memory.limit": "8GB", "memory.sharding": "full"}
     assert [line.partition(":")[0] for line in refused(2, "train", config_file(changes), *NUMPY).splitlines()] == [
-        "model.quantization", "memory.limit", "hybrid.enabled",
+        "model.quantization", "memory.sharding", "memory.limit",
     ]  # fmt: skip
     message = refused(2, "generate", "m", "--prompt", "x", "--quantization", "nf4", *NUMPY)
     assert message == "model.quantization: got nf4, the backend 'numpy' honours: auto, none"

@@ -120,10 +120,13 @@ def test_an_adapter_to_start_from_that_cannot_be_read_fails(check, tmp_path):
 
 def test_what_the_backend_refuses_is_a_row_for_each_key(check, open_backend):
     open_backend("mlx")
-    report = check("model.quantization=nf4", "hybrid.enabled=true", machine="m4-32")
+    report = check("model.quantization=nf4", "memory.offload=activations", machine="m4-32")
     refused = [c for c in report.checks if c.name == "backend"]
     assert [(c.level, c.exit_code) for c in refused] == [("fail", 2), ("fail", 2)]
-    assert [c.found.partition(",")[0] for c in refused] == ["model.quantization: got nf4", "hybrid.enabled: got true"]
+    assert [c.found.partition(",")[0] for c in refused] == [
+        "model.quantization: got nf4",
+        "memory.offload: got activations",
+    ]
 
 
 def test_the_platform_follows_the_machine(check, open_backend):

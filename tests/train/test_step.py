@@ -297,7 +297,7 @@ def test_the_state_of_another_policy_is_refused(train):
 
 
 def test_a_policy_that_is_not_in_the_table_is_refused(make_config, open_backend, write_rows, qa_rows):
-    with pytest.raises(ConfigError, match="step policy: got 'clever', allowed: ordinary"):
+    with pytest.raises(ConfigError, match="step policy: got 'clever', allowed: hybrid, ordinary"):
         prepare(make_config(write_rows(qa_rows)), open_backend("numpy"), policy="clever")
 
 

@@ -1,0 +1,89 @@
+"""What the config's sections are made of: their base class, and the types of their values."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from dualtune.adapter.methods import NAMES
+from dualtune.text.redaction import secret_in
+
+RULES = ConfigDict(
+    extra="forbid",
+    frozen=True,
+    strict=True,  # "16" is not 16, true is not 1, 3.7 is not 3; an integer is valid where a number is expected
+    allow_inf_nan=False,
+    hide_input_in_errors=True,  # a value can be a secret
+    use_attribute_docstrings=True,
+)
+
+
+def refuse(message: str) -> PydanticCustomError:
+    """Return a validation error with this message, which is shown unchanged."""
+    return PydanticCustomError("refused", "{message}", {"message": message})
+
+
+def all_different(names: tuple[str, ...]) -> tuple[str, ...]:
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise refuse(f"lists {', '.join(map(repr, repeated))} more than once")
+    return names
+
+
+# `format` is a free annotation in JSON schema: it names the meaning of a string, list or mapping for `words.py`.
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0)]
+Probability = Annotated[float, Field(gt=0, lt=1)]
+Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]
+Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
+Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
+ModuleNames = Annotated[
+    tuple[Name, ...],
+    Field(strict=False),  # a YAML list becomes a tuple; the names stay strict
+    Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
+    AfterValidator(all_different),
+]
+
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[NAMES]  # the only list of methods
+
+
+class Section(BaseModel):
+    """The base class of all sections."""
+
+    model_config = RULES
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _safe_text(cls, value: object) -> object:
+        """Refuse secrets, which would end up in logs and bundles, and characters that no file name can hold."""
+        for text in _texts(value):
+            if kind := secret_in(text):
+                raise refuse(
+                    f"looks like {kind} (not shown). Remove it from the config, and revoke it if the file was shared; "
+                    "put it in an environment variable such as HF_TOKEN, or run `hf auth login`"
+                )
+            if any(unicodedata.category(char) in ("Cc", "Cs") for char in text):
+                raise refuse(f"got {text!r}, must not contain control characters or lone surrogates")
+        return value
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield all strings in a nested value, including keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in cast(dict[object, object], value).items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in cast(list[object], value):
+            yield from _texts(item)

@@ -1,0 +1,1 @@
+"""Predictive training: steps predicted from the last ones, accepted on evidence, checked, and undone if they hurt."""

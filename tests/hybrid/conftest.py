@@ -1,0 +1,84 @@
+"""Runs with predictive training on tiny models: short phases, and a rate so low that predictions help."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dualtune.hybrid.policy import Predictive
+from dualtune.train.prepare import prepare
+from dualtune.train.run import execute
+from dualtune.train.state import checkpoint
+from dualtune.train.state.run_dir import open_run
+
+SHORT = {
+    "hybrid.enabled": True, "hybrid.warmup_steps": 4, "hybrid.full_steps": 6, "hybrid.correct_steps": 2,
+    "hybrid.max_predict_steps": 8, "hybrid.probes": 4, "hybrid.trust_region": 9.0,
+}  # fmt: skip
+CALM = {
+    "train.steps": 48, "train.learning_rate": 1e-3, "train.schedule": "constant", "train.warmup": 1,
+    "train.documents_per_step": 12, "run.eval_every": None, "run.save_every": None, "run.keep": 99,
+}  # fmt: skip
+
+
+@dataclass
+class Lab:
+    """A backend with a model, and the way to a finished run whose policy can be asked."""
+
+    backend: Any
+    make: Any
+    home: Path
+
+    def prepared(self, name="run", saved=None, **changes):
+        settings = {"run.dir": self.home / name} | {key.replace("__", "."): value for key, value in changes.items()}
+        return prepare(self.make(settings), self.backend, saved)
+
+    def run(self, name="run", hooks=(), prepared=None, **changes) -> "Ended":
+        config = self.prepared(name, **changes).config
+        with open_run(config, "auto") as place:
+            found = prepared or self.prepared(name, place.saved, **changes)
+            result = execute(found, place, hooks)
+        return Ended(result.run_dir, found.policy)
+
+
+@dataclass
+class Ended:
+    """A finished run."""
+
+    path: Path
+    policy: Predictive
+
+    @property
+    def rows(self):
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    def events(self, *kinds):
+        return [row for row in self.rows if row.get("event") in kinds]
+
+    def updates(self):
+        return [row["step"] for row in self.rows if "lr" in row]
+
+    def saved(self, step):
+        return checkpoint.read(checkpoint.path_of(self.path / "checkpoints", step))
+
+
+@pytest.fixture
+def lab_for(open_backend, make_config, write_rows, tmp_path, request):
+    def make(name) -> Lab:
+        model = request.getfixturevalue("tiny_softmax" if name == "numpy" else "tiny_llama")
+        data = write_rows([{"prompt": f"{i} plus {i}?", "completion": f"{2 * i}{'!' * (i % 5)}"} for i in range(48)])
+        return Lab(open_backend(name), lambda more: make_config(data, SHORT | CALM | more, model), tmp_path)
+
+    return make
+
+
+@pytest.fixture
+def lab(lab_for) -> Lab:
+    return lab_for("numpy")
+
+
+@pytest.fixture(params=["numpy", "torch", "mlx"])
+def any_lab(request, lab_for) -> Lab:
+    return lab_for(request.param)

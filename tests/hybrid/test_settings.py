@@ -1,0 +1,55 @@
+"""The presets, what the config sets instead, and what it may not."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from dualtune.config import parse_config, to_yaml
+from dualtune.errors import ConfigError
+from dualtune.hybrid.settings import PRESETS, Settings, settings_of
+
+BASE = "{model: {name: m}, data: {train: t}}"
+
+
+def config_with(*overrides):
+    return parse_config(BASE, overrides=[f"hybrid.{line}" for line in overrides])
+
+
+@pytest.mark.parametrize(
+    ("preset", "numbers"),
+    [("balanced", (0.60, 50, 15)), ("conservative", (0.60, 50, 15)), ("aggressive", (0.55, 75, 10))],
+)
+def test_a_preset_has_these_numbers(preset, numbers):
+    found = settings_of(config_with(f"preset={preset}").hybrid)
+    assert (found.confidence_threshold, found.max_predict_steps, found.correction_interval) == numbers
+    assert (found.warmup_steps, found.full_steps, found.divergence_threshold) == (100, 20, 3.0)
+    assert (found.max_consecutive_predicts, found.probes, found.trust_region) == (5, 8, 0.25)
+
+
+def test_what_the_config_sets_replaces_the_preset_s_value_and_survives_yaml():
+    config = config_with("preset=aggressive", "max_predict_steps=7", "engine=fast_forward", "probes=3")
+    found = settings_of(parse_config(to_yaml(config)).hybrid)
+    assert (found.max_predict_steps, found.probes, found.confidence_threshold) == (7, 3, 0.55)
+    assert found.engine == "fast_forward" and not found.skips_steps
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["warmup_steps=0", "full_steps=3", "confidence_threshold=0", "confidence_threshold=1", "confidence_threshold=-0.1",
+     "divergence_threshold=0", "divergence_threshold=-2", "max_predict_steps=0", "correction_interval=0",
+     "correct_steps=0", "probes=1", "trust_region=0", "max_consecutive_predicts=0", "preset=bold", "engine=guess"],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused(wrong):
+    with pytest.raises(ConfigError, match=f"hybrid.{wrong.partition('=')[0]}"):
+        config_with(wrong)
+
+
+def test_the_page_has_the_presets_of_the_code():
+    page = (Path(__file__).parents[2] / "docs/hybrid.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.M))
+    names = [each.name for each in fields(Settings) if each.name != "engine"]
+    for name in names:
+        values = [f"{getattr(PRESETS[preset], name):g}" for preset in ("conservative", "balanced", "aggressive")]
+        assert rows[name].split(" | ")[:3] == values, name
