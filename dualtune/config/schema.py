@@ -57,6 +57,7 @@ def _all_different(names: tuple[str, ...]) -> tuple[str, ...]:
 # `format` is a free annotation in JSON schema: it names the meaning of a string, list or mapping for `words.py`.
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]
 Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
@@ -268,8 +269,9 @@ class TrainConfig(Section):
     """How many tokens go through the model at once; this changes memory and speed, but not the result."""
     learning_rate: Positive = 2.0e-4
     """The peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate changes after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "schedule_free"] = "cosine"
+    """How the learning rate changes after the warm-up; schedule_free keeps it, and the result is an average that AdamW
+    trains along with the weights."""
     warmup: Fraction | Count = 0.03
     """The warm-up of the learning rate: below 1 a fraction of the steps, from 1 on a number of steps."""
     optimizer: OptimizerName = "adamw"
@@ -277,6 +279,12 @@ class TrainConfig(Section):
     8; sgd keeps no state and needs a much larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
+    average: Literal["none", "ema", "tail"] = "none"
+    """Which average of the weights is evaluated and written: tail the mean of those after the last steps, ema an
+    exponential moving average; the training itself does not change."""
+    average_over: Share | Count = 0.4
+    """How many steps tail averages, or the time constant of ema: below 1 a fraction of the steps, from 1 on a number of
+    steps."""
     max_grad_norm: Positive | None = 0.3
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
 

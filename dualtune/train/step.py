@@ -7,7 +7,7 @@ The training loop and `dualtune bench` take the same steps and do not depend on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ from dualtune.adapter.spec import Tensors
 from dualtune.backend import Batch, Engine, LossSum, StepOutput
 from dualtune.config import Config
 from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.weights import using
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.schedule import learning_rate
 
@@ -139,15 +140,9 @@ class TrainingStep:
         loss_sum, weight = self._team.total(sum(loss.loss_sum for loss, _ in found), sum(weight for _, weight in found))
         return loss_sum / weight
 
-    @contextlib.contextmanager
-    def trying(self, adapter: Tensors) -> Generator[None]:
+    def trying(self, adapter: Tensors) -> contextlib.AbstractContextManager[None]:
         """Use other adapter weights inside the block, and always restore the engine's own at its end."""
-        before = self.engine.adapter_state()
-        self.engine.load_adapter_state(adapter)
-        try:
-            yield
-        finally:
-            self.engine.load_adapter_state(before)
+        return using(self.engine, adapter)
 
     def _totals(self) -> tuple[float, int, int]:
         """Return loss weight and number of the step's targets, and the number of its tokens, over all processes.
