@@ -238,12 +238,17 @@ def _in_result(
 ) -> AbstractContextManager[None]:
     """Use, inside the block, the weights that the run writes: of the last step, or of the best evaluation."""
     optimizer = prepared.optimizer
-    if not prepared.config.guards.restore_best:
-        return using_result(engine, optimizer)
-    best = saver.best()
-    if best is None:
+    best = saver.best() if prepared.config.guards.restore_best else None
+    if prepared.config.guards.restore_best and best is None:
         text = "guards.restore_best: no checkpoint of the best evaluation; the adapter of the last step is written"
         log.event(Event(step, "no_best", text))
+    of = step if best is None else best.step
+    if optimizer.average is not None and of <= optimizer.average.start:
+        text = (
+            f"train.average: the tail begins after step {optimizer.average.start}; the weights of step {of} are written"
+        )
+        log.event(Event(step, "no_average", text))
+    if best is None:
         return using_result(engine, optimizer)
     log.event(Event(step, "best_restored", f"the adapter of step {best.step}", {"from_step": best.step}))
     # What was evaluated then: the result of that step, whose slots are in the same checkpoint.

@@ -160,6 +160,18 @@ def test_the_best_result_is_restored_from_its_own_checkpoint(lab, monkeypatch, w
     assert any((written(result)[name] != w).any() for name, w in best.adapter.items())
 
 
+@on_numpy
+def test_a_run_that_ends_before_its_tail_says_so(lab, monkeypatch):
+    monkeypatch.setattr(
+        "dualtune.train.health.guards.Guards.stops_early", property(lambda guards: guards.state.eval_step == 3)
+    )
+    result = lab.run(**RUN | TAIL | {"guards__early_stopping": 5})
+    assert '"event": "no_average"' in (result.run_dir / "metrics.jsonl").read_text()
+    assert_tensors(written(result), newest(result).adapter)
+    whole = lab.run("whole", **RUN | TAIL | {"train__average_over": 7, "guards__early_stopping": 5})
+    assert '"event": "no_average"' not in (whole.run_dir / "metrics.jsonl").read_text()
+
+
 @pytest.mark.parametrize("lab", ["torch"], indirect=True)
 def test_an_interrupted_evaluation_leaves_the_trained_weights(lab, weights_of):
     class InEvaluation(Hook):
