@@ -290,7 +290,10 @@ class Backend(Protocol):
     name: str
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
-        """Return the values honoured for each key of BACKEND_KEYS. Of an absent key only the default is honoured."""
+        """Return the values honoured for each key of BACKEND_KEYS.
+
+        Of an absent key the default is honoured; of train.schedule all that the core computes by itself.
+        """
         ...
 
     def devices(self) -> list[DeviceInfo]:
@@ -361,8 +364,8 @@ def check_state(current: Tensors, given: Tensors, what: str) -> None:
 
 def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState) -> None:
     """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
-    if {*state.slots} != {*optimizer.entry.slots}:
-        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.entry.slots))
+    if {*state.slots} != {*optimizer.slots}:
+        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.slots))
         raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
     for slot, tensors in state.slots.items():
         check_state(adapter, tensors, f"optimizer {slot}")

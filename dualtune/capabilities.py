@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from dualtune.activation_checkpointing import LAYERS
@@ -20,11 +21,17 @@ BACKEND_KEYS = (
     "adapter.method",
     "data.packing",
     "train.optimizer",
+    "train.schedule",
+    "train.average",
     "memory.checkpointing",
     "memory.offload",
     "memory.resident_layers",
     "memory.sharding",
     "memory.limit",
+)
+# What the core computes without the engine, of a key that a backend's card need not have: the learning rates.
+OF_THE_CORE: Mapping[str, frozenset[Any]] = MappingProxyType(
+    {"train.schedule": frozenset({"constant", "linear", "cosine"})}
 )
 
 
@@ -54,7 +61,7 @@ def _refusal(backend: Honours, key: str, value: Any) -> str | None:
     value = LAYERS if isinstance(value, CheckpointedLayers) else value
     value = SIZE if key == "memory.limit" and value != "auto" else value
     value = NUMBER if key == "memory.resident_layers" and value != "all" else value
-    allowed = backend.capabilities().get(key, frozenset({_default(key)}))
+    allowed = backend.capabilities().get(key, OF_THE_CORE.get(key) or frozenset({_default(key)}))
     if value in allowed:
         return None
     values = ", ".join(sorted(_show(v) for v in allowed))

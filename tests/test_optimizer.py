@@ -92,14 +92,14 @@ def lion(w, g, slots, *, step, lr, settings):
 def with_lion(monkeypatch):
     entry = Optimizer(lion, ("m",), {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0})
     table = MappingProxyType({**OPTIMIZERS, "lion": entry})
-    for module in ("train.state.checkpoint", "memory.ask", "optimizer"):
+    for module in ("train.state.checkpoint", "optimizer"):
         monkeypatch.setattr(f"dualtune.{module}.OPTIMIZERS", table)
 
 
 def test_a_third_optimizer_is_an_entry_of_the_table(with_lion, open_backend, tiny_softmax, tmp_path):
     """It trains on the NumPy engine, is saved with the slot that it has, and continues bitwise."""
     assert optimizer.OPTIMIZERS["lion"].bytes_per_parameter == 4
-    assert checkpoint.bytes_per_weight("lion") == 8
+    assert checkpoint.bytes_per_weight(OptimizerSpec("lion")) == 8
     request = LoadRequest(tiny_softmax, "auto", "auto", "pretrained", SPEC, OptimizerSpec("lion", DECAY), seed=1)
     straight, other = (open_backend("numpy").load(request) for _ in range(2))
     train(straight, range(2))

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from dualtune.backend import CLIP_EPS
-from dualtune.optimizer import OptimizerName, OptimizerSpec, Settings
+from dualtune.optimizer import OptimizerSpec, RuleName, Settings
+from dualtune.optimizer.averaging import OFFSET, Averaging
 from dualtune_mlx.card.sizes import UPDATE_CHUNK
 from dualtune_mlx.kernels import eight_bit
 
@@ -81,7 +82,29 @@ def sgd(
     return params * shrink - lr * grads, {}
 
 
-RULES: Mapping[OptimizerName, ArrayUpdateRule] = {"adamw": adamw, "adamw_8bit": adamw, "sgd": sgd}
+def schedule_free(
+    params: mx.array, slots: Arrays, grads: mx.array, *,
+    step: mx.array, lr: mx.array, shrink: mx.array, settings: Settings,
+) -> tuple[mx.array, Arrays]:  # fmt: skip
+    """Defazio et al., arXiv 2405.15682, algorithm 1, in the form of `dualtune.optimizer.schedule_free`."""
+    beta1, beta2, c = settings["beta1"], settings["beta2"], newest_share(step, settings["warmup_steps"])
+    v = beta2 * slots["v"] + (1 - beta2) * mx.square(grads)
+    denominator = mx.sqrt(v) / mx.sqrt(one_minus_power(beta2, step)) + settings["eps"]
+    u = lr * grads / denominator + (lr * settings["weight_decay"]) * params
+    d = slots["d"]
+    return params + c * d - (1 - beta1 * (1 - c)) * u, {"d": (1 - c) * (d - beta1 * u), "v": v}
+
+
+def newest_share(step: mx.array, warmup_steps: float) -> mx.array:
+    """As `dualtune.optimizer.newest_share`. In float32: all terms are positive, so no digits cancel."""
+    end, m = warmup_steps + 1, mx.minimum(step, warmup_steps)
+    rising = (m / end) * ((m + 1) / end) * (2 * m + 1) / 6
+    return mx.square(mx.minimum(1.0, step / end)) / (rising + mx.maximum(0.0, step - warmup_steps))
+
+
+RULES: Mapping[RuleName, ArrayUpdateRule] = {
+    "adamw": adamw, "adamw_8bit": adamw, "sgd": sgd, "schedule_free": schedule_free,
+}  # fmt: skip
 
 
 class FlatOptimizer:
@@ -152,6 +175,45 @@ class EightBitAdamW(FlatOptimizer):
         return eight_bit.chunks_of(self._sizes, UPDATE_CHUNK)
 
 
+class Averaged(FlatOptimizer):
+    """An optimizer that also keeps the offset of an average of the weights: `dualtune.optimizer.averaging`."""
+
+    def __init__(self, inner: FlatOptimizer, layout: FlatLayout, average: Averaging) -> None:
+        self._inner, self._average = inner, average
+        self._size = sum(math.prod(shape) for shape in layout.shapes.values())
+
+    def zero_slots(self) -> Arrays:
+        return {**self._inner.zero_slots(), OFFSET: mx.zeros(self._size)}
+
+    def update(
+        self, params: mx.array, slots: Arrays, grads: mx.array, *,
+        step: mx.array, lr: mx.array, shrink: mx.array, is_good: mx.array,
+    ) -> tuple[mx.array, Arrays]:  # fmt: skip
+        offset, inner = _without_offset(slots)
+        new, found = self._inner.update(params, inner, grads, step=step, lr=lr, shrink=shrink, is_good=is_good)
+        # Without an update the difference is exactly zero, and a factor of one keeps the offset bitwise.
+        kept = mx.where(is_good, 1 - self._share(step), 1.0)
+        return new, {**found, OFFSET: (offset - (new - params)) * kept}
+
+    def _share(self, step: mx.array) -> mx.array:
+        """As `Averaging.share`."""
+        counted = mx.maximum(1.0, step - self._average.start)  # up to the start as in the first one: all
+        return mx.maximum(self._average.least, 1 / counted)
+
+    def read(self, slots: Arrays) -> Arrays:
+        offset, inner = _without_offset(slots)
+        return {**self._inner.read(inner), OFFSET: offset}
+
+    def load(self, values: Arrays, step: int) -> Arrays:
+        offset, inner = _without_offset(values)
+        return {**self._inner.load(inner, step), OFFSET: offset}
+
+
+def _without_offset(slots: Arrays) -> tuple[mx.array, Arrays]:
+    return slots[OFFSET], {slot: array for slot, array in slots.items() if slot != OFFSET}
+
+
 def flat_optimizer(spec: OptimizerSpec, layout: FlatLayout) -> FlatOptimizer:
     """Return the optimizer of a flat array with this layout."""
-    return (EightBitAdamW if spec.name == "adamw_8bit" else FlatOptimizer)(spec, layout)
+    inner = (EightBitAdamW if spec.name == "adamw_8bit" else FlatOptimizer)(spec, layout)
+    return inner if spec.average is None else Averaged(inner, layout, spec.average)

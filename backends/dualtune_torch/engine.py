@@ -173,7 +173,7 @@ class TorchEngine:
         self._adapter.refresh()
 
     def optimizer_state(self) -> OptimizerState:
-        optimizer, names = self._optimizer, self._request.optimizer.entry.slots
+        optimizer, names = self._optimizer, self._request.optimizer.slots
         return OptimizerState(int(optimizer.count), {n: self._adapter.to_numpy(optimizer.read(n)) for n in names})
 
     def load_optimizer_state(self, state: OptimizerState) -> None:

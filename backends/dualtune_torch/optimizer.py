@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from dualtune.optimizer import OptimizerName, OptimizerSpec, Settings
+from dualtune.optimizer.averaging import OFFSET, Averaging
 from dualtune_torch.kernels.eight_bit import EightBitAdamW
+from dualtune_torch.kernels.schedule_free import ScheduleFreeAdamW
 
 
 class FlatOptimizer(Protocol):
@@ -72,8 +74,8 @@ FUSED: Mapping[OptimizerName, Fused] = {
 class FusedOptimizer:
     """One of torch's, with a single parameter."""
 
-    def __init__(self, flat: Tensor, spec: OptimizerSpec) -> None:
-        make, names = FUSED[spec.name]
+    def __init__(self, flat: Tensor, spec: OptimizerSpec, name: OptimizerName) -> None:
+        make, names = FUSED[name]
         self._torch = make(flat, spec.settings)
         # torch creates it in the first step; here it may be read or restored before.
         self.count = torch.zeros((), device=flat.device)
@@ -98,6 +100,52 @@ class FusedOptimizer:
         yield from self._slots.values()
 
 
+class Averaged:
+    """An optimizer that also keeps the offset of an average of the weights: `dualtune.optimizer.averaging`."""
+
+    def __init__(self, inner: FlatOptimizer, flat: Tensor, average: Averaging) -> None:
+        self._inner, self._flat, self._average = inner, flat, average
+        self.count = inner.count
+        self._offset = torch.zeros_like(flat)
+
+    @torch.no_grad()
+    def step(self, lr: float, is_good: Tensor) -> None:
+        before = self._flat.detach().clone()
+        self._inner.step(lr, is_good)
+        # Without an update both differences are exactly zero, and a factor of one keeps the offset bitwise.
+        kept = torch.where(is_good, 1 - self._share(), 1.0)
+        self._offset.add_(before.sub_(self._flat)).mul_(kept)
+
+    def _share(self) -> Tensor:
+        """As `Averaging.share` after the update that was counted last, on the device."""
+        counted = (self.count - self._average.start).clamp(min=1)  # up to the start as in the first one: all
+        return counted.reciprocal().clamp(min=self._average.least)
+
+    def read(self, slot: str) -> Tensor:
+        return self._offset if slot == OFFSET else self._inner.read(slot)
+
+    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
+        if slot == OFFSET:
+            fill(self._offset)
+        else:
+            self._inner.load(slot, fill)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._inner.tensors()
+        yield self._offset
+
+
 def flat_optimizer(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
     """Return the optimizer of a flat tensor that consists of tensors of these sizes."""
-    return EightBitAdamW(flat, sizes, spec) if spec.name == "adamw_8bit" else FusedOptimizer(flat, spec)
+    inner = _without_average(flat, sizes, spec)
+    return inner if spec.average is None else Averaged(inner, flat, spec.average)
+
+
+def _without_average(flat: Tensor, sizes: Sequence[int], spec: OptimizerSpec) -> FlatOptimizer:
+    match spec.name:
+        case "adamw_8bit":
+            return EightBitAdamW(flat, sizes, spec)
+        case "schedule_free":
+            return ScheduleFreeAdamW(flat, spec)
+        case name:
+            return FusedOptimizer(flat, spec, name)

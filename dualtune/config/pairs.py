@@ -32,6 +32,7 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     if isinstance(train.warmup, int) and train.steps is not None and train.warmup >= train.steps:
         rule = f"must be below train.steps ({train.steps})"
         yield ("train", "warmup"), ("train", "steps"), f"got {train.warmup} steps, {rule}"
+    yield from _impossible_averages(config)
     if isinstance(train.micro_batch_tokens, int) and train.micro_batch_tokens < data.max_length:
         rule = f"must be >= data.max_length ({data.max_length}), because one document must fit"
         yield ("train", "micro_batch_tokens"), ("data", "max_length"), f"got {train.micro_batch_tokens}, {rule}"
@@ -45,6 +46,29 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
         yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
     if config.adapter.trains_model:
         yield from _impossible_with_full(config)
+
+
+def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what contradicts train.schedule: schedule_free, which has an average of its own, or train.average."""
+    train = config.train
+    schedule: KeyPath = ("train", "schedule")
+    if train.schedule == "schedule_free":
+        if train.optimizer != "adamw":
+            rule = "but schedule_free is a form of AdamW; allowed: adamw"
+            yield ("train", "optimizer"), schedule, f"got {train.optimizer}, {rule}"
+        if train.average != "none":
+            rule = "but the result of schedule_free is an average already; allowed: none"
+            yield ("train", "average"), schedule, f"got {train.average}, {rule}"
+    if config.hybrid.enabled and (train.schedule == "schedule_free" or train.average != "none"):
+        rule = "but the average of train.schedule: schedule_free or train.average would not follow a prediction"
+        yield ("hybrid", "enabled"), schedule, f"got true, {rule}; allowed: false"
+    over = train.average_over
+    if train.average == "none" and over != type(train).model_fields["average_over"].default:
+        rule = "has no effect while train.average is none; set average: tail or ema"
+        yield ("train", "average_over"), ("train", "average"), f"got {over:g}, {rule}"
+    if isinstance(over, int) and train.steps is not None and over > train.steps:
+        rule = f"must be at most train.steps ({train.steps})"
+        yield ("train", "average_over"), ("train", "steps"), f"got {over} steps, {rule}"
 
 
 def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

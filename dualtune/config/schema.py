@@ -25,8 +25,8 @@ from dualtune.config.values import (
     ModuleNames,
     Name,
     Positive,
-    Probability,
     Section,
+    Share,
     Size,
     refuse,
 )
@@ -195,8 +195,9 @@ class TrainConfig(Section):
     """How many tokens go through the model at once; this changes memory and speed, but not the result."""
     learning_rate: Positive = 2.0e-4
     """The peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the learning rate changes after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "schedule_free"] = "cosine"
+    """How the learning rate changes after the warm-up; schedule_free keeps it, and the result is an average that AdamW
+    trains along with the weights."""
     warmup: Fraction | Count = 0.03
     """The warm-up of the learning rate: below 1 a fraction of the steps, from 1 on a number of steps."""
     optimizer: OptimizerName = "adamw"
@@ -204,6 +205,12 @@ class TrainConfig(Section):
     8; sgd keeps no state and needs a much larger learning_rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """The decoupled weight decay: each update also multiplies the weights by 1 - learning rate · weight_decay."""
+    average: Literal["none", "ema", "tail"] = "none"
+    """Which average of the weights is evaluated and written: tail the mean of those after the last steps, ema an
+    exponential moving average; the training itself does not change."""
+    average_over: Share | Count = 0.4
+    """How many steps tail averages, or the time constant of ema: below 1 a fraction of the steps, from 1 on a number of
+    steps."""
     max_grad_norm: Positive | None = 0.3
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
 
@@ -262,7 +269,7 @@ class HybridConfig(Section):
     """The number of ordinary steps between two attempts; the last 16 of them, or fewer, give the velocity."""
     max_predict_steps: Literal["auto"] | Count = "auto"
     """The largest number of steps that one prediction stands for."""
-    confidence_threshold: Literal["auto"] | Probability = "auto"
+    confidence_threshold: Literal["auto"] | Share = "auto"
     """The smallest probability, measured on probe documents, at which a prediction is accepted."""
     correction_interval: Literal["auto"] | Count = "auto"
     """The number of predicted steps from which on each multiple of it is probed, instead of each power of two."""

@@ -38,7 +38,7 @@ def all_different(names: tuple[str, ...]) -> tuple[str, ...]:
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
-Probability = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]
 Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]

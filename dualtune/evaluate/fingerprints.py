@@ -11,8 +11,8 @@ recorded tokens.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from dualtune.backend import IGNORE_INDEX, Batch, Engine
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import NonFiniteError
+from dualtune.evaluate.weights import using
 
 PROMPTS = (
     "The capital of France is",
@@ -49,15 +50,9 @@ def base_fingerprints(engine: Engine, tokenizer: Tokenizer) -> list[Entry]:
         return fingerprints(engine, tokenizer)
 
 
-@contextmanager
-def without_adapter(engine: Engine) -> Generator[None]:
+def without_adapter(engine: Engine) -> AbstractContextManager[None]:
     """Disable the adapter inside the block by loading the neutral state."""
-    state = engine.adapter_state()
-    engine.load_adapter_state(engine.neutral_state())
-    try:
-        yield
-    finally:
-        engine.load_adapter_state(state)
+    return using(engine, engine.neutral_state())
 
 
 def _entry(engine: Engine, prompt: str, ids: np.ndarray) -> Entry:

@@ -103,8 +103,8 @@ def _last_resorts(backend: Backend, config: Config) -> Iterator[tuple[str, str]]
     if config.adapter.rank > 1 and not is_full:
         yield f"adapter.rank={config.adapter.rank // 2}", NEW_RUN
     yield "model.name=<a smaller model>", NEW_RUN
-    if config.train.optimizer == "adamw" and "adamw_8bit" in honoured.get("train.optimizer", ()):
-        yield "train.optimizer=adamw_8bit", NEW_RUN
-    if config.train.optimizer != "sgd" and "sgd" in honoured.get("train.optimizer", ()):
-        yield "train.optimizer=sgd", NEW_RUN
+    if config.train.schedule != "schedule_free":  # which is a form of AdamW in float32
+        for name in {"adamw": ("adamw_8bit", "sgd"), "adamw_8bit": ("sgd",)}.get(config.train.optimizer, ()):
+            if name in honoured.get("train.optimizer", ()):
+                yield f"train.optimizer={name}", NEW_RUN
     yield "adapter.method=lora" if is_full else "adapter.targets=[q_proj,v_proj]", NEW_RUN

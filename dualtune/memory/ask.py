@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.methods import FULL, METHODS
 from dualtune.memory.shapes import Decoder
-from dualtune.optimizer import OPTIMIZERS, OptimizerName
+from dualtune.optimizer import OPTIMIZERS, SLOT_BYTES, RuleName, slots_of
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 AUTO_MICRO_BATCH_TOKENS = 2048
@@ -49,7 +49,8 @@ class Ask:
     packing: bool = True
     kernels: str = "auto"
     dropout: bool = True  # whether the adapter has dropout
-    optimizer: OptimizerName = "adamw"
+    optimizer: RuleName = "adamw"
+    averages: bool = False  # whether it also keeps an average of the weights
     method: str = "lora"
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
@@ -58,6 +59,11 @@ class Ask:
     def trains_model(self) -> bool:
         """Whether all parameters of the model are trained, and no layer is adapted."""
         return self.method == FULL
+
+    @property
+    def num_slots(self) -> int:
+        """The number of slots that the optimizer has, the average's included."""
+        return len(slots_of(self.optimizer, averages=self.averages))
 
     @property
     def item_bytes(self) -> int:
@@ -149,8 +155,10 @@ def _num_trained(decoder: Decoder, method: str, rank: int, targets: tuple[str, .
 def optimizer(decoder: Decoder, ask: Ask) -> MemoryPart:
     """Return gradient and optimizer state: the same on every backend."""
     n, entry = num_trained(decoder, ask), OPTIMIZERS[ask.optimizer]
-    size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter) * n)
+    average = SLOT_BYTES if ask.averages else 0
+    size = math.ceil((MASTER_BYTES + entry.bytes_per_parameter + average) * n)
     each = f" + {' and '.join(entry.slots)} × {entry.slot_bytes:.4g} B" if entry.slots else ""
+    each += f" + average × {average:g} B" if average else ""
     return MemoryPart("optimizer", size, f"{n:,} weights × (gradient × {MASTER_BYTES} B{each})")
 
 

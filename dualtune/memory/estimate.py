@@ -16,6 +16,7 @@ from dualtune.card import MemoryFormulas, card_of
 from dualtune.errors import ConfigError
 from dualtune.memory.ask import Adapted, Ask, Estimate, adapted, padded, tokens_at_once
 from dualtune.memory.shapes import Decoder
+from dualtune.optimizer import rule_of
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -70,7 +71,8 @@ def ask_of(config: Config, decoder: Decoder, backend: str, device: str) -> Ask:
         packing=config.data.packing,
         kernels=config.model.kernels,
         dropout=config.adapter.dropout > 0 and not config.adapter.trains_model,
-        optimizer=config.train.optimizer,
+        optimizer=rule_of(config.train.optimizer, config.train.schedule),
+        averages=config.train.average != "none",
     )
 
 

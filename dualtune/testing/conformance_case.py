@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -12,13 +12,20 @@ import numpy as np
 
 from dualtune.adapter.spec import AdapterSpec, Tensors
 from dualtune.backend import Backend, Batch, Engine, LoadRequest, OptimizerState
-from dualtune.optimizer import OPTIMIZERS, OptimizerName, OptimizerSpec
+from dualtune.optimizer import OPTIMIZERS, OptimizerSpec, RuleName, Settings
+from dualtune.optimizer.averaging import Averaging
 from dualtune.testing import tolerances
 from dualtune.testing.oracles import Oracle, llama_oracle, softmax_oracle
 from dualtune.testing.tiny_models import random_batch, write_softmax_model, write_tiny_llama
 
 SPEC = AdapterSpec(rank=4, alpha=6.0, dropout=0.0, targets=("all-linear",))  # a scale that is not an integer
 DECAY = 0.1
+CHANGES: dict[RuleName, Settings] = {"schedule_free": {"warmup_steps": 1.0}}  # so that the shares are not 1 / step
+# Averages that begin in the first three updates, each on another optimizer.
+AVERAGES: dict[RuleName, tuple[str, Averaging]] = {
+    "adamw": ("tail", Averaging(start=1)), "adamw_8bit": ("ema", Averaging(least=0.6)),
+    "sgd": ("ema", Averaging(least=0.4)),
+}  # fmt: skip
 CODES_APART = 2e-3  # share of the values
 
 
@@ -32,14 +39,18 @@ class Case:
     vocab: int
     spec: AdapterSpec = field(default=SPEC)
     kernels: str = "auto"
-    optimizer: OptimizerName = "adamw"
+    optimizer: RuleName = "adamw"
+    average: Averaging | None = None
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        return OptimizerSpec(self.optimizer, {"weight_decay": DECAY} | CHANGES.get(self.optimizer, {}), self.average)
 
     def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
         """Return a float32 engine; with `trained` the adapter's B is not zero. `changes` are fields of the spec."""
-        optimizer = OptimizerSpec(self.optimizer, {"weight_decay": DECAY})
         request = LoadRequest(
-            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes), optimizer, seed=7,
-            kernels=self.kernels,
+            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes),
+            self.optimizer_spec, seed=7, kernels=self.kernels,
         )  # fmt: skip
         engine = self.backend.load(request)
         if trained:
@@ -67,20 +78,31 @@ def random_adapter(like: Tensors, seed: int = 3) -> Tensors:
 
 
 def with_each_optimizer(check: Callable[[Case], None]) -> Callable[[Case], None]:
-    """Repeat a check with each optimizer that the backend honours."""
+    """Repeat a check with each optimizer that the backend honours, and with averages on top of them."""
 
     @wraps(check)
     def check_each(case: Case) -> None:
-        honoured = case.backend.capabilities().get("train.optimizer", frozenset({"adamw"}))
-        for name in OPTIMIZERS:
-            if name in honoured:
-                try:
-                    check(replace(case, optimizer=name))
-                except AssertionError as error:
-                    error.add_note(f"with train.optimizer: {name}")
-                    raise
+        for name, average in optimizers_of(case.backend):
+            try:
+                check(replace(case, optimizer=name, average=average))
+            except AssertionError as error:
+                error.add_note(f"with the optimizer {name} and the average {average}")
+                raise
 
     return check_each
+
+
+def optimizers_of(backend: Backend) -> Iterator[tuple[RuleName, Averaging | None]]:
+    """Yield what the backend honours of the table of optimizers, and averages on top of it."""
+    honoured = backend.capabilities()
+    for name in OPTIMIZERS:
+        key, default = ("train.schedule", "cosine") if name == "schedule_free" else ("train.optimizer", "adamw")
+        if name not in honoured.get(key, {default}):
+            continue
+        yield name, None
+        kind, average = AVERAGES.get(name, ("none", None))
+        if average is not None and kind in honoured.get("train.average", ()):
+            yield name, average
 
 
 def gradient(engine: Engine, *batches: Batch) -> Tensors:
@@ -109,7 +131,8 @@ def norm_of(tensors: Tensors) -> float:
 def assert_close(a: Tensors, b: Tensors, tolerance: float) -> None:
     """Assert that the relative difference, by the norm of all tensors together, is small."""
     assert a.keys() == b.keys()
-    gap = norm_of({n: a[n].astype(np.float64) - b[n] for n in a}) / norm_of(b)
+    difference, size = norm_of({n: a[n].astype(np.float64) - b[n] for n in a}), norm_of(b)
+    gap = difference / size if size else difference
     assert gap <= tolerance, f"relative difference {gap:.2e}, allowed {tolerance:.0e}"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from dualtune.card import Card, Device
-from dualtune.optimizer import OPTIMIZERS
+from dualtune.optimizer import OptimizerName
 
 CARD = Card(
     name="numpy",
@@ -13,6 +15,8 @@ CARD = Card(
         "model.init": ("pretrained",),
         "data.packing": (False, True),  # no token sees another, so packing needs no mask
         "memory.offload": ("auto", "none"),
-        "train.optimizer": tuple(OPTIMIZERS),  # it uses the formulas of the table directly
+        "train.optimizer": get_args(OptimizerName),  # it uses the formulas of the table directly
+        "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
+        "train.average": ("none", "ema", "tail"),
     },
 )

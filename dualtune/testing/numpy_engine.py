@@ -100,9 +100,7 @@ class NumpyEngine:
         self._shapes = shapes
         self._keys = {m: channel_keys(m, in_dim) for m, (_, in_dim) in shapes.items()}
         self._params = self.neutral_state()
-        self._slots = {
-            slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.entry.slots
-        }
+        self._slots = {slot: {n: np.zeros_like(w) for n, w in self._params.items()} for slot in request.optimizer.slots}
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
@@ -199,9 +197,7 @@ class NumpyEngine:
         self._step += 1
         for name, w in self._params.items():
             before = {slot: tensors[name] for slot, tensors in self._slots.items()}
-            w, after = optimizer.entry.update(
-                w, self._grads[name] * clip, before, step=self._step, lr=lr, settings=optimizer.settings
-            )
+            w, after = optimizer.update(w, self._grads[name] * clip, before, step=self._step, lr=lr)
             self._params[name] = w.astype(np.float32)
             for slot, array in after.items():
                 self._slots[slot][name] = array.astype(np.float32)

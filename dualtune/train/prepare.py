@@ -32,10 +32,12 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
 from dualtune.train.memory import RunMemory, plan_memory
 from dualtune.train.policies import chosen, open_policy
 from dualtune.train.remembered import remembered_layout
+from dualtune.train.schedule import optimizer_spec
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
 from dualtune.train.state.resume import (
@@ -98,6 +100,11 @@ class Prepared:
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
+
+    @property
+    def optimizer(self) -> OptimizerSpec:
+        """What updates the weights, and which weights are the result."""
+        return optimizer_spec(self.config, self.data.order.num_steps)
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -200,6 +207,10 @@ def _prepare(
     config = with_tokens(config, order.tokens_per_step)
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
+    if config.train.average_over > order.num_steps:
+        raise ConfigError(
+            f"train.average_over: got {config.train.average_over} steps, but the run has {order.num_steps}"
+        )
     data = TrainingData(train, eval_, order, remembered_layout(config, saved), probes)
     model_dir = resolve_model(config.model.name, weights=is_pretrained)
     weights = find_weights(model_dir) if is_pretrained else None

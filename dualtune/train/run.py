@@ -6,6 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
 from dualtune.evaluate.inference import load_adapter
 from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.shortage import explained
+from dualtune.evaluate.weights import result_of, using, using_result
 from dualtune.hooks import Event, Hook, RunInfo, installed_hooks
 from dualtune.io.disk import remove_directory, write_file
-from dualtune.optimizer import OptimizerSpec
 from dualtune.profiler.timeline import Timeline
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
@@ -76,7 +77,7 @@ def load_engine(prepared: Prepared) -> Engine:
             quantization=config.model.quantization,
             init=config.model.init,
             adapter=prepared.spec,
-            optimizer=OptimizerSpec(config.train.optimizer, {"weight_decay": config.train.weight_decay}),
+            optimizer=prepared.optimizer,
             seed=config.run.seed,
             longest=prepared.data.longest,
             kernels=config.model.kernels,
@@ -141,7 +142,7 @@ def execute(
     saver = Saver(run_dir, prepared, engine, guards, log, recovery, moments)
     info = RunInfo(
         run_dir.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
-        len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(config.train.optimizer),
+        len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(prepared.optimizer),
     )  # fmt: skip
     try:
         watchers.tell("on_start", info)
@@ -154,11 +155,10 @@ def execute(
             recovery.on_change = batches.drop
             num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches), first_step)
         saver.check_files(num_steps)
-        if config.guards.restore_best:
-            _restore_best(engine, saver, log, num_steps)
-        verdict = _verdict(log.history)
-        log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-        _write_result(run_dir.result(config), prepared, engine, log, guards, recovery, num_steps)
+        with _in_result(prepared, engine, saver, log, num_steps):
+            verdict = _verdict(log.history)
+            log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
+            _write_result(run_dir.result(config), prepared, engine, log, guards, recovery, num_steps)
     except Preempted as stop:
         raise (_stopped(stop, saver) if team.is_first else stop) from None
     finally:
@@ -233,13 +233,26 @@ def _sources(prepared: Prepared, step: int) -> list[str]:
     return [prepared.data.train[i].where for i in ids]
 
 
-def _restore_best(engine: Engine, saver: Saver, log: Metrics, step: int) -> None:
-    best = saver.best()
-    if best is None:
+def _in_result(
+    prepared: Prepared, engine: Engine, saver: Saver, log: Metrics, step: int
+) -> AbstractContextManager[None]:
+    """Use, inside the block, the weights that the run writes: of the last step, or of the best evaluation."""
+    optimizer = prepared.optimizer
+    best = saver.best() if prepared.config.guards.restore_best else None
+    if prepared.config.guards.restore_best and best is None:
         text = "guards.restore_best: no checkpoint of the best evaluation; the adapter of the last step is written"
-        return log.event(Event(step, "no_best", text))
-    engine.load_adapter_state(best.adapter)
-    return log.event(Event(step, "best_restored", f"the adapter of step {best.step}", {"from_step": best.step}))
+        log.event(Event(step, "no_best", text))
+    of = step if best is None else best.step
+    if optimizer.average is not None and of <= optimizer.average.start:
+        text = (
+            f"train.average: the tail begins after step {optimizer.average.start}; the weights of step {of} are written"
+        )
+        log.event(Event(step, "no_average", text))
+    if best is None:
+        return using_result(engine, optimizer)
+    log.event(Event(step, "best_restored", f"the adapter of step {best.step}", {"from_step": best.step}))
+    # What was evaluated then: the result of that step, whose slots are in the same checkpoint.
+    return using(engine, result_of(optimizer, best.adapter, best.optimizer))
 
 
 def _stopped(stop: Preempted, saver: Saver) -> Exception:

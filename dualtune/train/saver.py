@@ -21,7 +21,7 @@ from dualtune.train.health.guards import Guards
 from dualtune.train.moments import SAVE, Moments
 from dualtune.train.policies import entry_of
 from dualtune.train.prepare import Prepared, position_of
-from dualtune.train.schedule import is_due, learning_rate
+from dualtune.train.schedule import is_due, learning_rate, optimizer_spec
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.metrics import Metrics
@@ -215,7 +215,7 @@ class Saver:
 
 def check_space(run_dir: RunDir, config: Config, num_weights: int) -> None:
     """Raise DiskError if the checkpoints and the adapter, with this many weights, do not fit on the disk."""
-    each = num_weights * checkpoint.bytes_per_weight(config.train.optimizer)
+    each = num_weights * checkpoint.bytes_per_weight(optimizer_spec(config, num_steps=1))  # its slots are the same
     kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
     of_result = MODEL_BYTES_PER_WEIGHT if config.adapter.trains_model else ADAPTER_BYTES_PER_WEIGHT
     needed = max(each, kept * each - checkpoint.total_bytes(run_dir.checkpoints)) + num_weights * of_result

@@ -6,6 +6,8 @@ import math
 
 from dualtune.config import Config
 from dualtune.config.schema import RunConfig
+from dualtune.optimizer import OptimizerSpec, rule_of
+from dualtune.optimizer.averaging import averaging
 
 
 def learning_rate(config: Config, step: int, num_steps: int) -> float:
@@ -15,12 +17,12 @@ def learning_rate(config: Config, step: int, num_steps: int) -> float:
     has the peak rate. Then linear and cosine schedules decay towards zero, and would reach it one step after the last.
     """
     peak = config.train.learning_rate
-    warmup = warmup_steps(config.train.warmup, num_steps)
+    warmup = steps_of(config.train.warmup, num_steps)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, num_steps - warmup)
     match config.train.schedule:
-        case "constant":
+        case "constant" | "schedule_free":
             return peak
         case "linear":
             return peak * (1 - done)
@@ -39,6 +41,16 @@ def steps_until_due(config: RunConfig, step: int, num_steps: int) -> int:
     return min([num_steps - step, *(every - step % every for every in intervals)])
 
 
-def warmup_steps(warmup: float, num_steps: int) -> int:
-    """Return the number of warm-up steps. A value below 1 is a share of the steps, rounded up."""
-    return math.ceil(warmup * num_steps - 1e-9) if warmup < 1 else int(warmup)  # 0.07 · 100 is 7.000000000000001
+def steps_of(share: float, num_steps: int) -> int:
+    """Return the number of steps of train.warmup or train.average_over: below 1 a share of them, rounded up."""
+    return math.ceil(share * num_steps - 1e-9) if share < 1 else int(share)  # 0.07 · 100 is 7.000000000000001
+
+
+def optimizer_spec(config: Config, num_steps: int) -> OptimizerSpec:
+    """Return what updates the weights in a run of `num_steps`: the only place that reads it from a config."""
+    train = config.train
+    rule = rule_of(train.optimizer, train.schedule)
+    changes = {"weight_decay": train.weight_decay}
+    if rule == "schedule_free":
+        changes["warmup_steps"] = float(steps_of(train.warmup, num_steps))
+    return OptimizerSpec(rule, changes, averaging(train.average, steps_of(train.average_over, num_steps), num_steps))

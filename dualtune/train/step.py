@@ -8,7 +8,7 @@ policies.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from dualtune.adapter.spec import Tensors
 from dualtune.backend import IGNORE_INDEX, Batch, Engine, LossSum
 from dualtune.config import Config
 from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.weights import using
 from dualtune.hooks import StepRecord
 from dualtune.policy import Outcome, PolicyState, Update
 from dualtune.train.schedule import learning_rate
@@ -157,15 +158,9 @@ class TrainingStep:
                 found[document] = float(losses_BT[b][own_T].sum() / max(1, np.count_nonzero(own_T)))
         return found
 
-    @contextlib.contextmanager
-    def trying(self, adapter: Tensors) -> Generator[None]:
+    def trying(self, adapter: Tensors) -> contextlib.AbstractContextManager[None]:
         """Use other adapter weights inside the block, and always restore the engine's own at its end."""
-        before = self.engine.adapter_state()
-        self.engine.load_adapter_state(adapter)
-        try:
-            yield
-        finally:
-            self.engine.load_adapter_state(before)
+        return using(self.engine, adapter)
 
     def _totals(self) -> tuple[float, int, int]:
         """Return loss weight and number of the step's targets, and the number of its tokens, over all processes.

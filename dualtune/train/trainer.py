@@ -12,6 +12,7 @@ from dualtune.distributed.team import PeerFailed
 from dualtune.errors import OutOfMemory, Preempted
 from dualtune.evaluate.evaluation import evaluate
 from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.weights import using_result
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.health.guards import Guards
 from dualtune.train.moments import EVALUATION, Moments
@@ -148,10 +149,11 @@ def _evaluate_if_due(job: Job, step: int) -> None:
     try:
         prepared = job.prepared
         job.moments.enter(step, EVALUATION)
-        record = evaluate(
-            job.engine, prepared.data.eval, job.recovery, step,
-            lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,
-        )  # fmt: skip
+        with using_result(job.engine, prepared.optimizer):
+            record = evaluate(
+                job.engine, prepared.data.eval, job.recovery, step,
+                lambda done, total: job.watchers.tell("on_eval_batch", done, total), prepared.team,
+            )  # fmt: skip
     except Exception:  # on any error, also a stop request: do not lose the steps so far
         job.saver.save(step)
         raise

@@ -178,6 +178,16 @@ def test_without_an_adapter_axolotl_trains_the_whole_model(translate):
     assert {"lora_r", "lora_alpha", "lora_target_linear"} <= {each.key for each in imported.needless}
 
 
+def test_schedule_free_adamw_is_a_schedule_here(translate):
+    more = {"lr_scheduler": "constant", "warmup_steps": 10}
+    config, imported, _ = translate(AXOLOTL, {"optimizer": "schedule_free_adamw", **more})
+    assert (config.train.schedule, config.train.optimizer) == ("schedule_free", "adamw")
+    assert not imported.lost
+    _, imported, _ = translate(AXOLOTL, {"optimizer": "schedule_free_radamw", "lr_scheduler": "cosine"})
+    assert "rectification" in str(lost(imported)["optimizer"])
+    assert "keeps the rate" in str(lost(imported)["lr_scheduler"])
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
 def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
     config, imported, text = translate(AXOLOTL, {"optimizer": name})

@@ -7,7 +7,7 @@ import pytest
 
 from dualtune.config import parse_config
 from dualtune.config.schema import RunConfig
-from dualtune.train.schedule import is_due, learning_rate, steps_until_due, warmup_steps
+from dualtune.train.schedule import is_due, learning_rate, steps_of, steps_until_due
 
 PEAK = 2e-4
 
@@ -20,6 +20,7 @@ def rates(schedule, warmup, num_steps) -> list[float]:
 
 FORMULAS = {  # of the share of the steps after the warm-up that are done
     "constant": lambda done: 1.0,
+    "schedule_free": lambda done: 1.0,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: math.cos(math.pi * done / 2) ** 2,
 }
@@ -64,7 +65,7 @@ def test_after_the_warmup_rates_are_transformers_s(name):
 )
 def test_a_warmup_below_one_is_a_share_rounded_up(warmup, num_steps, expected):
     """0.07 · 100 and 0.55 · 100 are a little more than 7 and 55 in floating point."""
-    assert warmup_steps(warmup, num_steps) == expected
+    assert steps_of(warmup, num_steps) == expected
 
 
 @pytest.mark.parametrize("schedule", FORMULAS)

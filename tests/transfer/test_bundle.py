@@ -18,7 +18,7 @@ from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adap
 from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.data.tokens.tokenizer import TOKENIZER_FILES
 from dualtune.errors import ConfigError, DiskError, FormatError
-from dualtune.optimizer import OPTIMIZERS
+from dualtune.optimizer import OPTIMIZERS, slots_of
 from dualtune.train.run import run
 from dualtune.train.state import checkpoint
 from dualtune.transfer.bundles import manifest, names
@@ -66,14 +66,19 @@ def test_an_adapter_arrives_as_the_same_function(adapter, tmp_path):
     assert (here.base_model, moved.base_model) == ("/home/somebody/models/base", "base")
 
 
+@pytest.mark.parametrize("average", ["none", "tail"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_checkpoint_arrives_with_all_its_numbers(trained, tmp_path, optimizer):
-    run_dir = trained(train__optimizer=optimizer)
+def test_a_checkpoint_arrives_with_all_its_numbers(trained, tmp_path, optimizer, average):
+    if optimizer == "schedule_free":
+        run_dir = trained(train__schedule=optimizer)
+    else:
+        run_dir = trained(train__optimizer=optimizer, train__average=average)
     pack(run_dir, tmp_path / "r.tar")
     unpack(tmp_path / "r.tar", tmp_path / "there")
     (here, _), (there, _) = (checkpoint.newest(path / "checkpoints") for path in (run_dir, tmp_path / "there"))
     assert there.step == here.step == 4
-    assert here.optimizer.slots.keys() == there.optimizer.slots.keys() == {*OPTIMIZERS[optimizer].slots}
+    slots = slots_of(optimizer, averages=average != "none" and optimizer != "schedule_free")
+    assert here.optimizer.slots.keys() == there.optimizer.slots.keys() == {*slots}
     pairs = [(tensors, there.optimizer.slots[slot]) for slot, tensors in here.optimizer.slots.items()]
     for ours, theirs in ((here.adapter, there.adapter), *pairs):
         assert all((ours[name] == theirs[name]).all() for name in ours) and ours.keys() == theirs.keys()

@@ -24,6 +24,8 @@ CARD = Card(
         "model.kernels": ("auto", "fused", "reference"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
+        "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
+        "train.average": ("none", "ema", "tail"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.offload": ("auto", "none"),
         "memory.resident_layers": ("all", NUMBER),

@@ -26,7 +26,6 @@ from dualtune.memory.ask import (
     padded,
 )
 from dualtune.memory.shapes import Decoder
-from dualtune.optimizer import OPTIMIZERS
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK, LOSS_LOGITS, UPDATE_CHUNK
 
 # Tensors that are alive at the moments of a step, measured.
@@ -36,6 +35,7 @@ INT8_MATRICES = 3  # unpacked; those in 16 bits have a copy in float32
 UPDATE, UPDATE_COMPILED = (5, 3.5), (3, 2.5)  # adapter-sized arrays: without slots, and per slot
 # adamw_8bit: float32 arrays in the adapter's size, and in that of a chunk.
 CHUNKED, CHUNKED_COMPILED = (4, 13), (8, 6)
+AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 # Memory that is no array. On a Mac: Python with its libraries, Metal's kernels and command buffers. On a CPU, fitted to
 # the processes of benchmarks/memory_plan.py: Python with its libraries, and something for each token (MLX keeps freed
@@ -213,6 +213,7 @@ def update(decoder: Decoder, ask: Ask, kept: MemoryPart) -> MemoryPart:
 def _arrays_of_update(ask: Ask) -> tuple[float, float]:
     """Return how many arrays are alive in the optimizer step: in the adapter's size, and in that of a chunk of it."""
     if ask.optimizer == "adamw_8bit":
-        return CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED
+        whole, chunk = CHUNKED_COMPILED if _is_compiled(ask) else CHUNKED
+        return whole + AVERAGE * ask.averages, chunk
     always, for_slot = UPDATE_COMPILED if _is_compiled(ask) else UPDATE
-    return always + for_slot * len(OPTIMIZERS[ask.optimizer].slots), 0
+    return always + for_slot * ask.num_slots, 0

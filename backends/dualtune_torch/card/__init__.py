@@ -27,6 +27,8 @@ CARD = Card(
         "adapter.method": ("lora", "full"),
         "data.packing": (False, True),
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
+        "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
+        "train.average": ("none", "ema", "tail"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none", "full"),

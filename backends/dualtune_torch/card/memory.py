@@ -30,7 +30,8 @@ from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, UPDATE_CHUNK, 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
-UPDATE_ARRAYS = 7.26  # of a chunk's size in float32, in the step of adamw_8bit: measured
+# Arrays of a chunk's size in float32, in the step of our own optimizers. That of adamw_8bit is measured.
+CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 6}
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
 # Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
@@ -50,7 +51,7 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
     moments = [loss(decoder, ask), recomputation(decoder, ask, kept.bytes)]
     if _num_whole(decoder, ask):
         moments += [attention(decoder, ask), feed_forward(decoder, ask)]
-    if ask.optimizer == "adamw_8bit":  # torch's own optimizers have no temporaries
+    if ask.averages or ask.optimizer in CHUNK_ARRAYS:  # torch's own optimizers have no temporaries
         moments.append(update(decoder, ask, kept.bytes))
     most = max(moments, key=lambda part: part.bytes)
     return (*always, kept, most, reserve(decoder, ask, kept.bytes + most.bytes))
@@ -320,6 +321,10 @@ def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 
 def update(decoder: Decoder, ask: Ask, kept: int) -> MemoryPart:
-    """The step of adamw_8bit, when what the forward pass has `kept` is freed."""
-    size = math.ceil(UPDATE_ARRAYS * MASTER_BYTES * min(num_trained(decoder, ask), UPDATE_CHUNK[ask.device]))
-    return MemoryPart("workspace", size - kept, f"update in chunks of {size:,} B, minus the activations, freed by then")
+    """The step of an optimizer of our own, or with an average, when what the forward pass has `kept` is freed."""
+    n = num_trained(decoder, ask)
+    arrays = CHUNK_ARRAYS.get(ask.optimizer, 0) * min(n, UPDATE_CHUNK[ask.device])
+    size, before = math.ceil(arrays * MASTER_BYTES), MASTER_BYTES * n * ask.averages
+    parts = [f"update in chunks of {size:,} B"] * (size > 0) + [f"the weights before it, {before:,} B"] * (before > 0)
+    formula = f"{' + '.join(parts)}, minus the activations, freed by then"
+    return MemoryPart("workspace", size + before - kept, formula)

@@ -148,12 +148,20 @@ def _length(given: Given) -> Settings:
 def _schedule(given: Given) -> Settings:
     name = given.text("lr_scheduler") or "cosine"
     if name not in _SCHEDULES:
-        given.lose("lr_scheduler", "the schedules are constant, linear and cosine; cosine is used")
+        given.lose("lr_scheduler", "the schedules are constant, linear, cosine and schedule_free; cosine is used")
     settings: Settings = {
         "train.learning_rate": given.note(given.number("learning_rate"), "learning_rate"),
         "train.schedule": given.note(_SCHEDULES.get(name, "cosine"), "lr_scheduler"),
     }
+    if _is_schedule_free(given):  # theirs multiplies the rate by lr_scheduler all the same
+        if name != "constant":
+            given.lose("lr_scheduler", "schedule_free keeps the rate after the warm-up")
+        settings["train.schedule"] = Note("schedule_free", f"optimizer: {shown(str(given.get('optimizer')))}")
     return settings | {"train.warmup": _warmup(given, name)}
+
+
+def _is_schedule_free(given: Given) -> bool:
+    return str(given.get("optimizer")) in ("schedule_free_adamw", "schedule_free_radamw")
 
 
 def _warmup(given: Given, schedule: str) -> Note:
@@ -182,6 +190,10 @@ def _optimizer(given: Given) -> Settings:
 
 def _optimizer_name(given: Given) -> Settings:
     name = str(given.get("optimizer"))
+    if _is_schedule_free(given):
+        if name == "schedule_free_radamw":
+            given.lose("optimizer", "here it is schedule-free AdamW, without RAdam's rectification; use a warm-up")
+        return {}
     if "adamw" not in name:
         given.lose("optimizer", "AdamW is used instead; choose a new learning rate and weight decay")
     elif "paged" in name:
@@ -305,7 +317,8 @@ RULES = (
                "a warm-up below 1 is a fraction of the steps, from 1 on a number of steps"),
     translated("optimizer weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
                "train.optimizer, train.weight_decay, train.max_grad_norm", _optimizer,
-               "AdamW; names with 8bit become adamw_8bit, whose codes are its own, and nothing is paged"),
+               "AdamW; names with 8bit become adamw_8bit, whose codes are its own, and nothing is paged; "
+               "schedule_free_adamw becomes `train.schedule: schedule_free`"),
     translated("gradient_checkpointing", "memory.checkpointing, memory.offload", _checkpointing,
                "`full`; `auto`: as little as fits; offload also sets memory.offload"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",

@@ -1,7 +1,8 @@
 """Checkpoints: the complete training state in a directory of safetensors and JSON, independent of the backend.
 
     adapter.safetensors        PEFT names, float32
-    optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has m and v, in 8 bits m and root_v
+    optimizer_SLOT.safetensors the optimizer's state in the same names: AdamW has m and v, in 8 bits m and root_v,
+                               schedule-free d and v; with train.average also offset
     policy.safetensors         tensors of the step policy, if it has any
     state.json                 step, position in the data, guards, config, fingerprints of base model, tokenizer, data;
                                the number of threads on a CPU, where rounding depends on it
@@ -35,13 +36,14 @@ from dualtune.io import fields
 from dualtune.io.disk import json_bytes, listing, remove_directory, write_directory
 from dualtune.io.tensors import safetensors_pieces
 from dualtune.io.untrusted import read_json, read_safetensors
-from dualtune.optimizer import OPTIMIZERS, OptimizerName
+from dualtune.optimizer import OPTIMIZERS, OptimizerName, OptimizerSpec, rule_of, slots_of
 from dualtune.train.health.guards import GuardState
 from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
 
-# 1 has no fingerprints and no guards, 2 has AdamW's slots. 3 is written only for other slots: a dualtune that supports
-# only AdamW then reports that it is too old, instead of a damaged checkpoint.
-SCHEMA_VERSION, ADAMW_VERSION = 3, 2
+# 1 has no fingerprints and no guards, 2 has AdamW's slots, 3 those of another train.optimizer. 4 is written only where
+# train.schedule or train.average have slots: a dualtune without these keys then reports that it is too old, instead of
+# a damaged checkpoint.
+SCHEMA_VERSION, OPTIMIZER_VERSION, ADAMW_VERSION = 4, 3, 2
 MAX_MANIFEST_BYTES = 1 << 20
 BYTES_PER_WEIGHT = 4  # float32, also for slots that are in 8 bits in memory
 # The proof that a checkpoint belongs to this base model and these data; without these there is nothing to compare.
@@ -81,9 +83,9 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def bytes_per_weight(optimizer: OptimizerName) -> int:
+def bytes_per_weight(optimizer: OptimizerSpec) -> int:
     """Return the bytes of a checkpoint per weight of the adapter: the weight and its optimizer state."""
-    return BYTES_PER_WEIGHT * (1 + len(OPTIMIZERS[optimizer].slots))
+    return BYTES_PER_WEIGHT * (1 + len(optimizer.slots))
 
 
 def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], policy: Tensors | None = None) -> Path:
@@ -100,11 +102,19 @@ def save(directory: Path, step: int, engine: Engine, state: Mapping[str, Any], p
     }
     if policy:
         files[POLICY] = safetensors_pieces(policy)
-    version = ADAMW_VERSION if {*optimizer.slots} == {*OPTIMIZERS["adamw"].slots} else SCHEMA_VERSION
-    files[MANIFEST] = json_bytes({"schema_version": version, "step": step, "files": listing(files)})
+    files[MANIFEST] = json_bytes({"schema_version": _version_of(optimizer), "step": step, "files": listing(files)})
     path = path_of(directory, step)
     write_directory(path, files)
     return path
+
+
+def _version_of(optimizer: OptimizerState) -> int:
+    """Return the oldest schema version that has these slots."""
+    slots = {*optimizer.slots}
+    if slots == {*OPTIMIZERS["adamw"].slots}:
+        return ADAMW_VERSION
+    of_optimizers = [{*entry.slots} for name, entry in OPTIMIZERS.items() if name != "schedule_free"]
+    return OPTIMIZER_VERSION if slots in of_optimizers else SCHEMA_VERSION
 
 
 def prune(directory: Path, keep: int, protected: Collection[int]) -> None:
@@ -164,7 +174,7 @@ def read(path: Path) -> Checkpoint:
     """Return a verified checkpoint, or raise FormatError with its problem."""
     manifest, state = _verified(path)
     adapter = read_safetensors(path / "adapter.safetensors")
-    slots = {slot: read_safetensors(path / slot_file(slot)) for slot in OPTIMIZERS[optimizer_of(state)].slots}
+    slots = {slot: read_safetensors(path / slot_file(slot)) for slot in _slots_of(state)}
     policy = read_safetensors(path / POLICY) if POLICY in manifest["files"] else {}
     shapes = [{name: x.shape for name, x in tensors.items()} for tensors in (adapter, *slots.values())]
     if any(shapes[0] != other for other in shapes):
@@ -188,6 +198,13 @@ def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
     """Return the optimizer that wrote the checkpoint's state: AdamW in old checkpoints without this entry."""
     train: Mapping[str, Any] = state["config"].get("train") or {}
     return train.get("optimizer", "adamw")
+
+
+def _slots_of(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the slots that the checkpoint's config asks for. Old checkpoints have none of train.average."""
+    train: Mapping[str, Any] = state["config"].get("train") or {}
+    rule = rule_of(optimizer_of(state), train.get("schedule", "cosine"))
+    return slots_of(rule, averages=train.get("average", "none") != "none")
 
 
 def files_of(saved: Checkpoint) -> list[str]:
@@ -223,8 +240,10 @@ def _read_state(path: Path) -> dict[str, Any]:
     fields.required(state, "config", file)
     for section in fields.subtable(state, "config", file):
         fields.subtable(state["config"], section, f"{file}: config")
-    if type(name := optimizer_of(state)) is not str:
-        raise fields.wrong(file, "config: train.optimizer", name, "a name")
+    train = {"optimizer": "adamw", "schedule": "cosine", "average": "none", **(state["config"].get("train") or {})}
+    for key in ("optimizer", "schedule", "average"):
+        if type(name := train[key]) is not str:
+            raise fields.wrong(file, f"config: train.{key}", name, "a name")
     for key, value in fields.subtable(state, "fingerprints", file).items():
         if not isinstance(value, str):
             raise fields.wrong(f"{file}: fingerprints", key, value, "a string")
@@ -297,7 +316,7 @@ def _check_slots(path: Path, manifest: Mapping[str, Any], state: Mapping[str, An
             f"{', '.join(OPTIMIZERS)}. Upgrade dualtune"
         )
     try:
-        _check_listed({*manifest["files"]}, FILES | {slot_file(slot) for slot in OPTIMIZERS[name].slots})
+        _check_listed({*manifest["files"]}, FILES | {slot_file(slot) for slot in _slots_of(state)})
     except FormatError as problem:
         raise FormatError(f"{path}: {problem}, and its optimizer is {name}") from None
 

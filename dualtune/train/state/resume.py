@@ -38,7 +38,8 @@ RULES: dict[str, Rule] = {
     "train.steps": "recorded",
     "train.micro_batch_tokens": "free",
     "train.learning_rate": "recorded",
-    "train.schedule": "recorded",
+    "train.schedule": "recorded",  # but not to or from schedule_free, which has other slots: see `_rule`
+    "train.average_over": "recorded",
     "train.warmup": "recorded",
     "train.weight_decay": "recorded",
     "train.max_grad_norm": "recorded",
@@ -61,7 +62,7 @@ RULES: dict[str, Rule] = {
 
 
 # Keys newer than some checkpoints, which were all trained with the present default.
-DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "train.optimizer"}
+DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "train.optimizer", "train.average"}
 
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
@@ -107,12 +108,18 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Cha
         before = old.get(section, {})
         for name, value in table.items():
             key, default = f"{section}.{name}", sections()[section].model_fields[name].default
-            rule = RULES.get(key, "forbidden")
+            rule = _rule(key, before.get(name, default), value)
             if name in before:
                 if before[name] != value:
                     yield Change(key, _show(before[name]), _show(value), rule)
             elif value != default:
                 yield Change(key, _show(default) if key in DEFAULT_WHERE_ABSENT else UNKNOWN, _show(value), rule)
+
+
+def _rule(key: str, before: Any, now: Any) -> Rule:
+    if key == "train.schedule" and "schedule_free" in (before, now):
+        return "forbidden"
+    return RULES.get(key, "forbidden")
 
 
 def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:

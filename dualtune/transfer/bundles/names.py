@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from dualtune.optimizer import OPTIMIZERS
+from dualtune.optimizer import OPTIMIZERS, slots_of
 from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
 
 BUNDLE_FILE = "BUNDLE.json"
@@ -29,7 +29,11 @@ ADAPTER_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "dualtune.json", TEMPLATE,
 )  # fmt: skip
 CHECKPOINT_FILES = FILES | {MANIFEST}  # and those of the optimizer's slots
-SLOT_FILES = frozenset(slot_file(slot) for optimizer in OPTIMIZERS.values() for slot in optimizer.slots)
+# The files of the slots of each optimizer, without an average and with one.
+OPTIMIZER_FILES = tuple(
+    frozenset(map(slot_file, slots_of(rule, averages=averages))) for rule in OPTIMIZERS for averages in (False, True)
+)
+SLOT_FILES = frozenset[str]().union(*OPTIMIZER_FILES)
 OPTIONAL_FILES = SLOT_FILES | {POLICY}  # POLICY: only if the step policy has tensors
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model",
@@ -59,8 +63,7 @@ def step_of(name: str) -> int | None:
 
 def files_of_checkpoint(found: Collection[str]) -> frozenset[str]:
     """Return the files that a checkpoint with these files must have: of the slots of an optimizer, all or none."""
-    optimizers = [{slot_file(slot) for slot in optimizer.slots} for optimizer in OPTIMIZERS.values()]
-    fitting = [slots for slots in optimizers if SLOT_FILES & {*found} <= slots] or [SLOT_FILES]
+    fitting = [slots for slots in OPTIMIZER_FILES if SLOT_FILES & {*found} <= slots] or [SLOT_FILES]
     return CHECKPOINT_FILES | min(fitting, key=len)
 
 
