@@ -1,8 +1,13 @@
 """Schedule-free AdamW against the paper's algorithm with its three sequences, and the shares of averages."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from dualtune.memory.ask import Ask
+from dualtune.memory.ask import optimizer as memory_of
+from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.optimizer import OPTIMIZERS, OptimizerSpec, newest_share
 from dualtune.optimizer.averaging import Averaging, averaging
 
@@ -66,3 +71,13 @@ def test_an_average_is_a_slot_on_top_of_any_optimizer(average, num_bytes):
         assert spec.slots == entry.slots + ("offset",) * (average is not None)
         assert spec.bytes_per_parameter == entry.bytes_per_parameter + num_bytes
         assert spec.trains_the_result == (average is None and name != "schedule_free")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "sgd", "schedule_free"])
+def test_the_memory_estimate_counts_the_average_as_a_slot(optimizer):
+    decoder = decoder_of(KNOWN["mistralai/Mistral-7B-Instruct-v0.3"])
+    plain = Ask("torch", "cpu", "none", "float32", 16, ("q_proj",), 512, 512, optimizer=optimizer)
+    n = 32 * 16 * (4096 + 4096)
+    assert memory_of(decoder, plain).bytes == pytest.approx(n * (4 + OPTIMIZERS[optimizer].bytes_per_parameter), abs=1)
+    averaged = replace(plain, averages=True)
+    assert memory_of(decoder, averaged).bytes - memory_of(decoder, plain).bytes == pytest.approx(4 * n, abs=1)

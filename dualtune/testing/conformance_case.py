@@ -44,7 +44,7 @@ class Case:
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
-        return OptimizerSpec(self.optimizer, {"weight_decay": DECAY} | CHANGES.get(self.optimizer, {}), self.average)
+        return OptimizerSpec(self.optimizer, {"weight_decay": DECAY, **CHANGES.get(self.optimizer, {})}, self.average)
 
     def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
         """Return a float32 engine; with `trained` the adapter's B is not zero. `changes` are fields of the spec."""

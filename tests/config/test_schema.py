@@ -41,6 +41,8 @@ DEFAULTS = {
         "warmup": 0.03,
         "optimizer": "adamw",
         "weight_decay": 0.01,
+        "average": "none",
+        "average_over": 0.4,
         "max_grad_norm": 0.3,
     },
     "memory": {

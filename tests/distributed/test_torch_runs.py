@@ -118,6 +118,20 @@ def test_runs_of_one_two_and_three_processes_are_one_run(job):
     assert sorted(tensor.tobytes() for tensor in written) == sorted(tensor.tobytes() for tensor in first.values())
 
 
+def test_an_average_is_one_in_all_processes(job):
+    """Each computes it from its own slots: the same bits, and those of one process up to rounding."""
+    leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(2)}
+    job.run(1, "one", train_average="tail")
+    job.run(2, "two", train_average="tail", inject=leave)
+    evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in ("one", "two")]
+    assert evals[1] == pytest.approx(evals[0], abs=tolerances.STEP_LOSS)
+    assert_near(job.adapter("two"), job.adapter("one"))
+    first, second = (dict(np.load(job.home / f"{rank}.npz")) for rank in (0, 1))
+    written = list(job.adapter("two").values())
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert sorted(tensor.tobytes() for tensor in written) == sorted(tensor.tobytes() for tensor in first.values())
+
+
 def test_a_run_goes_on_with_two_processes_and_then_with_one(job):
     job.run(1, "straight")
     killed = job.start(1, "moved", env={"DUALTUNE_FAULT": "step:3"}).wait()

@@ -10,9 +10,12 @@ from safetensors.numpy import load_file
 from dualtune.capabilities import check_capabilities
 from dualtune.errors import ConfigError
 from dualtune.evaluate.inference import load_model
+from dualtune.evaluate.weights import result_of
 from dualtune.hooks import Hook
 from dualtune.testing.tiny_models import random_batch, write_tiny_gpt2
 from dualtune.train.run import run
+from dualtune.train.schedule import optimizer_spec
+from dualtune.train.state import checkpoint
 
 FULL = {"adapter.method": "full", "data.eval": 0.25, "train.steps": 6, "run.save_every": 2, "train.warmup": 1}
 
@@ -122,3 +125,19 @@ def test_commands_on_adapters_name_the_model_instead(dualtune_main, open_backend
     assert found.returncode == 2 and f"{run_dir}/model is a model directory" in found.stderr
     assert dualtune_main("bundle", "pack", run_dir, tmp_path / "a.bundle").returncode == 0
     assert dualtune_main("generate", run_dir / "model", "--prompt", "1", "--platform", "cpu").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "way", [{"train.schedule": "schedule_free"}, {"train.average": "tail", "train.average_over": 4}]
+)
+def test_a_model_that_is_written_is_the_average(config_of, open_backend, way):
+    """The training goes on with its own weights, which are those of the checkpoint."""
+    config = config_of(**way | {"model.dtype": "float32"})
+    result = run(config, open_backend("torch"))
+    saved, _ = checkpoint.newest(result.run_dir / "checkpoints")
+    expected = result_of(optimizer_spec(config, 6), saved.adapter, saved.optimizer)
+    found = load_file(result.adapter_dir / "model.safetensors")
+    assert found.keys() == {name.removeprefix("transformer.") for name in expected}
+    for name, w in expected.items():
+        assert np.array_equal(found[name.removeprefix("transformer.")], w)
+    assert any((w != saved.adapter[name]).any() for name, w in expected.items())

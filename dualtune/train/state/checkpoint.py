@@ -240,9 +240,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     fields.required(state, "config", file)
     for section in fields.subtable(state, "config", file):
         fields.subtable(state["config"], section, f"{file}: config")
-    train = {"optimizer": "adamw", "schedule": "cosine", "average": "none", **(state["config"].get("train") or {})}
+    train: Mapping[str, Any] = state["config"].get("train") or {}
     for key in ("optimizer", "schedule", "average"):
-        if type(name := train[key]) is not str:
+        if type(name := train.get(key, "")) is not str:
             raise fields.wrong(file, f"config: train.{key}", name, "a name")
     for key, value in fields.subtable(state, "fingerprints", file).items():
         if not isinstance(value, str):
