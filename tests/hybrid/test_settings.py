@@ -53,3 +53,9 @@ def test_the_page_has_the_presets_of_the_code():
     for name in names:
         values = [f"{getattr(PRESETS[preset], name):g}" for preset in ("conservative", "balanced", "aggressive")]
         assert rows[name].split(" | ")[:3] == values, name
+
+
+@pytest.mark.parametrize("average", ["schedule=schedule_free", "average=tail"])
+def test_an_average_that_would_not_follow_a_prediction_is_refused(average):
+    with pytest.raises(ConfigError, match=r"hybrid\.enabled: got true, but the average of .* would not follow"):
+        parse_config(BASE, overrides=["hybrid.enabled=true", f"train.{average}"])
