@@ -17,6 +17,7 @@ from dualtune.errors import ConfigError
 from dualtune.memory.estimate import Ask, estimate
 from dualtune.memory.shapes import decoder_of
 from dualtune.optimizer import OptimizerSpec
+from dualtune.optimizer.averaging import Averaging
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -79,7 +80,7 @@ def measure(open_backend, tmp_path, monkeypatch):
             asked.quantization,
             "random",
             spec,
-            OptimizerSpec(asked.optimizer),
+            OptimizerSpec(asked.optimizer, average=Averaging(start=1) if asked.averages else None),
             seed=1,
             kernels=asked.kernels,
             checkpointing=asked.checkpointing,
@@ -162,6 +163,40 @@ def test_adamw_8bit_takes_what_was_estimated(measure):
         6.0156 / 12, rel=1e-4
     )
     assert_alike(estimated, found, peak=0.12)
+
+
+@pytest.mark.parametrize(("optimizer", "averages", "values"), [("schedule_free", False, 3), ("sgd", True, 2)])
+def test_an_average_takes_what_was_estimated(measure, optimizer, averages, values):
+    """That of schedule-free AdamW is one of its two slots; beside another optimizer it is one more."""
+    asked = replace(ASK, optimizer=optimizer, averages=averages)
+    estimated, found = measure(SHORT, compiles=False, asked=asked)
+    assert estimated["optimizer"] * 3 == values * estimate(decoder_of(CONFIG), ASK)["optimizer"]
+    assert_alike(estimated, found, peak=0.12)
+
+
+@pytest.mark.parametrize(
+    ("spec", "arrays"),
+    [
+        (OptimizerSpec("schedule_free"), memory.CHUNK_ARRAYS["schedule_free"]),
+        (OptimizerSpec("sgd", average=Averaging(start=1)), 3),  # the weights before it
+    ],
+    ids=["schedule_free", "average"],
+)
+def test_the_temporaries_of_an_update_are_those_of_the_plan(spec, arrays, monkeypatch):
+    """In arrays of a chunk's size, of weights that fill three chunks."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from memory_storages import peak_of
+
+    from dualtune_torch.card.sizes import UPDATE_CHUNK
+    from dualtune_torch.optimizer import flat_optimizer
+
+    flat = torch.zeros(3 * UPDATE_CHUNK["cpu"], requires_grad=True)
+    flat.grad, is_good = torch.ones_like(flat), torch.tensor(True)
+    optimizer = flat_optimizer(flat, [flat.numel()], spec)
+    optimizer.step(1e-3, is_good)
+    peak = peak_of(lambda: optimizer.step(1e-3, is_good))
+    assert peak == pytest.approx(arrays * 4 * UPDATE_CHUNK["cpu"], rel=1e-3)
 
 
 @DTYPES
