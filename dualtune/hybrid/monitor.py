@@ -57,6 +57,11 @@ class Monitor:
         return self.number >= FEWEST
 
     @property
+    def recent_loss(self) -> float:
+        """The mean of the last losses, which lags less than `loss`."""
+        return sum(self.recent) / len(self.recent)
+
+    @property
     def num_critical(self) -> int:
         return self.counts[Level.CRITICAL]
 
@@ -75,12 +80,15 @@ class Monitor:
     def compare(self, predicted: float, actual: float) -> tuple[Monitor, Signal | None]:
         """Return the monitor after the loss of a step became known, and a signal if its prediction was far off.
 
-        Both are losses: an accurate prediction has the error 0, whatever the loss is.
+        Both are losses: an accurate prediction has the error 0, whatever the loss is. A loss below its prediction does
+        no harm, however far: where the loss falls fast, every prediction from the losses before is too high.
         """
         error = prediction_error(predicted, actual)
         if error <= WRONG:
             return self, None
         level = Level.WARNING if error <= FAR_WRONG else Level.CRITICAL  # NaN is critical
+        if actual < predicted:
+            level = Level.CAUTION
         text = f"loss {actual:.4g}, predicted {predicted:.4g}: {error:.0%} off"
         return self._noted(Signal(SignalKind.PREDICTION, level, text))
 

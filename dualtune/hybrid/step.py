@@ -232,7 +232,7 @@ class HybridStep:
         losses = tuple(self._losses(self._check_documents).tolist())
         tokens = 2 * self._step.tokens_of(self._check_documents)
         snapshot = ReturnPoint(engine.adapter_state(), engine.optimizer_state())
-        predicted = monitor.loss if monitor.is_ready else None
+        predicted = monitor.recent_loss if monitor.is_ready else None
         self._remember(attempt=Prediction(0, 0, tokens, losses, predicted), snapshot=snapshot)
 
     # --- the check --------------------------------------------------------------------------------------------------

@@ -55,11 +55,14 @@ def test_a_number_that_is_not_finite_is_critical_at_once_and_leaves_the_means(nu
 
 @pytest.mark.parametrize(
     ("predicted", "level"),
-    [(2.0, None), (1.7, None), (1.5, Level.WARNING), (2.9, Level.WARNING), (0.9, Level.CRITICAL),
-     (math.nan, Level.CRITICAL), (0.0, Level.CRITICAL)],
+    [(2.0, None), (1.7, None), (1.5, Level.WARNING), (2.9, Level.CAUTION), (0.9, Level.CRITICAL),
+     (math.nan, Level.CRITICAL), (0.0, Level.CRITICAL), (9.0, Level.CAUTION)],
 )  # fmt: skip
 def test_the_predicted_loss_is_compared_with_the_actual_one(predicted, level):
-    """An accurate prediction is no error. With the error in place of the prediction, it would be one of 100 %."""
+    """An accurate prediction is no error. With the error in place of the prediction, it would be one of 100 %.
+
+    A loss that is lower than predicted is no reason to undo the prediction.
+    """
     monitor, signal = Monitor().compare(predicted, 2.0)
     assert (signal and signal.level) == level
     assert sum(monitor.counts) == (level is not None)
