@@ -1,7 +1,7 @@
 """What better weights from the same steps are worth: decaying rates, schedule-free AdamW, averages of the weights.
 
     python benchmarks/averaging.py [--shared ../shared] [--seeds 1 2 3]
-    python benchmarks/averaging.py --table    # of docs/averaging.md, from the recorded result
+    python benchmarks/averaging.py --table    # writes that of docs/averaging.md, from the recorded result
 
 stories260k learns GSM8K with LoRA for 240 steps, on torch on one thread of the CPU in float32. The control is the
 cosine schedule, once with all the steps and once compressed to nine tenths of them. The seed is that of the adapter's
@@ -46,13 +46,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--table", action="store_true", help="print the table of the recorded result")
+    parser.add_argument("--table", action="store_true", help="write the table of the recorded result")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # read by torch, which is not imported yet
+    import page_tables
     import record
 
     if args.table:
-        return print(table(json.loads((record.RESULTS / "averaging.json").read_text(encoding="utf-8"))))
+        found = json.loads((record.RESULTS / "averaging.json").read_text(encoding="utf-8"))
+        return print(page_tables.write("averaging.md", {"arms": table(found)}))
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         for seed in args.seeds:

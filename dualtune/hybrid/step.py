@@ -200,7 +200,7 @@ class HybridStep:
             economics = memory.economics.after_attempt(0.0, memory.counts.in_batches(probed)).after_failure()
             self._close(economics)
         if not accepted:
-            text = f"confidence {found.confidence:.2f} in {found.tau} steps; the step is an ordinary one"
+            text = f"confidence {found.confidence:.2f} in {_steps(found.tau)}; the step is an ordinary one"
             self._log("not_predicted", text, confidence=found.confidence, steps=found.tau)
         return accepted
 
@@ -220,7 +220,7 @@ class HybridStep:
         again = skipped and found.at_bound and attempt.jumps < settings.max_consecutive_predicts
         self._enter(PREDICT if again else CORRECT)
         details = {"steps": found.tau, "confidence": found.confidence, "gain": gain, "change": norm(after_P - before_P)}
-        self._log("predicted", f"{found.tau} steps predicted, confidence {found.confidence:.2f}", **details)
+        self._log("predicted", f"{_steps(found.tau)} ahead, confidence {found.confidence:.2f}", **details)
         if not skipped:
             return self._ordinary_from(ReturnPoint(split(after_P, memory.start), engine.optimizer_state()))
         engine.load_adapter_state(split(after_P, memory.start))
@@ -260,7 +260,9 @@ class HybridStep:
             self._close(economics.after_success())
         why = "a critical signal" if attempt.is_critical else "worse by more than one standard error"
         text = (
-            f"the prediction of {attempt.steps} steps is undone: {why}" if undone else "the prediction passed its check"
+            f"the prediction of {_steps(attempt.steps)} is undone: {why}"
+            if undone
+            else "the prediction passed its check"
         )
         self._log("prediction_undone" if undone else "prediction_kept", text, steps=attempt.steps)
         self._enter(FULL)
@@ -310,6 +312,10 @@ class HybridStep:
 
     def _events(self, num_steps: int) -> tuple[Event, ...]:
         return tuple(Event(self._step.index + num_steps, *found) for found in self._found)
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
 
 
 @contextlib.contextmanager
