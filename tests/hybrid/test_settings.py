@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dualtune.cli.training import train
 from dualtune.config import parse_config, to_yaml
 from dualtune.errors import ConfigError
 from dualtune.hybrid.settings import PRESETS, Settings, settings_of
@@ -59,3 +60,10 @@ def test_the_page_has_the_presets_of_the_code():
 def test_an_average_that_would_not_follow_a_prediction_is_refused(average):
     with pytest.raises(ConfigError, match=r"hybrid\.enabled: got true, but the average of .* would not follow"):
         parse_config(BASE, overrides=["hybrid.enabled=true", f"train.{average}"])
+
+
+def test_the_option_of_train_is_short_for_two_keys(dualtune_main, tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {name: m}\ndata: {train: missing.jsonl}\n")
+    assert PRESETS.keys() == {*train.PRESETS}
+    refused = dualtune_main("train", tmp_path / "c.yaml", "--hybrid", "conservative", "--set", "train.average=tail")
+    assert refused.returncode == 2 and "hybrid.enabled: got true" in refused.stderr

@@ -11,6 +11,8 @@ from dualtune.cli.options import backend_for, platform_option, set_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.output.terminal import say
 
+PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has them too, is imported late
+
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.train.prepare import Prepared
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
     "or run elsewhere (PATH).",
 )  # fmt: skip
 @click.option(
+    "--hybrid", type=click.Choice(PRESETS),
+    help="Train predictively with a preset: short for --set hybrid.enabled=true --set hybrid.preset=…",
+)  # fmt: skip
+@click.option(
     "--max-restarts", type=click.IntRange(min=0), default=0, show_default=True,
     help="How often the run is restarted from its last checkpoint, with smaller micro-batches, after a signal has "
     "killed it, as happens where memory runs out without an error.",
@@ -40,7 +46,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(
     ctx: click.Context, config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool,
-    resume: str, max_restarts: int, restart_note: Path | None,
+    resume: str, hybrid: str | None, max_restarts: int, restart_note: Path | None,
 ) -> None:  # fmt: skip
     """Train a LoRA adapter from CONFIG, a YAML file (see `dualtune config`), and save it in <run.dir>/adapter.
 
@@ -48,6 +54,8 @@ def command(
     """
     from dualtune.cli.output.screen import phases
 
+    if hybrid is not None:
+        overrides = ("hybrid.enabled=true", f"hybrid.preset={hybrid}", *overrides)
     if demo == (config is not None):
         raise click.UsageError("Give a config file, or --demo (not both).")
     if max_restarts and (config is None or dry_run):
