@@ -222,7 +222,7 @@ def test_a_checkpoint_of_a_newer_schema_is_refused(old):
     (path / "MANIFEST.json").write_text(json.dumps(manifest | {"schema_version": 99}))
     complaint = old.resume(6).stderr
     assert (
-        f"{path}: was written by a newer dualtune: it has schema version 99, this one reads up to 3. Upgrade dualtune"
+        f"{path}: was written by a newer dualtune: it has schema version 99, this one reads up to 4. Upgrade dualtune"
         in complaint
     )
     assert json.loads((path / "MANIFEST.json").read_text())["schema_version"] == 99
