@@ -23,8 +23,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stories_gsm8k import HELD_OUT, base_config
+
 ROOT = Path(__file__).parents[1]
-STEPS, DOCUMENTS, HELD_OUT = 240, 8, 100
+STEPS, DOCUMENTS = 240, 8
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}  # Student's t, two-sided, by degrees of freedom
 CONTROL, CONSTANT = "cosine", {"learning_rate": 6e-3, "schedule": "constant"}
 SHIPPED = "constant, tail over 0.4"
@@ -57,9 +59,10 @@ def main() -> None:
         return print(page_tables.write("averaging.md", {"arms": table(found)}))
     losses: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
+        base = base_config(Path(name), args.shared.resolve())
         for seed in args.seeds:
             for arm in ARMS:
-                for each, loss in losses_of(arm, seed, Path(name), args.shared.resolve()).items():
+                for each, loss in losses_of(arm, seed, Path(name), base).items():
                     losses.setdefault(each, []).append(loss)
                     print(f"seed {seed}, {each}: {loss:.4f}", file=sys.stderr, flush=True)
     setting = {"steps": STEPS, "documents_per_step": DOCUMENTS, "rank": 8, "held_out_rows": HELD_OUT}
@@ -68,24 +71,14 @@ def main() -> None:
     )
 
 
-def losses_of(arm: str, seed: int, folder: Path, shared: Path) -> dict[str, float]:
+def losses_of(arm: str, seed: int, folder: Path, base: Mapping[str, Any]) -> dict[str, float]:
     """Train an arm and return its evaluation loss at the end; with the shipped average, also those of the others."""
     import dualtune
 
-    rows = (shared / "data/gsm8k/train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    for part, some in (("train", rows[:-HELD_OUT]), ("eval", rows[-HELD_OUT:])):
-        (folder / f"{part}.jsonl").write_text("".join(some), encoding="utf-8")
     run = {"dir": str(folder / f"{list(ARMS).index(arm)}-{seed}"), "seed": seed, "eval_every": None, "save_every": None}
-    config = {
-        "model": {"name": str(shared / "models/stories260k")},
-        "adapter": {"rank": 8, "alpha": 16.0, "dropout": 0.0},
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "max_length": 256,
-                 "columns": {"prompt": "question", "completion": "answer"}},
-        "train": {"steps": STEPS, "documents_per_step": DOCUMENTS, **ARMS[arm]},
-        "run": run,
-    }  # fmt: skip
+    train = {"steps": STEPS, "documents_per_step": DOCUMENTS, **ARMS[arm]}
     others = Averages() if arm == SHIPPED else None
-    loss = dualtune.train(config, "cpu").eval_loss
+    loss = dualtune.train({**base, "train": train, "run": run}, "cpu").eval_loss
     assert loss is not None
     if others is None:
         return {arm: loss}

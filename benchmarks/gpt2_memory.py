@@ -17,19 +17,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import record
 import validation_results
-from memory_storages import peak_of, storages, tensors_of
 
-from dualtune.adapter.spec import AdapterSpec
-from dualtune.backend import LoadRequest, get_backend
+from dualtune.backend import get_backend
 from dualtune.config.schema import AdapterConfig
 from dualtune.memory.ask import Ask
-from dualtune.optimizer import OptimizerSpec
 
 RESULT = record.RESULTS / "gpt2_memory.json"
 LENGTH = 512
@@ -71,38 +66,17 @@ def asks() -> dict[str, Ask]:
 
 def count(size: str, technique: str) -> int:
     """Return the bytes of tensors in a step."""
-    asked = asks()[technique]
-    engine = load(size, asked)
-    batch = one_batch(asked.micro_batch_tokens)
-    engine.optim_step(lr=0.0, max_grad_norm=None)  # creates the state
-    adapter, optimizer = engine._adapter, engine._optimizer
-    kept = [*tensors_of(engine.model), adapter.flat, adapter.flat.grad, adapter._compute]
-    kept += [*optimizer.tensors(), *(layer.keys_I for layer in engine._layers.values())]
-    peak = peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets))
-    return sum(storages(kept).values()) + peak
-
-
-def load(size: str, asked: Ask) -> Any:
-    (width, layers, heads), *_ = validation_results.SIZES[size]
-    config = {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": width, "n_head": heads, "n_layer": layers,
-        "n_positions": 1024, "vocab_size": validation_results.VOCAB, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    spec = AdapterConfig()
-    adapter = AdapterSpec(asked.rank, spec.alpha, spec.dropout * asked.dropout, ("all-linear",), method=asked.method)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        request = LoadRequest(
-            Path(folder), asked.dtype, "none", "random", adapter, OptimizerSpec(asked.optimizer), seed=1,
-            checkpointing=asked.checkpointing,
-        )  # fmt: skip
-        return get_backend("torch", "cpu").load(request)
-
-
-def one_batch(tokens: int) -> Any:
     import memory_estimate
+    from memory_storages import always_in, peak_of
 
-    return memory_estimate.one_batch([LENGTH] * (tokens // LENGTH), validation_results.VOCAB)
+    asked = asks()[technique]
+    spec = AdapterConfig(targets=("all-linear",))
+    config = {"architectures": ["GPT2LMHeadModel"], **validation_results.config(size)}
+    engine = memory_estimate.load(get_backend("torch", "cpu"), config, asked, spec)
+    batch = memory_estimate.one_batch([LENGTH] * (asked.micro_batch_tokens // LENGTH), validation_results.VOCAB)
+    engine.optim_step(lr=0.0, max_grad_norm=None)  # creates the state
+    peak = peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets))
+    return sum(always_in(engine).values()) + peak
 
 
 if __name__ == "__main__":

@@ -18,20 +18,19 @@ import argparse
 import json
 import os
 import tempfile
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch loads
 
 import record
+from stories_gsm8k import HELD_OUT, base_config
 
 import dualtune
 from dualtune.hybrid.confidence import calibration
 from dualtune.train.state.metrics import read_rows
 
 ROOT = Path(__file__).parents[1]
-HELD_OUT = 100  # rows of GSM8K
 CASES: dict[str, dict[str, Any]] = {
     # A rate that is right for cosine here, and a quarter of it with a larger batch: where predictions could pay.
     "tuned": {"train": {"steps": 160, "documents_per_step": 8, "learning_rate": 8e-3},
@@ -60,19 +59,6 @@ def main() -> None:
                     print(json.dumps(found[-1]), flush=True)
     bins = [{"confidence": b.mean_confidence, "kept": b.share_better, "number": b.number} for b in calibration(pairs)]
     print(record.write("hybrid", {"held_out_rows": HELD_OUT, "cases": CASES, "runs": found, "calibration": bins}))
-
-
-def base_config(folder: Path, shared: Path) -> dict[str, Any]:
-    with (shared / "data/gsm8k/train.jsonl").open(encoding="utf-8") as file:
-        rows = list(file)
-    for name, part in (("held-out", rows[-HELD_OUT:]), ("train", islice(rows, len(rows) - HELD_OUT))):
-        (folder / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
-    return {
-        "model": {"name": str(shared / "models/stories260k")},
-        "adapter": {"rank": 8, "alpha": 16.0, "dropout": 0.0},
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "held-out.jsonl"), "max_length": 256,
-                 "columns": {"prompt": "question", "completion": "answer"}},
-    }  # fmt: skip
 
 
 def arms(case: str, base: dict[str, Any], seed: int, folder: Path, pairs: list[tuple[float, bool]]):

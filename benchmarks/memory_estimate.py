@@ -91,11 +91,13 @@ def measure(case: str) -> dict[str, Any]:
 
 
 def load(backend: Any, config: dict[str, Any], asked: Ask, spec: AdapterConfig) -> Any:
-    lora = AdapterSpec(spec.rank, spec.alpha, spec.dropout, tuple(spec.targets))
+    """Return an engine with random weights and the adapter of `spec`, or with the model trained whole, as asked."""
+    dropout = spec.dropout if asked.dropout else 0.0
+    adapter = AdapterSpec(spec.rank, spec.alpha, dropout, tuple(spec.targets), method=asked.method)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         request = LoadRequest(
-            Path(folder), asked.dtype, asked.quantization, "random", lora, OptimizerSpec(), seed=1,
+            Path(folder), asked.dtype, asked.quantization, "random", adapter, OptimizerSpec(asked.optimizer), seed=1,
             checkpointing=asked.checkpointing,
         )  # fmt: skip
         return backend.load(request)

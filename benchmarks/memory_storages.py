@@ -17,16 +17,22 @@ Storages = dict[int, int]  # address -> bytes
 
 def found_in(engine: Any, batch: Batch) -> dict[str, int]:
     """Bytes by part of the estimate, and the peak of a forward and backward pass besides what is always there."""
+    always, weights, kept = always_in(engine), storages(tensors_of(engine.model)), kept_storages(engine, batch)
+    gc.collect()
+    return always | {
+        "activations": sum(size for pointer, size in kept.items() if pointer not in weights),
+        "peak": peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets)),
+    }
+
+
+def always_in(engine: Any) -> dict[str, int]:
+    """Bytes by part of the estimate that exist between two steps."""
     weights, adapter, optimizer = storages(tensors_of(engine.model)), engine._adapter, engine._optimizer
     of_adapter = storages([adapter.flat, adapter._compute, *(layer.keys_I for layer in engine._layers.values())])
-    kept = kept_storages(engine, batch)
-    gc.collect()
     return {
         "weights": sum(size for pointer, size in weights.items() if pointer not in of_adapter),
         "adapter": sum(of_adapter.values()),
         "optimizer": sum(storages([adapter.flat.grad, optimizer.count, *optimizer.tensors()]).values()),
-        "activations": sum(size for pointer, size in kept.items() if pointer not in weights),
-        "peak": peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets)),
     }
 
 

@@ -38,12 +38,16 @@ SIZES = {
 
 
 def gpt2(size: str) -> Decoder:
+    return decoder_of(config(size))
+
+
+def config(size: str) -> dict[str, Any]:
+    """Return the config.json of a GPT-2."""
     width, layers, heads = SIZES[size][0]
-    config = {
+    return {
         "model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": POSITIONS,
-        "vocab_size": VOCAB,
+        "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    return decoder_of(config)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from dualtune.optimizer import OptimizerName, OptimizerSpec, Settings
 from dualtune.optimizer.averaging import OFFSET, Averaging
+from dualtune_torch.card.sizes import UPDATE_CHUNK
+from dualtune_torch.kernels import schedule_free
 from dualtune_torch.kernels.eight_bit import EightBitAdamW
-from dualtune_torch.kernels.schedule_free import ScheduleFreeAdamW
 
 
 class FlatOptimizer(Protocol):
@@ -71,15 +72,31 @@ FUSED: Mapping[OptimizerName, Fused] = {
 }
 
 
-class FusedOptimizer:
+class PlainSlots:
+    """The state of an optimizer whose slots are float32 tensors in the size of the flat one."""
+
+    def __init__(self, flat: Tensor, slots: Iterable[str]) -> None:
+        self.count = torch.zeros((), device=flat.device)
+        self._slots = {slot: torch.zeros_like(flat) for slot in slots}
+
+    def read(self, slot: str) -> Tensor:
+        return self._slots[slot]
+
+    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
+        fill(self._slots[slot])
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self._slots.values()
+
+
+class FusedOptimizer(PlainSlots):
     """One of torch's, with a single parameter."""
 
     def __init__(self, flat: Tensor, spec: OptimizerSpec, name: OptimizerName) -> None:
         make, names = FUSED[name]
+        super().__init__(flat, names)
         self._torch = make(flat, spec.settings)
         # torch creates it in the first step; here it may be read or restored before.
-        self.count = torch.zeros((), device=flat.device)
-        self._slots = {slot: torch.zeros_like(flat) for slot in names}
         self._torch.state[flat] = {"step": self.count, **{names[slot]: tensor for slot, tensor in self._slots.items()}}
 
     def step(self, lr: float, is_good: Tensor) -> None:
@@ -90,14 +107,32 @@ class FusedOptimizer:
         self._torch.step()
         self._torch.zero_grad(set_to_none=False)
 
-    def read(self, slot: str) -> Tensor:
-        return self._slots[slot]
 
-    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
-        fill(self._slots[slot])
+class ScheduleFreeAdamW(PlainSlots):
+    """Schedule-free AdamW, chunk by chunk: this bounds the temporaries, and on a CPU keeps them in its cache."""
 
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self._slots.values()
+    def __init__(self, flat: Tensor, spec: OptimizerSpec) -> None:
+        super().__init__(flat, spec.entry.slots)
+        self._flat, self._settings = flat, spec.settings
+        self._chunk = UPDATE_CHUNK[flat.device.type]
+
+    @torch.no_grad()
+    def step(self, lr: float, is_good: Tensor) -> None:
+        assert self._flat.grad is not None
+        numbers = schedule_free.numbers(self.count, lr, self._settings)
+        for start in range(0, self._flat.numel(), self._chunk):
+            self._update(slice(start, start + self._chunk), *numbers, lr=lr, is_good=is_good)
+        self.count += is_good
+        self._flat.grad.zero_()
+
+    def _update(self, chunk: slice, *numbers: Tensor, lr: float, is_good: Tensor) -> None:
+        """Update a chunk. Its temporaries are freed before the next one."""
+        assert self._flat.grad is not None
+        tensors = (self._flat.detach(), self._flat.grad, self._slots["d"], self._slots["v"])
+        w, g, d, v = (tensor[chunk] for tensor in tensors)
+        new = schedule_free.updated(w, g, d, v, *numbers, lr=lr, settings=self._settings)
+        for old, changed in zip((w, d, v), new, strict=True):
+            old.copy_(torch.where(is_good, changed, old))
 
 
 class Averaged:

@@ -68,7 +68,8 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return _fits(self.decoder, self.ask, self.have_bytes, self.host_bytes)
+        has_room = _has_room(self.decoder, self.ask, self.host_bytes)
+        return has_room and self.estimate.total_bytes <= self.have_bytes
 
     @property
     def time(self) -> float:
@@ -128,10 +129,8 @@ def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | Non
     """
     if auto and ask.checkpointing == KEEP_ALL:
         ask = replace(ask, checkpointing=choose_checkpointing(decoder, ask, have_bytes))
-    needed = estimate(decoder, ask)
-    fits = _fits(decoder, ask, have_bytes, host_bytes)
-    savings = () if fits else _cheapest_savings(decoder, ask, have_bytes, host_bytes)
-    return MemoryPlan(decoder, ask, needed, have_bytes, savings, host_bytes)
+    plan = MemoryPlan(decoder, ask, estimate(decoder, ask), have_bytes, (), host_bytes)
+    return plan if plan.fits else replace(plan, savings=_cheapest_savings(decoder, ask, have_bytes, host_bytes))
 
 
 def savings_alone(decoder: Decoder, ask: Ask) -> list[Saving]:
@@ -221,13 +220,15 @@ class _Stage:
 def _cheapest_savings(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None) -> tuple[Saving, ...]:
     """Return the first sequence of changes that fits; empty if none does."""
     for stages in _sequences(decoder, ask, have_bytes):
-        if _fits(decoder, stages[-1].ask, have_bytes, host_bytes):
+        here = stages[-1].ask
+        if _needs(decoder, here) <= have_bytes and _has_room(decoder, here, host_bytes):
             return tuple(_as_savings(decoder, ask, stages))
     return ()
 
 
-def _fits(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None) -> bool:
-    return _needs(decoder, ask) <= have_bytes and (host_bytes is None or _waiting(decoder, ask) <= host_bytes)
+def _has_room(decoder: Decoder, ask: Ask, host_bytes: int | None) -> bool:
+    """Return whether the host has room for the layers that wait there."""
+    return host_bytes is None or _waiting(decoder, ask) <= host_bytes
 
 
 def _waiting(decoder: Decoder, ask: Ask) -> int:

@@ -190,7 +190,7 @@ class OptimizerSpec:
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of all slots: those of the entry, and the average's."""
-        return self.entry.slots if self.average is None else (*self.entry.slots, OFFSET)
+        return slots_of(self.name, averages=self.average is not None)
 
     @property
     def bytes_per_parameter(self) -> float:

@@ -42,19 +42,12 @@ DIAL = (
 )  # fmt: skip
 ASK = Ask("mlx", "cpu", "none", "float32", 4, SEVEN, micro_batch_tokens=256, max_length=64)
 
+pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
+
 
 def long(*values):
     """A case that has no term of its own in the formulas."""
     return pytest.param(*values, marks=pytest.mark.long)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fewer_objects_to_collect():
-    """What was imported is no garbage: without it, a collection between two measurements is fifty times faster."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

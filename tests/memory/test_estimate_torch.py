@@ -1,6 +1,5 @@
 """The estimate against what the torch engine takes, on the CPU: every storage, and every allocation of a step."""
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +40,8 @@ GPT2 = {
 SHORT, LONG = [60] * 8, [512]
 ASK = Ask("torch", "cpu", "none", "float32", 16, SEVEN, micro_batch_tokens=512, max_length=512)
 
+pytestmark = pytest.mark.usefixtures("fewer_objects_to_collect")
+
 
 def long(*values):
     """A case that has no term of its own in the formulas."""
@@ -49,15 +50,6 @@ def long(*values):
 
 # Many CPUs emulate bfloat16, a hundred times slower, so one case of a kind has it.
 DTYPES = pytest.mark.parametrize("dtype", ["float32", long("bfloat16")])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fewer_objects_to_collect():
-    """What was imported is no garbage: without it, the collection before a measurement is fifty times faster."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

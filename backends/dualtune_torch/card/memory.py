@@ -30,7 +30,7 @@ from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, UPDATE_CHUNK, 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
 NF4_BLOCK, NF4_BLOCKS_A_SCALE, NF4_TABLES_BYTES = 64, 256, 4 * (1 + 16 + 256)
-CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 5}  # of a chunk's size in float32, in an update: measured
+CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 4}  # of a chunk's size in float32, in an update: measured
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
 # Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'

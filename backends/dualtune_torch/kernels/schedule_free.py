@@ -1,57 +1,23 @@
-"""Schedule-free AdamW (`dualtune.optimizer.schedule_free`) for one flat tensor, chunk by chunk.
+"""The update of schedule-free AdamW (`dualtune.optimizer.schedule_free`) on tensors.
 
-Chunks bound the temporaries, and on a CPU keep them in its cache. What depends on the number of updates stays on the
-device, in float64, so that no step waits for a count.
+What depends on the number of updates stays on the device, in float64, so that no step waits for a count.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from dualtune.optimizer import OptimizerSpec, Settings
-from dualtune_torch.card.sizes import UPDATE_CHUNK
+from dualtune.optimizer import Settings
 
 
-class ScheduleFreeAdamW:
-    """See `dualtune_torch.optimizer.FlatOptimizer`."""
-
-    def __init__(self, flat: Tensor, spec: OptimizerSpec) -> None:
-        self._flat, self._settings = flat, spec.settings
-        self._chunk = UPDATE_CHUNK[flat.device.type]
-        self.count = torch.zeros((), device=flat.device)
-        self._slots = {slot: torch.zeros_like(flat) for slot in spec.entry.slots}
-
-    @torch.no_grad()
-    def step(self, lr: float, is_good: Tensor) -> None:
-        assert self._flat.grad is not None
-        numbers = self._numbers(lr)
-        tensors = (self._flat.detach(), self._flat.grad, self._slots["d"], self._slots["v"])
-        for start in range(0, self._flat.numel(), self._chunk):
-            chunk = slice(start, start + self._chunk)
-            w, g, d, v = (tensor[chunk] for tensor in tensors)
-            for old, new in zip((w, d, v), updated(w, g, d, v, *numbers, lr=lr, settings=self._settings), strict=True):
-                old.copy_(torch.where(is_good, new, old))
-        self.count += is_good
-        self._flat.grad.zero_()
-
-    def _numbers(self, lr: float) -> tuple[Tensor, ...]:
-        """Return (√(1 − β2^step), c, (1 − β1·(1 − c))·lr, 1 − c), on the device."""
-        settings, step = self._settings, self.count.double() + 1
-        root, c = torch.expm1(step * math.log(settings["beta2"])).neg().sqrt(), newest_share(step, settings)
-        return root.float(), c.float(), ((1 - settings["beta1"] * (1 - c)) * lr).float(), (1 - c).float()
-
-    def read(self, slot: str) -> Tensor:
-        return self._slots[slot]
-
-    def load(self, slot: str, fill: Callable[[Tensor], None]) -> None:
-        fill(self._slots[slot])
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from self._slots.values()
+def numbers(count: Tensor, lr: float, settings: Settings) -> tuple[Tensor, ...]:
+    """Return (√(1 − β2^step), c, (1 − β1·(1 − c))·lr, 1 − c) of the step after `count` updates, on the device."""
+    step = count.double() + 1
+    root, c = torch.expm1(step * math.log(settings["beta2"])).neg().sqrt(), newest_share(step, settings)
+    return root.float(), c.float(), ((1 - settings["beta1"] * (1 - c)) * lr).float(), (1 - c).float()
 
 
 def newest_share(step: Tensor, settings: Settings) -> Tensor:

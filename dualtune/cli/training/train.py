@@ -11,11 +11,11 @@ from dualtune.cli.options import backend_for, platform_option, set_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.output.terminal import say
 
-PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has them too, is imported late
-
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.train.prepare import Prepared
+
+PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has them too, is imported late
 
 
 @click.command("train")

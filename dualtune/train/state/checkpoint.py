@@ -196,15 +196,19 @@ def restore(engine: Engine, saved: Checkpoint) -> None:
 
 def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
     """Return the optimizer that wrote the checkpoint's state: AdamW in old checkpoints without this entry."""
-    train: Mapping[str, Any] = state["config"].get("train") or {}
+    train = _train_section(state)
     return train.get("optimizer", "adamw")
 
 
 def _slots_of(state: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the slots that the checkpoint's config asks for. Old checkpoints have none of train.average."""
-    train: Mapping[str, Any] = state["config"].get("train") or {}
+    train = _train_section(state)
     rule = rule_of(optimizer_of(state), train.get("schedule", "cosine"))
     return slots_of(rule, averages=train.get("average", "none") != "none")
+
+
+def _train_section(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    return state["config"].get("train") or {}
 
 
 def files_of(saved: Checkpoint) -> list[str]:
@@ -240,7 +244,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     fields.required(state, "config", file)
     for section in fields.subtable(state, "config", file):
         fields.subtable(state["config"], section, f"{file}: config")
-    train: Mapping[str, Any] = state["config"].get("train") or {}
+    train = _train_section(state)
     for key in ("optimizer", "schedule", "average"):
         if type(name := train.get(key, "")) is not str:
             raise fields.wrong(file, f"config: train.{key}", name, "a name")
