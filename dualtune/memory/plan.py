@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GRANULE = 64  # tokens; suggestions are multiples of it
 ROOM = 0.9  # of the memory, that `auto` uses: an estimate cannot know everything
-REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 1.12 on a busy CPU in benchmarks/checkpointing.py
+REMADE_TIME = 1.06  # of a step with memory.checkpointing: remade; 0.99 on a CPU in benchmarks/checkpointing.py
 RESIDENT, OFFLOAD = "memory.resident_layers", "memory.offload"
 CHECKPOINTING, TOKENS, LENGTH = "memory.checkpointing", "train.micro_batch_tokens", "data.max_length"
 OPTIMIZER = "train.optimizer"
