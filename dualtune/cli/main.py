@@ -39,6 +39,7 @@ COMMANDS = {
     "runs": ("training.runs", "List run directories with their state, verdict, losses, model and date."),
     "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
     "memory": ("training.memory", "Measure what each way to save memory saves and costs here, against the plan."),
+    "hybrid": ("training.hybrid", "Compare predictive training, averages and schedule-free AdamW at equal cost."),
     "checkpoints": ("training.checkpoints", "List and verify the checkpoints of a run."),
     "verify": ("adapters.verify", "Compare what an adapter computes here with what was recorded where it was trained."),
     "bundle": ("adapters.bundle", "Pack an adapter or a checkpoint into one file, inspect it, unpack it."),

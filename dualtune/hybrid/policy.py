@@ -13,18 +13,25 @@ from dualtune.hybrid.memory import Memory, from_state
 from dualtune.hybrid.phases import Stage, TrainingPhase
 from dualtune.hybrid.settings import settings_of, step_cost
 from dualtune.hybrid.statistics import Clock, Statistics, StepResult
-from dualtune.hybrid.step import HybridStep
+from dualtune.hybrid.step import Direction, HybridStep
+from dualtune.hybrid.velocity import Window
 from dualtune.policy import Outcome, PolicyState, StepActions
 
 REPORT = "hybrid"  # the event at the end of a run
 
 
 class Predictive:
-    """Warmup, full, predict, correct: see docs/hybrid.md. `clock` gives seconds, for reports only."""
+    """Warmup, full, predict, correct: see docs/hybrid.md.
+
+    `clock` gives seconds, for reports only. `direction` replaces the velocity, to measure what that is worth.
+    """
 
     name = "hybrid"
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, config: Config, clock: Callable[[], float] = time.perf_counter, direction: Direction = Window.velocity
+    ) -> None:
+        self._direction = direction
         self._settings, self._step_cost, self._now = settings_of(config.hybrid), step_cost(config), clock
         self.num_probes = 2 * self._settings.probes
         self._memory = self._new()
@@ -35,7 +42,7 @@ class Predictive:
 
     def take(self, step: StepActions, /) -> Outcome:
         began, phase = self._now(), self._memory.stage.phase
-        taking = HybridStep(self._settings, self._step_cost, self._memory, step)
+        taking = HybridStep(self._settings, self._step_cost, self._memory, step, self._direction)
         outcome = taking.take()  # if it raises, nothing has changed
         is_full = outcome.update is not None and self._is_plain(taking)
         self._memory, self._known = taking.memory, taking.known or self._known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,17 +22,21 @@ from dualtune.hybrid.vectors import flatten, norm, split
 from dualtune.hybrid.velocity import Window, half_window, reach
 from dualtune.policy import Outcome, StepActions
 
+Direction = Callable[[Window], np.ndarray]  # the change of the weights per step, float32 [P]
 FULL, PREDICT, CORRECT = TrainingPhase.FULL, TrainingPhase.PREDICT, TrainingPhase.CORRECT
 
 
 class HybridStep:
     """A step that is being taken. `step_cost`: of a full step, in forward passes of its batch."""
 
-    def __init__(self, settings: Settings, step_cost: float, memory: Memory, step: StepActions) -> None:
+    def __init__(
+        self, settings: Settings, step_cost: float, memory: Memory, step: StepActions,
+        direction: Direction = Window.velocity,
+    ) -> None:  # fmt: skip
         self.memory = memory
         self.known: tuple[float, float] | None = None  # loss and gradient norm, if some were read
         self.has_probed = False
-        self._settings, self._step_cost, self._step = settings, step_cost, step
+        self._settings, self._step_cost, self._step, self._direction = settings, step_cost, step, direction
         self._found: list[tuple[str, str, Mapping[str, Any]]] = []  # events
         self._search_documents, self._check_documents = step.probe_documents[0::2], step.probe_documents[1::2]
 
@@ -135,7 +139,7 @@ class HybridStep:
         if window is None:  # a warning has just ended it
             return None
         weights_P = self._weights()
-        velocity_P = window.velocity()
+        velocity_P = self._direction(window)
         worth = self._worth_by_rate()
         taus = self._allowed(weights_P, velocity_P, worth)
         if not taus or window.consistency(weights_P) <= 0:

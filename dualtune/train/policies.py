@@ -14,7 +14,8 @@ from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.step import Ordinary
 
 ORDINARY = Ordinary.name
-POLICIES: dict[str, Callable[[Config], StepPolicy]] = {
+MakePolicy = Callable[[Config], StepPolicy]
+POLICIES: dict[str, MakePolicy] = {
     ORDINARY: Ordinary,
     Predictive.name: Predictive,
 }
@@ -25,14 +26,15 @@ def chosen(config: Config) -> str:
     return Predictive.name if config.hybrid.enabled else ORDINARY
 
 
-def open_policy(name: str, config: Config, saved: Checkpoint | None) -> StepPolicy:
-    """Return the policy of this name, with the state from the checkpoint if there is one."""
-    if name not in POLICIES:
-        raise ConfigError(f"step policy: got {name!r}, allowed: {', '.join(sorted(POLICIES))}")
-    policy = POLICIES[name](config)
+def open_policy(policy: str | MakePolicy, config: Config, saved: Checkpoint | None) -> StepPolicy:
+    """Return a policy by its name or from the function that makes it, with the state from the checkpoint, if any."""
+    if isinstance(policy, str) and policy not in POLICIES:
+        raise ConfigError(f"step policy: got {policy!r}, allowed: {', '.join(sorted(POLICIES))}")
+    make = POLICIES[policy] if isinstance(policy, str) else policy
+    opened = make(config)
     if saved is not None:
-        restore_policy(policy, saved)
-    return policy
+        restore_policy(opened, saved)
+    return opened
 
 
 def restore_policy(policy: StepPolicy, saved: Checkpoint) -> None:

@@ -35,7 +35,7 @@ from dualtune.evaluate.evaluation import layout_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
 from dualtune.train.memory import RunMemory, plan_memory
-from dualtune.train.policies import chosen, open_policy
+from dualtune.train.policies import MakePolicy, chosen, open_policy
 from dualtune.train.remembered import remembered_layout
 from dualtune.train.schedule import optimizer_spec
 from dualtune.train.state.checkpoint import Checkpoint
@@ -168,21 +168,21 @@ class Prepared:
 
 def prepare(
     config: Config, backend: Backend, saved: Checkpoint | None = None, show: Show = lambda what, share: None,
-    team: Team | None = None, policy: str | None = None,
+    team: Team | None = None, policy: str | MakePolicy | None = None,
 ) -> Prepared:  # fmt: skip
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
     With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing. With
     several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
-    `POLICIES`; None: the one that the config chooses. Raises ConfigError, DataError, FormatError (of
-    `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
+    `POLICIES`, or makes a policy that has none there; None: the one that the config chooses. Raises ConfigError,
+    DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
     """
     team = team or Team()
     return team.first_alone(lambda: _prepare(config, backend, saved, show, team, policy or chosen(config)))
 
 
 def _prepare(
-    config: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team, policy_name: str
+    config: Config, backend: Backend, saved: Checkpoint | None, show: Show, team: Team, chosen_policy: str | MakePolicy
 ) -> Prepared:
     check_capabilities(backend, config)
     _check_sharding(config, team)
@@ -192,7 +192,7 @@ def _prepare(
     if saved is not None:
         config = as_recorded(saved, config)
         changes = check_config(saved, config)
-    policy = open_policy(policy_name, config, saved)
+    policy = open_policy(chosen_policy, config, saved)
     sources = Data(config)
     is_pretrained = config.model.init == "pretrained"
     # Download weights only after the data are checked.

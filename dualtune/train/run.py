@@ -39,6 +39,7 @@ from dualtune.train.memory import agreed
 from dualtune.train.model_dir import write_model
 from dualtune.train.moments import Moments
 from dualtune.train.packing import check_packing
+from dualtune.train.policies import MakePolicy
 from dualtune.train.prepare import Prepared, Resumed, prepare
 from dualtune.train.remembered import entry_of, recovery_of, resume_smaller
 from dualtune.train.saver import Saver, check_space
@@ -98,16 +99,16 @@ def load_engine(prepared: Prepared) -> Engine:
 def run(
     config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto",
     show: Show = lambda what, share: None, announce: Callable[[Prepared], object] = lambda prepared: None,
-    restart: Path | None = None,
+    restart: Path | None = None, policy: MakePolicy | None = None,
 ) -> TrainResult:  # fmt: skip
     """Train with a config on a backend. `resume`: see `open_run`. A stop signal saves the state; raises Preempted.
 
     `show` gets the progress of tokenizing. `announce` gets the prepared run before the model is loaded, and an error
-    that it raises ends the run. `restart`: the note of a parent that restarts a killed run.
+    that it raises ends the run. `restart`: the note of a parent that restarts a killed run. `policy`: see `prepare`.
     """
     team = Team(backend.world())
     with open_together(config, resume, team) as run_dir:
-        prepared = prepare(config, backend, run_dir.saved, show, team)
+        prepared = prepare(config, backend, run_dir.saved, show, team, policy)
         announce(prepared)
         with explained(backend, prepared.config, "in training"):
             return execute(prepared, run_dir, hooks, restart)

@@ -23,18 +23,20 @@ from dualtune.train.run import execute
 from dualtune.train.state.run_dir import check_usable, open_run, path_of
 
 ASSETS = Path(__file__).parents[2] / "demo"
+CONFIG = ASSETS / "config.yaml"
 SHOWN = 2  # answers to print, before and after
 
 
 def demo_config(overrides: Sequence[str]) -> Config:
     """Return the demo's config, with the paths of its files and a run directory that is still free."""
-    paths = {
-        "model.name": ASSETS / "model",
-        "data.train": ASSETS / "data" / "train.jsonl",
-        "data.eval": ASSETS / "data" / "heldout.jsonl",
-        "run.dir": free_name(Path("runs/demo")),
-    }
-    return load_config(ASSETS / "config.yaml", [*(f"{key}={path}" for key, path in paths.items()), *overrides])
+    return load_config(CONFIG, [*places(), f"run.dir={free_name(Path('runs/demo'))}", *overrides])
+
+
+def places() -> list[str]:
+    """Return where the demo's model and data are, as overrides of its config."""
+    data = ASSETS / "data"
+    paths = {"model.name": ASSETS / "model", "data.train": data / "train.jsonl", "data.eval": data / "heldout.jsonl"}
+    return [f"{key}={path}" for key, path in paths.items()]
 
 
 def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:

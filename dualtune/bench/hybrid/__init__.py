@@ -1,0 +1,1 @@
+"""Predictive training beside what it must beat: arms, seeds, controls of equal cost."""

@@ -1,0 +1,84 @@
+"""`dualtune hybrid`: what predictive training is worth on a config, beside what it must beat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune import interrupt
+from dualtune.cli.options import backend_for, platform_option, set_option
+from dualtune.cli.output.terminal import say
+from dualtune.cli.suggest import SuggestingGroup
+
+if TYPE_CHECKING:
+    from dualtune.bench.hybrid.compare import Comparison
+
+
+@click.group("hybrid", cls=SuggestingGroup)
+def command() -> None:
+    """Compare predictive training, averages and schedule-free AdamW with ordinary runs of equal cost."""
+
+
+@command.command("bench")
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--task", type=click.Choice(["demo"]), help="Instead of CONFIG: demo is the model and data of the demo.")
+@click.option("--arms", metavar="NAME,…", help="Compare only these arms, besides the baseline.  [default: all]")
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="How often each arm trains.")
+@click.option("--tune", is_flag=True, help="Find the baseline's learning rate first, and use it for all arms.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the result here."
+)
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE", help="Also draw it, as SVG.")
+@platform_option
+@set_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+def bench(
+    config: Path | None, task: str | None, arms: str | None, seeds: int, tune: bool, json_file: Path | None,
+    plot_file: Path | None, platform: str, overrides: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Train CONFIG in several ways, and each beside an ordinary run of the same cost.
+
+    An arm is worth something only if it ends below its control: a run without it, whose whole schedule has as many
+    steps as the arm's cost buys. Losses are those of data.eval, which no arm trains on or probes. Arms: baseline,
+    predict, fast_forward, random (predictions in random directions), freeze (steps that change nothing), schedule_free,
+    average.
+    """
+    import json
+
+    if (config is None) == (task is None):
+        raise click.UsageError("Give either CONFIG or --task.")
+    from dualtune.bench.hybrid.arms import ARMS
+    from dualtune.bench.hybrid.compare import compare
+    from dualtune.bench.hybrid.report import plot
+    from dualtune.cli.output.screen import phases
+    from dualtune.cli.training import demo
+    from dualtune.io.disk import write_file
+
+    names = tuple(name.strip() for name in arms.split(",")) if arms else tuple(ARMS)
+    source, changes = (config, overrides) if config else (demo.CONFIG, (*demo.places(), *overrides))
+    backend = backend_for(platform)
+    with phases() as shown:
+        found = compare(
+            source, changes, backend, arms=names, seeds=seeds, tune=tune,
+            tell=lambda what: shown.begin("training", what),
+        )  # fmt: skip
+    say(_as_text(found))
+    if json_file is not None:
+        write_file(json_file, json.dumps(found.as_json(), indent=2) + "\n")
+    if plot_file is not None:
+        write_file(plot_file, plot(found))
+
+
+def _as_text(found: Comparison) -> str:
+    from dualtune.bench.hybrid.report import LEGEND, lines
+    from dualtune.text.redaction import redact
+    from dualtune.text.show import in_columns
+
+    tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in found.tried_rates.items())
+    rate = f"learning rate {found.learning_rate:g}" + (f", the best of {tried}" if tried else ", that of the config")
+    blocks = [rate, in_columns([*lines(found)]), in_columns([*LEGEND])]
+    if found.not_offered:
+        blocks.append("not offered\n" + in_columns([(f"  {name}", why) for name, why in found.not_offered.items()]))
+    return redact("\n\n".join(blocks))
