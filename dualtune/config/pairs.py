@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from dualtune.config.engines import SHORT_FOR, engine_conflicts
 from dualtune.config.problem import KeyPath
 
 if TYPE_CHECKING:
@@ -59,7 +60,12 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
         if train.average != "none":
             rule = "but the result of schedule_free is an average already; allowed: none"
             yield ("train", "average"), schedule, f"got {train.average}, {rule}"
-    if config.hybrid.enabled and (train.schedule == "schedule_free" or train.average != "none"):
+    yield from engine_conflicts(config)
+    if (
+        config.hybrid.enabled
+        and config.hybrid.engine not in SHORT_FOR
+        and (train.schedule == "schedule_free" or train.average != "none")
+    ):
         rule = "but the average of train.schedule: schedule_free or train.average would not follow a prediction"
         yield ("hybrid", "enabled"), schedule, f"got true, {rule}; allowed: false"
     over = train.average_over

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, SerializerFunctionWrapHan
 from pydantic_core import PydanticCustomError
 
 from dualtune.adapter.methods import FULL
+from dualtune.config.engines import with_train_keys
 from dualtune.config.pairs import impossible_pairs
 from dualtune.config.problem import dotted
 from dualtune.config.values import (
@@ -259,8 +260,9 @@ class HybridConfig(Section):
 
     enabled: bool = False
     """Whether to train predictively; false costs nothing."""
-    engine: Literal["predict", "fast_forward"] = "predict"
-    """What a prediction does: predict skips the steps it stands for, with their data; fast_forward skips none."""
+    engine: Literal["predict", "fast_forward", "schedule_free", "average"] = "predict"
+    """What a prediction does: predict skips the steps it stands for, with their data; fast_forward skips none;
+    schedule_free and average predict nothing, they are short for the keys of train with these names."""
     preset: Literal["conservative", "balanced", "aggressive"] = "balanced"
     """The values of the keys below that are auto: see docs/hybrid.md."""
     warmup_steps: Literal["auto"] | Count = "auto"
@@ -331,6 +333,11 @@ class Config(BaseModel):
     hybrid: HybridConfig = HybridConfig()
     guards: GuardsConfig = GuardsConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_as_train_keys(cls, data: Any) -> Any:
+        return with_train_keys(data)
 
     @model_validator(mode="after")
     def _pairs_are_possible(self) -> Config:

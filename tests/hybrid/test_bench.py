@@ -71,6 +71,7 @@ def test_every_arm_has_a_control_of_its_cost(found):
         for mine, control in zip(result.trials, result.controls, strict=True):
             assert mine.steps == 48 and abs(control.cost - mine.cost) <= 0.5 and control.steps == control.cost
     by_name = {result.arm.name: result for result in found.results}
+    assert baseline.losses[0] != baseline.losses[1]
     assert by_name["average"].controls == baseline.trials
     assert by_name["predict"].counts["accepted"] > 0 and by_name["predict"].cost < 1
     assert by_name["predict"].losses != baseline.losses != by_name["average"].losses

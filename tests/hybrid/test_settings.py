@@ -67,3 +67,37 @@ def test_the_option_of_train_is_short_for_two_keys(dualtune_main, tmp_path):
     assert PRESETS.keys() == {*train.PRESETS}
     refused = dualtune_main("train", tmp_path / "c.yaml", "--hybrid", "conservative", "--set", "train.average=tail")
     assert refused.returncode == 2 and "hybrid.enabled: got true" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["hybrid.engine=schedule_free"], ("schedule_free", "none")),
+        (["hybrid.engine=schedule_free", "train.schedule=schedule_free"], ("schedule_free", "none")),
+        (["hybrid.engine=average"], ("constant", "tail")),
+        (["hybrid.engine=average", "train.average=ema", "train.schedule=linear"], ("linear", "ema")),
+        (["hybrid.engine=average", "hybrid.probes=auto", "hybrid.preset=balanced"], ("constant", "tail")),
+        (["hybrid.engine=average", "hybrid.enabled=false"], ("cosine", "none")),
+    ],
+)
+def test_two_engines_are_short_for_keys_of_train(overrides, expected):
+    config = parse_config(BASE, overrides=["hybrid.enabled=true", *overrides])
+    assert (config.train.schedule, config.train.average) == expected and not config.hybrid.enabled
+    assert parse_config(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hybrid.engine=schedule_free", "train.schedule=linear"],
+         "got schedule_free, which is short for train.schedule: schedule_free, but train says otherwise"),
+        (["hybrid.engine=average", "train.average=none"], "short for train.schedule: constant and train.average: tail"),
+        (["hybrid.engine=average", "hybrid.probes=4"], "hybrid.probes.*got 4, but it has no effect with hybrid.en"),
+        (["hybrid.engine=average", "hybrid.preset=aggressive"], "hybrid.preset.*got aggressive, but it has no effect"),
+        (["hybrid.engine=schedule_free", "train.average=ema"], "train.average.*got ema"),
+        (["hybrid.engine=schedule_free", "train.optimizer=sgd"], "train.optimizer.*got sgd"),
+    ],
+)  # fmt: skip
+def test_such_an_engine_may_not_contradict_train(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(BASE, overrides=["hybrid.enabled=true", *overrides])
