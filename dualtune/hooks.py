@@ -66,7 +66,8 @@ class Event:
 class PhaseChange:
     """The run leaves one phase and begins the next.
 
-    The phases: data, micro-batch (all of a step, forward and backward), optimizer, evaluation, save.
+    The phases: data, micro-batch (all of a step, forward and backward), optimizer, probe (forward passes of predictive
+    training, to decide by), evaluation, save.
     """
 
     step: int  # in the phases of a step, that step, counted from 1; in evaluation and save, the steps done
@@ -92,6 +93,7 @@ class StepTaken:
     num_tokens: int  # over all processes; 0 if the step policy made no update
     num_targets: int
     lr: float | None  # None: no update
+    phase: str | None = None  # of predictive training: warmup, full, predict or correct
 
 
 class Hook:

@@ -31,6 +31,7 @@ class Outcome:
     update: Update | None  # None: no optimizer update in this step, and no row
     num_steps: int = 1  # steps of data and schedule that it covers, from 1 to `StepActions.max_steps`
     events: tuple[Event, ...] = ()
+    phase: str | None = None  # of the policy, to show it; None: it has none
 
 
 @dataclass(frozen=True, slots=True)

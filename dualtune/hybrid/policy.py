@@ -14,7 +14,6 @@ from dualtune.hybrid.phases import Stage, TrainingPhase
 from dualtune.hybrid.settings import settings_of, step_cost
 from dualtune.hybrid.statistics import Clock, Statistics, StepResult
 from dualtune.hybrid.step import Direction, HybridStep
-from dualtune.hybrid.velocity import Window
 from dualtune.policy import Outcome, PolicyState, StepActions
 
 REPORT = "hybrid"  # the event at the end of a run
@@ -29,7 +28,7 @@ class Predictive:
     name = "hybrid"
 
     def __init__(
-        self, config: Config, clock: Callable[[], float] = time.perf_counter, direction: Direction = Window.velocity
+        self, config: Config, clock: Callable[[], float] = time.perf_counter, direction: Direction | None = None
     ) -> None:
         self._direction = direction
         self._settings, self._step_cost, self._now = settings_of(config.hybrid), step_cost(config), clock
@@ -41,9 +40,11 @@ class Predictive:
         self._num_steps = 0
 
     def take(self, step: StepActions, /) -> Outcome:
-        began, phase = self._now(), self._memory.stage.phase
+        began = self._now()
         taking = HybridStep(self._settings, self._step_cost, self._memory, step, self._direction)
         outcome = taking.take()  # if it raises, nothing has changed
+        phase = TrainingPhase.PREDICT if outcome.update is None else taking.memory.stage.phase
+        outcome = replace(outcome, phase=phase.value)
         is_full = outcome.update is not None and self._is_plain(taking)
         self._memory, self._known = taking.memory, taking.known or self._known
         self._num_steps = step.index + outcome.num_steps

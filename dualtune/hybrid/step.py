@@ -31,7 +31,7 @@ class HybridStep:
 
     def __init__(
         self, settings: Settings, step_cost: float, memory: Memory, step: StepActions,
-        direction: Direction = Window.velocity,
+        direction: Direction | None = None,
     ) -> None:  # fmt: skip
         self.memory = memory
         self.known: tuple[float, float] | None = None  # loss and gradient norm, if some were read
@@ -139,7 +139,7 @@ class HybridStep:
         if window is None:  # a warning has just ended it
             return None
         weights_P = self._weights()
-        velocity_P = self._direction(window)
+        velocity_P = self._direction(window) if self._direction else window.velocity()
         worth = self._worth_by_rate()
         taus = self._allowed(weights_P, velocity_P, worth)
         if not taus or window.consistency(weights_P) <= 0:

@@ -56,9 +56,9 @@ class Moments:
         if not self._watchers.listen_to("after_step"):
             return
         if (update := outcome.update) is None:
-            taken = StepTaken(step, num_tokens=0, num_targets=0, lr=None)
+            taken = StepTaken(step, num_tokens=0, num_targets=0, lr=None, phase=outcome.phase)
         else:
-            taken = StepTaken(step, update.num_tokens, update.num_targets, update.lr)
+            taken = StepTaken(step, update.num_tokens, update.num_targets, update.lr, outcome.phase)
         self._watchers.tell_now("after_step", taken)
 
     def _watch(self, step: int, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared
     from dualtune.train.state.metrics import Metrics
 
-DATA, GRADIENT, OPTIMIZER = "data", "micro-batch", "optimizer"  # the phases of a step
+DATA, GRADIENT, OPTIMIZER, PROBE = "data", "micro-batch", "optimizer", "probe"  # the phases of a step
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 
@@ -117,9 +117,12 @@ class TrainingStep:
         """
         had_gradient, are_probes = self._has_gradient, batches is self.__dict__.get("probes")
         found: list[tuple[LossSum, float]] = []
-        while not self._attempt(batches, lambda batch: found.append((self.engine.evaluate(batch), batch.total_weight))):
-            found.clear()
-            batches = self.probes if are_probes else self.batches
+        with self._phase(PROBE):
+            while not self._attempt(
+                batches, lambda batch: found.append((self.engine.evaluate(batch), batch.total_weight))
+            ):
+                found.clear()
+                batches = self.probes if are_probes else self.batches
         if had_gradient and not self._has_gradient:  # it was discarded
             self.add_gradients()
         loss_sum, weight = self._team.total(sum(loss.loss_sum for loss, _ in found), sum(weight for _, weight in found))
@@ -131,8 +134,9 @@ class TrainingStep:
         The same numbers in all processes, in the given order, however the documents lie in micro-batches.
         """
         had_gradient = self._has_gradient
-        while (found := self._losses_of(documents)) is None:
-            pass
+        with self._phase(PROBE):
+            while (found := self._losses_of(documents)) is None:
+                pass
         if had_gradient and not self._has_gradient:  # it was discarded
             self.add_gradients()
         return np.array(self._team.totals([found.get(document, 0.0) for document in documents]))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator
 
 from dualtune.cli.output.screen import Phases, phases, width
-from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord
+from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord, StepTaken
 from dualtune.text.show import fitted, in_bytes, in_time
 
 
@@ -52,6 +52,7 @@ class Progress(Hook):
         self._shown = shown
         self._since: list[StepRecord] = []
         self._last: StepRecord | None = None
+        self._phase: str | None = None  # of predictive training
         self._num_steps = self._done = 0
         self._seconds = self._began = 0.0
 
@@ -99,6 +100,9 @@ class Progress(Hook):
         else:
             self._show_training()
 
+    def after_step(self, step: StepTaken) -> None:
+        self._phase = step.phase
+
     def on_eval_batch(self, done: int, total: int) -> None:
         if not done:
             self._shown.begin("evaluating")
@@ -128,7 +132,8 @@ class Progress(Hook):
     def _show_training(self) -> None:
         self._shown.begin("training", since=self._began)
         if record := self._last:
-            numbers = (f"loss {record.loss:.4f}",), (f"{record.tokens_per_s:,.0f} tokens/s",)
+            phase = ((self._phase,),) if self._phase else ()
+            numbers = (f"loss {record.loss:.4f}",), (f"{record.tokens_per_s:,.0f} tokens/s",), *phase
             self._shown.update(record.step, self._num_steps, *numbers, seconds_left=self._left)
 
     def _show_saving(self) -> None:

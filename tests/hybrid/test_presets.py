@@ -1,0 +1,65 @@
+"""The documents' presets end to end: what hooks, the profiler and the live line see of their phases."""
+
+import csv
+
+import pytest
+
+from dualtune.cli.output.progress import Progress
+from dualtune.hooks import Hook, StepRecord, StepTaken
+from dualtune.hybrid.settings import PRESETS
+
+
+class Phases(Hook):
+    def __init__(self):
+        self.taken, self.changes = [], []
+
+    def after_step(self, step):
+        self.taken.append((step.step, step.phase, step.lr is None))
+
+    def on_phase_change(self, change):
+        self.changes.append(change.phase)
+
+
+@pytest.mark.parametrize("preset", ["conservative", "aggressive"])
+def test_a_preset_runs_end_to_end(any_lab, preset):
+    seen = Phases()
+    ended = any_lab.run(hooks=[seen], hybrid__preset=preset)
+    statistics = ended.policy.statistics()
+    assert ended.policy._settings.confidence_threshold == PRESETS[preset].confidence_threshold
+    assert statistics.counts.accepted >= 1 and statistics.counts.divergences == statistics.counts.undone == 0
+    by_phase = {phase: [row for row in seen.taken if row[1] == phase] for phase in ("warmup", "full", "correct")}
+    shares = statistics.as_json()["phases"]
+    assert {phase: len(rows) for phase, rows in by_phase.items()} == {phase: shares[phase] for phase in by_phase}
+    jumps = [(step, phase) for step, phase, is_predicted in seen.taken if is_predicted]
+    assert jumps == [(row["step"], "predict") for row in ended.events("predicted")]
+    with (ended.path / "memory.csv").open() as file:
+        memory = [(row["phase"], int(row["used_bytes"])) for row in csv.DictReader(file)]
+    assert seen.changes.count("probe") == sum(phase == "probe" for phase, _ in memory) >= 3 * statistics.counts.attempts
+    assert all(used > 0 for _, used in memory)
+
+
+def test_an_ordinary_run_has_no_phase_of_prediction(lab):
+    seen = Phases()
+    lab.run(hooks=[seen], hybrid__enabled=False)
+    assert {phase for _, phase, _ in seen.taken} == {None} and "probe" not in seen.changes
+
+
+class Shown:
+    def __init__(self):
+        self.fields = []
+
+    def begin(self, *words, since=None): ...
+
+    def update(self, done, total, *fields, seconds_left=None):
+        self.fields.append(fields)
+
+
+def test_the_live_line_says_the_phase():
+    shown = Shown()
+    hook = Progress(100, shown)
+    hook._num_steps = 9
+    record = StepRecord(1, 0.1, 2.0, 1e-3, 1.0, 5, 6, 0.1, 60.0, 7, False)
+    hook.on_step(record)
+    hook.after_step(StepTaken(2, 6, 5, 1e-3, "correct"))
+    hook.on_step(record)
+    assert ("correct",) not in shown.fields[0] and ("correct",) in shown.fields[1]
