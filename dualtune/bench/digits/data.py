@@ -49,10 +49,10 @@ def read_digits() -> DigitsData:
             "Install it with: pip install 'dualtune[bench]'"
         ) from error
     pixels_DI, labels_D = load_digits(return_X_y=True)
-    return split(Images(pixels_DI / BRIGHTEST, labels_D))
+    return split(Images(pixels_DI / BRIGHTEST, labels_D), SPLIT)
 
 
-def split(images: Images) -> DigitsData:
-    """Hold out a fifth of the images, always the same ones."""
-    is_held_out = held_out(len(images), HELD_OUT, SPLIT)
+def split(images: Images, seed: int) -> DigitsData:
+    """Hold out a fifth of the images."""
+    is_held_out = held_out(len(images), HELD_OUT, seed)
     return DigitsData(images.chosen(~is_held_out), images.chosen(is_held_out))
