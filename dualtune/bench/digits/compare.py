@@ -17,7 +17,7 @@ from dualtune.text.show import in_bytes, in_columns
 
 STEPS = 600
 # benchmarks/digits.py tunes the rate for the baseline, on parts of the images for training.
-CASES: Mapping[str, float] = MappingProxyType({"tuned": 2e-2, "a tenth of it": 2e-3, "a twentieth": 1e-3})
+CASES: Mapping[str, float] = MappingProxyType({"tuned": 2e-2, "a tenth": 2e-3, "a twentieth": 1e-3})
 BASELINE = "baseline"
 ARMS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -38,6 +38,10 @@ class DigitsRow:
     trials: tuple[DigitsTrial, ...]
     baseline: tuple[DigitsTrial, ...]
     control: tuple[DigitsTrial, ...] | None = None  # baselines whose whole schedule has as many steps as this arm costs
+
+    @property
+    def rate(self) -> str:
+        return f"{self.learning_rate:g} ({self.case})"
 
     def values(self, name: str) -> list[float]:
         return [getattr(trial, name) for trial in self.trials]
@@ -104,7 +108,7 @@ class DigitsResult:
 
     def lines(self) -> list[str]:
         """Return the comparison as lines of text: two tables, and what the runs prove."""
-        told = [f"{row.case}, {row.arm}: {row.verdict}" for row in self.rows if row.verdict]
+        told = [f"{row.rate}, {row.arm}: {row.verdict}" for row in self.rows if row.verdict]
         tables = (in_columns([*cells]).splitlines() for cells in (self.costs(), self.predictions()))
         return [*next(tables), "", *next(tables), "", *told]
 
@@ -113,7 +117,7 @@ class DigitsResult:
         yield "rate", "arm", "accuracy", "loss", "cost", "of baseline's", "seconds", "peak memory"
         for row in self.rows:
             yield (
-                row.case, row.arm,
+                row.rate, row.arm,
                 _spread(row.values("accuracy"), 100, 2, " %"), _spread(row.values("eval_loss"), 1, 4),
                 f"{fmean(row.values('cost')):.0f}", f"{row.cost_ratio:.2f}", _spread(row.values("wall_s"), 1, 2),
                 in_bytes(fmean(row.values("peak_bytes"))),
@@ -130,7 +134,7 @@ class DigitsResult:
                 continue
             counts = (str(row.counted(name)) for name in ("attempts", "accepted", "undone", "divergences"))
             yield (
-                row.case, row.arm, *counts, f"{row.backward_reduction_pct:.1f} %",
+                row.rate, row.arm, *counts, f"{row.backward_reduction_pct:.1f} %",
                 _gap(row.against(row.control, "accuracy"), 100, 2), _gap(row.against(row.control, "eval_loss"), 1, 4),
             )  # fmt: skip
 
