@@ -106,8 +106,8 @@ def test_an_update_that_is_not_finite_changes_nothing(data):
 
 
 def test_a_prediction_changes_the_weights_by_exactly_the_predicted_vector(data, monkeypatch):
-    found, velocity = [], Window.velocity
-    monkeypatch.setattr(Window, "velocity", lambda window: found.append(velocity(window)) or found[-1])
+    windows, add = [], Window.with_snapshot
+    monkeypatch.setattr(Window, "with_snapshot", lambda *args: windows.append(add(*args)) or windows[-1])
     run = Run(data, SHORT)
     for index, before, outcome, after in run.steps():  # noqa: B007
         if outcome.update is None:
@@ -115,9 +115,10 @@ def test_a_prediction_changes_the_weights_by_exactly_the_predicted_vector(data, 
     else:
         pytest.fail("nothing was predicted")
     rates = [learning_rate(run.config, step, run.num_steps) for step in range(run.num_steps)]
+    velocity_P = windows[-1].velocity()
     worth = [*reach(rates[index : index + outcome.num_steps], np.mean(rates[index - 4 : index]))][-1]  # half of 8
-    assert after[0].tobytes() == (before[0] + np.float32(worth) * found[-1]).tobytes()
-    assert np.abs(found[-1]).max() > 1e-4
+    assert after[0].tobytes() == (before[0] + np.float32(worth) * velocity_P).tobytes()
+    assert np.abs(velocity_P).max() > 1e-4
     assert same((after[0], *before[1:]), after)  # the optimizer stays as it was
 
 
