@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dualtune.bench import intervals
+from dualtune.bench.digits import compare as digits_module
 from dualtune.bench.hybrid import compare as compare_module
 from dualtune.bench.hybrid.arms import ARMS, BASELINE, Arm
 from dualtune.bench.hybrid.compare import ArmResult, Comparison, compare, tune_rate
@@ -247,3 +248,19 @@ def test_a_policy_may_be_given_as_a_function(settings, open_backend):
 
     config = Place(settings, (), None).load()
     assert isinstance(prepare(config, open_backend("numpy"), policy=Ordinary).policy, Ordinary)
+
+
+def test_the_command_compares_on_digits(dualtune_main, tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(digits_module, "STEPS", 140)
+    done = dualtune_main("hybrid", "bench", "--task", "digits", "--seeds", 1, "--json", tmp_path / "d.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "d.json").read_text())["rows"]
+    assert {"baseline", "conservative", "aggressive", "control of aggressive"} < {row["arm"] for row in rows}
+    assert f"{100 * rows[0]['accuracy']['mean']:.2f} %" in done.stdout
+
+
+@pytest.mark.parametrize("option", [["--arms", "predict"], ["--set", "train.steps=3"], ["--tune"], ["--plot", "p.svg"]])
+def test_options_without_effect_on_digits_are_refused(dualtune_main, option):
+    done = dualtune_main("hybrid", "bench", "--task", "digits", *option)
+    assert done.returncode == 2 and f"{option[0]} has no effect with --task digits" in done.stderr

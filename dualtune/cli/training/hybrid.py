@@ -23,9 +23,14 @@ def command() -> None:
 
 @command.command("bench")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.option("--task", type=click.Choice(["demo"]), help="Instead of CONFIG: demo is the model and data of the demo.")
+@click.option(
+    "--task", type=click.Choice(["demo", "digits"]),
+    help="Instead of CONFIG: demo is the model and data of the demo, digits a small network on images of digits.",
+)  # fmt: skip
 @click.option("--arms", metavar="NAME,…", help="Compare only these arms, besides the baseline.  [default: all]")
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="How often each arm trains.")
+@click.option(
+    "--seeds", type=click.IntRange(min=1), help="How often each arm trains.  [default: 3; with --task digits 5]"
+)
 @click.option("--tune", is_flag=True, help="Find the baseline's learning rate first, and use it for all arms.")
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Also write the result here."
@@ -33,10 +38,11 @@ def command() -> None:
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE", help="Also draw it, as SVG.")
 @platform_option
 @set_option
+@click.pass_context
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
 def bench(
-    config: Path | None, task: str | None, arms: str | None, seeds: int, tune: bool, json_file: Path | None,
-    plot_file: Path | None, platform: str, overrides: tuple[str, ...],
+    ctx: click.Context, config: Path | None, task: str | None, arms: str | None, seeds: int | None, tune: bool,
+    json_file: Path | None, plot_file: Path | None, platform: str, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train CONFIG in several ways, and each beside an ordinary run of the same cost.
 
@@ -49,6 +55,8 @@ def bench(
 
     if (config is None) == (task is None):
         raise click.UsageError("Give either CONFIG or --task.")
+    if task == "digits":
+        return _bench_digits(ctx, seeds or 5, json_file)
     from dualtune.bench.hybrid.arms import ARMS
     from dualtune.bench.hybrid.compare import compare
     from dualtune.bench.hybrid.report import plot
@@ -61,7 +69,7 @@ def bench(
     backend = backend_for(platform)
     with phases() as shown:
         found = compare(
-            source, changes, backend, arms=names, seeds=seeds, tune=tune,
+            source, changes, backend, arms=names, seeds=seeds or 3, tune=tune,
             tell=lambda what: shown.begin("training", what),
         )  # fmt: skip
     say(_as_text(found))
@@ -69,6 +77,28 @@ def bench(
         write_file(json_file, json.dumps(found.as_json(), indent=2) + "\n")
     if plot_file is not None:
         write_file(plot_file, plot(found))
+    return None
+
+
+def _bench_digits(ctx: click.Context, seeds: int, json_file: Path | None) -> None:
+    """Train the presets and their controls on images of digits, in NumPy."""
+    import json
+
+    from click.core import ParameterSource
+
+    from dualtune.bench.digits import digits
+    from dualtune.cli.output.screen import phases
+    from dualtune.io.disk import write_file
+
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name not in ("task", "seeds", "json_file") and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]} has no effect with --task digits; remove it.")
+    with phases() as shown:
+        found = digits(seeds, lambda what: shown.begin("training", what))
+    say("\n".join(found.lines()))
+    if json_file is not None:
+        write_file(json_file, json.dumps(found.as_json(), indent=2) + "\n")
 
 
 def _as_text(found: Comparison) -> str:
