@@ -31,6 +31,7 @@ from dualtune.platform.choose import choose, open_backend
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ("baseline", "predict", "fast_forward")
+AVERAGES = ("schedule_free", "average")
 # A rate that is right for cosine, and a quarter of it with large batches: where predictions could pay.
 TUNED = {"train": {"steps": 160, "documents_per_step": 8, "learning_rate": 8e-3}, "hybrid": {"warmup_steps": 30}}
 SLOW = {
@@ -38,7 +39,7 @@ SLOW = {
     "hybrid": {"warmup_steps": 8, "full_steps": 8},
 }
 CASES: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
-    "gsm8k-tuned": (TUNED, tuple(ARMS)),
+    "gsm8k-tuned": (TUNED, (*ENGINES, *AVERAGES)),
     "gsm8k-slow": (SLOW, ENGINES),
     "wikisql-tuned": (TUNED, tuple(ARMS)),
     "wikisql-slow": (SLOW, (*ENGINES, "random")),
@@ -53,8 +54,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the tables of the recorded result")
     args = parser.parse_args()
     if args.table:
-        found = recorded()
-        return print(page_tables.write("hybrid.md", {case.replace("-", "_"): found[case]["table"] for case in CASES}))
+        return print(page_tables.write("hybrid.md", recorded_tables()))
     backend = open_backend(choose("cpu"))
     for case in args.cases.split(","):
         settings, arms = CASES[case]
@@ -82,6 +82,15 @@ def corpora(folder: Path, shared: Path) -> dict[str, dict[str, Any]]:
 def recorded() -> dict[str, Any]:
     path = record.RESULTS / "hybrid.json"
     return json.loads(path.read_text(encoding="utf-8")).get("cases", {}) if path.is_file() else {}
+
+
+def recorded_tables() -> dict[str, str]:
+    """Return the tables of the page, with that of hybrid_calibration.py."""
+    from hybrid_calibration import table
+
+    cases = recorded()
+    calibrated = json.loads((record.RESULTS / "hybrid_calibration.json").read_text(encoding="utf-8"))
+    return {case.replace("-", "_"): cases[case]["table"] for case in CASES} | {"calibration": table(calibrated)}
 
 
 def as_table(found: Comparison) -> str:

@@ -19,6 +19,8 @@ import validation_lines
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.methods import FULL
+from dualtune.bench.hybrid.report import in_percent
+from dualtune.bench.intervals import Interval
 from dualtune.memory.ask import Ask
 from dualtune.memory.estimate import estimate
 from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
@@ -62,6 +64,8 @@ def figures() -> dict[str, Any]:
         "techniques": {name: _techniques(gpt2(name)) for name in ("small", "medium", "1B of 40 layers")},
         "lora_7b": _lora_7b(),
         "measured": _measured(),
+        "presets": [row for row in result("digits")["rows"] if "verdict" in row],
+        "engines": result("hybrid")["cases"],
     }
 
 
@@ -146,6 +150,8 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
             ("Mistral-7B, by formula", "ours"), [(name, _gb(size)) for name, size in found["lora_7b"].items()]
         ),
         "measured": _measured_table(found["measured"]),
+        "presets": _presets_table(found["presets"]),
+        "engines": _engines_table(found["engines"]),
     }
 
 
@@ -189,6 +195,37 @@ def _measured_table(found: dict[str, Any]) -> str:
     ]
     linked = [(what, figure, f"[{name}.json](../benchmarks/results/{name}.json)") for what, figure, name in rows]
     return page_tables.table(("measured on a CPU", "figure", "from"), linked)
+
+
+def _presets_table(rows: list[dict[str, Any]]) -> str:
+    header = ("rate", "preset", "cost", "backward passes skipped", "accuracy", "against its control", "peak memory")
+    gaps = [row["accuracy_minus_control"] for row in rows]
+    cells = [
+        (
+            f"{row['learning_rate']:g} ({row['case']})", row["arm"], f"{row['cost_ratio']:.2f}",
+            f"{row['backward_reduction_pct']:.1f} %", f"{100 * row['accuracy']['mean']:.2f} %",
+            f"{100 * gap['mean']:+.2f} ± {100 * gap['margin_95']:.2f}",
+            f"{row['peak_bytes']['mean'] / 1024:.0f} KiB",
+        )
+        for row, gap in zip(rows, gaps, strict=True)
+    ]  # fmt: skip
+    return page_tables.table(header, cells)
+
+
+def _engines_table(cases: dict[str, Any]) -> str:
+    header = ("corpus and rate", "arm", "cost", "perplexity", "against a run of equal cost")
+    cells = [
+        (case, arm["arm"], f"{arm['cost']:.3f}", f"{arm['perplexity']:.2f}", in_percent(_interval(arm)))
+        for case, found in cases.items()
+        for arm in found["arms"]
+        if arm["arm"] != "baseline"
+    ]
+    return page_tables.table(header, cells)
+
+
+def _interval(arm: dict[str, Any]) -> Interval:
+    found = arm["loss_minus_control"]
+    return Interval(found["mean"], found["margin_95"])
 
 
 def _gb(size: float) -> str:
