@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "gsm8k-tuned": (TUNED, (*ENGINES, *AVERAGES)),
     "gsm8k-slow": (SLOW, ENGINES),
     "wikisql-tuned": (TUNED, tuple(ARMS)),
-    "wikisql-slow": (SLOW, (*ENGINES, "random")),
+    "wikisql-slow": (SLOW, ENGINES),
 }
 
 

@@ -38,6 +38,7 @@ class Device:
     quantizations: tuple[str, ...] = ("none",)  # allowed for model.quantization
     four_bit: str | None = None  # the quantization to suggest when memory is short
     offloads: tuple[str, ...] = ()  # allowed for memory.offload, besides auto and none
+    offloads_optimizer: bool = False  # for hybrid.offload: it has memory of its own
     enforces_limit: bool = False  # whether an allocation beyond memory.limit fails; elsewhere only the plan keeps it
     remark: str = ""  # shown when `--platform auto` chooses this device, such as "which is slow"
 
@@ -118,6 +119,7 @@ class Card:
         own = {
             "model.dtype": {"auto", *dtypes}, "model.quantization": {"auto", *quantizations},
             "memory.offload": {"auto", "none", *offloads},
+            "hybrid.offload": {"none", *("optimizer" for device in devices if device.offloads_optimizer)},
         }  # fmt: skip
         return {key: frozenset(values) for key, values in (own | dict(self.honoured)).items()}
 

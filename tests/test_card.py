@@ -21,6 +21,7 @@ def test_each_device_honours_its_own_dtypes_and_quantizations():
         "model.dtype": {"auto", "bfloat16"},
         "model.quantization": {"auto", "none", "nf4"},
         "memory.offload": {"auto", "none"},
+        "hybrid.offload": {"none"},
         "data.packing": {True},
     }
     assert TWO.capabilities("cpu")["model.quantization"] == {"auto", "none"}

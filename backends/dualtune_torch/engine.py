@@ -37,7 +37,9 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
+from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
+from dualtune_torch.host.transfers import Transfers
 from dualtune_torch.kernels import allocator, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
@@ -83,6 +85,7 @@ class TorchEngine:
             self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
+        self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
             adapted_modules=None if self._is_full else len(self._layers),
@@ -95,9 +98,14 @@ class TorchEngine:
         self.set_checkpointing(request.checkpointing)
 
     @cached_property
-    def _optimizer(self) -> FlatOptimizer:
+    def _new_optimizer(self) -> FlatOptimizer:
         """Created on first use: torch refuses to optimize zero parameters, and an engine without adapter is valid."""
         return flat_optimizer(self._adapter.flat, self._adapter.sizes, self._request.optimizer)
+
+    @property
+    def _optimizer(self) -> FlatOptimizer:
+        self._parked.wait()
+        return self._new_optimizer
 
     @cached_property
     def _head_gradient(self) -> Tensor | None:
@@ -144,6 +152,10 @@ class TorchEngine:
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._adapter.refresh()
         return StepOutput(loss, norm)
+
+    def offloaded_optimizer(self) -> AbstractContextManager[None]:
+        """See `dualtune.hybrid.offload`."""
+        return self._parked.parked(self._optimizer.tensors())
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         if self._streamed:

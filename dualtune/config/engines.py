@@ -15,7 +15,7 @@ SHORT_FOR: Mapping[str, Mapping[str, str]] = {
     "schedule_free": {"schedule": "schedule_free"},
     "average": {"schedule": "constant", "average": "tail"},
 }
-_NOTHING = {"auto", "balanced"}  # values of the other keys of `hybrid` that ask for nothing
+_NOTHING = {"auto", "balanced", "none"}  # values of the other keys of `hybrid` that ask for nothing
 
 
 def with_train_keys(data: Any) -> Any:

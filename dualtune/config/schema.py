@@ -286,6 +286,8 @@ class HybridConfig(Section):
     """The number of training documents in each of the two probe sets; no step trains on them."""
     trust_region: Literal["auto"] | Positive = "auto"
     """The largest change of the weights by predictions, relative to how far they are from where the run began."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What moves to host memory while a prediction is searched; optimizer moves the optimizer's state."""
 
 
 class GuardsConfig(Section):

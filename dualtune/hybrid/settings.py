@@ -26,6 +26,7 @@ class Settings:
     max_consecutive_predicts: int = 5
     probes: int = 8  # documents in each of the two sets
     trust_region: float = 0.25  # of the distance from the start of the run
+    offload: Literal["none", "optimizer"] = "none"  # during a search
 
     @property
     def skips_steps(self) -> bool:

@@ -15,6 +15,7 @@ from dualtune.hybrid.confidence import is_worse
 from dualtune.hybrid.economics import FEWEST_PROBES
 from dualtune.hybrid.memory import Memory, Prediction, ReturnPoint
 from dualtune.hybrid.monitor import Level, Signal, prediction_error
+from dualtune.hybrid.offload import offloaded
 from dualtune.hybrid.phases import TrainingPhase
 from dualtune.hybrid.search import SearchResult, distances, line_search
 from dualtune.hybrid.settings import Settings
@@ -148,13 +149,14 @@ class HybridStep:
         def at(tau: int) -> np.ndarray:
             return weights_P + np.float32(worth[tau]) * velocity_P
 
-        now_D = self._losses(self._search_documents)
         passed = window.half + (self.memory.attempt.steps if self.memory.attempt else 0)
-        gain_D = (self._losses(self._search_documents, window.middle_P) - now_D) / passed
-        found = line_search(
-            lambda tau: self._losses(self._search_documents, at(tau)), now_D, gain_D, taus, worth.__getitem__,
-            settings.correction_interval,
-        )  # fmt: skip
+        with offloaded(self._step.engine, settings.offload):
+            now_D = self._losses(self._search_documents)
+            gain_D = (self._losses(self._search_documents, window.middle_P) - now_D) / passed
+            found = line_search(
+                lambda tau: self._losses(self._search_documents, at(tau)), now_D, gain_D, taus, worth.__getitem__,
+                settings.correction_interval,
+            )  # fmt: skip
         if not self._is_accepted(found):
             return None
         assert found.losses_D is not None

@@ -66,6 +66,7 @@ DEFAULTS = {
         "max_consecutive_predicts": "auto",
         "probes": "auto",
         "trust_region": "auto",
+        "offload": "none",
     },
     "guards": {
         "nonfinite_limit": 5,

@@ -1,5 +1,7 @@
 """What a prediction does to a run: real, exact, counted, checked, and undone to the bit if it hurts."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from dualtune.hybrid.policy import Predictive
 from dualtune.hybrid.search import SearchResult
 from dualtune.hybrid.vectors import flatten, split
 from dualtune.hybrid.velocity import Window
+from dualtune.testing.numpy_card import CARD as NUMPY_CARD
 from dualtune.testing.numpy_engine import NumpyEngine
 from dualtune.train.schedule import learning_rate
 from dualtune.train.step import TrainingStep
@@ -330,3 +333,38 @@ def test_fast_forward_skips_nothing(any_lab, watch, velocities):
     assert jump.event == "predicted" and jump.details["change"] == pytest.approx(
         np.linalg.norm(jump.details["steps"] * velocities[0]), rel=1e-3
     )
+
+
+class _Away:
+    """What an engine of a device with memory of its own does: it notes when the optimizer's state is away."""
+
+    def __init__(self, engine):
+        self.engine, self.is_away, self.seen = engine, False, []
+
+    def __getattr__(self, name):
+        found = getattr(self.engine, name)
+        if name in ("target_logprobs", "optim_step", "optimizer_state", "load_optimizer_state"):
+            self.seen.append((name, self.is_away))
+        return found
+
+    @contextlib.contextmanager
+    def offloaded_optimizer(self):
+        self.is_away = True
+        try:
+            yield
+        finally:
+            self.is_away = False
+
+
+def test_the_optimizer_s_state_is_away_exactly_while_a_prediction_is_searched(lab, monkeypatch):
+    plain = lab.run("plain", hybrid__offload="none")
+    monkeypatch.setattr(lab.backend, "capabilities", lambda: {
+        **NUMPY_CARD.capabilities(), "hybrid.offload": {"none", "optimizer"},
+    })  # fmt: skip
+    made, load = [], type(lab.backend).load
+    monkeypatch.setattr(type(lab.backend), "load", lambda *args: made.append(_Away(load(*args))) or made[-1])
+    ended = lab.run("away", hybrid__offload="optimizer")
+    assert same(ended.saved(48).adapter, plain.saved(48).adapter)
+    assert {away for name, away in made[0].seen if name != "target_logprobs"} == {False}
+    probes = [away for name, away in made[0].seen if name == "target_logprobs"]
+    assert any(probes) and not all(probes)  # those of the check need nothing moved

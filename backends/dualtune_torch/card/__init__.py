@@ -15,7 +15,14 @@ CARD = Card(
     name="torch",
     devices=(
         Device(
-            "cuda", "bfloat16", DTYPES, QUANTIZATIONS, four_bit="nf4", offloads=("activations",), enforces_limit=True
+            "cuda",
+            "bfloat16",
+            DTYPES,
+            QUANTIZATIONS,
+            four_bit="nf4",
+            offloads=("activations",),
+            offloads_optimizer=True,
+            enforces_limit=True,
         ),
         Device("cpu", "float32", DTYPES, QUANTIZATIONS, four_bit="nf4", enforces_limit=sys.platform == "linux"),
     ),

@@ -48,6 +48,7 @@ RULES: dict[str, Rule] = {
     "memory.resident_layers": "free",
     "memory.sharding": "free",
     "memory.limit": "free",
+    "hybrid.offload": "free",
     "guards.nonfinite_limit": "recorded",
     "guards.on_spike": "recorded",
     "guards.spike_threshold": "recorded",
