@@ -84,9 +84,10 @@ CLAIMS = (
     (
         "50 to 85 % less memory while it predicts", f"{GOALS}; {STATUS}",
         "The modules for it were counters and not connected to the trainer, as the status report says. Optimizer state "
-        "elsewhere saves a share of the states, and those of an adapter are small. A search runs forward passes only, so "
-        "it is never the peak of a run, and less memory in it lets no larger model fit",
-        "`hybrid.offload: optimizer` does it, with the same bits; not on a GPU so far. Techniques one by one: [VALIDATION_RESULTS.md](VALIDATION_RESULTS.md)",
+        "elsewhere saves a share of the states, and those of an adapter are small. A search runs forward passes only, "
+        "so it is never the peak of a run, and less memory in it lets no larger model fit",
+        "`hybrid.offload: optimizer` does it, with the same bits; not on a GPU so far. Techniques one by one: "
+        "[VALIDATION_RESULTS.md](VALIDATION_RESULTS.md)",
     ),
     (
         "models of 1B and 7B on GPUs with 16 and 24 GB", f"{GOALS}; {STATUS}",
