@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, mismatch
 from dualtune.adapter.formats.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, modules_of
@@ -32,6 +33,8 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.memory.ask import adapted
+from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
 from dualtune.train.memory import RunMemory, plan_memory
@@ -199,6 +202,7 @@ def _prepare(
     is_here = Path(config.model.name).expanduser().is_dir()
     model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
+    _check_activation_cache(config, start, model_dir)
     tokenizer = Tokenizer(model_dir, template_of(config, saved), config.data.special_tokens_in_text)
     train, eval_ = sources.train_and_eval(tokenizer, show)
     _check_targets(config, train, eval_)
@@ -256,6 +260,18 @@ def _check_length(config: Config, model_dir: Path) -> None:
             f"data.max_length: got {config.data.max_length}, but this model has only {positions} positions. "
             f"Use --set data.max_length={positions}"
         )
+
+
+def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Path) -> None:
+    """Raise ConfigError if the model is known to have no layer below the adapter. Else it is seen when it is loaded."""
+    if config.train.activation_cache == "none":
+        return
+    try:
+        decoder = decoder_of(read_config(model_dir))
+    except UnknownShape:
+        return
+    targets = _spec(config, start).targets
+    check_layers(decoder.layers - adapted(decoder, targets).layers, targets)
 
 
 def template_of(config: Config, saved: Checkpoint | None) -> str:
