@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dualtune import interrupt
-from dualtune.activation_cache.store import Form, StoredStates, directory_of, read_store, write_store
+from dualtune.activation_cache.store import StatesShape, StoredStates, directory_of, read_store, write_store
 from dualtune.activation_cache.trial import check_engine, try_on
 from dualtune.backend import Backend, Engine
 from dualtune.card import card_of
@@ -42,14 +42,14 @@ def use_cache(
     engine_key = _engine_key(engine, backend, base)
     for documents in parts:
         if len(documents):
-            form = Form(documents.lengths, like.shape[-1], like.dtype)
+            shape = StatesShape(documents.lengths, like.shape[-1], like.dtype)
             key = {**engine_key, "documents": hashlib.sha256(documents.digests().tobytes()).hexdigest()}
-            documents.hidden = team.first_alone(partial(_opened, engine, documents, key, form))
+            documents.hidden = team.first_alone(partial(_opened, engine, documents, key, shape))
 
 
-def _opened(engine: Engine, documents: Documents, key: Mapping[str, Any], form: Form) -> StoredStates:
+def _opened(engine: Engine, documents: Documents, key: Mapping[str, Any], shape: StatesShape) -> StoredStates:
     directory = directory_of(key)
-    return read_store(directory, form) or write_store(directory, form, _computed(engine, documents))
+    return read_store(directory, shape) or write_store(directory, shape, _computed(engine, documents))
 
 
 def _computed(engine: Engine, documents: Documents) -> Iterator[tuple[int, np.ndarray]]:

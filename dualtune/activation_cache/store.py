@@ -34,7 +34,7 @@ Computed = Iterable[tuple[int, np.ndarray]]  # document and its hidden states [T
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StatesShape:
     """What the hidden states of all documents look like."""
 
     lengths: np.ndarray  # int64 [documents]: tokens
@@ -54,14 +54,14 @@ class Form:
 class StoredStates:
     """The hidden states of documents, in a file."""
 
-    def __init__(self, path: Path, form: Form, checksums: np.ndarray) -> None:
+    def __init__(self, path: Path, shape: StatesShape, checksums: np.ndarray) -> None:
         self.path = path
-        self.form, self._starts, self._checksums = form, form.starts, checksums
+        self.shape, self._starts, self._checksums = shape, shape.starts, checksums
         self._descriptor = os.open(path / STATES, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
     def __str__(self) -> str:
-        return f"hidden states of {len(self.form.lengths)} documents, {in_bytes(self.form.num_bytes)}, in {self.path}"
+        return f"hidden states of {len(self.shape.lengths)} documents, {in_bytes(self.shape.num_bytes)}, in {self.path}"
 
     def __getitem__(self, document: int) -> np.ndarray:
         """Read those of a document, [T, D]. Raises DataError if they differ from what was written."""
@@ -72,7 +72,7 @@ class StoredStates:
                 f"{self.path}: the cache of hidden states is damaged. Remove this directory and run again: they are "
                 f"computed again, to the same bits. Without a cache: {KEY}=none"
             )
-        return np.frombuffer(raw, self.form.dtype).reshape(-1, self.form.width)
+        return np.frombuffer(raw, self.shape.dtype).reshape(-1, self.shape.width)
 
 
 def directory_of(key: Mapping[str, Any]) -> Path:
@@ -81,42 +81,42 @@ def directory_of(key: Mapping[str, Any]) -> Path:
     return cache_dir() / "activations" / name
 
 
-def read_store(directory: Path, form: Form) -> StoredStates | None:
-    """Return the store in this directory; None if there is no complete one of this form."""
+def read_store(directory: Path, shape: StatesShape) -> StoredStates | None:
+    """Return the store in this directory; None if there is no complete one of this shape."""
     try:
         table = json.loads((directory / TABLE).read_text(encoding="utf-8"))
         sizes = {name: (directory / name).stat().st_size for name in (STATES, CHECKSUMS)}
         checksums = np.frombuffer((directory / CHECKSUMS).read_bytes(), "<u4")
-        if table != _table(form) or sizes[STATES] != form.num_bytes or len(checksums) != len(form.lengths):
+        if table != _table(shape) or sizes[STATES] != shape.num_bytes or len(checksums) != len(shape.lengths):
             return None
         with contextlib.suppress(OSError):
             os.utime(directory)  # marks it as used now
-        return StoredStates(directory, form, checksums)
+        return StoredStates(directory, shape, checksums)
     except (OSError, ValueError):
         return None
 
 
-def write_store(directory: Path, form: Form, computed: Computed) -> StoredStates:
+def write_store(directory: Path, shape: StatesShape, computed: Computed) -> StoredStates:
     """Write what is computed, and return the store. Raises DiskError if it cannot be written, or does not fit."""
-    _check_space(directory, form)
+    _check_space(directory, shape)
     try:
         if os.path.lexists(directory):
             remove_directory(directory)  # damaged
         with new_directory(directory) as temporary:
             forget_unused(directory.parent)
-            _write(temporary, form, computed)
+            _write(temporary, shape, computed)
     except DiskError as error:
-        if (found := read_store(directory, form)) is not None:  # another process was faster
+        if (found := read_store(directory, shape)) is not None:  # another process was faster
             return found
         raise DiskError(f"{error} Set DUALTUNE_CACHE to a directory on another disk, or {KEY}=none") from error
-    found = read_store(directory, form)
+    found = read_store(directory, shape)
     if found is None:
         raise DiskError(f"{directory}: the hidden states were written, but are not there. Set {KEY}=none")
     return found
 
 
-def _write(directory: Path, form: Form, computed: Computed) -> None:
-    checksums, starts = np.zeros(len(form.lengths), "<u4"), form.starts
+def _write(directory: Path, shape: StatesShape, computed: Computed) -> None:
+    checksums, starts = np.zeros(len(shape.lengths), "<u4"), shape.starts
     with contextlib.ExitStack() as files:
 
         def open_file(name: str) -> BinaryIO:
@@ -124,27 +124,28 @@ def _write(directory: Path, form: Form, computed: Computed) -> None:
 
         states, sums, table = open_file(STATES), open_file(CHECKSUMS), open_file(TABLE)
         for document, states_TD in computed:
-            raw = np.ascontiguousarray(states_TD, form.dtype).tobytes()
+            raw = np.ascontiguousarray(states_TD, shape.dtype).tobytes()
             assert len(raw) == starts[document + 1] - starts[document]
             checksums[document] = zlib.crc32(raw)
             states.seek(int(starts[document]))
             states.write(raw)
         sums.write(checksums.tobytes())
-        table.write(json_bytes(_table(form)))
+        table.write(json_bytes(_table(shape)))
         for file in (states, sums, table):
             file.flush()
             os.fsync(file.fileno())
 
 
-def _table(form: Form) -> dict[str, Any]:
-    return {"dtype": form.dtype.str, "width": form.width, "documents": len(form.lengths), "bytes": form.num_bytes}
+def _table(shape: StatesShape) -> dict[str, Any]:
+    return {"dtype": shape.dtype.str, "width": shape.width, "documents": len(shape.lengths), "bytes": shape.num_bytes}
 
 
-def _check_space(directory: Path, form: Form) -> None:
+def _check_space(directory: Path, shape: StatesShape) -> None:
     free = shutil.disk_usage(existing(directory)).free
-    if free < form.num_bytes:
-        each = f"{int(form.lengths.sum())} tokens of {form.width * form.dtype.itemsize} bytes each"
+    if free < shape.num_bytes:
+        tokens = f"{int(shape.lengths.sum())} tokens of {shape.width * shape.dtype.itemsize} bytes each"
+        needs = f"{in_bytes(shape.num_bytes)} for {tokens}"
         raise DiskError(
-            f"{KEY}: {directory.parent} needs {in_bytes(form.num_bytes)} for {each}, but the disk has {in_bytes(free)} "
-            f"free. Free some space, set DUALTUNE_CACHE to a directory on another disk, or {KEY}=none"
+            f"{KEY}: {directory.parent} needs {needs}, but the disk has {in_bytes(free)} free. Free some space, "
+            f"set DUALTUNE_CACHE to a directory on another disk, or {KEY}=none"
         )

@@ -213,8 +213,12 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
 
 def _hidden(states: HiddenStates, rows: Sequence[Row], shape: tuple[int, int]) -> np.ndarray:
     """Return the hidden states of the rows, [B, T, D], 0 for padding."""
-    found = [np.concatenate([states[id] for id in row]) for row in rows]
-    hidden_BTD = np.zeros((*shape, found[0].shape[-1]), found[0].dtype)
-    for row_TD, states_TD in zip(hidden_BTD, found, strict=True):
-        row_TD[: len(states_TD)] = states_TD
+    like = states[rows[0][0]]
+    hidden_BTD = np.zeros((*shape, like.shape[-1]), like.dtype)
+    for b, row in enumerate(rows):
+        end = 0
+        for id in row:
+            states_TD = states[id]
+            start, end = end, end + len(states_TD)
+            hidden_BTD[b, start:end] = states_TD
     return hidden_BTD

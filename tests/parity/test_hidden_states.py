@@ -1,0 +1,70 @@
+"""Hidden states that are given to an engine, in every format of the base and dtype, and in compiled code."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.spec import AdapterSpec
+from dualtune.backend import LoadRequest
+from dualtune.optimizer import OptimizerSpec
+from dualtune.testing.conformance import assert_close, gradient, random_adapter
+from dualtune.testing.conformance_activation_cache import given
+from dualtune.testing.conformance_packing import ROWS
+from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
+
+FORMS = {
+    "torch": ("float32", "bfloat16", "float16", "nf4", "int8", "affine4", "affine8"),
+    "mlx": ("float32", "bfloat16", "float16", "int8", "affine4", "affine8", "compiled"),
+}
+BITS = {"bfloat16": np.uint16, "float16": np.float16}
+UPPER = tuple(f"layers.{i}.{name}" for i in (2, 3) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"))
+
+
+@pytest.fixture(params=[(backend, form) for backend, forms in FORMS.items() for form in forms], ids="-".join)
+def loaded(request, open_backend, tmp_path):
+    """(engine with an adapter on the upper half, form)"""
+    backend, form = request.param
+    dtype = form if form in BITS else "float32"
+    quantization = "auto" if form in ("float32", "compiled", *BITS) else form
+    model = write_tiny_llama(tmp_path / "llama", num_hidden_layers=4)
+    spec = AdapterSpec(4, 6.0, 0.2, UPPER)
+    engine = open_backend(backend).load(
+        LoadRequest(
+            model,
+            dtype,
+            quantization,
+            "pretrained",
+            spec,
+            OptimizerSpec(),
+            seed=4,
+            kernels="fused" if form == "compiled" else "auto",
+        )
+    )
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    return engine, form
+
+
+def test_what_is_given_is_what_is_computed(loaded):
+    """In rows of the same shape nothing is rounded otherwise, so the bits are the same."""
+    engine, form = loaded
+    batch = random_batch([9, 16, 5, 12], 96)
+    assert engine.description.layers_below_adapter == 2
+    cached, fresh = given(engine, batch), engine.optimizer_state()
+    assert cached.hidden_BTD.dtype == BITS.get(form, np.float32)
+    assert cached.hidden_BTD.shape == (4, 16, 64)
+    assert engine.evaluate(cached).loss_sum == engine.evaluate(batch).loss_sum
+    for found, expected in ((cached, batch), (pack(cached, ROWS), pack(batch, ROWS))):
+        grads = []
+        for each in (found, expected):
+            engine.load_optimizer_state(fresh)
+            grads.append(gradient(engine, each))
+        assert_close(*grads, 3e-2 if form in BITS else 1e-5)
+
+
+def test_other_hidden_states_are_another_loss(loaded):
+    engine, _ = loaded
+    batch = random_batch([9, 16, 5, 12], 96)
+    cached = given(engine, batch)
+    turned = replace(cached, hidden_BTD=cached.hidden_BTD[:, ::-1].copy())
+    assert abs(engine.evaluate(turned).loss_sum - engine.evaluate(batch).loss_sum) > 1
