@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -75,9 +76,11 @@ def measure(shape: str, part: str, rounds: int, folder: Path) -> dict[str, Any]:
     below = num_layers - num_layers // UPPER[part]
     load = partial(engine_on, backend, folder, range(below, num_layers))
     engine, plain, cached = load(), documents_of(config, shape), documents_of(config, shape)
-    before = time.process_time()
-    use_cache(engine, backend, [cached], {"random": shape}, Team(), packs=True)
-    fill_s = time.process_time() - before
+    for _ in range(2):  # the first time compiles
+        shutil.rmtree(folder / "activations", ignore_errors=True)
+        before, cached.hidden = time.process_time(), None
+        use_cache(engine, backend, [cached], {"random": shape}, Team(), packs=True)
+        fill_s = time.process_time() - before
     works = {
         f"{work.__name__}, {name}": partial(work, engine, documents)
         for work in (step, evaluation)
@@ -157,7 +160,7 @@ def table(result: Mapping[str, Any]) -> str:
             name, f"{case['layers_below']} of {case['layers']}",
             *(spread(case[f"{work}_ratio"]) for work in ("step", "evaluation")),
             f"{case['fill_s'] / case['median_s']['step, computed']:.2f} steps", f"{case['bytes_per_token']:,}",
-            f"at most {case['largest_loss_gap']:.0e}",
+            f"at most {case['largest_loss_gap']:.0e}" if case["largest_loss_gap"] else "in no bit",
         )
         for name, case in result["cases"].items()
     ]  # fmt: skip

@@ -14,6 +14,8 @@ from dualtune.backend import NOISE, Backend, Batch, Engine
 from dualtune.data.batching.batches import make_batch
 from dualtune.data.documents import Documents, in_memory
 from dualtune.errors import ConfigError
+from dualtune.memory.ask import adapted
+from dualtune.memory.shapes import Decoder
 
 KEY = "train.activation_cache"
 DOCUMENTS, LONGEST = 3, 16  # what is tried: so many documents, cut to so many tokens
@@ -30,6 +32,13 @@ def check_layers(layers_below: int | None, targets: Sequence[str]) -> None:
             f"{KEY}: got disk, but {reason}{rest}, so there is no layer whose output could be cached. {BY_PATH}, or "
             f"set {KEY}=none"
         )
+
+
+def layers_below(decoder: Decoder, targets: Sequence[str]) -> int:
+    """Return how many layers lie below the lowest adapted module. ConfigError if there are none."""
+    below = decoder.layers - adapted(decoder, tuple(targets)).layers
+    check_layers(below, targets)
+    return below
 
 
 def check_engine(engine: Engine) -> None:

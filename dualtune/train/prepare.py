@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.activation_cache.trial import check_layers
+from dualtune.activation_cache.trial import layers_below
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, mismatch
 from dualtune.adapter.formats.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, modules_of
@@ -33,7 +33,6 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
-from dualtune.memory.ask import adapted
 from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
@@ -270,8 +269,7 @@ def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Pa
         decoder = decoder_of(read_config(model_dir))
     except UnknownShape:
         return
-    targets = _spec(config, start).targets
-    check_layers(decoder.layers - adapted(decoder, targets).layers, targets)
+    layers_below(decoder, _spec(config, start).targets)
 
 
 def template_of(config: Config, saved: Checkpoint | None) -> str:
