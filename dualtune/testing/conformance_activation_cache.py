@@ -67,7 +67,7 @@ def check_given_hidden_states_are_used(case: Case) -> None:
     if not caches(case):
         return
     engine, plain = top_engine(case), case.batch()
-    before, fresh = engine.evaluate(plain).loss_sum, engine.optimizer_state()
+    before, logprobs, fresh = engine.evaluate(plain).loss_sum, engine.logprobs(plain), engine.optimizer_state()
     grads = gradient(engine, plain)
     good = given(engine, plain)
     assert good.hidden_BTD is not None
@@ -80,6 +80,7 @@ def check_given_hidden_states_are_used(case: Case) -> None:
         with contextlib.suppress(Exception):  # of the framework, for states of another width
             engine.forward_backward(broken, divisor=plain.num_targets)
         engine.discard()
+        assert np.array_equal(engine.logprobs(plain), logprobs)
         assert engine.evaluate(plain).loss_sum == before
         assert np.array_equal(engine.hidden_states(plain), engine.hidden_states(plain))
     engine.load_optimizer_state(fresh)

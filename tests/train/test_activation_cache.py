@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dualtune.activation_cache import store
-from dualtune.backend import DeviceInfo
+from dualtune.backend import Batch, DeviceInfo
 from dualtune.capabilities import check_capabilities
 from dualtune.card import Card, Device
 from dualtune.errors import ConfigError, DataError, DiskError
@@ -54,9 +53,9 @@ def settings(lab):
 
 
 @pytest.fixture
-def calls(lab, monkeypatch) -> Counter:
-    """How often the engine computed hidden states, and with how many tokens."""
-    found = Counter()
+def calls(lab, monkeypatch) -> list[Batch]:
+    """The micro-batches whose hidden states engines have computed."""
+    found = []
     load = type(lab.backend).load
 
     def counting(backend, request):
@@ -64,8 +63,7 @@ def calls(lab, monkeypatch) -> Counter:
         compute = engine.hidden_states
 
         def hidden_states(batch):
-            found["batches"] += 1
-            found["tokens"] += batch.num_tokens
+            found.append(batch)
             return compute(batch)
 
         engine.hidden_states = hidden_states
@@ -134,9 +132,12 @@ def test_every_batch_of_a_run_has_its_hidden_states(lab, settings):
 
 
 @on_all
-def test_a_deleted_cache_is_computed_again_and_the_resumed_run_is_bitwise(lab, settings, rows_of, weights_of, cache):
-    """Also where the rows of the run have changed in between, as after memory ran out."""
+def test_a_deleted_cache_is_computed_again_and_the_resumed_run_is_bitwise(
+    lab, settings, rows_of, weights_of, cache, calls
+):
+    """By the same micro-batches, also where those of the run are others, as after memory ran out."""
     straight = lab.run("straight", **settings)
+    computed = [batch.tokens_BT.tolist() for batch in calls[1:]]  # the first is the trial
     before = files_of(cache)
     shutil.rmtree(cache)
     with pytest.raises(Crash):
@@ -147,8 +148,9 @@ def test_a_deleted_cache_is_computed_again_and_the_resumed_run_is_bitwise(lab, s
     assert weights_of(resumed.run_dir) == weights_of(straight.run_dir)
     assert losses(rows_of(resumed.run_dir)) == losses(rows_of(straight.run_dir))
     shutil.rmtree(cache)
+    calls.clear()
     lab.run("other rows", **settings | {"train__micro_batch_tokens": 64, "data__packing": False})
-    assert files_of(cache) == before
+    assert files_of(cache) == before and [batch.tokens_BT.tolist() for batch in calls[1:]] == computed
 
 
 @on_numpy
@@ -163,10 +165,12 @@ def test_the_cache_may_come_and_go_in_a_run(lab, settings, rows_of):
 def test_a_second_run_computes_only_the_trial(lab, settings, calls):
     lab.run("first", **settings)
     prepared = prepare(lab.config(**settings), lab.backend)
-    assert calls["tokens"] >= prepared.data.train.num_tokens + prepared.data.eval.num_tokens
+    assert (
+        sum(batch.num_tokens for batch in calls[1:]) == prepared.data.train.num_tokens + prepared.data.eval.num_tokens
+    )
     calls.clear()
     lab.run("second", **settings | {"run__seed": 1, "train__learning_rate": 1e-3})
-    assert calls["batches"] == 1
+    assert len(calls) == 1
 
 
 @on_numpy
