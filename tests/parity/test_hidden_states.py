@@ -1,5 +1,6 @@
 """Hidden states that are given to an engine, in every format of the base and dtype, and in compiled code."""
 
+import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -60,6 +61,38 @@ def test_what_is_given_is_what_is_computed(loaded):
             engine.load_optimizer_state(fresh)
             grads.append(gradient(engine, each))
         assert_close(*grads, 3e-2 if form in BITS else 1e-5)
+
+
+@pytest.mark.parametrize("backend", FORMS)
+@pytest.mark.parametrize(
+    ("targets", "below"),
+    [(("lm_head",), 3), (("layers.2.mlp.up_proj", "lm_head"), 2), (("layers.1.mlp.up_proj", "layers.2.mlp.up_proj"), 1),
+     (("layers.0.mlp.up_proj", "lm_head"), 0), (("all-linear",), 0)],
+)  # fmt: skip
+def test_the_layers_below_the_lowest_adapted_one(open_backend, tmp_path, backend, targets, below):
+    model = write_tiny_llama(tmp_path / "llama", num_hidden_layers=3)
+    spec = AdapterSpec(4, 6.0, 0.0, targets)
+    engine = open_backend(backend).load(
+        LoadRequest(model, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=4)
+    )
+    assert engine.description.layers_below_adapter == below
+    batch = random_batch([9, 16], 96)
+    if below:
+        assert engine.evaluate(given(engine, batch)).loss_sum == engine.evaluate(batch).loss_sum
+
+
+@pytest.mark.parametrize("backend", FORMS)
+def test_a_module_outside_of_the_layers_leaves_nothing_below(open_backend, tmp_path, backend):
+    """Such as a projection between embedding and first layer."""
+    frozen_layers = importlib.import_module(f"dualtune_{backend}.host.hidden_states").FrozenLayers
+    model = write_tiny_llama(tmp_path / "llama")
+    spec = AdapterSpec(4, 6.0, 0.0, ("layers.1.mlp.up_proj",))
+    engine = open_backend(backend).load(
+        LoadRequest(model, "float32", "auto", "pretrained", spec, OptimizerSpec(), seed=4)
+    )
+    body, adapted = engine.model.model, list(engine._layers.values())
+    assert len(frozen_layers(engine.model, adapted)) == 1
+    assert len(frozen_layers(engine.model, [*adapted, body.embed_tokens])) == 0
 
 
 def test_other_hidden_states_are_another_loss(loaded):
