@@ -153,6 +153,7 @@ class Prepared:
         if self.start is not None:
             doubts.append(mismatch(self.start.template_hash, tokenizer.template_hash))
         copy = template_of(self.config, self.checkpoint)
+        caches = self.config.train.activation_cache == "disk"
         return [
             f"model       {self.config.model.name}, {template}",
             *([f"template    {copy}, because {data.template} does not exist here"] if copy != data.template else []),
@@ -163,6 +164,7 @@ class Prepared:
             f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
             f"train data  {found.train.summary()}",
             f"eval data   {found.eval.summary() if found.eval.num_rows else found.eval.remark or 'none'}",
+            *(["cache       hidden states below the adapter, computed first unless they are on disk"] * caches),
             f"steps       {found.order.num_steps} of {per_step}, "
             f"in micro-batches of up to {found.layout.max_tokens} tokens{chosen}, {packed}",
         ]

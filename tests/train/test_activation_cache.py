@@ -119,6 +119,7 @@ def test_every_batch_of_a_run_has_its_hidden_states(lab, settings):
     """Those of steps, of probes and of documents whose losses are asked for, each from its own document."""
     prepared = prepare(lab.config(**settings), lab.backend)
     assert prepared.batches(0)[0].hidden_BTD is None
+    assert "cache       hidden states below the adapter, computed first unless they are on disk" in prepared.summary()
     load_engine(prepared)
     train = prepared.data.train
     asked = [batch for _, batch in prepared.rows_with_batches([3, 1], prepared.data.layout)]
