@@ -61,7 +61,10 @@ def try_on(engine: Engine, backend: Backend, documents: Documents, *, packs: boo
     rows = [[i for (i,) in separate]] if packs else separate
     expected = _loss(engine, make_batch(few, rows, seed=0, step=0))
     try:
-        states_BTD = engine.hidden_states(make_batch(few, separate, seed=0, step=0))
+        batch = make_batch(few, separate, seed=0, step=0)
+        states_BTD = engine.hidden_states(batch)
+        if states_BTD.shape[:-1] != batch.tokens_BT.shape:
+            raise _refusal(engine, f"has hidden states {[*states_BTD.shape]} for tokens {[*batch.tokens_BT.shape]}")
         few.hidden = [states_TD[:length] for states_TD, length in zip(states_BTD, few.lengths, strict=True)]
         found = _loss(engine, make_batch(few, rows, seed=0, step=0))
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:

@@ -1,13 +1,17 @@
 """Hidden states that are given to an engine, in every format of the base and dtype, and in compiled code."""
 
 import importlib
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from dualtune.activation_cache.trial import try_on
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
+from dualtune.data.documents import in_memory
+from dualtune.errors import ConfigError
 from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.conformance import assert_close, gradient, random_adapter
 from dualtune.testing.conformance_activation_cache import given
@@ -93,6 +97,25 @@ def test_a_module_outside_of_the_layers_leaves_nothing_below(open_backend, tmp_p
     body, adapted = engine.model.model, [layer for path, layer in engine._layers.items() if ".1." in path]
     assert len(frozen_layers(engine.model, adapted)) == 1
     assert len(frozen_layers(engine.model, [*adapted, body.embed_tokens])) == 0
+
+
+def test_a_model_with_more_than_one_stream_of_hidden_states_is_refused(open_backend, tmp_path):
+    """Gemma 3n predicts several of them, and gives each layer inputs of its own."""
+    config = {
+        "architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text", "hidden_size": 32,
+        "intermediate_size": [64] * 4, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": 96, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 1, "laurel_rank": 4, "altup_num_inputs": 2, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, backend = AdapterSpec(4, 6.0, 0.0, ("layers.2.mlp.up_proj",)), open_backend("torch")
+    engine = backend.load(
+        LoadRequest(tmp_path, "float32", "auto", "random", spec, OptimizerSpec(), seed=4, kernels="reference")
+    )
+    documents = in_memory([(np.arange(3, 3 + n, dtype=np.int32), np.ones(n, bool)) for n in (9, 12, 7)])
+    with pytest.raises(ConfigError, match=r"Gemma3nForCausalLM.*: it has hidden states \[2, 3, 16, 32\] for tokens \["):
+        try_on(engine, backend, documents, packs=False)
 
 
 def test_other_hidden_states_are_another_loss(loaded):
