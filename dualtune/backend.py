@@ -7,7 +7,7 @@ To add a backend, implement `Backend` and `Engine`, register the backend object 
 `dualtune.backends`, and run the conformance suite (`dualtune.testing.conformance`). `dualtune.testing.numpy_engine` is
 a small complete example.
 
-Shape suffixes: B rows of the micro-batch, T tokens of a row, V vocabulary.
+Shape suffixes: B rows of the micro-batch, T tokens of a row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ IGNORE_INDEX = -100  # a label that carries no loss
 # Constants that all backends share; those of the optimizers are in `optimizer.py`.
 CLIP_EPS = 1e-6  # gradients are scaled by min(1, max_norm / (norm + CLIP_EPS))
 FLOAT16_LOSS_SCALE = 1024.0  # float16 flushes gradients under 6e-8 to zero; gradients are unscaled in float32
+# Nats per token by which a document's loss may change from rounding alone when its row gets another shape.
+NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: rows of documents, padded on the right. All arrays are [B, T].
+    """One micro-batch: rows of documents, padded on the right. All arrays but the last are [B, T].
 
     A row holds its documents one after another, each with positions from 0; padding has segment 0 and position 0.
     A token attends to itself and to the earlier tokens of its own document, nothing else. Only engines that honour
@@ -50,6 +52,8 @@ class Batch:
     positions_BT: np.ndarray  # int32, position of the token inside its document
     dropout_seeds_BT: np.ndarray  # uint32, the token's dropout seed: a function of (seed, step, document, position)
     weights_BT: np.ndarray | None = None  # float32, loss weight of each target, may be negative; None: all are 1
+    # What `Engine.hidden_states` returns for these tokens, 0 for padding. An engine that gets it does not compute it.
+    hidden_BTD: np.ndarray | None = None
 
     @property
     def num_targets(self) -> int:
@@ -144,6 +148,7 @@ class EngineDescription:
     kernels: str | None = None  # which fast kernels are used, and why others are not
     checkpointing: str | None = None  # which activations are recomputed
     checkpointing_reason: str | None = None
+    layers_below_adapter: int | None = None  # of the base: what leaves them is a function of the tokens alone
     streaming: Mapping[str, int] | None = None  # layers of the base, how many are on the device, their bytes there and
     # on the host; None: all are on the device
     threads: int | None = None  # that compute on a CPU, if the rounding depends on their number
@@ -225,6 +230,14 @@ class Engine(Protocol):
         Computed the same way as the loss: without logits [B, T, V] if the loss needs none. `dropout` applies the same
         masks as `forward_backward` does for this batch, so the gradient added there is that of these numbers. If the
         base is sharded, all processes must call it equally often.
+        """
+        ...
+
+    def hidden_states(self, batch: Batch) -> np.ndarray:
+        """Return the hidden states after `layers_below_adapter` layers, [B, T, D], as `Batch.hidden_BTD` takes them.
+
+        In the dtype in which they are computed; bfloat16, which NumPy does not have, as its bits in uint16. Only for
+        engines that honour train.activation_cache, and only where that number is not 0.
         """
         ...
 

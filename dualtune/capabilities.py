@@ -23,6 +23,7 @@ BACKEND_KEYS = (
     "train.optimizer",
     "train.schedule",
     "train.average",
+    "train.activation_cache",
     "memory.checkpointing",
     "memory.offload",
     "memory.resident_layers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from dualtune.errors import ConfigError
 from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
+from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
@@ -73,6 +74,7 @@ class MlxEngine:
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
         self._adapter.bind(self._layout.named(self._params))
+        self._frozen_layers = FrozenLayers(model, self._layers.values())
         streaming = Streaming(model, residency, self._adapter) if residency else None
         self._kernels = choose(model, request.kernels, streams=residency is not None)
         self._recomputation = streaming or Recomputation(model, self._adapter)
@@ -83,6 +85,7 @@ class MlxEngine:
             adapted_modules=len(self._layers),
             adapted_weights=storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._params.size,
+            layers_below_adapter=len(self._frozen_layers),
             kernels=str(self._kernels),
         )
         self.set_checkpointing(request.checkpointing)
@@ -98,8 +101,9 @@ class MlxEngine:
         )
 
     def evaluate(self, batch: Batch) -> LossSum:
-        with self._documents(batch):
-            loss = self._loss_sum(self._inputs(batch), slopes=False)
+        inputs = self._inputs(batch)
+        with self._documents(batch), self._replaced(inputs):
+            loss = self._loss_sum(inputs, slopes=False)
         mx.async_eval(loss)
         return LossSum(loss, batch.num_targets)
 
@@ -116,7 +120,7 @@ class MlxEngine:
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
-        with self._documents(batch), self._dropout(inputs):
+        with self._documents(batch), self._dropout(inputs), self._replaced(inputs):
             if self._kernels.loss is None:
                 return np.array(target_logprobs(self._apply(self.model, inputs), inputs["labels_BT"]))
             body, head = self._kernels.loss
@@ -126,6 +130,10 @@ class MlxEngine:
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return logprobs_BT
+
+    def hidden_states(self, batch: Batch) -> np.ndarray:
+        with self._documents(batch):
+            return self._frozen_layers.computed(lambda: self._apply(self.model, self._inputs(batch)))
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         max_norm = math.inf if max_grad_norm is None else max_grad_norm
@@ -210,7 +218,7 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
-        with self._dropout(inputs):
+        with self._dropout(inputs), self._replaced(inputs):
             added, slopes = self._recomputation.value_and_grad(scaled_loss, self._layout.named(params))
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
 
@@ -258,7 +266,12 @@ class MlxEngine:
                 inputs["weights_N"] = weights_BT.flat[inputs["index_N"]]
         if dropout and self._request.adapter.dropout:
             inputs["dropout_seeds_BT"] = batch.dropout_seeds_BT
-        return {name: mx.array(values) for name, values in inputs.items()}
+        arrays = {name: mx.array(values) for name, values in inputs.items()}
+        return arrays if batch.hidden_BTD is None else arrays | {"hidden_BTD": to_mlx(batch.hidden_BTD)}
+
+    def _replaced(self, inputs: Arrays) -> AbstractContextManager[None]:
+        """Use the hidden states among the inputs, if there are any."""
+        return self._frozen_layers.replaced(inputs.get("hidden_BTD"))
 
     @contextmanager
     def _dropout(self, inputs: Arrays) -> Iterator[None]:

@@ -37,6 +37,7 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
+from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import Transfers
@@ -81,6 +82,7 @@ class TorchEngine:
         fuse = self._kernels.maybe_compile
         groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)
+        self._frozen_layers = FrozenLayers(model, self._layers.values())
         if not self._is_full:
             self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
@@ -92,6 +94,7 @@ class TorchEngine:
             adapted_weights=None if self._is_full else storage([layer.base for layer in self._layers.values()]),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
+            layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             streaming=self._streamed.describe() if self._streamed else None,
             threads=torch.get_num_threads() if model.device.type == "cpu" else None,
         )
@@ -116,18 +119,19 @@ class TorchEngine:
         return next(self._adapter.grads[name] for name, each in self.model.named_parameters() if each is weight)
 
     def evaluate(self, batch: Batch) -> LossSum:
-        with torch.no_grad(), self._together():
+        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
             return LossSum(self._loss_sum(batch), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
-        with self._dropout(batch), self._together():
+        with self._dropout(batch), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
             loss = self._loss_sum(batch) / divisor
             if loss.requires_grad:  # else the micro-batch has no target
                 (loss * self._loss_scale).backward()
         self._loss += loss.detach()
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
-        with torch.no_grad(), self._together(), self._dropout(batch) if dropout else nullcontext():
+        dropout_ = self._dropout(batch) if dropout else nullcontext()
+        with torch.no_grad(), self._together(), dropout_, self._frozen_layers.replaced(batch.hidden_BTD):
             head = self._kernels.head
             if head is None:
                 return _numpy(target_logprobs(self._logits(batch), self._tensor(batch.labels_BT)))
@@ -140,6 +144,10 @@ class TorchEngine:
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT.flat[where_M] = _numpy(found_M)
         return logprobs_BT
+
+    def hidden_states(self, batch: Batch) -> np.ndarray:
+        with torch.no_grad(), self._together():
+            return self._frozen_layers.computed(lambda: self._run(self.model.base_model, batch))
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         flat = self._adapter.flat

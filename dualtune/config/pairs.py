@@ -45,6 +45,8 @@ def impossible_pairs(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     if guards.on_spike == "rollback" and config.run.save_every is None:
         rule = "needs checkpoints to return to, but run.save_every is null"
         yield ("guards", "on_spike"), ("run", "save_every"), f"got rollback, {rule}"
+    if train.activation_cache != "none":
+        yield from _impossible_with_cache(config)
     if config.adapter.trains_model:
         yield from _impossible_with_full(config)
 
@@ -75,6 +77,24 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
     if isinstance(over, int) and train.steps is not None and over > train.steps:
         rule = f"must be at most train.steps ({train.steps})"
         yield ("train", "average_over"), ("train", "steps"), f"got {over} steps, {rule}"
+
+
+def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
+    """Yield what leaves no layer to cache, or needs every layer to be called."""
+    cache: KeyPath = ("train", "activation_cache")
+    got, memory = f"got {config.train.activation_cache}", config.memory
+    if config.adapter.trains_model:
+        rule = "but adapter.method: full trains the first layer too, so nothing stays the same over the epochs"
+        yield cache, ("adapter", "method"), f"{got}, {rule}; allowed: none"
+    elif isinstance(config.adapter.targets, str) and config.adapter.init_from is None:
+        rule = f"but adapter.targets: {config.adapter.targets} adapts the first layer too; name modules of upper layers"
+        yield cache, ("adapter", "targets"), f"{got}, {rule} by their paths, such as layers.10.self_attn.q_proj"
+    if memory.sharding == "full":
+        rule = "but memory.sharding: full needs all processes for every layer"
+        yield cache, ("memory", "sharding"), f"{got}, {rule}; allowed: none, or memory.sharding: none"
+    if memory.resident_layers != "all":
+        rule = "but memory.resident_layers counts on every layer being computed"
+        yield cache, ("memory", "resident_layers"), f"{got}, {rule}; allowed: none, or memory.resident_layers: all"
 
 
 def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:

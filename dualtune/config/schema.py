@@ -212,6 +212,9 @@ class TrainConfig(Section):
     average_over: Share | Count = 0.4
     """How many steps tail averages, or the time constant of ema: below 1 a fraction of the steps, from 1 on a number of
     steps."""
+    activation_cache: Literal["none", "disk"] = "none"
+    """Whether the hidden states below the lowest adapted layer are computed once for each document and kept on disk;
+    disk saves that part of every step and evaluation, and needs adapter.targets that leave the first layers alone."""
     max_grad_norm: Positive | None = 0.3
     """The largest gradient norm; larger gradients are scaled down to it; null turns clipping off."""
 

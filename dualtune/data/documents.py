@@ -18,7 +18,7 @@ from dualtune.data.sources.bad_rows import BadRows, check_bad_rows
 from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
 from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.tokens.cache import open_store
-from dualtune.data.tokens.store import INDEX, Document, TokenStore, Writer, stored_in_memory
+from dualtune.data.tokens.store import INDEX, Document, HiddenStates, TokenStore, Writer, stored_in_memory
 from dualtune.data.tokens.tokenize import State, TokenizedRow, Tokens, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError
@@ -43,6 +43,7 @@ class Documents(Sequence[Document]):
         self.weights = tuple(weights) or (1.0,) * len(stores)
         self.num_rows = sum(int(chosen.sum()) for chosen in rows)
         self.num_bad = sum(store.num_bad for store in stores)
+        self.hidden: HiddenStates | None = None  # what need not be computed of these documents, by index
         self.remark = ""  # a note if the held-out share differs from the requested one
         # The index entries of these rows, including dropped rows.
         self._entries = [np.flatnonzero(mine[store.index["row"]]) for store, mine in zip(stores, rows, strict=True)]

@@ -27,6 +27,7 @@ from dualtune.platform.machines import named
 from dualtune.preflight.config_data import check_sources, step_rows
 from dualtune.preflight.config_memory import MemoryNeed, memory_row
 from dualtune.preflight.config_model import (
+    activation_cache_rows,
     failure,
     find_model,
     length_row,
@@ -81,6 +82,7 @@ def check_config(
     rows, seen = check_sources(config, tokenizer)
     report.checks += [*rows, *step_rows(config, seen)]
     decoder, reason = shape_of(model)
+    report.checks += activation_cache_rows(config, decoder)
     if decoder is None:
         report.checks += targets_rows(config, model)
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):

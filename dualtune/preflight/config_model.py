@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dualtune.activation_cache.trial import layers_below
 from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.targets import select_modules
 from dualtune.base_model import has_weights, position_table_size, read_config, resolve_model
@@ -121,6 +122,21 @@ def length_row(config: Config, model: BaseModel) -> Check:
     if table_size:
         return Check("length", "fail", f"{found} and no more", fix, ConfigError.exit_code)
     return Check("length", "advice", f"{found}; it was not trained on longer texts", fix)
+
+
+def activation_cache_rows(config: Config, decoder: Decoder | None) -> list[Check]:
+    """Return what train.activation_cache keeps on disk, or why it cannot; no row where it is not asked for."""
+    name, targets = "activation cache", config.adapter.targets
+    if config.train.activation_cache == "none":
+        return []
+    if decoder is None:
+        return [Check(name, "skipped", "only the loaded model shows whether a layer lies below the adapter")]
+    try:
+        below = layers_below(decoder, (targets,) if isinstance(targets, str) else targets)
+    except DualtuneError as error:
+        return [failure(name, error)]
+    found = f"{below} of {decoder.layers} layers; {decoder.hidden:,} numbers for each token of the data on disk"
+    return [Check(name, "ok", found)]
 
 
 def targets_rows(config: Config, model: BaseModel) -> list[Check]:

@@ -25,6 +25,7 @@ from dualtune.capabilities import BACKEND_KEYS
 from dualtune.optimizer import SLOT_BYTES
 from dualtune.optimizer.averaging import OFFSET
 from dualtune.testing import (
+    conformance_activation_cache,
     conformance_checkpointing,
     conformance_packing,
     conformance_state,
@@ -353,5 +354,6 @@ CHECKS = [
     *_checks_in(vars(conformance_state)),
     *_checks_in(vars(conformance_weights)),
     *_checks_in(vars(conformance_checkpointing)),
+    *_checks_in(vars(conformance_activation_cache)),
     *PACKING_CHECKS,
 ]

@@ -18,5 +18,6 @@ CARD = Card(
         "train.optimizer": get_args(OptimizerName),  # it uses the formulas of the table directly
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
+        "train.activation_cache": ("none", "disk"),
     },
 )

@@ -112,6 +112,7 @@ class NumpyEngine:
             quantization_reason="as stored",
             num_parameters=sum(w.size for w in self._weights.values()),
             trainable_parameters=sum(w.size for w in self._params.values()),
+            layers_below_adapter=int("mixer" not in shapes),
             checkpointing=KEEP_ALL.describe(num_layers=0),
             checkpointing_reason=KEEP_ALL.reason,
         )
@@ -145,21 +146,26 @@ class NumpyEngine:
             through_adapter *= keep_mask(seeds_N, self._keys[module], spec.dropout) / (1 - spec.dropout)
         return g_NI + through_adapter
 
-    def _forward(self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        mixed, x = self._linear("mixer", self._weights["embedding.weight"][tokens_N], seeds_N)
-        h = np.tanh(mixed)
+    def _forward(
+        self, tokens_N: np.ndarray, seeds_N: np.ndarray | None = None, hidden_ND: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        x = self._weights["embedding.weight"][tokens_N]
+        if hidden_ND is None:
+            mixed, x = self._linear("mixer", x, seeds_N)
+            hidden_ND = np.tanh(mixed)
+        h = hidden_ND
         logits, h_dropped = self._linear("head", h, seeds_N)
         logits = logits - logits.max(-1, keepdims=True)
         return {"x": x, "h": h, "h_dropped": h_dropped, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
-        logp_N = self._forward(tokens_N)["logp"][np.arange(len(labels_N)), labels_N]
+        logp_N = self._forward(tokens_N, hidden_ND=_hidden(batch))["logp"][np.arange(len(labels_N)), labels_N]
         return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         tokens_N, labels_N, seeds_N = _targets(batch)
-        logp_NV = self._forward(tokens_N, seeds_N if dropout else None)["logp"]
+        logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch))["logp"]
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT[batch.labels_BT != IGNORE_INDEX] = logp_NV[np.arange(len(labels_N)), labels_N]
         return logprobs_BT
@@ -167,7 +173,7 @@ class NumpyEngine:
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         tokens_N, labels_N, seeds_N = _targets(batch)
         n = np.arange(len(labels_N))
-        f = self._forward(tokens_N, seeds_N)
+        f = self._forward(tokens_N, seeds_N, _hidden(batch))
         self._loss += float(-_weighted(f["logp"][n, labels_N], batch).sum()) / divisor
         g_NV = np.exp(f["logp"])
         g_NV[n, labels_N] -= 1
@@ -175,6 +181,10 @@ class NumpyEngine:
         g_NV /= divisor
         g_ND = self._linear_backward("head", g_NV, f["h_dropped"], seeds_N)
         self._linear_backward("mixer", g_ND * (1 - f["h"] ** 2), f["x"], seeds_N)
+
+    def hidden_states(self, batch: Batch) -> np.ndarray:
+        h_ND = self._forward(batch.tokens_BT.ravel())["h"]
+        return h_ND.reshape(*batch.tokens_BT.shape, -1)
 
     # --- optimizer ------------------------------------------------------------------------------------------------
 
@@ -251,6 +261,11 @@ def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return tokens, labels and dropout seeds of the targets. In this model a prediction depends only on its token."""
     where = batch.labels_BT != IGNORE_INDEX
     return batch.tokens_BT[where], batch.labels_BT[where], batch.dropout_seeds_BT[where]
+
+
+def _hidden(batch: Batch) -> np.ndarray | None:
+    """Return the given hidden states of the targets."""
+    return None if batch.hidden_BTD is None else batch.hidden_BTD[batch.labels_BT != IGNORE_INDEX]
 
 
 def _weighted(values: np.ndarray, batch: Batch) -> np.ndarray:

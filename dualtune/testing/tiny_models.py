@@ -134,6 +134,7 @@ def pack(batch: Batch, rows: Sequence[Sequence[int]], *, pad: int = 0) -> Batch:
         np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX, np.int32), np.zeros(shape, np.int32),
         np.zeros(shape, np.int32), np.zeros(shape, np.uint32),
         None if batch.weights_BT is None else np.zeros(shape, np.float32),
+        None if (given := batch.hidden_BTD) is None else np.zeros((*shape, given.shape[-1]), given.dtype),
     )  # fmt: skip
     for b, row in enumerate(rows):
         start = 0
@@ -156,6 +157,7 @@ def with_other_padding(batch: Batch) -> Batch:
         np.concatenate([batch.positions_BT, empty]),
         np.concatenate([batch.dropout_seeds_BT, empty.astype(np.uint32)]),
         None if batch.weights_BT is None else np.concatenate([batch.weights_BT, empty.astype(np.float32)]),
+        None if (given := batch.hidden_BTD) is None else np.concatenate([given, np.zeros_like(given[:1])]),
     )
 
 

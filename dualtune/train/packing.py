@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualtune.backend import Backend, Batch, Engine
+from dualtune.backend import NOISE, Backend, Batch, Engine
 from dualtune.data.batching.batches import make_batch
 from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError, NonFiniteError
@@ -18,8 +18,6 @@ from dualtune.errors import ConfigError, NonFiniteError
 LENGTHS = (5, 7, 4)  # tokens of the documents; short, because the influence of the previous document fades
 ROWS = ((0, 1, 2), (2, 0))  # different, so that the mask of the first row cannot be right for both
 HIGHEST_TOKEN = 100  # smaller ids are text in most vocabularies; image tokens and the like come last
-# Nats per token by which a document's loss may change from rounding alone when its row gets another shape.
-NOISE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 def check_packing(engine: Engine, backend: Backend | None = None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from dualtune.activation_cache.trial import layers_below
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, mismatch
 from dualtune.adapter.formats.directory import Adapter, read_adapter
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, modules_of
@@ -32,6 +33,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
 from dualtune.train.memory import RunMemory, plan_memory
@@ -151,6 +153,7 @@ class Prepared:
         if self.start is not None:
             doubts.append(mismatch(self.start.template_hash, tokenizer.template_hash))
         copy = template_of(self.config, self.checkpoint)
+        caches = self.config.train.activation_cache == "disk"
         return [
             f"model       {self.config.model.name}, {template}",
             *([f"template    {copy}, because {data.template} does not exist here"] if copy != data.template else []),
@@ -161,6 +164,7 @@ class Prepared:
             f"on {', '.join(targets[:8])}{' …' if len(targets) > 8 else ''}",
             f"train data  {found.train.summary()}",
             f"eval data   {found.eval.summary() if found.eval.num_rows else found.eval.remark or 'none'}",
+            *(["cache       hidden states below the adapter, computed first unless they are on disk"] * caches),
             f"steps       {found.order.num_steps} of {per_step}, "
             f"in micro-batches of up to {found.layout.max_tokens} tokens{chosen}, {packed}",
         ]
@@ -199,6 +203,7 @@ def _prepare(
     is_here = Path(config.model.name).expanduser().is_dir()
     model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
+    _check_activation_cache(config, start, model_dir)
     tokenizer = Tokenizer(model_dir, template_of(config, saved), config.data.special_tokens_in_text)
     train, eval_ = sources.train_and_eval(tokenizer, show)
     _check_targets(config, train, eval_)
@@ -256,6 +261,17 @@ def _check_length(config: Config, model_dir: Path) -> None:
             f"data.max_length: got {config.data.max_length}, but this model has only {positions} positions. "
             f"Use --set data.max_length={positions}"
         )
+
+
+def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Path) -> None:
+    """Raise ConfigError if the model is known to have no layer below the adapter. Else it is seen when it is loaded."""
+    if config.train.activation_cache == "none":
+        return
+    try:
+        decoder = decoder_of(read_config(model_dir))
+    except UnknownShape:
+        return
+    layers_below(decoder, _spec(config, start).targets)
 
 
 def template_of(config: Config, saved: Checkpoint | None) -> str:

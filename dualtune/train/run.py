@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dualtune.activation_cache.fill import use_cache
+from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
@@ -93,7 +95,20 @@ def load_engine(prepared: Prepared) -> Engine:
         load_adapter(engine, prepared.start, config.model.name)
     if config.data.packing:
         check_packing(engine, prepared.backend)
+    if config.train.activation_cache == "disk":
+        _use_activation_cache(prepared, engine)
     return engine
+
+
+def _use_activation_cache(prepared: Prepared, engine: Engine) -> None:
+    """Give all documents their hidden states below the lowest adapter, computed now unless they are on disk."""
+    config, data = prepared.config, prepared.data
+    check_layers(engine.description.layers_below_adapter, prepared.spec.targets)
+    names = ("base model's config", "base model's tensors")
+    base = {name: prepared.fingerprints[name] for name in names} | {"init": config.model.init}
+    if config.model.init == "random":
+        base["seed"] = str(config.run.seed)
+    use_cache(engine, prepared.backend, [data.train, data.eval], base, prepared.team, packs=config.data.packing)
 
 
 def run(
@@ -220,6 +235,9 @@ def _tell_what_was_found(prepared: Prepared, run_dir: RunDir, log: Metrics, thre
         changes = [{"key": change.what, "before": change.before, "now": change.now} for change in resumed.changes]
         text = f"the config has changed since the checkpoint:\n{table(resumed.changes)}"
         log.event(Event(step, "config_changed", text, {"changes": changes}))
+    for documents in (prepared.data.train, prepared.data.eval):
+        if documents.hidden is not None:
+            log.event(Event(step, "activation_cache", str(documents.hidden)))
     before = saved.state.get("threads") if saved else None
     if threads is not None and type(before) is int and before != threads:
         text = (

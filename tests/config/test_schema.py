@@ -43,6 +43,7 @@ DEFAULTS = {
         "weight_decay": 0.01,
         "average": "none",
         "average_over": 0.4,
+        "activation_cache": "none",
         "max_grad_norm": 0.3,
     },
     "memory": {

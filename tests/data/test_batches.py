@@ -20,6 +20,7 @@ class Listed:
     """Documents in a list."""
 
     items: list[Document]
+    hidden = None
 
     @property
     def lengths(self):

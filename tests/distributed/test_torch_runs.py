@@ -49,6 +49,16 @@ def nan_at_third(self, batch):
 TorchEngine._loss_sum = nan_at_third
 """
 
+ONLY_THE_TRIAL = """
+from dualtune_torch.engine import TorchEngine
+compute, calls = TorchEngine.hidden_states, []
+def once(self, batch):
+    calls.append(batch)
+    assert len(calls) == 1, "the first process has computed them"
+    return compute(self, batch)
+TorchEngine.hidden_states = once
+"""
+
 
 @pytest.fixture
 def job(make_config, write_rows, qa_rows, tmp_path, start):
@@ -99,6 +109,19 @@ def assert_near(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         np.testing.assert_allclose(found[name], tensor, atol=tolerances.RESUMED_LOSS, err_msg=name)
+
+
+def test_the_first_process_fills_the_activation_cache_for_all(job):
+    """And the run is that of one process without a cache."""
+    cached = {
+        "train_activation_cache": "disk",
+        "adapter_targets": ["layers.1.mlp.up_proj", "layers.1.self_attn.q_proj"],
+    }
+    env = {"DUALTUNE_CACHE": str(job.home / "cache")}
+    job.run(2, "two", inject={1: ONLY_THE_TRIAL}, env=env, **cached)
+    job.run(1, "one", **cached | {"train_activation_cache": "none"})
+    assert job.losses("two") == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
+    assert len(list((job.home / "cache" / "activations").iterdir())) == 2
 
 
 def test_runs_of_one_two_and_three_processes_are_one_run(job):

@@ -87,3 +87,13 @@ def test_a_run_from_an_adapter_is_reported_and_estimated_with_that_adapter_s_ran
     contradicted, _ = check(*settings, "adapter.rank=8")
     assert (contradicted["start"].level, contradicted["start"].exit_code) == ("fail", 2)
     assert contradicted["start"].found.startswith("adapter.rank: got 8, but the adapter in adapter.init_from has 48")
+
+
+def test_what_the_activation_cache_keeps_is_shown_or_why_it_cannot(check, tmp_path):
+    model = write_tiny_gpt2(tmp_path / "gpt2", n_layer=4)
+    settings = ("data.max_length=128", "train.activation_cache=disk")
+    row = check(model, *settings, "adapter.targets=[h.3.attn.c_attn, h.2.mlp.c_fc]")[0]["activation cache"]
+    assert (row.level, row.found) == ("ok", "2 of 4 layers; 64 numbers for each token of the data on disk")
+    row = check(model, *settings, "adapter.targets=[c_attn]")[0]["activation cache"]
+    assert (row.level, row.exit_code) == ("fail", 2) and "(c_attn) adapts the first layer" in row.found
+    assert "activation cache" not in check(model, "data.max_length=128", "adapter.targets=[c_attn]")[0]

@@ -26,6 +26,7 @@ CARD = Card(
         "train.optimizer": ("adamw", "adamw_8bit", "sgd"),
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
+        "train.activation_cache": ("none", "disk"),
         "memory.checkpointing": ("auto", "none", "remade", "full", LAYERS),
         "memory.offload": ("auto", "none"),
         "memory.resident_layers": ("all", NUMBER),

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from dualtune.backend import IGNORE_INDEX, Batch
-from dualtune.data.tokens.store import Document
+from dualtune.data.tokens.store import Document, HiddenStates
 
 GRANULE = 16  # rows are padded to a multiple of it,
 WIDTHS_PER_DOUBLING = 8  # and long rows to a coarser multiple, to limit the number of shapes
@@ -31,6 +31,8 @@ class HasDocuments(Protocol):
 
     @property
     def lengths(self) -> np.ndarray: ...
+    @property
+    def hidden(self) -> HiddenStates | None: ...
     def __getitem__(self, index: int, /) -> Document: ...
 
 
@@ -205,4 +207,18 @@ def make_batch(documents: HasDocuments, rows: Sequence[Row], *, seed: int, step:
             if document.weights is not None:
                 weights = np.ones(shape, np.float32) if weights is None else weights
                 weights[b, start : end - 1] = document.weights[1:]
-    return Batch(tokens, labels, segments, positions, seeds, weights)
+    hidden = None if documents.hidden is None else _hidden(documents.hidden, rows, shape)
+    return Batch(tokens, labels, segments, positions, seeds, weights, hidden)
+
+
+def _hidden(states: HiddenStates, rows: Sequence[Row], shape: tuple[int, int]) -> np.ndarray:
+    """Return the hidden states of the rows, [B, T, D], 0 for padding."""
+    like = states[rows[0][0]]
+    hidden_BTD = np.zeros((*shape, like.shape[-1]), like.dtype)
+    for b, row in enumerate(rows):
+        end = 0
+        for id in row:
+            states_TD = states[id]
+            start, end = end, end + len(states_TD)
+            hidden_BTD[b, start:end] = states_TD
+    return hidden_BTD

@@ -52,7 +52,7 @@ def open_store(key: Mapping[str, Any], build: Build) -> TokenStore:
         return _in_process(build)
     try:
         _write(temporary, build)
-        _forget(directory.parent)
+        forget_unused(directory.parent)
         with contextlib.suppress(OSError, DiskError):  # another process was faster
             if directory.exists() and _read(directory) is None:  # damaged
                 remove_directory(directory)
@@ -131,7 +131,7 @@ def _in_process(build: Build) -> TokenStore:
     return store
 
 
-def _forget(directory: Path) -> None:
+def forget_unused(directory: Path) -> None:
     """Remove stores that have not been used for long, and leftovers of killed processes."""
     oldest = time.time() - KEPT_DAYS * 86_400
     for path in directory.iterdir():

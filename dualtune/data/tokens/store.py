@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -50,6 +50,12 @@ class Document:
     @property
     def num_targets(self) -> int:
         return int(np.count_nonzero(self.loss_mask[1:]))  # nothing precedes the first token, so it cannot be predicted
+
+
+class HiddenStates(Protocol):
+    """Hidden states of documents, [T, D], that need not be computed again."""
+
+    def __getitem__(self, document: int, /) -> np.ndarray: ...
 
 
 class TokenFile:

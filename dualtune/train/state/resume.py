@@ -37,6 +37,7 @@ RULES: dict[str, Rule] = {
     "train.epochs": "recorded",
     "train.steps": "recorded",
     "train.micro_batch_tokens": "free",
+    "train.activation_cache": "free",  # the same mathematics, in rows of another shape
     "train.learning_rate": "recorded",
     "train.schedule": "recorded",  # but not to or from schedule_free, which has other slots: see `_rule`
     "train.average_over": "recorded",

@@ -1,0 +1,1 @@
+"""What comes from the host instead of being computed."""
