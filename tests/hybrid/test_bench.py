@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -24,21 +25,24 @@ from dualtune.train.step import Ordinary
 PHASES = {"hybrid": {"warmup_steps": 4, "full_steps": 6, "correct_steps": 2, "max_predict_steps": 8, "probes": 4}}
 
 
-@pytest.fixture
-def settings(tiny_softmax, write_rows, tmp_path):
+@pytest.fixture(scope="module")
+def settings(tiny_softmax, tmp_path_factory):
     """A config whose rate is so low that predictions help, with data for evaluation."""
+    home = tmp_path_factory.mktemp("bench")
     rows = [{"prompt": f"{i} plus {i}?", "completion": f"{2 * i}{'!' * (i % 5)}"} for i in range(48)]
+    for name, part in (("train", rows), ("eval", rows[:6])):
+        (home / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return {
         "model": {"name": str(tiny_softmax)},
         "adapter": {"rank": 2, "alpha": 4, "dropout": 0, "targets": "all-linear"},
-        "data": {"train": str(write_rows(rows)), "eval": str(write_rows(rows[:6], "eval.jsonl")), "max_length": 64},
+        "data": {"train": str(home / "train.jsonl"), "eval": str(home / "eval.jsonl"), "max_length": 64},
         "train": {"steps": 48, "learning_rate": 1e-3, "documents_per_step": 12},
         "hybrid": {**PHASES["hybrid"], "trust_region": 9.0},
-        "run": {"dir": str(tmp_path / "never"), "seed": 5},
+        "run": {"dir": str(home / "never"), "seed": 5},
     }  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found(settings, open_backend):
     return compare(settings, (), open_backend("numpy"), arms=("predict", "random", "freeze", "average"), seeds=2)
 
@@ -228,7 +232,7 @@ def test_the_command_writes_table_json_and_plot(settings, dualtune_main, tmp_pat
     assert len(recorded["arms"][1]["trials"]) == 2 and recorded["arms"][1]["trials"][0]["hybrid"]["attempts"] >= 1
     texts = {each.text for each in ElementTree.parse(tmp_path / "r.svg").iter() if each.tag.endswith("text")}
     assert {"baseline", "predict", "freeze"} <= texts
-    assert not (tmp_path / "never").exists()
+    assert not Path(settings["run"]["dir"]).exists()
 
 
 @pytest.mark.parametrize("given", [(), ("c.yaml", "--task", "demo")])
