@@ -38,6 +38,7 @@ SLOW = {
     "train": {"steps": 60, "documents_per_step": 64, "learning_rate": 2e-3},
     "hybrid": {"warmup_steps": 8, "full_steps": 8},
 }
+TO_TUNE = "wikisql-tuned"  # that of GSM8K was found before; the slow cases have a quarter of GSM8K's
 CASES: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
     "gsm8k-tuned": (TUNED, (*ENGINES, *AVERAGES)),
     "gsm8k-slow": (SLOW, ENGINES),
@@ -63,8 +64,9 @@ def main() -> None:
             corpus = corpora(Path(name), args.shared.resolve())[case.split("-")[0]]
             config = {**corpus, **settings, "run": {"dir": str(Path(name) / "run"), "seed": 1}}
             found = compare(
-                config, (), backend, arms=arms, seeds=args.seeds, tell=lambda what: print(what, file=sys.stderr)
-            )
+                config, (), backend, arms=arms, seeds=args.seeds, tune=case == TO_TUNE,
+                tell=lambda what: print(what, file=sys.stderr, flush=True),
+            )  # fmt: skip
         cases = recorded() | {case: {"settings": settings, "table": as_table(found), **found.as_json()}}
         print(record.write("hybrid", {"cases": cases}))
         (record.RESULTS / f"hybrid_{case}.svg").write_text(plot(found), encoding="utf-8")
