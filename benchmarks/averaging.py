@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -25,9 +24,10 @@ from typing import Any
 
 from stories_gsm8k import HELD_OUT, base_config
 
+from dualtune.bench.intervals import paired
+
 ROOT = Path(__file__).parents[1]
 STEPS, DOCUMENTS = 240, 8
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}  # Student's t, two-sided, by degrees of freedom
 CONTROL, CONSTANT = "cosine", {"learning_rate": 6e-3, "schedule": "constant"}
 SHIPPED = "constant, tail over 0.4"
 ARMS: Mapping[str, Mapping[str, Any]] = {
@@ -133,9 +133,7 @@ def summed(losses: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         settings = {**ARMS.get(arm, CONSTANT)}
         arms[arm] = {**settings, "eval_loss": found, "mean": statistics.mean(found), "std": statistics.stdev(found)}
         if arm != CONTROL:
-            gaps = [loss - other for loss, other in zip(found, control, strict=True)]
-            margin = T_95[len(gaps) - 1] * statistics.stdev(gaps) / math.sqrt(len(gaps))
-            arms[arm]["minus_control"] = {"mean": statistics.mean(gaps), "margin_95": margin}
+            arms[arm]["minus_control"] = paired(found, control).as_json()
     return arms
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from stories_gsm8k import base_config
 
 from dualtune.bench.hybrid.arms import ARMS
 from dualtune.bench.hybrid.compare import Comparison, compare
-from dualtune.bench.hybrid.report import HEAD, lines, plot
+from dualtune.bench.hybrid.report import lines, plot
 from dualtune.platform.choose import choose, open_backend
 
 ROOT = Path(__file__).parents[1]
@@ -97,12 +97,8 @@ def recorded_tables() -> dict[str, str]:
 
 def as_table(found: Comparison) -> str:
     """Return the command's table in Markdown."""
-    return page_tables.table(HEAD, list(without_head(lines(found))))
-
-
-def without_head(rows: Iterator[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    next(rows)
-    return rows
+    head, *rows = lines(found)
+    return page_tables.table(head, rows)
 
 
 if __name__ == "__main__":

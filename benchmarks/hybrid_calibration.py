@@ -28,7 +28,7 @@ import page_tables
 import record
 from hybrid import corpora
 
-from dualtune.config import load_config
+from dualtune.bench.hybrid.trial import Place
 from dualtune.hybrid.confidence import calibration, mean_and_error
 from dualtune.hybrid.economics import Economics
 from dualtune.hybrid.policy import Predictive
@@ -116,9 +116,9 @@ def main() -> None:
 def judged(base: Mapping[str, Any], rate: float, seed: int, run_dir: Path) -> list[dict[str, Any]]:
     """Train, and return the predictions of the run with their judgement."""
     changes = {**COMMON, "train.learning_rate": rate, "run.seed": seed, "run.dir": run_dir}
-    given = [f"{key}={'null' if value is None else value}" for key, value in changes.items()]
     found: list[dict[str, Any]] = []
-    config, backend = load_config({**base, "train": {}, "run": {}}, given), open_backend(choose("cpu"))
+    backend = open_backend(choose("cpu"))
+    config = Place({**base, "train": {}, "run": {}}, (), backend).load(changes)
     run(config, backend, resume="never", policy=lambda each: JudgedPredictions(each, seed, found))
     return found
 

@@ -64,8 +64,8 @@ def figures() -> dict[str, Any]:
         "techniques": {name: _techniques(gpt2(name)) for name in ("small", "medium", "1B of 40 layers")},
         "lora_7b": _lora_7b(),
         "measured": _measured(),
-        "presets": [row for row in result("digits")["rows"] if "verdict" in row],
-        "engines": result("hybrid")["cases"],
+        "presets": [without_trials(row) for row in result("digits")["rows"] if "verdict" in row],
+        "engines": {case: [*map(without_trials, each["arms"])] for case, each in result("hybrid")["cases"].items()},
     }
 
 
@@ -136,6 +136,11 @@ def _measured() -> dict[str, Any]:
 
 def result(name: str) -> dict[str, Any]:
     return json.loads((record.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def without_trials(row: dict[str, Any]) -> dict[str, Any]:
+    """Return an arm of another result without its single runs."""
+    return {name: value for name, value in row.items() if name not in ("trials", "controls")}
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -216,8 +221,8 @@ def _engines_table(cases: dict[str, Any]) -> str:
     header = ("corpus and rate", "arm", "cost", "perplexity", "against a run of equal cost")
     cells = [
         (case, arm["arm"], f"{arm['cost']:.3f}", f"{arm['perplexity']:.2f}", in_percent(_interval(arm)))
-        for case, found in cases.items()
-        for arm in found["arms"]
+        for case, arms in cases.items()
+        for arm in arms
         if arm["arm"] != "baseline"
     ]
     return page_tables.table(header, cells)

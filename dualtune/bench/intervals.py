@@ -25,6 +25,9 @@ class Interval:
     def excludes_zero(self) -> bool:
         return self.margin is not None and abs(self.mean) > self.margin
 
+    def as_json(self) -> dict[str, float | None]:
+        return {"mean": self.mean, "margin_95": self.margin}
+
 
 def interval(values: Sequence[float]) -> Interval:
     """Return the mean of values and its 95 % interval by Student's t distribution."""

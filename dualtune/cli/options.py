@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,16 @@ set_option = click.option(
 )
 config_argument = click.argument("config", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def write_json(path: Path | None, table: Mapping[str, Any]) -> None:
+    """Write a command's result to the file of its option --json, if it was given."""
+    import json
+
+    from dualtune.io.disk import write_file
+
+    if path is not None:
+        write_file(path, json.dumps(table, indent=2) + "\n")
 
 
 def backend_for(platform: str, *, err: bool = False) -> Backend:

@@ -100,6 +100,11 @@ class Statistics:
         return self.counts.computed * self.step_cost + self.counts.in_batches(self.counts.probe_tokens)
 
     @property
+    def cost_steps(self) -> float:
+        """The cost in computed steps."""
+        return self.cost / self.step_cost
+
+    @property
     def cost_without(self) -> float:
         """The cost of the same schedule without prediction."""
         return self.counts.steps * self.step_cost

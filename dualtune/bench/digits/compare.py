@@ -82,8 +82,7 @@ class DigitsRow:
         for which, other in (("baseline", self.baseline), ("control", self.control)):
             if self.control is not None and other is not None:
                 for name in ("accuracy", "eval_loss"):
-                    gap = self.against(other, name)
-                    found[f"{name}_minus_{which}"] = {"mean": gap.mean, "margin_95": gap.margin}
+                    found[f"{name}_minus_{which}"] = self.against(other, name).as_json()
         if self.control is not None:
             found["backward_reduction_pct"] = self.backward_reduction_pct
             found |= {name: self.counted(name) for name in ("attempts", "accepted", "undone", "divergences")}

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dualtune.bench.hybrid.policies import Freezing, Predicting, predict_at_random
+from dualtune.bench.hybrid.policies import Freezing, predict_at_random
 from dualtune.config import Config
+from dualtune.hybrid.policy import Predictive
 from dualtune.train.policies import MakePolicy
 
 BASELINE = "baseline"
@@ -48,8 +49,8 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm(BASELINE, "the config without predictive training", _off),
-        Arm("predict", "hybrid.engine: predict", _engine("predict"), lambda seed: Predicting),
-        Arm("fast_forward", "hybrid.engine: fast_forward", _engine("fast_forward"), lambda seed: Predicting),
+        Arm("predict", "hybrid.engine: predict", _engine("predict"), lambda seed: Predictive),
+        Arm("fast_forward", "hybrid.engine: fast_forward", _engine("fast_forward"), lambda seed: Predictive),
         Arm("random", "predict in random directions of equal length", _engine("predict"), predict_at_random),
         Arm("freeze", "a third of the steps after the warmup changes no weight", _off, lambda seed: Freezing),
         Arm("schedule_free", "train.schedule: schedule_free at 1.375 of the rate", _schedule_free),

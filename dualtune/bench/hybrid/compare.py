@@ -81,17 +81,14 @@ class ArmResult:
         return "better than its control" if found.mean < 0 else "worse than its control"
 
     def as_json(self) -> dict[str, Any]:
-        def shown(found: Interval) -> dict[str, float | None]:
-            return {"mean": found.mean, "margin_95": found.margin}
-
         return {
             "arm": self.arm.name,
             "what": self.arm.what,
             "cost": self.cost,
             "perplexity": self.perplexity,
-            "loss_minus_baseline": shown(self.against_baseline),
-            "loss_minus_control": shown(self.against_control),
-            "wall": shown(self.wall),
+            "loss_minus_baseline": self.against_baseline.as_json(),
+            "loss_minus_control": self.against_control.as_json(),
+            "wall": self.wall.as_json(),
             "counts": self.counts,
             "reached_baseline_at": self.reached,
             "verdict": self.verdict,

@@ -51,16 +51,7 @@ class Freezing:
         self._computed, self._frozen = (int(state.values.get(name, 0)) for name in ("computed", "frozen"))
 
 
-class Predicting(Predictive):
-    """Predictive training whose cost can be asked after the run."""
-
-    @property
-    def cost_steps(self) -> float:
-        """The cost of the run in computed steps, probes by their tokens."""
-        return self.statistics().cost / self._step_cost
-
-
-def predict_at_random(seed: int) -> Callable[[Config], Predicting]:
+def predict_at_random(seed: int) -> Callable[[Config], Predictive]:
     """Return what makes a policy that replaces each velocity by a random direction of the same length."""
     rng = np.random.default_rng(seed)
 
@@ -69,4 +60,4 @@ def predict_at_random(seed: int) -> Callable[[Config], Predicting]:
         random_P = rng.standard_normal(velocity_P.shape, np.float32)
         return random_P * np.float32(norm(velocity_P) / norm(random_P))
 
-    return lambda config: Predicting(config, direction=direction)
+    return lambda config: Predictive(config, direction=direction)

@@ -11,6 +11,7 @@ from typing import Any
 
 from dualtune.backend import Backend
 from dualtune.bench.hybrid.arms import Arm
+from dualtune.bench.hybrid.policies import Freezing
 from dualtune.config import Config, load_config
 from dualtune.errors import ConfigError
 from dualtune.hooks import Hook, RunInfo, StepRecord
@@ -71,9 +72,12 @@ class Place:
             found = run(config, self.backend, [clock], resume="never", policy=make if arm.policy else None)
         if found.eval_loss is None:
             raise ConfigError("data.eval: got nothing to evaluate, but arms are compared by their evaluation loss")
-        policy = made[0] if made else None
-        cost = float(getattr(policy, "cost_steps", clock.num_steps))
-        hybrid = policy.statistics().as_json() if isinstance(policy, Predictive) else {}
+        cost, hybrid = float(clock.num_steps), dict[str, Any]()
+        for policy in made:
+            if isinstance(policy, Predictive):
+                cost, hybrid = policy.statistics().cost_steps, policy.statistics().as_json()
+            elif isinstance(policy, Freezing):
+                cost = policy.cost_steps
         return Trial(
             arm.name, seed, clock.num_steps, cost, found.eval_loss, clock.seconds, tuple(clock.smooth_losses()), hybrid
         )

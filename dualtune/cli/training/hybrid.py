@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import backend_for, platform_option, set_option
+from dualtune.cli.options import backend_for, platform_option, set_option, write_json
 from dualtune.cli.output.terminal import say
 from dualtune.cli.suggest import SuggestingGroup
 
@@ -51,8 +51,6 @@ def bench(
     predict, fast_forward, random (predictions in random directions), freeze (steps that change nothing), schedule_free,
     average.
     """
-    import json
-
     if (config is None) == (task is None):
         raise click.UsageError("Give either CONFIG or --task.")
     if task == "digits":
@@ -73,8 +71,7 @@ def bench(
             tell=lambda what: shown.begin("training", what),
         )  # fmt: skip
     say(_as_text(found))
-    if json_file is not None:
-        write_file(json_file, json.dumps(found.as_json(), indent=2) + "\n")
+    write_json(json_file, found.as_json())
     if plot_file is not None:
         write_file(plot_file, plot(found))
     return None
@@ -82,13 +79,10 @@ def bench(
 
 def _bench_digits(ctx: click.Context, seeds: int, json_file: Path | None) -> None:
     """Train the presets and their controls on images of digits, in NumPy."""
-    import json
-
     from click.core import ParameterSource
 
     from dualtune.bench.digits import digits
     from dualtune.cli.output.screen import phases
-    from dualtune.io.disk import write_file
 
     for parameter in ctx.command.params:
         name = parameter.name or ""
@@ -97,8 +91,7 @@ def _bench_digits(ctx: click.Context, seeds: int, json_file: Path | None) -> Non
     with phases() as shown:
         found = digits(seeds, lambda what: shown.begin("training", what))
     say("\n".join(found.lines()))
-    if json_file is not None:
-        write_file(json_file, json.dumps(found.as_json(), indent=2) + "\n")
+    write_json(json_file, found.as_json())
 
 
 def _as_text(found: Comparison) -> str:

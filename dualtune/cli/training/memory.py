@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import config_argument, platform_option, set_option
+from dualtune.cli.options import config_argument, platform_option, set_option, write_json
 from dualtune.cli.output.terminal import say
 from dualtune.cli.suggest import SuggestingGroup
 
@@ -46,11 +46,8 @@ def ablate(
     Each measurement is a process of its own; the run directory is not touched. Exit code 0 if every plan is within 10 %
     of what was measured and, in float32, no loss changes that must not; otherwise 1. What fails is named.
     """
-    import json
-
     from dualtune.bench import ablation
     from dualtune.cli.output.screen import phases
-    from dualtune.io.disk import write_file
 
     with phases() as shown:
         found = ablation.ablate(
@@ -58,8 +55,7 @@ def ablate(
             tell=lambda what: shown.begin("measuring", what),
         )  # fmt: skip
     say(_as_text(found))
-    if json_file is not None:
-        write_file(json_file, json.dumps(found.as_json(), indent=2) + "\n")
+    write_json(json_file, found.as_json())
     ctx.exit(1 if found.problems else 0)
 
 
