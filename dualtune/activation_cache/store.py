@@ -22,13 +22,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from dualtune.adapter.frozen_layers import KEY
 from dualtune.data.tokens.cache import forget_unused
 from dualtune.errors import DataError, DiskError
 from dualtune.io.disk import cache_dir, existing, json_bytes, new_directory, remove_directory
 from dualtune.text.show import in_bytes
 
 STATES, CHECKSUMS, TABLE = "hidden.bin", "crc32.bin", "store.json"
-KEY = "train.activation_cache"
 
 Computed = Iterable[tuple[int, np.ndarray]]  # document and its hidden states [T, D], in any order
 

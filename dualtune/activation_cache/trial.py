@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dualtune.adapter.frozen_layers import KEY
 from dualtune.backend import NOISE, Backend, Batch, Engine
 from dualtune.data.batching.batches import make_batch
 from dualtune.data.documents import Documents, in_memory
@@ -17,7 +18,6 @@ from dualtune.errors import ConfigError
 from dualtune.memory.ask import adapted
 from dualtune.memory.shapes import Decoder
 
-KEY = "train.activation_cache"
 DOCUMENTS, LONGEST = 3, 16  # what is tried: so many documents, cut to so many tokens
 BY_PATH = "Name modules of upper layers by their paths, as in adapter.targets: [layers.10.self_attn.q_proj, …]"
 

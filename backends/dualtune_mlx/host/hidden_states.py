@@ -16,9 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dualtune.errors import ConfigError
-
-KEY = "train.activation_cache"
+from dualtune.adapter.frozen_layers import more_than_states, num_below
 
 
 class FrozenLayers:
@@ -27,11 +25,7 @@ class FrozenLayers:
     def __init__(self, model: nn.Module, adapted: Collection[nn.Module]) -> None:
         """There are none if anything but a layer or the output head is adapted."""
         layers: list[Any] = list(cast(Any, model).layers)
-        wanted, head = {id(module) for module in adapted}, model.get("lm_head")
-        has = [{id(module) for module in layer.modules()} & wanted for layer in layers]
-        elsewhere = wanted - {id(head)} - set().union(*has)
-        lowest = next((i for i, inside in enumerate(has) if inside), len(has))
-        self._layers = [] if elsewhere else layers[:lowest]
+        self._layers = layers[: num_below((layer.modules() for layer in layers), adapted, model.get("lm_head"))]
         self.given: mx.array | None = None
         self.found: list[Any] | None = None  # collects what the last layer returns
         for layer in self._layers:
@@ -62,10 +56,7 @@ class FrozenLayers:
         finally:
             self.found = None
         if len(found) != 1 or not isinstance(found[0], mx.array):
-            raise ConfigError(
-                f"{KEY}: got disk, but the layers of this model ({type(self._layers[-1]).__module__}) return more than "
-                "their hidden states; allowed: none"
-            )
+            raise more_than_states(type(self._layers[-1]).__module__)
         return to_numpy(found[0])
 
     def is_last(self, layer: object) -> bool:

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dualtune.errors import ConfigError
+from dualtune.adapter.frozen_layers import more_than_states, num_below
 from dualtune_torch.checkpointing import decoder_layers
-
-KEY = "train.activation_cache"
 
 
 class FrozenLayers:
@@ -28,11 +26,8 @@ class FrozenLayers:
     def __init__(self, model: PreTrainedModel, adapted: Collection[nn.Module]) -> None:
         """There are none if anything but a layer or the output head is adapted, or transformers lists no layers."""
         layers = list((decoder_layers(model) or nn.ModuleList())._modules.values())
-        wanted, head = {id(module) for module in adapted}, model.get_output_embeddings()
-        has = [{id(module) for module in layer.modules()} & wanted for layer in layers if layer is not None]
-        elsewhere = wanted - {id(head)} - set().union(*has)
-        lowest = next((i for i, inside in enumerate(has) if inside), len(has))
-        self._layers: list[Any] = [] if elsewhere else layers[:lowest]
+        modules = (layer.modules() for layer in layers if layer is not None)
+        self._layers: list[Any] = layers[: num_below(modules, adapted, model.get_output_embeddings())]
         self._above: list[Any] = layers[len(self._layers) :]
         self._device = model.device
 
@@ -60,10 +55,7 @@ class FrozenLayers:
         finally:
             hook.remove()
         if len(found) != 1 or not isinstance(found[0], Tensor):
-            raise ConfigError(
-                f"{KEY}: got disk, but the layers of this model ({type(self._layers[-1]).__name__}) return more than "
-                "their hidden states; allowed: none"
-            )
+            raise more_than_states(type(self._layers[-1]).__name__)
         return _to_numpy(found[0])
 
 
