@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Literal
 
 from dualtune.checks import Check
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -72,6 +72,31 @@ class MemoryFormulas:
     borders: tuple[int, ...] = ()  # document lengths in tokens above which a step takes less memory than at them
 
 
+# By part of a step: what it takes forward and backward, for each of a unit of `dualtune.performance.work`.
+PassCosts = Mapping[str, Mapping[str, tuple[float, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a training step takes on one kind of device besides the products that the model's shape prescribes.
+
+    It describes the kernels that model.kernels: auto chooses for a model that is large enough to be compiled.
+    """
+
+    launches: PassCosts  # operator calls
+    numbers: PassCosts  # numbers in the compute dtype that are read or written
+    operations: PassCosts  # elementwise operations: an exponential is about 20 of them, the hash of dropout 12
+    loss_rows: Callable[[int], int]  # vocabulary -> rows of a chunk of logits
+    # flash: FlashAttention over ragged documents. documents, rows: products and a softmax over each document or row, in
+    # blocks of queries that skip the keys after them.
+    attention: Literal["flash", "documents", "rows"]
+    attention_block: int = 64  # queries
+    waits: int = 0  # of the host for the device, in a micro-batch
+    # Quantization -> operator calls for a matrix that is unpacked; numbers moved and operations for each of its weights,
+    # besides reading it as stored and writing the result. A quantization that is not listed is multiplied as stored.
+    unpacking: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: {})
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How several processes are started: by which program, for which values of `dualtune launch --on`."""
@@ -102,6 +127,7 @@ class Card:
     honoured: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {})
     package: Package = field(default_factory=Package)
     memory: MemoryFormulas | None = None
+    costs: Mapping[str, StepCosts] = field(default_factory=lambda: {})  # by kind of device
     launches: tuple[Launch, ...] = ()
     problems: Rows | None = None  # what keeps its framework from working on a machine; no rows if nothing does
     environment: Rows | None = None  # rows of `dualtune check-env` on a machine with its accelerator

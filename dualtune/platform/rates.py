@@ -1,24 +1,122 @@
-"""How fast GPUs multiply matrices, from their makers' data sheets: dense, bfloat16 (float16 where there is none).
+"""The published limits of machines: products, memory, the bus; and which share of them a training step reaches.
 
-A training step reaches a share of it; `dualtune bench` measures the share.
+Products are dense, with sums in float32. A float32 product uses no tensor cores, because the engines leave TF32 off.
+Shares are assumptions, each with its reason: `dualtune bench` measures what a machine really reaches.
 """
 
 from __future__ import annotations
 
-# short name of a machine -> TFLOP/s, with sums in float32
-PEAK_TFLOPS = {
-    "h200": 989.0,
-    "h100-80": 989.0,
-    "b200": 2250.0,
-    "a100-80": 312.0,
-    "a100-40": 312.0,
-    "l40s": 362.0,
-    "l4": 121.0,
-    "rtx-5090-32": 209.5,
-    "rtx-5080-16": 112.6,
-    "rtx-4090-24": 165.2,
-    "rtx-3090-24": 71.0,
-    "t4": 65.0,
-    "v100-32": 125.0,
-    "v100-16": 125.0,
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from dualtune.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a machine can do at most, per second, and the shares of it that are reached."""
+
+    source: str
+    product_flops: Mapping[str, float]  # by dtype
+    elementwise_flops: float  # float32, outside of matrix products
+    bytes_per_s: float  # of the device's memory
+    link_bytes_per_s: float | None  # between host and device, in one direction; None: they share the memory
+    launch_s: float  # that the host needs to call an operator
+    wait_s: float  # that the device is idle when the host waits for it
+    product_share: float = 1.0
+    attention_share: float = 1.0  # of product_flops
+    memory_share: float = 1.0  # of bytes_per_s and link_bytes_per_s
+    side_shares: Mapping[int, float] = field(default_factory=lambda: {})  # of products, by their shortest side
+    # Bytes of an operator's data that stay in the cache, and the rate there; a GPU's cache is not counted on.
+    cached: tuple[float, float] | None = None
+    is_asynchronous: bool = True  # whether the host works while the device does
+
+
+# NVIDIA's datacentre cards lower their clock under sustained products: an H200 reaches 788 of 989 TFLOP/s. Consumer
+# cards are limited by their tensor cores instead, which keep their clock.
+DATACENTRE, CONSUMER = 0.8, 0.9
+# FlashAttention 2, forward and backward together: 300 of 989 TFLOP/s on an H100, 200 of 312 on an A100 (its
+# repository's figures); it uses no instruction that is newer than the A100's.
+FLASH_NEW, FLASH = 0.32, 0.6
+STREAMED = 0.88  # of memory's bandwidth: an H200 copies with 4.3 of 4.8 TB/s
+LAUNCH_S = 8e-6  # assumed: Python, autograd and the driver, for an eager operator
+WAIT_S = 30e-6  # assumed: a synchronization, and the launches until the device is busy again
+
+# short name -> TFLOP/s of tensor cores in 16 bits, of float32; GB/s of memory, of the bus in one direction; the shares
+# of products and of attention. From the data sheets and architecture whitepapers of NVIDIA.
+_NVIDIA: dict[str, tuple[float, float, float, float, float, float]] = {
+    "b200": (2250, 75, 8000, 64, DATACENTRE, FLASH_NEW / 2),  # HGX B200 data sheet
+    "h200": (989, 67, 4800, 64, DATACENTRE, FLASH_NEW),  # H200 data sheet, SXM
+    "h100-80": (989, 67, 3350, 64, DATACENTRE, FLASH_NEW),  # H100 data sheet, SXM
+    "h100-mig-3g.40gb": (989 * 3 / 7, 67 * 3 / 7, 3350 / 2, 64, DATACENTRE, FLASH_NEW),  # MIG user guide: 3/7, 4/8
+    "h100-mig-1g.10gb": (989 / 7, 67 / 7, 3350 / 8, 64, DATACENTRE, FLASH_NEW),  # MIG user guide: 1/7, 1/8
+    "a100-80": (312, 19.5, 1935, 32, DATACENTRE, FLASH),  # A100 data sheet, PCIe
+    "a100-40": (312, 19.5, 1555, 32, DATACENTRE, FLASH),  # A100 data sheet, SXM
+    "l40s": (362, 91.6, 864, 32, DATACENTRE, FLASH),  # L40S data sheet
+    "l4": (121, 30.3, 300, 32, DATACENTRE / 2, FLASH / 2),  # L4 data sheet; 72 W do not keep its boost clock
+    "rtx-6000-ada-48": (364.2, 91.1, 960, 32, DATACENTRE, FLASH),  # RTX 6000 Ada data sheet
+    "rtx-5090-32": (209.5, 104.8, 1792, 64, CONSUMER, FLASH),  # RTX Blackwell whitepaper
+    "rtx-5080-16": (112.6, 56.3, 960, 64, CONSUMER, FLASH),  # RTX Blackwell whitepaper
+    "rtx-4090-24": (165.2, 82.6, 1008, 32, CONSUMER, FLASH),  # Ada whitepaper
+    "rtx-4080-16": (97.5, 48.7, 716.8, 32, CONSUMER, FLASH),  # Ada whitepaper
+    "rtx-4060-8": (30.2, 15.1, 272, 16, CONSUMER, FLASH),  # GeForce RTX 4060: as Ada, 2 tensor FLOP for one; 8 lanes
+    "rtx-3090-24": (71, 35.6, 936, 32, CONSUMER, FLASH),  # Ampere GA102 whitepaper
+    "rtx-3060-12": (25.5, 12.7, 360, 32, CONSUMER, FLASH),  # as GA102, 2 tensor FLOP for one
+    "rtx-2080-ti-11": (53.8, 13.4, 616, 16, CONSUMER, FLASH),  # Turing whitepaper
+    "t4": (65, 8.1, 320, 16, DATACENTRE / 2, FLASH / 2),  # T4 data sheet; 70 W do not keep its boost clock
+    "v100-32": (125, 15.7, 900, 16, DATACENTRE, FLASH),  # V100 data sheet, SXM2
+    "v100-16": (125, 15.7, 900, 16, DATACENTRE, FLASH),
 }
+
+# Macs: Apple publishes the bandwidth, and TFLOP/s of float32 for M1 and M2. Those of M3 and M4 are GPU cores × 128
+# lanes × 2 × about 1.5 GHz. bfloat16 is as fast as float32, but M1 and M2 emulate it: 1.8 times as slow (issue 4216 of
+# MLX). Products reach 0.8: 14.8 of 18.4 TFLOP/s were measured on an M4 Max.
+METAL_SHARE, EMULATED = 0.8, 1 / 1.8
+METAL_LAUNCH_S = 3e-6  # assumed: MLX encodes a primitive in C++, and an evaluation once for all
+_APPLE: dict[str, tuple[float, float, float]] = {  # short name without memory -> TFLOP/s, GB/s, bfloat16
+    "m1": (2.6, 68.25, EMULATED),
+    "m1-max": (10.4, 400, EMULATED),
+    "m2-ultra": (27.2, 800, EMULATED),
+    "m3-pro": (7.4, 150, 1.0),
+    "m4": (4.3, 120, 1.0),
+    "m4-pro": (9.2, 273, 1.0),
+    "m4-max": (18.4, 546, 1.0),
+}
+
+
+def _of_card(name: str) -> Limits:
+    tensor, plain, memory, bus, products, attention = _NVIDIA[name]
+    dtypes = {"bfloat16": 1e12 * tensor, "float16": 1e12 * tensor, "float32": 1e12 * plain}
+    return Limits(
+        "NVIDIA's data sheet", dtypes, 1e12 * plain, 1e9 * memory, 1e9 * bus, LAUNCH_S, WAIT_S, products, attention,
+        STREAMED,
+    )  # fmt: skip
+
+
+def _of_mac(chip: str) -> Limits:
+    tflops, memory, bfloat16 = _APPLE[chip]
+    dtypes = {"float32": 1e12 * tflops, "float16": 1e12 * tflops, "bfloat16": 1e12 * tflops * bfloat16}
+    return Limits(
+        "Apple's figures", dtypes, 1e12 * tflops, 1e9 * memory, None, METAL_LAUNCH_S, WAIT_S, METAL_SHARE, METAL_SHARE,
+        STREAMED,
+    )  # fmt: skip
+
+
+def limits_or_none(machine: str) -> Limits | None:
+    """Return the limits of a machine by its short name; None if they are not known, as for a CPU."""
+    if machine in _NVIDIA:
+        return _of_card(machine)
+    chip = machine.rpartition("-")[0]
+    return _of_mac(chip) if chip in _APPLE else None
+
+
+def limits_of(machine: str, names: list[str]) -> Limits:
+    """Return the limits of a machine, of which there are these. ConfigError lists those with limits."""
+    found = limits_or_none(machine)
+    if found is not None and machine in names:
+        return found
+    known = [name for name in names if limits_or_none(name)]
+    near = get_close_matches(machine, known, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    raise ConfigError(f"--predict: got '{machine}', allowed: this, {', '.join(known)}.{hint}")

@@ -7,6 +7,7 @@ import sys
 from dualtune.activation_checkpointing import LAYERS
 from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_torch.card import checks, memory
+from dualtune_torch.card.costs import COSTS
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "nf4", "int8", "affine4", "affine8")
@@ -49,6 +50,7 @@ CARD = Card(
         detected=("torch", "bitsandbytes", "transformers", "peft"),
     ),
     memory=MemoryFormulas(memory.parts),
+    costs=COSTS,
     launches=(Launch(("local", "slurm"), "torchrun", ("cuda", "cpu"), agent="dualtune_torch.torchrun"),),
     problems=checks.problems,
     environment=checks.environment,

@@ -1,0 +1,72 @@
+"""What a training step of the torch engine takes besides the products that the model's shape prescribes.
+
+The units are those of `dualtune.performance.work`; each pair is (forward, backward). Launches were counted on the
+engine (tests/performance/test_launches.py), numbers follow from the code of kernels/.
+"""
+
+from __future__ import annotations
+
+from dualtune.card import PassCosts, StepCosts
+from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS
+
+EXPONENTIAL, HASH = 20, 12  # elementwise operations
+WAITS = {"cpu": 0, "cuda": 5}  # of the host in a micro-batch: pageable copies of tokens, positions, seeds and targets
+
+# Operator calls: kernels/lora.py, attention.py, blocks.py, cross_entropy.py. Each compiled function is one call.
+LAUNCHES: PassCosts = {
+    "base products": {"linear": (1, 1)},
+    "LoRA products": {"group": (1, 3), "adapted": (1, 5)},
+    "dropout": {"group": (1, 1), "inner group": (0, 1)},
+    "norms and residuals": {"layer": (4, 4)},
+    "rotary": {"layer": (2, 4)},
+    "activation": {"layer": (1, 2)},
+    "head and loss": {"chunk": (6, 0), "micro-batch": (6, 2)},
+    "optimizer": {"step": (0, 26)},
+    "rest": {"micro-batch": (11, 4)},
+}
+ATTENTION_LAUNCHES: dict[str, PassCosts] = {
+    "cpu": {"attention": {"layer": (1, 6), "document": (5, 0), "block": (0, 13)}},
+    "cuda": {"attention": {"layer": (1, 3)}},  # FlashAttention's backward pass is three kernels
+}
+# Numbers that are read or written.
+NUMBERS: PassCosts = {
+    "norms and residuals": {"hidden": (10, 12), "normed heads": (2, 3)},  # a norm 2 and 3, an addition 3, twice
+    "rotary": {"heads": (2, 2), "kv": (2, 2)},
+    "activation": {"inner": (3, 3 + 5)},  # computed again in the backward pass
+    "dropout": {"inputs": (2, 3), "inner inputs": (0, 2)},
+    "head and loss": {"logits": (5, 0)},  # written, read twice and replaced by their gradient, which is read
+}
+ATTENTION_NUMBERS: dict[str, PassCosts] = {
+    # Forward: keys and values repeated, the output copied. Backward: zeros, sums; scores, probabilities, gradients.
+    "cpu": {"attention": {"heads": (10, 9), "kv": (2, 8), "scores": (0, 11)}},
+    "cuda": {"attention": {"heads": (2, 8), "kv": (2, 6)}},
+}
+OPERATIONS: PassCosts = {
+    "activation": {"inner": (EXPONENTIAL, 2 * EXPONENTIAL)},
+    "dropout": {"inputs": (HASH, HASH), "inner inputs": (0, HASH)},
+    "head and loss": {"logits": (2 * EXPONENTIAL, 0)},
+    "attention": {"scores": (EXPONENTIAL, EXPONENTIAL)},
+}
+# Quantization -> (operator calls for a matrix; numbers moved and operations for each weight, besides reading the stored
+# weight and writing the result). Affine formats are unpacked by plain operators, one after another.
+AFFINE4, AFFINE8 = (7.0, 6.0, 4.0), (3.0, 4.0, 2.0)
+UNPACKING: dict[str, dict[str, tuple[float, float, float]]] = {
+    "cpu": {"nf4": (3.0, 0.0, 40.0), "int8": (1.0, 0.0, 2.0), "affine4": AFFINE4, "affine8": AFFINE8},
+    "cuda": {"nf4": (3.0, 0.0, 2.0), "int8": (1.0, 0.0, 2.0), "affine4": AFFINE4, "affine8": AFFINE8},
+}
+
+
+def _costs(kind: str) -> StepCosts:
+    return StepCosts(
+        launches={**LAUNCHES, **ATTENTION_LAUNCHES[kind]},
+        numbers={**NUMBERS, **ATTENTION_NUMBERS[kind]},
+        operations=OPERATIONS,
+        loss_rows=lambda vocab: LOSS_ROWS[kind],
+        attention="flash" if kind == "cuda" else "documents",
+        attention_block=ATTENTION_BLOCK,
+        waits=WAITS[kind],
+        unpacking=UNPACKING[kind],
+    )
+
+
+COSTS = {kind: _costs(kind) for kind in ("cpu", "cuda")}
