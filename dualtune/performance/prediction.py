@@ -88,8 +88,14 @@ def predict(decoder: Decoder, ask: Ask, documents: StepDocuments, limits: Limits
         raise EnvironmentFault(f"the backend '{ask.backend}' does not say what its step takes on {ask.device}")
     if ask.kernels == "reference":
         raise EnvironmentFault("no time is predicted for model.kernels=reference; set it to auto")
+    if ask.kernels == "auto" and decoder.num_parameters < costs.least_parameters:
+        raise EnvironmentFault(
+            f"no time is predicted for a model of {decoder.num_parameters:,} parameters: the backend '{ask.backend}' "
+            f"compiles nothing below {costs.least_parameters:,}"
+        )
     if ask.dtype not in limits.product_flops:
-        raise EnvironmentFault(f"no limit is known for products in {ask.dtype}; known: {', '.join(limits.product_flops)}")
+        known = ", ".join(limits.product_flops)
+        raise EnvironmentFault(f"no limit is known for products in {ask.dtype}; known: {known}")
     pieces = pieces_of(decoder, ask, costs, documents)
     parts = [_part(name, [piece for piece in pieces if piece.part == name], ask.dtype, limits) for name in PARTS]
     launches, waits = sum(piece.launches for piece in pieces), costs.waits * len(documents.rows)

@@ -69,7 +69,7 @@ def pieces_of(decoder: Decoder, ask: Ask, costs: StepCosts, documents: StepDocum
     counts = units(step)
     pieces = [
         *_base_products(step), *_lora_products(step), *_attention(step, counts), *_unpacking(step, counts),
-        *_head(step), _update(step), *_by_card(costs, counts, ask.item_bytes),
+        *_head(step), _update(step), *_by_card(step, counts),
     ]  # fmt: skip
     return [*pieces, *_recomputed(step, pieces), *_transfers(step)]
 
@@ -291,16 +291,19 @@ def _update(step: _Step) -> Piece:
 # --- what the card says, what is done again, and what is moved --------------------------------------------------------
 
 
-def _by_card(costs: StepCosts, counts: Counts, item_bytes: int) -> Iterator[Piece]:
-    """Launches, numbers and elementwise operations: a piece for each part, pass and unit."""
+def _by_card(step: _Step, counts: Counts) -> Iterator[Piece]:
+    """Launches, numbers and elementwise operations: a piece for each part and pass."""
+    costs = step.costs
     for part in PARTS:
+        if part == DROPOUT and not step.ask.dropout:
+            continue
         for is_backward in (False, True):
             launches, numbers, operations = (
                 sum(each[is_backward] * counts[unit][is_backward] for unit, each in table.get(part, {}).items())
                 for table in (costs.launches, costs.numbers, costs.operations)
             )
             if launches or numbers or operations:
-                moved = item_bytes * numbers
+                moved = step.ask.item_bytes * numbers
                 yield Piece(part, is_backward, elementwise=operations, bytes=moved, launches=launches)
 
 

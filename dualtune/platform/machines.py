@@ -12,6 +12,7 @@ from dualtune.errors import ConfigError
 from dualtune.platform.apple import metal_limit
 from dualtune.platform.budget import GPU_RESERVE_BYTES
 from dualtune.platform.machine import GIB, Gpu, Machine
+from dualtune.platform.rates import Limits, limits_of, limits_or_none
 
 _MIB = 2**20
 _TORCH = {"torch": "2.13.0+cu130", "bitsandbytes": "0.50.2", "transformers": "5.23.0"}
@@ -56,6 +57,8 @@ _MACS = {
     "m4-16": ("Apple M4", 16),
     "m4-24": ("Apple M4", 24),
     "m4-32": ("Apple M4", 32),
+    "m4-pro-48": ("Apple M4 Pro", 48),
+    "m4-max-64": ("Apple M4 Max", 64),
     "m4-max-128": ("Apple M4 Max", 128),
 }
 _CPUS = {"cpu-16": 16, "cpu-64": 64, "cpu-256": 256}  # GiB of memory
@@ -128,3 +131,19 @@ def named(name: str) -> Machine:
     near = get_close_matches(name, MACHINES, n=1)
     hint = f" Did you mean '{near[0]}'?" if near else ""
     raise ConfigError(f"--machine: got '{name}', allowed: {', '.join(MACHINES)}.{hint}")
+
+
+def published(machine: Machine) -> Limits | None:
+    """Return the published limits of a machine's GPU or chip, by its name; None if they are not known."""
+    own = _accelerator(machine)
+    same = (name for name, known in MACHINES.items() if own and _accelerator(known) == own)
+    return next((found for name in same if (found := limits_or_none(name))), None)
+
+
+def limits_for(name: str) -> Limits:
+    """Return the published limits of the machine with a short name. ConfigError lists those that have some."""
+    return limits_of(name, [*MACHINES])
+
+
+def _accelerator(machine: Machine) -> str | None:
+    return machine.gpus[0].name if machine.gpus else machine.cpu if machine.is_apple_silicon else None

@@ -85,6 +85,13 @@ _APPLE: dict[str, tuple[float, float, float]] = {  # short name without memory -
 }
 
 
+# A CPU is measured when it is asked for. What that takes too long to measure keeps the proportions of the machine of
+# benchmarks/results/predict.json, one thread of an x86 processor with AVX2.
+CPU_SIDE_SHARES: Mapping[int, float] = {16: 0.3, 48: 0.55, 64: 0.7, 128: 0.8, 256: 0.9, 512: 1.0}
+CPU_ELEMENTWISE = 0.3  # of the rate of products in float32
+CPU_LAUNCH_S = 5e-6
+
+
 def _of_card(name: str) -> Limits:
     tensor, plain, memory, bus, products, attention = _NVIDIA[name]
     dtypes = {"bfloat16": 1e12 * tensor, "float16": 1e12 * tensor, "float32": 1e12 * plain}

@@ -26,6 +26,7 @@ from dualtune.data.tokens.tokenize import State, TokenizedRow, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import DataError, DualtuneError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.performance.documents import StepDocuments
 from dualtune.preflight.config_model import failure
 
 FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
@@ -41,6 +42,7 @@ class Seen:
     weight: float
     num_rows: int | None = None  # None: not counted
     lengths: tuple[int, ...] = ()  # tokens of its first documents
+    targets: int = 0  # in these
 
 
 def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[Seen]]:
@@ -85,7 +87,9 @@ def _look(config: Config, source: SourceConfig, role: Role, tokenizer: Tokenizer
     found += f", {num_rows} in all" if num_rows is not None and not whole else ""
     fix = f"dualtune check-data {source.path}"
     tokenized = [row for row in first if isinstance(row, TokenizedRow)]
-    seen = Seen(source.weight, num_rows, tuple(len(ids) for row in tokenized for ids, _ in row.documents))
+    documents = [document for row in tokenized for document in row.documents]
+    targets = sum(int(mask[1:].sum()) for _, mask in documents)
+    seen = Seen(source.weight, num_rows, tuple(len(ids) for ids, _ in documents), targets)
     if bad and config.data.on_bad_row == "error":
         found = f"{bad[0]}" + (f", and {len(bad) - 1} more of the first {len(first)} rows" if len(bad) > 1 else "")
         return Check(name, "fail", found, fix, DataError.exit_code), seen
@@ -174,6 +178,22 @@ def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
         what = f"{_counted(number, 'document')}{more} of at most {length} tokens"
         micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
     return f"{limit}{what}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
+
+
+def first_step(config: Config, seen: list[Seen]) -> StepDocuments:
+    """Return the documents of the first step, as if all rows were like the first ones; else the longest allowed."""
+    order, lengths = _estimated(config, seen)
+    layout, longest = layout_of(config), config.data.max_length
+    known = sum(len(found.lengths) for found in seen)
+    if order is None or not known:
+        tokens = MOST_TOKENS if config.train.tokens_per_step == "auto" else config.train.tokens_per_step
+        number = config.train.documents_per_step or max(1, tokens // longest)
+        source = f"data.max_length, {longest} tokens for every document, because the data are not known"
+        return StepDocuments.of(np.full(number, longest), layout, source)
+    ids = order.step(0).documents
+    all_targets = sum(length - 1 for found in seen for length in found.lengths)
+    share = sum(found.targets for found in seen) / max(1, all_targets)
+    return StepDocuments.of(lengths[ids], layout, f"the first {_counted(known, 'document')} of the data", share)
 
 
 def _counted(number: int, what: str) -> str:

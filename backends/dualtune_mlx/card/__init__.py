@@ -5,6 +5,7 @@ from __future__ import annotations
 from dualtune.activation_checkpointing import LAYERS
 from dualtune.card import NUMBER, SIZE, Card, Device, Launch, MemoryFormulas, Package, Twin
 from dualtune_mlx.card import checks, memory
+from dualtune_mlx.card.costs import COSTS
 from dualtune_mlx.card.sizes import ATTENTION_CHUNK
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,6 +37,7 @@ CARD = Card(
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
     memory=MemoryFormulas(memory.parts, borders=(ATTENTION_CHUNK,)),
+    costs=COSTS,
     launches=(Launch(("mlx",), "mlx.launch", ("mlx",)),),
     problems=checks.problems,
     environment=checks.environment,

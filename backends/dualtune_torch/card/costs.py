@@ -7,7 +7,7 @@ engine (tests/performance/test_launches.py), numbers follow from the code of ker
 from __future__ import annotations
 
 from dualtune.card import PassCosts, StepCosts
-from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS
+from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
 
 EXPONENTIAL, HASH = 20, 12  # elementwise operations
 WAITS = {"cpu": 0, "cuda": 5}  # of the host in a micro-batch: pageable copies of tokens, positions, seeds and targets
@@ -64,6 +64,7 @@ def _costs(kind: str) -> StepCosts:
         loss_rows=lambda vocab: LOSS_ROWS[kind],
         attention="flash" if kind == "cuda" else "documents",
         attention_block=ATTENTION_BLOCK,
+        least_parameters=WORTH_COMPILING,
         waits=WAITS[kind],
         unpacking=UNPACKING[kind],
     )

@@ -13,7 +13,10 @@ from dualtune.cli.output.terminal import say
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.memory.plan import Saving
+    from dualtune.performance.prediction import Prediction
     from dualtune.platform.choose import PlatformChoice
+    from dualtune.platform.machine import Machine
+    from dualtune.platform.rates import Limits
     from dualtune.preflight.config_memory import MemoryNeed
 
 
@@ -49,26 +52,36 @@ def command(
         found = detect() if machine == "this" else named(machine)
         choice = choose(platform, found)
         memory = plan_config(settings, found, choice)
-        shown.begin("measuring", "the speed of a matrix product")
-        rate = _rate(choice, machine, memory.plan.ask.dtype)
-    say(json.dumps(_as_json(memory, rate), indent=2) if as_json else _as_text(settings, memory, rate, machine))
+        shown.begin("predicting", "the time of a step")
+        limits = _limits(choice, machine, found, memory.plan.ask.dtype)
+        time = _predicted(settings, memory, limits)
+    found_json = _as_json(memory, limits, time)
+    say(json.dumps(found_json, indent=2) if as_json else _as_text(settings, memory, limits, time, machine))
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
 
 
-def _rate(choice: PlatformChoice, machine: str, dtype: str) -> tuple[float | None, str]:
-    """Return the FLOP/s of a large matrix product, or None, and where the figure comes from."""
-    from dualtune.platform.rates import PEAK_TFLOPS
+def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> Limits | None:
+    """Return the limits of the machine: published, or measured just now if it is this one's CPU; None: not known."""
+    from dualtune.bench.limits import limits_here
+    from dualtune.platform.rates import limits_or_none
 
-    if machine != "this":
-        found = PEAK_TFLOPS.get(machine)
-        return (None, "no rate is known for this machine") if found is None else (found * 1e12, "its data sheet")
-    from dualtune.bench.measure import peak_flops
-    from dualtune.platform.choose import open_backend
-
-    return peak_flops(open_backend(choice), dtype), "measured just now"
+    return limits_here(choice, machine, dtype) if name == "this" else limits_or_none(name)
 
 
-def _as_json(memory: MemoryNeed, rate: tuple[float | None, str]) -> dict[str, Any]:
+def _predicted(config: Config, memory: MemoryNeed, limits: Limits | None) -> Prediction | str:
+    """Return the time of a step, or why it is not known."""
+    from dualtune.errors import EnvironmentFault
+    from dualtune.preflight.config_time import documents_of, predict_config
+
+    if limits is None:
+        return "no rate is known for this machine"
+    try:
+        return predict_config(memory, documents_of(config), limits)
+    except EnvironmentFault as error:
+        return str(error)
+
+
+def _as_json(memory: MemoryNeed, limits: Limits | None, time: Prediction | str) -> dict[str, Any]:
     from dataclasses import asdict
 
     plan = memory.plan
@@ -82,13 +95,16 @@ def _as_json(memory: MemoryNeed, rate: tuple[float | None, str]) -> dict[str, An
         "checkpointing_reason": plan.ask.checkpointing.reason,
         "flops_per_token": plan.flops_per_token,
         "recompute_time": plan.time,
-        "flops_per_s": rate[0],
-        "rate": rate[1],
+        "flops_per_s": None if limits is None else limits.product_flops.get(plan.ask.dtype),
+        "rate": "no rate is known for this machine" if limits is None else limits.source,
+        "prediction": None if isinstance(time, str) else time.as_json(),
         "changes": [saving.as_json() for saving in plan.savings],
     }
 
 
-def _as_text(config: Config, memory: MemoryNeed, rate: tuple[float | None, str], machine: str) -> str:
+def _as_text(
+    config: Config, memory: MemoryNeed, limits: Limits | None, time: Prediction | str, machine: str
+) -> str:
     from dualtune.text.redaction import redact
     from dualtune.text.show import in_bytes, in_columns
 
@@ -98,7 +114,7 @@ def _as_text(config: Config, memory: MemoryNeed, rate: tuple[float | None, str],
     rows = [
         ("machine", f"{machine}: {in_bytes(plan.have_bytes)} ({memory.budget.reason})"),
         ("recomputed", f"{value.describe(plan.decoder.layers)} ({value.reason})"),
-        ("time", _time(memory, rate)),
+        ("time", _time(memory, limits, time)),
         ("verdict", "it fits" if plan.fits else "it does not fit"),
     ]
     blocks = [in_columns([(in_bytes(size).rjust(10), *rest) for size, *rest in (*parts, total)]), in_columns(rows)]
@@ -123,12 +139,13 @@ def _phase(part: str) -> str:
     return "always" if part in always else "forward to backward" if part == "activations" else "at the peak"
 
 
-def _time(memory: MemoryNeed, rate: tuple[float | None, str]) -> str:
+def _time(memory: MemoryNeed, limits: Limits | None, time: Prediction | str) -> str:
+    from dualtune.preflight.config_time import described
+
     plan = memory.plan
     flops = plan.flops_per_token * plan.time
     again = f", {plan.time:.2f} times as many as without recomputation" if plan.time > 1 else ""
     found = f"{flops / 1e9:.3g} GFLOP for each token{again}"
-    if rate[0] is None:
-        return f"{found}; {rate[1]}"
-    most = rate[0] / flops
-    return f"{found}; at most {most:.3g} tokens/s at {rate[0] / 1e12:.3g} TFLOP/s ({rate[1]})"
+    if limits is None or isinstance(time, str):
+        return f"{found}; {time}"
+    return f"{found}; {described(time)} ({limits.source}; documents: {time.documents})"

@@ -38,17 +38,27 @@ PHASES = {
     "--out", metavar="DIR", type=click.Path(path_type=Path, file_okay=False), default="dualtune-bench",
     show_default=True, help="Where the result and the traces are written.",
 )  # fmt: skip
+@click.option(
+    "--predict", "machine", metavar="MACHINE",
+    help="Compute what a step would take on a machine such as h100-80, or on this one: nothing is run.",
+)
 @platform_option
 @set_option
 @json_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
 def command(
-    config: Path, steps: int, warmup: int, out: Path, platform: str, overrides: tuple[str, ...], as_json: bool
+    config: Path, steps: int, warmup: int, out: Path, machine: str | None, platform: str, overrides: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Measure real steps of CONFIG: tokens per second, model FLOP utilisation, memory, and where the time goes.
 
     The run directory is not touched. With model.init=random no weights are needed: only their shapes matter.
+    --predict computes the time of a step instead, from the limits of a machine, which need not be here.
     """
+    if machine is not None:
+        from dualtune.cli.training.bench_predict import predict_for
+
+        return predict_for(config, overrides, machine, platform, as_json=as_json)
     import json
     from dataclasses import asdict
 
@@ -66,6 +76,7 @@ def command(
     if as_json:
         return say(json.dumps(asdict(result), indent=2))
     tell("\n".join(_lines(result)))
+    tell(_beside(settings, platform, result))
     return tell(f"written     {out / RESULT}, {out / TRACE} (open it at https://ui.perfetto.dev)")
 
 
@@ -85,6 +96,21 @@ def _prepare(settings: Config, backend: Backend, shown: Phases, *, quiet: bool) 
         prepared = prepare(settings, backend, show=show)
     tell("\n".join(prepared.summary()))
     return prepared
+
+
+def _beside(settings: Config, platform: str, result: BenchResult) -> str:
+    """Say what would have been predicted for this machine."""
+    from dualtune.cli.training.bench_predict import predicted_for
+    from dualtune.errors import DualtuneError
+
+    try:
+        found = predicted_for(settings, "this", platform)[1]
+    except DualtuneError as error:
+        return f"predicted   nothing: {error}"
+    ratio = found.tokens_per_s / result.tokens_per_s
+    return (
+        f"predicted   {found.tokens_per_s:,.0f} tokens/s for this machine, computed; a token took {ratio:.2f} times as long"
+    )
 
 
 def _lines(result: BenchResult) -> Iterator[str]:
