@@ -36,10 +36,13 @@ from dualtune.config.schema import AdapterConfig
 from dualtune.data.batching.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.memory.ask import Ask
+from dualtune.memory.plan import make_plan
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.performance.documents import StepDocuments
 from dualtune.performance.prediction import Prediction, predict
+from dualtune.platform.budget import budget
+from dualtune.platform.machines import limits_for, named
 from dualtune.platform.rates import Limits
 from dualtune_torch.card.costs import EXPONENTIAL
 from dualtune_torch.kernels.compiled import compile_function
@@ -53,7 +56,7 @@ SIDES = (16, 48, 64, 128, 256)  # shortest sides of products; beyond the last on
 OTHER_SIDES, WEIGHTS = (576, 1536), 4
 IN_CACHE, IN_MEMORY = 1 << 18, 1 << 24  # numbers of an array
 CACHE_BYTES = 8 << 20  # an operator with less data than this finds it in the cache of this machine, 32 MiB for 8 cores
-CALLS, REPEATS = 2000, 3
+REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,13 @@ CASES = {
     "SmolLM2-360M width, NF4": Case(MEDIUM, 3, (300,), quantization="nf4"),
     "SmolLM2-360M width, affine4": Case(MEDIUM, 3, (300,), quantization="affine4"),
 }
+# A step of which nothing but the operator calls takes time.
+TINY = Case(SMALL, 4, (16,), vocab=64)
+MACHINES = ("h100-80", "h200", "rtx-4090-24", "m4-max-64")
+MODELS = ((SMALL, ""), (WIDE, ""), ("meta-llama/Llama-3.2-3B-Instruct", ""), ("mistralai/Mistral-7B-Instruct-v0.3", ""),
+          ("meta-llama/Llama-3.1-8B-Instruct", "4 bits"))  # fmt: skip
+TINY_WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+NO_LIMITS = Limits("none", {"float32": 1.0}, 1.0, 1.0, None, 0.0, 0.0)
 
 
 def main() -> None:
@@ -105,7 +115,7 @@ def measure(cases: Mapping[str, Case], rounds: int, folder: Path) -> dict[str, A
     steps = {name: stepper(backend, case, folder / str(number)) for number, (name, case) in enumerate(cases.items())}
     for step in steps.values():
         step(), step()
-    probes = limit_probes()
+    probes = limit_probes(backend, folder / "tiny")
     seconds: dict[str, list[float]] = {name: [] for name in (*steps, *probes)}
     for number in range(rounds):
         for name in list(steps)[:: -1 if number % 2 else 1]:
@@ -141,22 +151,22 @@ def predicted(case: Case, limits: Limits) -> Prediction:
     longest = max(case.lengths)
     ask = Ask(
         "torch", "cpu", case.quantization, "float32", case.rank, SEVEN, LAYOUT.max_tokens, longest,
-        dropout=case.dropout > 0,
+        kernels="fused", dropout=case.dropout > 0,
     )  # fmt: skip
     documents = StepDocuments.of(np.array(case.lengths), LAYOUT, "the case")
     return predict(decoder_of(config_of(case)), ask, documents, limits)
 
 
-def stepper(backend: Backend, case: Case, folder: Path) -> Callable[[], float]:
+def stepper(backend: Backend, case: Case, folder: Path, **widths: int) -> Callable[[], float]:
     """Return a function that takes one optimizer step and returns its seconds of the processor."""
-    config, rng = config_of(case), np.random.default_rng(0)
+    config, rng = config_of(case) | widths, np.random.default_rng(0)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     tokens = [rng.integers(0, config["vocab_size"], length).astype(np.int32) for length in case.lengths]
     documents = in_memory([(ids, np.ones(len(ids), bool)) for ids in tokens])
     batches = micro_batches(documents, range(len(documents)), LAYOUT, seed=0, step=0)
     spec = AdapterSpec(case.rank, 2.0 * case.rank, case.dropout, SEVEN)
-    engine = backend.load(LoadRequest(folder, "float32", case.quantization, "random", spec, OptimizerSpec(), seed=1))
+    engine = backend.load(LoadRequest(folder, "float32", case.quantization, "random", spec, OptimizerSpec(), seed=1, kernels="fused"))
     num_targets = sum(batch.num_targets for batch in batches)
 
     def step() -> float:
@@ -172,9 +182,9 @@ def stepper(backend: Backend, case: Case, folder: Path) -> Callable[[], float]:
 # --- the limits of this machine ---------------------------------------------------------------------------------------
 
 
-def limit_probes() -> dict[str, Callable[[], float]]:
+def limit_probes(backend: Backend, folder: Path) -> dict[str, Callable[[], float]]:
     """Return functions that return the seconds of one unit of work: an operation, a byte, a call."""
-    n, (a, b) = torch.zeros(4), (torch.randn(IN_CACHE) for _ in range(2))
+    a, b = (torch.randn(IN_CACHE) for _ in range(2))
     gated, big = compile_function(_gated), torch.randn(IN_MEMORY)
     into, small = torch.empty_like(big), torch.empty_like(a)
     probes = {f"side {side}": _products(side) for side in (*SIDES, min(OTHER_SIDES))}
@@ -182,8 +192,27 @@ def limit_probes() -> dict[str, Callable[[], float]]:
         "memory": _timed(lambda: into.copy_(big), 2 * big.nbytes),
         "cache": _timed(lambda: small.copy_(a), 2 * a.nbytes, 20),
         "elementwise": _timed(lambda: gated(a, b), EXPONENTIAL * IN_CACHE, 5),
-        "launch": _timed(lambda: n.add_(1.0), 1, CALLS),
+        "batched": _batched(),
+        "launch": _launch(backend, folder),
     }
+
+
+def _launch(backend: Backend, folder: Path) -> Callable[[], float]:
+    """An operator call, with Python, autograd and compiled code's checks: a step in which nothing else counts."""
+    costs = predicted(TINY, NO_LIMITS)
+    step, launches = stepper(backend, TINY, folder, **TINY_WIDTHS), sum(part.launches for part in costs.parts)
+    step(), step()
+    return lambda: statistics.median(step() for _ in range(REPEATS)) / launches
+
+
+def _batched() -> Callable[[], float]:
+    """The five products of attention's backward pass, for a document of 256 tokens with 3 query heads to one key."""
+    q, k, scores = torch.randn(4, 3 * 256, 64), torch.randn(4, 256, 64), torch.randn(4, 3 * 256, 256)
+
+    def work() -> None:
+        _ = q @ k.mT, q @ k.mT, scores.mT @ q, scores.mT @ q, scores @ k
+
+    return _timed(work, 5 * 2 * q.numel() * 256, 2)
 
 
 def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -220,19 +249,47 @@ def _timed(work: Callable[[], object], amount: float, repeats: int = 1) -> Calla
 
 def limits_from(seconds: Mapping[str, float]) -> Limits:
     full = seconds[f"side {min(OTHER_SIDES)}"]
+    shares = {side: min(1.0, full / seconds[f"side {side}"]) for side in SIDES} | {min(OTHER_SIDES): 1.0}
     return Limits(
         "measured just now", {"float32": 1 / full}, 1 / seconds["elementwise"], 1 / seconds["memory"], None,
-        seconds["launch"], 0.0, side_shares={side: full / seconds[f"side {side}"] for side in SIDES} | {512: 1.0},
-        cached=(CACHE_BYTES, 1 / seconds["cache"]), is_asynchronous=False,
+        seconds["launch"], 0.0, attention_share=full / seconds["batched"] / shares[64], side_shares=shares, cached=(CACHE_BYTES, 1 / seconds["cache"]), is_asynchronous=False,
     )  # fmt: skip
 
 
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
 def validated(found: Mapping[str, Any]) -> str:
-    raise NotImplementedError
+    rows = [
+        (name, f"{case['tokens']:,}", f"{case['predicted_s']:.2f} s",
+         f"{case['measured_s']:.2f} s ({case['measured_least_s']:.2f} to {case['measured_most_s']:.2f})",
+         f"{case['ratio']:.2f}")
+        for name, case in found["cases"].items()
+    ]  # fmt: skip
+    return page_tables.table(("shape", "tokens", "predicted", "measured", "measured / predicted"), rows)
 
 
 def machines() -> str:
-    raise NotImplementedError
+    header = ("step of 16,384 tokens in documents of 2,048", *MACHINES)
+    rows = [(f"{model.rpartition('/')[2]}{f', {kind}' if kind else ''}", *(speed(model, kind, machine) for machine in MACHINES))
+            for model, kind in MODELS]  # fmt: skip
+    return page_tables.table(header, rows)
+
+
+def speed(model: str, kind: str, machine: str) -> str:
+    """Tokens/s and what bounds the step, if the run fits by the planner; micro-batches of 8,192 tokens on a GPU."""
+    is_mac = machine.startswith("m")
+    backend, device = ("mlx", "metal") if is_mac else ("torch", "cuda")
+    quantization = {"4 bits": "affine4" if is_mac else "nf4"}.get(kind, "none")
+    decoder, tokens = decoder_of(KNOWN[model]), 2048 if is_mac else 8192
+    ask = Ask(backend, device, quantization, "bfloat16", 16, SEVEN, tokens, 2048)
+    has = budget(named(machine), device).bytes
+    plan = make_plan(decoder, ask, has, auto=True)
+    if not plan.fits:
+        return "does not fit"
+    documents = StepDocuments.of(np.full(8, 2048), SequenceLayout(tokens, tokens), "2,048 tokens each")
+    found = predict(decoder, plan.ask, documents, limits_for(machine))
+    return f"{found.tokens_per_s:,.0f} tokens/s, {found.utilisation:.0%}, {found.bound}"
 
 
 if __name__ == "__main__":

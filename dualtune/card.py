@@ -85,7 +85,7 @@ class StepCosts:
 
     launches: PassCosts  # operator calls
     numbers: PassCosts  # numbers in the compute dtype that are read or written
-    operations: PassCosts  # elementwise operations: an exponential is about 20 of them, the hash of dropout 12
+    operations: PassCosts  # elementwise operations: an exponential is about 20 of them
     loss_rows: Callable[[int], int]  # vocabulary -> rows of a chunk of logits
     # flash: FlashAttention over ragged documents. documents, rows: products and a softmax over each document or row, in
     # blocks of queries that skip the keys after them.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dualtune.card import PassCosts, StepCosts
 from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
 
-EXPONENTIAL, HASH = 20, 12  # elementwise operations
+# Elementwise operations. A 32-bit integer product takes several; positions are compared as 64-bit integers.
+EXPONENTIAL, HASH, MASK = 20, 24, 40
 WAITS = {"cpu": 0, "cuda": 5}  # of the host in a micro-batch: pageable copies of tokens, positions, seeds and targets
 
 # Operator calls: kernels/lora.py, attention.py, blocks.py, cross_entropy.py. Each compiled function is one call.
@@ -42,10 +43,10 @@ ATTENTION_NUMBERS: dict[str, PassCosts] = {
     "cuda": {"attention": {"heads": (2, 8), "kv": (2, 6)}},
 }
 OPERATIONS: PassCosts = {
-    "activation": {"inner": (EXPONENTIAL, 2 * EXPONENTIAL)},
+    "activation": {"inner": (EXPONENTIAL, 3 * EXPONENTIAL)},  # again, and its gradient
     "dropout": {"inputs": (HASH, HASH), "inner inputs": (0, HASH)},
     "head and loss": {"logits": (2 * EXPONENTIAL, 0)},
-    "attention": {"scores": (EXPONENTIAL, EXPONENTIAL)},
+    "attention": {"scores": (EXPONENTIAL, EXPONENTIAL + MASK)},
 }
 # Quantization -> (operator calls for a matrix; numbers moved and operations for each weight, besides reading the stored
 # weight and writing the result). Affine formats are unpacked by plain operators, one after another.
