@@ -6,7 +6,7 @@ The prediction is the one that `dualtune bench --predict` makes for a GPU or a M
 measured, one thread, float32: products by their shortest side, copies in memory and in the cache, a compiled
 elementwise loop, the call of an operator. No figure of a case is fitted. Every round measures the limits and a step of
 every case, forth and back, in seconds of the processor, because the machine has other work; the median of each counts.
-Writes results/predict.json; --table writes its table, and predictions for other machines, into docs/predict.md.
+Writes results/predict.json; --table writes its table, and predictions for other machines, into docs/bench.md.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from dualtune.memory.plan import make_plan
 from dualtune.memory.shapes import KNOWN, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.performance.documents import StepDocuments
-from dualtune.performance.prediction import Prediction, predict
+from dualtune.performance.prediction import StepTime, predict
 from dualtune.platform.budget import budget
 from dualtune.platform.machines import limits_for, named
-from dualtune.platform.rates import Limits
+from dualtune.platform.rates import MachineLimits
 from dualtune_torch.card.costs import EXPONENTIAL
 from dualtune_torch.kernels.compiled import compile_function
 
@@ -88,8 +88,14 @@ TINY = Case(SMALL, 4, (16,), vocab=64)
 MACHINES = ("h100-80", "h200", "rtx-4090-24", "m4-max-64")
 MODELS = ((SMALL, ""), (WIDE, ""), ("meta-llama/Llama-3.2-3B-Instruct", ""), ("mistralai/Mistral-7B-Instruct-v0.3", ""),
           ("meta-llama/Llama-3.1-8B-Instruct", "4 bits"))  # fmt: skip
-TINY_WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-NO_LIMITS = Limits("none", {"float32": 1.0}, 1.0, 1.0, None, 0.0, 0.0)
+TINY_WIDTHS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+NO_LIMITS = MachineLimits("none", {"float32": 1.0}, 1.0, 1.0, None, 0.0, 0.0)
 
 
 def main() -> None:
@@ -100,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         found = json.loads((record.RESULTS / "predict.json").read_text(encoding="utf-8"))
-        print(page_tables.write("predict.md", {"validated": validated(found), "machines": machines()}))
+        print(page_tables.write("bench.md", {"validated": validated(found), "machines": machines()}))
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +136,7 @@ def measure(cases: Mapping[str, Case], rounds: int, folder: Path) -> dict[str, A
     }  # fmt: skip
 
 
-def compared(case: Case, limits: Limits, seconds: list[float]) -> dict[str, Any]:
+def compared(case: Case, limits: MachineLimits, seconds: list[float]) -> dict[str, Any]:
     found, measured_s = predicted(case, limits), statistics.median(seconds)
     return {
         "case": asdict(case), "tokens": found.tokens, "predicted_s": found.step_s, "measured_s": measured_s,
@@ -147,7 +153,7 @@ def config_of(case: Case) -> dict[str, Any]:
     return own | {"num_hidden_layers": case.layers, "vocab_size": case.vocab or own["vocab_size"]}
 
 
-def predicted(case: Case, limits: Limits) -> Prediction:
+def predicted(case: Case, limits: MachineLimits) -> StepTime:
     longest = max(case.lengths)
     ask = Ask(
         "torch", "cpu", case.quantization, "float32", case.rank, SEVEN, LAYOUT.max_tokens, longest,
@@ -166,7 +172,9 @@ def stepper(backend: Backend, case: Case, folder: Path, **widths: int) -> Callab
     documents = in_memory([(ids, np.ones(len(ids), bool)) for ids in tokens])
     batches = micro_batches(documents, range(len(documents)), LAYOUT, seed=0, step=0)
     spec = AdapterSpec(case.rank, 2.0 * case.rank, case.dropout, SEVEN)
-    engine = backend.load(LoadRequest(folder, "float32", case.quantization, "random", spec, OptimizerSpec(), seed=1, kernels="fused"))
+    engine = backend.load(
+        LoadRequest(folder, "float32", case.quantization, "random", spec, OptimizerSpec(), seed=1, kernels="fused")
+    )
     num_targets = sum(batch.num_targets for batch in batches)
 
     def step() -> float:
@@ -247,10 +255,10 @@ def _timed(work: Callable[[], object], amount: float, repeats: int = 1) -> Calla
     return run
 
 
-def limits_from(seconds: Mapping[str, float]) -> Limits:
+def limits_from(seconds: Mapping[str, float]) -> MachineLimits:
     full = seconds[f"side {min(OTHER_SIDES)}"]
     shares = {side: min(1.0, full / seconds[f"side {side}"]) for side in SIDES} | {min(OTHER_SIDES): 1.0}
-    return Limits(
+    return MachineLimits(
         "measured just now", {"float32": 1 / full}, 1 / seconds["elementwise"], 1 / seconds["memory"], None,
         seconds["launch"], 0.0, attention_share=full / seconds["batched"] / shares[64], side_shares=shares, cached=(CACHE_BYTES, 1 / seconds["cache"]), is_asynchronous=False,
     )  # fmt: skip

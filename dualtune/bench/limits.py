@@ -12,26 +12,26 @@ from dualtune.card import card_of
 from dualtune.platform.choose import PlatformChoice, open_backend
 from dualtune.platform.machine import Machine
 from dualtune.platform.machines import published
-from dualtune.platform.rates import CPU_ELEMENTWISE, CPU_LAUNCH_S, CPU_SIDE_SHARES, Limits
+from dualtune.platform.rates import CPU_ELEMENTWISE, CPU_LAUNCH_S, CPU_SIDE_SHARES, MachineLimits
 
 NUMBERS, REPEATS = 1 << 24, 5  # of an array in float32 that no cache holds
 
 
-def limits_here(choice: PlatformChoice, machine: Machine, dtype: str) -> Limits | None:
+def limits_here(choice: PlatformChoice, machine: Machine, dtype: str) -> MachineLimits | None:
     """Return the limits of this machine for the device that was chosen; None if they are not known."""
     if card_of(choice.backend).kind_for(choice.platform, machine.kinds) == "cpu":
         return measured_limits(open_backend(choice), dtype)
     return published(machine)
 
 
-def measured_limits(backend: Backend, dtype: str) -> Limits:
+def measured_limits(backend: Backend, dtype: str) -> MachineLimits:
     """Measure this CPU: products in a dtype, by the backend, and a copy in memory. It takes about two seconds.
 
     Narrow products, elementwise code and the call of an operator keep the proportions that benchmarks/predict.py found.
     """
     products = peak_flops(backend, dtype)
     plain = products if dtype == "float32" else peak_flops(backend, "float32")
-    return Limits(
+    return MachineLimits(
         "measured just now", {dtype: products}, CPU_ELEMENTWISE * plain, _copied_bytes_per_s(), None, CPU_LAUNCH_S, 0.0,
         side_shares=CPU_SIDE_SHARES, is_asynchronous=False,
     )  # fmt: skip

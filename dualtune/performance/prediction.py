@@ -19,7 +19,7 @@ from dualtune.memory.plan import flops_per_token
 from dualtune.memory.shapes import Decoder
 from dualtune.performance.documents import StepDocuments
 from dualtune.performance.work import ATTENTION, PARTS, Piece, pieces_of
-from dualtune.platform.rates import Limits
+from dualtune.platform.rates import MachineLimits
 
 COMPUTE, MEMORY, LAUNCH, TRANSFER = "compute", "memory", "launch", "transfer"
 SAID = "computed from published limits and stated efficiencies, not measured"
@@ -38,7 +38,7 @@ class PartTime:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class StepTime:
     """The predicted time of an optimizer step."""
 
     parts: tuple[PartTime, ...]
@@ -75,13 +75,20 @@ class Prediction:
         """Model FLOP utilisation: of what the machine's data sheet says, or what its products were measured at."""
         return self.model_flops / self.step_s / self.peak_flops
 
+    def describe(self) -> str:
+        """Say how long a step takes, and that this is no measurement."""
+        return (
+            f"about {self.tokens_per_s:,.0f} tokens/s, {self.step_s:.3g} s for a step of {self.tokens:,} tokens, bound "
+            f"by {self.bound}; {SAID}"
+        )
+
     def as_json(self) -> dict[str, Any]:
         own = asdict(self)
         derived = ("step_s", "tokens_per_s", "utilisation", "bound")
         return {"what": SAID, **{name: getattr(self, name) for name in derived}, **own}
 
 
-def predict(decoder: Decoder, ask: Ask, documents: StepDocuments, limits: Limits) -> Prediction:
+def predict(decoder: Decoder, ask: Ask, documents: StepDocuments, limits: MachineLimits) -> StepTime:
     """Predict a step. EnvironmentFault if the backend does not say what its step takes, or for the plain kernels."""
     costs = card_of(ask.backend).costs.get(ask.device)
     if costs is None:
@@ -104,13 +111,13 @@ def predict(decoder: Decoder, ask: Ask, documents: StepDocuments, limits: Limits
     transfer_s = sum(_moved_s(piece, limits) for piece in pieces)
     if not limits.is_asynchronous:
         device_s += host_s
-    return Prediction(
+    return StepTime(
         tuple(part for part in parts if part is not None), documents.tokens, documents.source, device_s, host_s,
         transfer_s, waits, waits * limits.wait_s, _model_flops(decoder, ask, documents), limits.product_flops[ask.dtype],
     )  # fmt: skip
 
 
-def _part(name: str, pieces: list[Piece], dtype: str, limits: Limits) -> PartTime | None:
+def _part(name: str, pieces: list[Piece], dtype: str, limits: MachineLimits) -> PartTime | None:
     """Return the time of a part; None if the step has none of it."""
     if not pieces:
         return None
@@ -128,7 +135,7 @@ def _part(name: str, pieces: list[Piece], dtype: str, limits: Limits) -> PartTim
     )  # fmt: skip
 
 
-def _seconds(piece: Piece, dtype: str, limits: Limits) -> tuple[float, str]:
+def _seconds(piece: Piece, dtype: str, limits: MachineLimits) -> tuple[float, str]:
     """Return the time that the device needs for a piece, and whether its operations or its bytes take it."""
     share = limits.attention_share if piece.part == ATTENTION else limits.product_share
     rate = limits.product_flops[dtype] * share * _side_share(piece.side, limits.side_shares)
@@ -142,7 +149,7 @@ def _seconds(piece: Piece, dtype: str, limits: Limits) -> tuple[float, str]:
     return (compute_s, COMPUTE) if compute_s >= memory_s else (memory_s, MEMORY)
 
 
-def _moved_s(piece: Piece, limits: Limits) -> float:
+def _moved_s(piece: Piece, limits: MachineLimits) -> float:
     link = limits.link_bytes_per_s
     return 0.0 if link is None else piece.moved_bytes / (link * limits.memory_share)
 

@@ -323,9 +323,7 @@ def _transfers(step: _Step) -> Iterator[Piece]:
     ask, decoder, layers = step.ask, step.decoder, step.decoder.layers
     if ask.resident_layers is not None:
         one = _stored_bytes(ask) * decoder.linear_parameters / layers
-        yield Piece(
-            TRANSFERS, True, moved_bytes=2 * step.micro_batches * max(0, layers - ask.resident_layers) * one
-        )
+        yield Piece(TRANSFERS, True, moved_bytes=2 * step.micro_batches * max(0, layers - ask.resident_layers) * one)
     if ask.checkpointing.offload:
         inputs = len(list(ask.checkpointing.segments(layers)))
         yield Piece(TRANSFERS, True, moved_bytes=2 * inputs * step.cells * decoder.hidden * ask.item_bytes)

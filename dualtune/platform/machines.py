@@ -12,7 +12,7 @@ from dualtune.errors import ConfigError
 from dualtune.platform.apple import metal_limit
 from dualtune.platform.budget import GPU_RESERVE_BYTES
 from dualtune.platform.machine import GIB, Gpu, Machine
-from dualtune.platform.rates import Limits, limits_of, limits_or_none
+from dualtune.platform.rates import MachineLimits, limits_of, limits_or_none
 
 _MIB = 2**20
 _TORCH = {"torch": "2.13.0+cu130", "bitsandbytes": "0.50.2", "transformers": "5.23.0"}
@@ -133,14 +133,14 @@ def named(name: str) -> Machine:
     raise ConfigError(f"--machine: got '{name}', allowed: {', '.join(MACHINES)}.{hint}")
 
 
-def published(machine: Machine) -> Limits | None:
+def published(machine: Machine) -> MachineLimits | None:
     """Return the published limits of a machine's GPU or chip, by its name; None if they are not known."""
     own = _accelerator(machine)
     same = (name for name, known in MACHINES.items() if own and _accelerator(known) == own)
     return next((found for name in same if (found := limits_or_none(name))), None)
 
 
-def limits_for(name: str) -> Limits:
+def limits_for(name: str) -> MachineLimits:
     """Return the published limits of the machine with a short name. ConfigError lists those that have some."""
     return limits_of(name, [*MACHINES])
 

@@ -14,7 +14,7 @@ from dualtune.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """What a machine can do at most, per second, and the shares of it that are reached."""
 
     source: str
@@ -40,7 +40,9 @@ DATACENTRE, CONSUMER = 0.8, 0.9
 # repository's figures); it uses no instruction that is newer than the A100's.
 FLASH_NEW, FLASH = 0.32, 0.6
 STREAMED = 0.88  # of memory's bandwidth: an H200 copies with 4.3 of 4.8 TB/s
-LAUNCH_S = 8e-6  # assumed: Python, autograd and the driver, for an eager operator
+# Assumed: Python, autograd, the checks of compiled code and the driver. benchmarks/predict.py measured 53 µs on
+# a shared server core, on which a plain operator alone takes 5; a core of its own is two to three times as fast.
+LAUNCH_S = 20e-6
 WAIT_S = 30e-6  # assumed: a synchronization, and the launches until the device is busy again
 
 # short name -> TFLOP/s of tensor cores in 16 bits, of float32; GB/s of memory, of the bus in one direction; the shares
@@ -87,30 +89,30 @@ _APPLE: dict[str, tuple[float, float, float]] = {  # short name without memory -
 
 # A CPU is measured when it is asked for. What that takes too long to measure keeps the proportions of the machine of
 # benchmarks/results/predict.json, one thread of an x86 processor with AVX2.
-CPU_SIDE_SHARES: Mapping[int, float] = {16: 0.3, 48: 0.55, 64: 0.7, 128: 0.8, 256: 0.9, 512: 1.0}
-CPU_ELEMENTWISE = 0.3  # of the rate of products in float32
-CPU_LAUNCH_S = 5e-6
+CPU_SIDE_SHARES: Mapping[int, float] = {16: 0.49, 48: 0.77, 64: 0.84, 128: 0.92, 256: 0.98, 576: 1.0}
+CPU_ELEMENTWISE = 0.16  # of the rate of products in float32
+CPU_LAUNCH_S = 53e-6
 
 
-def _of_card(name: str) -> Limits:
+def _of_card(name: str) -> MachineLimits:
     tensor, plain, memory, bus, products, attention = _NVIDIA[name]
     dtypes = {"bfloat16": 1e12 * tensor, "float16": 1e12 * tensor, "float32": 1e12 * plain}
-    return Limits(
+    return MachineLimits(
         "NVIDIA's data sheet", dtypes, 1e12 * plain, 1e9 * memory, 1e9 * bus, LAUNCH_S, WAIT_S, products, attention,
         STREAMED,
     )  # fmt: skip
 
 
-def _of_mac(chip: str) -> Limits:
+def _of_mac(chip: str) -> MachineLimits:
     tflops, memory, bfloat16 = _APPLE[chip]
     dtypes = {"float32": 1e12 * tflops, "float16": 1e12 * tflops, "bfloat16": 1e12 * tflops * bfloat16}
-    return Limits(
+    return MachineLimits(
         "Apple's figures", dtypes, 1e12 * tflops, 1e9 * memory, None, METAL_LAUNCH_S, WAIT_S, METAL_SHARE, METAL_SHARE,
         STREAMED,
     )  # fmt: skip
 
 
-def limits_or_none(machine: str) -> Limits | None:
+def limits_or_none(machine: str) -> MachineLimits | None:
     """Return the limits of a machine by its short name; None if they are not known, as for a CPU."""
     if machine in _NVIDIA:
         return _of_card(machine)
@@ -118,7 +120,7 @@ def limits_or_none(machine: str) -> Limits | None:
     return _of_mac(chip) if chip in _APPLE else None
 
 
-def limits_of(machine: str, names: list[str]) -> Limits:
+def limits_of(machine: str, names: list[str]) -> MachineLimits:
     """Return the limits of a machine, of which there are these. ConfigError lists those with limits."""
     found = limits_or_none(machine)
     if found is not None and machine in names:

@@ -19,12 +19,15 @@ from dualtune.io.disk import existing
 from dualtune.memory.ask import num_trained
 from dualtune.memory.plan import plan_of
 from dualtune.memory.shapes import Decoder
+from dualtune.performance.documents import StepDocuments
+from dualtune.performance.prediction import predict
 from dualtune.platform.budget import budget, within
 from dualtune.platform.choose import PlatformChoice, choose
 from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
-from dualtune.platform.machines import named
-from dualtune.preflight.config_data import check_sources, step_rows
+from dualtune.platform.machines import named, published
+from dualtune.platform.rates import MachineLimits, limits_or_none
+from dualtune.preflight.config_data import check_sources, first_step, step_rows
 from dualtune.preflight.config_memory import MemoryNeed, memory_row
 from dualtune.preflight.config_model import (
     activation_cache_rows,
@@ -88,6 +91,9 @@ def check_config(
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
         row, report.memory = _memory(config, decoder, reason, choice, machine)
         report.checks.append(row)
+        if report.memory is not None:
+            limits = limits_or_none(machine_name) if machine_name else published(machine)
+            report.checks.append(_time_row(report.memory, first_step(config, seen), limits))
     report.checks += _run_dir_rows(config, decoder)
     return report
 
@@ -184,6 +190,15 @@ def _memory(
     except ConfigError as error:  # targets or layers that the model does not have
         return failure("memory", error), None
     return memory_row(memory), memory
+
+
+def _time_row(memory: MemoryNeed, documents: StepDocuments, limits: MachineLimits | None) -> Check:
+    if limits is None:
+        return Check("time", "skipped", "no limits are known for this machine; dualtune bench measures a step")
+    try:
+        return Check("time", "ok", predict(memory.plan.decoder, memory.plan.ask, documents, limits).describe())
+    except EnvironmentFault as error:
+        return Check("time", "skipped", str(error))
 
 
 def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:

@@ -27,7 +27,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import DataError, DualtuneError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.performance.documents import StepDocuments
-from dualtune.preflight.config_model import failure
+from dualtune.preflight.config_model import failure, find_model, load_tokenizer
 
 FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
@@ -178,6 +178,12 @@ def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:
         what = f"{_counted(number, 'document')}{more} of at most {length} tokens"
         micro_batches, condition = len(plan(np.full(number, length), range(number), layout)), " if all are that long"
     return f"{limit}{what}, in {_counted(micro_batches, 'micro-batch')} of up to {layout.max_tokens} tokens{condition}"
+
+
+def documents_of(config: Config) -> StepDocuments:
+    """Return the documents of the first step, from a quick look at the data."""
+    tokenizer, _ = load_tokenizer(config, find_model(config)[0])
+    return first_step(config, check_sources(config, tokenizer)[1])
 
 
 def first_step(config: Config, seen: list[Seen]) -> StepDocuments:

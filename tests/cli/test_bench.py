@@ -5,6 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from dualtune.config.examples import example_path
+
 PLATFORMS = {"cpu": "torch", "mlx": "mlx", "numpy": "numpy"}
 
 
@@ -169,3 +171,49 @@ def test_what_cannot_be_done_is_said(dualtune_main, config_file, tmp_path, optio
     result = dualtune_main("bench", config_file(), "--platform", "numpy", *options)
     assert (result.returncode, "Error: " in result.stderr) == (code, True)
     assert message in result.stderr
+
+
+# --- predicted --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_names_every_part_and_what_bounds_it(dualtune_main):
+    result = dualtune_main("bench", example_path("training_config_h100"), "--predict", "h100-80")
+    assert result.returncode == 0, result.stderr
+    assert "computed from published limits and stated efficiencies, not measured" in result.stdout.splitlines()[0]
+    rows = {line[:20].strip(): line.split() for line in result.stdout.splitlines()[3:14]}
+    assert rows["base products"][-1] == "compute" and rows["norms and residuals"][-1] == "memory"
+    assert {"LoRA products", "attention", "dropout", "unpacking", "head and loss", "optimizer"} <= rows.keys()
+    assert "50.7 GiB at the peak, has 79.1 GiB" in result.stdout
+
+
+def test_a_prediction_as_json_adds_up(dualtune_main, config_file):
+    changes = {"model.name": "HuggingFaceTB/SmolLM2-135M", "model.init": "random", "data.packing": True}
+    result = dualtune_main("bench", config_file(changes), "--predict", "rtx-4090-24", "--json")
+    found = json.loads(result.stdout)
+    assert found["tokens_per_s"] == pytest.approx(found["tokens"] / found["step_s"])
+    slowest = max(found["device_s"], found["host_s"], found["transfer_s"])
+    assert found["step_s"] == pytest.approx(slowest + found["waits_s"])
+    assert (found["machine"], found["limits"], found["bound"]) == ("rtx-4090-24", "NVIDIA's data sheet", "launch")
+    assert 0 < found["peak_bytes"] < found["available_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [(("--predict", "h100-81"), 2, "Did you mean 'h100-80'?"),
+     (("--predict", "cpu-16"), 2, "allowed: this, h200"),
+     (("--predict", "h100-80", "--set", "model.kernels=reference"), 4, "set it to auto"),
+     (("--predict", "h100-80", "--set", "model.name=nobody/knows"), 4, "shape is not known")],
+)  # fmt: skip
+def test_what_cannot_be_predicted_says_why(dualtune_main, arguments, code, words):
+    result = dualtune_main("bench", example_path("training_config_h100"), *arguments)
+    assert (result.returncode, words in result.stderr) == (code, True), result.stderr
+
+
+def test_a_measurement_says_why_nothing_is_predicted_beside_it(bench, measured):
+    """The model of these tests is so small that nothing is compiled."""
+    process, _, _ = measured
+    expected = "predicted   nothing: " + {
+        "cpu": "no time is predicted for a model of", "mlx": "the backend 'mlx' does not say",
+        "numpy": "there is no memory estimate",
+    }[bench.platform]  # fmt: skip
+    assert expected in process.stdout

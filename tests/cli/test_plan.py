@@ -1,6 +1,7 @@
 """`dualtune plan`: what it prints for a machine, and its exit code."""
 
 import json
+import re
 
 import pytest
 
@@ -17,7 +18,10 @@ def test_a_plan_has_the_parts_what_is_recomputed_the_time_and_a_verdict(dualtune
     assert [line[2] for line in lines[1:7]] == names
     assert lines[7][:4] == ["50.7", "GiB", "in", "all"]
     assert "recomputed  none (auto: everything fits, 79.1 GiB are available)\n" in result.stdout
-    assert "at most 3.05e+04 tokens/s at 989 TFLOP/s (its data sheet)\nverdict     it fits" in result.stdout
+    (time,) = [line for line in result.stdout.splitlines() if line.startswith("time ")]
+    assert re.search(r"GFLOP for each token; about 1\d,\d{3} tokens/s, .*, bound by compute; computed from", time)
+    assert "(NVIDIA's data sheet; documents: data.max_length, 4096 tokens for every document" in time
+    assert "verdict     it fits" in result.stdout
 
 
 def test_a_run_that_does_not_fit_gets_the_changes_with_what_each_saves_and_costs(dualtune_main):
@@ -39,7 +43,16 @@ def test_the_json_of_a_plan_adds_up(dualtune_main):
     assert plan["total_bytes"] == sum(part["bytes"] for part in plan["parts"]) <= 0.9 * plan["available_bytes"]
     assert plan["checkpointing"].endswith(" of 32 layers are recomputed") and plan["recompute_time"] > 1
     assert {part["phase"] for part in plan["parts"]} == {"always", "forward to backward", "at the peak"}
-    assert (plan["flops_per_s"], plan["rate"], plan["changes"]) == (None, "no rate is known for this machine", [])
+    assert (plan["flops_per_s"], plan["rate"], plan["changes"]) == (4.3e12, "Apple's figures", [])
+    assert plan["prediction"]["what"] == "computed from published limits and stated efficiencies, not measured"
+    assert plan["prediction"]["tokens_per_s"] < plan["flops_per_s"] / plan["flops_per_token"]
+
+
+def test_a_machine_without_published_limits_has_no_predicted_time(dualtune_main):
+    result = dualtune_main("plan", CONFIGS["training_config_h100"], "--machine", "rtx-4000-ada-20", "--json")
+    plan = json.loads(result.stdout)
+    assert (plan["flops_per_s"], plan["rate"]) == (None, "no rate is known for this machine")
+    assert plan["prediction"] is None and plan["flops_per_token"] > 1e10
 
 
 def test_what_a_segment_takes_while_it_is_recomputed_is_at_the_peak(dualtune_main):

@@ -38,7 +38,7 @@ def predicted(model=MISTRAL, machine="h100-80", *, length=2048, tokens=8192, lim
 def test_an_h200_is_never_faster_than_its_products_alone(model, most):
     """`most`: 788 TFLOP/s, measured on an H200, divided by the operations of a token at T = 2048, rank 16."""
     found = predicted(model, "h200")
-    assert 0.2 * most < found.tokens_per_s < most
+    assert (0.1 if model == SMALL else 0.3) * most < found.tokens_per_s < most
     assert found.model_flops / found.tokens == pytest.approx(788e12 / most, rel=0.02)
 
 

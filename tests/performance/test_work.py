@@ -36,8 +36,8 @@ LAYOUT, RANK = SequenceLayout(2048, 2048), 8
 # Operators that compute nothing: they make a tensor that shares memory, or that is not filled yet.
 NO_LAUNCH = {
     "view", "_unsafe_view", "_reshape_alias", "as_strided", "t", "transpose", "permute", "expand", "slice", "select",
-    "split", "split_with_sizes", "unbind", "squeeze", "unsqueeze", "detach", "alias", "empty", "empty_like", "new_empty",
-    "empty_strided", "new_empty_strided", "_record_function_enter_new", "_record_function_exit",
+    "split", "split_with_sizes", "unbind", "squeeze", "unsqueeze", "detach", "alias", "empty", "empty_like",
+    "new_empty", "empty_strided", "new_empty_strided", "_record_function_enter_new", "_record_function_exit",
 }  # fmt: skip
 
 
@@ -86,9 +86,7 @@ class LaunchCounter(TorchDispatchMode):
                 found = iter(torch.autograd.grad(ctx.out, wanted, grads))
                 counter.inside -= 1
                 counter.counts["compiled"] += 1
-                return tuple(
-                    next(found) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.args
-                )
+                return tuple(next(found) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in ctx.args)
 
         return lambda *args: Once.apply(*args)
 
@@ -174,7 +172,8 @@ def test_the_output_head_reads_its_weights_for_every_chunk():
 
 @pytest.mark.parametrize(
     ("lengths", "changes"),
-    [([100, 100], {"dropout": 0.0}), ([600], {}), ([40] * 6, {"quantization": "affine4"}), ([100], {"quantization": "int8"})],
+    [([100, 100], {"dropout": 0.0}), ([600], {}), ([40] * 6, {"quantization": "affine4"}),
+     ([100], {"quantization": "int8"})],
 )  # fmt: skip
 def test_the_launches_are_those_of_the_engine(step_of, lengths, changes):
     """Up to 4 %: the lowest layer has a few less, because nothing below it is trained."""

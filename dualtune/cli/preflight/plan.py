@@ -13,10 +13,10 @@ from dualtune.cli.output.terminal import say
 if TYPE_CHECKING:
     from dualtune.config import Config
     from dualtune.memory.plan import Saving
-    from dualtune.performance.prediction import Prediction
+    from dualtune.performance.prediction import StepTime
     from dualtune.platform.choose import PlatformChoice
     from dualtune.platform.machine import Machine
-    from dualtune.platform.rates import Limits
+    from dualtune.platform.rates import MachineLimits
     from dualtune.preflight.config_memory import MemoryNeed
 
 
@@ -60,7 +60,7 @@ def command(
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
 
 
-def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> Limits | None:
+def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> MachineLimits | None:
     """Return the limits of the machine: published, or measured just now if it is this one's CPU; None: not known."""
     from dualtune.bench.limits import limits_here
     from dualtune.platform.rates import limits_or_none
@@ -68,20 +68,21 @@ def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> 
     return limits_here(choice, machine, dtype) if name == "this" else limits_or_none(name)
 
 
-def _predicted(config: Config, memory: MemoryNeed, limits: Limits | None) -> Prediction | str:
+def _predicted(config: Config, memory: MemoryNeed, limits: MachineLimits | None) -> StepTime | str:
     """Return the time of a step, or why it is not known."""
     from dualtune.errors import EnvironmentFault
-    from dualtune.preflight.config_time import documents_of, predict_config
+    from dualtune.performance.prediction import predict
+    from dualtune.preflight.config_data import documents_of
 
     if limits is None:
         return "no rate is known for this machine"
     try:
-        return predict_config(memory, documents_of(config), limits)
+        return predict(memory.plan.decoder, memory.plan.ask, documents_of(config), limits)
     except EnvironmentFault as error:
         return str(error)
 
 
-def _as_json(memory: MemoryNeed, limits: Limits | None, time: Prediction | str) -> dict[str, Any]:
+def _as_json(memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | str) -> dict[str, Any]:
     from dataclasses import asdict
 
     plan = memory.plan
@@ -103,7 +104,7 @@ def _as_json(memory: MemoryNeed, limits: Limits | None, time: Prediction | str) 
 
 
 def _as_text(
-    config: Config, memory: MemoryNeed, limits: Limits | None, time: Prediction | str, machine: str
+    config: Config, memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | str, machine: str
 ) -> str:
     from dualtune.text.redaction import redact
     from dualtune.text.show import in_bytes, in_columns
@@ -139,13 +140,11 @@ def _phase(part: str) -> str:
     return "always" if part in always else "forward to backward" if part == "activations" else "at the peak"
 
 
-def _time(memory: MemoryNeed, limits: Limits | None, time: Prediction | str) -> str:
-    from dualtune.preflight.config_time import described
-
+def _time(memory: MemoryNeed, limits: MachineLimits | None, time: StepTime | str) -> str:
     plan = memory.plan
     flops = plan.flops_per_token * plan.time
     again = f", {plan.time:.2f} times as many as without recomputation" if plan.time > 1 else ""
     found = f"{flops / 1e9:.3g} GFLOP for each token{again}"
     if limits is None or isinstance(time, str):
         return f"{found}; {time}"
-    return f"{found}; {described(time)} ({limits.source}; documents: {time.documents})"
+    return f"{found}; {time.describe()} ({limits.source}; documents: {time.documents})"

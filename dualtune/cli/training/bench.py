@@ -39,7 +39,9 @@ PHASES = {
     show_default=True, help="Where the result and the traces are written.",
 )  # fmt: skip
 @click.option(
-    "--predict", "machine", metavar="MACHINE",
+    "--predict",
+    "machine",
+    metavar="MACHINE",
     help="Compute what a step would take on a machine such as h100-80, or on this one: nothing is run.",
 )
 @platform_option
@@ -47,7 +49,13 @@ PHASES = {
 @json_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
 def command(
-    config: Path, steps: int, warmup: int, out: Path, machine: str | None, platform: str, overrides: tuple[str, ...],
+    config: Path,
+    steps: int,
+    warmup: int,
+    out: Path,
+    machine: str | None,
+    platform: str,
+    overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Measure real steps of CONFIG: tokens per second, model FLOP utilisation, memory, and where the time goes.
@@ -108,9 +116,7 @@ def _beside(settings: Config, platform: str, result: BenchResult) -> str:
     except DualtuneError as error:
         return f"predicted   nothing: {error}"
     ratio = found.tokens_per_s / result.tokens_per_s
-    return (
-        f"predicted   {found.tokens_per_s:,.0f} tokens/s for this machine, computed; a token took {ratio:.2f} times as long"
-    )
+    return f"predicted   {found.tokens_per_s:,.0f} tokens/s for this machine, computed; a token took {ratio:.2f} times as long"
 
 
 def _lines(result: BenchResult) -> Iterator[str]:

@@ -10,8 +10,8 @@ from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config import Config
-    from dualtune.performance.prediction import Prediction
-    from dualtune.platform.rates import Limits
+    from dualtune.performance.prediction import StepTime
+    from dualtune.platform.rates import MachineLimits
     from dualtune.preflight.config_memory import MemoryNeed
 
 
@@ -32,18 +32,19 @@ def predict_for(path: Path, overrides: tuple[str, ...], name: str, platform: str
     return say("\n".join(_lines(settings, name, memory, found, limits)))
 
 
-def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNeed, Prediction, Limits]:
+def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNeed, StepTime, MachineLimits]:
     """Return memory, time and limits of a config on a machine; `this` is the one it runs on.
 
     ConfigError for a machine whose limits are not known, EnvironmentFault where there is no formula.
     """
     from dualtune.bench.limits import limits_here
     from dualtune.errors import EnvironmentFault
+    from dualtune.performance.prediction import predict
     from dualtune.platform.choose import choose
     from dualtune.platform.detect import detect
     from dualtune.platform.machines import limits_for, named
+    from dualtune.preflight.config_data import documents_of
     from dualtune.preflight.config_memory import plan_config
-    from dualtune.preflight.config_time import documents_of, predict_config
 
     limits = None if name == "this" else limits_for(name)
     machine = detect() if name == "this" else named(name)
@@ -52,10 +53,11 @@ def predicted_for(settings: Config, name: str, platform: str) -> tuple[MemoryNee
     limits = limits or limits_here(choice, machine, memory.plan.ask.dtype)
     if limits is None:
         raise EnvironmentFault("no limits are known for this machine. Name another with --predict, such as h100-80")
-    return memory, predict_config(memory, documents_of(settings), limits), limits
+    time = predict(memory.plan.decoder, memory.plan.ask, documents_of(settings), limits)
+    return memory, time, limits
 
 
-def _lines(settings: Config, name: str, memory: MemoryNeed, found: Prediction, limits: Limits) -> Iterator[str]:
+def _lines(settings: Config, name: str, memory: MemoryNeed, found: StepTime, limits: MachineLimits) -> Iterator[str]:
     from dualtune.performance.prediction import SAID
     from dualtune.text.redaction import redact
     from dualtune.text.show import in_bytes, in_columns
@@ -70,7 +72,9 @@ def _lines(settings: Config, name: str, memory: MemoryNeed, found: Prediction, l
     ]  # fmt: skip
     yield in_columns([header, *rows])
     peak, has = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
-    overlap = f"device {1e3 * found.device_s:.2f}, host {1e3 * found.host_s:.2f}, transfers {1e3 * found.transfer_s:.2f}"
+    overlap = (
+        f"device {1e3 * found.device_s:.2f}, host {1e3 * found.host_s:.2f}, transfers {1e3 * found.transfer_s:.2f}"
+    )
     yield ""
     yield in_columns([
         ("step", f"{found.step_s:.4g} s, bound by {found.bound}: {overlap} ms; {found.waits} waits, {1e3 * found.waits_s:.2f} ms"),
