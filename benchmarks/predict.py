@@ -2,8 +2,8 @@
 
     python benchmarks/predict.py [--rounds 7] [--table] [CASE …]
 
-The prediction is the one that `dualtune bench --predict` makes for a GPU or a Mac; only the limits differ: here they are
-measured, one thread, float32: products by their shortest side, copies in memory and in the cache, a compiled
+The prediction is the one that `dualtune bench --predict` makes for a GPU or a Mac; only the limits differ: here they
+are measured, one thread, float32: products by their shortest side, copies in memory and in the cache, a compiled
 elementwise loop, the call of an operator. No figure of a case is fitted. Every round measures the limits and a step of
 every case, forth and back, in seconds of the processor, because the machine has other work; the median of each counts.
 Writes results/predict.json; --table writes its table, and predictions for other machines, into docs/bench.md.
@@ -260,7 +260,8 @@ def limits_from(seconds: Mapping[str, float]) -> MachineLimits:
     shares = {side: min(1.0, full / seconds[f"side {side}"]) for side in SIDES} | {min(OTHER_SIDES): 1.0}
     return MachineLimits(
         "measured just now", {"float32": 1 / full}, 1 / seconds["elementwise"], 1 / seconds["memory"], None,
-        seconds["launch"], 0.0, attention_share=full / seconds["batched"] / shares[64], side_shares=shares, cached=(CACHE_BYTES, 1 / seconds["cache"]), is_asynchronous=False,
+        seconds["launch"], 0.0, attention_share=full / seconds["batched"] / shares[64], side_shares=shares,
+        cached=(CACHE_BYTES, 1 / seconds["cache"]), is_asynchronous=False,
     )  # fmt: skip
 
 
@@ -279,8 +280,10 @@ def validated(found: Mapping[str, Any]) -> str:
 
 def machines() -> str:
     header = ("step of 16,384 tokens in documents of 2,048", *MACHINES)
-    rows = [(f"{model.rpartition('/')[2]}{f', {kind}' if kind else ''}", *(speed(model, kind, machine) for machine in MACHINES))
-            for model, kind in MODELS]  # fmt: skip
+    rows = [
+        (", ".join(filter(None, (model.rpartition("/")[2], kind))), *(speed(model, kind, name) for name in MACHINES))
+        for model, kind in MODELS
+    ]
     return page_tables.table(header, rows)
 
 

@@ -93,7 +93,7 @@ class StepCosts:
     attention_block: int = 64  # queries
     least_parameters: int = 0  # of a model that is compiled; a smaller one takes other operators
     waits: int = 0  # of the host for the device, in a micro-batch
-    # Quantization -> operator calls for a matrix that is unpacked; numbers moved and operations for each of its weights,
+    # Quantization -> operator calls for a matrix that is unpacked; numbers moved and operations for each weight,
     # besides reading it as stored and writing the result. A quantization that is not listed is multiplied as stored.
     unpacking: Mapping[str, tuple[float, float, float]] = field(default_factory=lambda: {})
 
