@@ -21,7 +21,6 @@ from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
-    IGNORE_INDEX,
     Batch,
     EngineDescription,
     LoadRequest,
@@ -38,11 +37,11 @@ from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.host.hidden_states import FrozenLayers
+from dualtune_torch.host.inputs import Inputs, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import Transfers
 from dualtune_torch.kernels import allocator, cross_entropy
-from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.losses import loss_sum, target_logprobs
@@ -119,35 +118,39 @@ class TorchEngine:
         return next(self._adapter.grads[name] for name, each in self.model.named_parameters() if each is weight)
 
     def evaluate(self, batch: Batch) -> LossSum:
+        inputs = self._inputs(batch)
         with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
-            return LossSum(self._loss_sum(batch), batch.num_targets)
+            return LossSum(self._loss_sum(inputs), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
-        with self._dropout(batch), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
-            loss = self._loss_sum(batch) / divisor
+        inputs = self._inputs(batch)
+        with self._dropout(inputs), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+            loss = self._loss_sum(inputs) / divisor
             if loss.requires_grad:  # else the micro-batch has no target
                 (loss * self._loss_scale).backward()
         self._loss += loss.detach()
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
-        dropout_ = self._dropout(batch) if dropout else nullcontext()
+        inputs = self._inputs(batch)
+        dropout_ = self._dropout(inputs) if dropout else nullcontext()
         with torch.no_grad(), self._together(), dropout_, self._frozen_layers.replaced(batch.hidden_BTD):
             head = self._kernels.head
             if head is None:
-                return _numpy(target_logprobs(self._logits(batch), self._tensor(batch.labels_BT)))
-            where_M, hidden_MD, labels_M = self._targets(batch)
+                return _numpy(target_logprobs(self._logits(inputs), inputs.labels_BT))
+            hidden_MD = self._target_states(inputs)
             with whole(head):
                 found_M = cross_entropy.target_logprobs(
-                    hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap,
+                    hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
                     self._kernels.maybe_compile,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT.flat[where_M] = _numpy(found_M)
+        logprobs_BT.flat[targets_in(batch)] = _numpy(found_M)
         return logprobs_BT
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
+        inputs = self._inputs(batch)
         with torch.no_grad(), self._together():
-            return self._frozen_layers.computed(lambda: self._run(self.model.base_model, batch))
+            return self._frozen_layers.computed(lambda: self._run(self.model.base_model, inputs))
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         flat = self._adapter.flat
@@ -204,11 +207,11 @@ class TorchEngine:
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad(), self._together():
-            return _numpy(self._logits(batch).float().log_softmax(-1))
+            return _numpy(self._logits(self._inputs(batch)).float().log_softmax(-1))
 
     def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
         cache = DynamicCache(config=self.model.config)
-        tokens_1T = self._tensor(prompt[None])
+        (tokens_1T,) = to_device([prompt[None].astype(np.int64)], self.model.device)
         while True:
             with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
                 logits_V = self.model(tokens_1T, past_key_values=cache, use_cache=True).logits[0, -1]
@@ -249,10 +252,16 @@ class TorchEngine:
         with self._together():
             trial_run(self.model, self._kernels)
 
+    def _inputs(self, batch: Batch) -> Inputs:
+        # Rows that share their positions would have their cosines copied for each row, in every layer.
+        shares_positions = self._kernels.attention and len(batch.tokens_BT) > 1
+        positions = shares_positions or needs_positions(batch, self._num_positions)
+        return Inputs.of(batch, self.model.device, self._kernels.maybe_compile, positions=positions)
+
     @contextmanager
-    def _dropout(self, batch: Batch) -> Iterator[None]:
-        """Enable dropout with the seeds of this batch."""
-        self._dropout_seeds.seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32)).to(self.model.device)
+    def _dropout(self, inputs: Inputs) -> Iterator[None]:
+        """Enable dropout with the seeds of this micro-batch."""
+        self._dropout_seeds.seeds_BT = inputs.seeds_BT
         try:
             yield
         finally:
@@ -266,47 +275,37 @@ class TorchEngine:
         with self._together(), whole(base):
             return _numpy(weight_of(base, torch.float32).float())
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _loss_sum(self, inputs: Inputs) -> Tensor:
         """Σ −w·log p(label) over the targets, float32."""
-        head, weights_BT = self._kernels.head, batch.target_weights_BT
+        head = self._kernels.head
         if head is None:
-            weights = None if weights_BT is None else self._floats(weights_BT)
-            return loss_sum(self._logits(batch), self._tensor(batch.labels_BT), weights)
-        where_M, hidden_MD, labels_M = self._targets(batch)
-        weights_M = None if weights_BT is None else self._floats(weights_BT.flat[where_M])
+            return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT)
+        hidden_MD = self._target_states(inputs)
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, weights_M, self._head_gradient,
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
+                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient,
             )  # fmt: skip
 
-    def _targets(self, batch: Batch) -> tuple[np.ndarray, Tensor, Tensor]:
-        """Return (indices of the M targets among the B · T tokens, last hidden states there [M, D], labels)."""
-        where_M = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)  # on the host: no synchronization
-        hidden_BTD = self._run(self.model.base_model, batch).last_hidden_state
-        hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
-        return where_M, hidden_MD, self._tensor(batch.labels_BT.flat[where_M])
+    def _target_states(self, inputs: Inputs) -> Tensor:
+        """Return the last hidden states at the targets, [M, D]."""
+        hidden_BTD = self._run(self.model.base_model, inputs).last_hidden_state
+        return cross_entropy.TargetRows.apply(hidden_BTD.flatten(0, 1), inputs.where_M)
 
-    def _logits(self, batch: Batch) -> Tensor:
-        return self._run(self.model, batch).logits
+    def _logits(self, inputs: Inputs) -> Tensor:
+        return self._run(self.model, inputs).logits
 
-    def _run(self, model: nn.Module, batch: Batch) -> Any:
+    def _run(self, model: nn.Module, inputs: Inputs) -> Any:
         """transformers' output of a model for the rows of a micro-batch."""
         options: dict[str, Any] = {"use_cache": False}
-        if needs_positions(batch, self._num_positions):
+        if inputs.positions_BT is not None:
             # Without a mask or a cache, transformers starts a new document wherever the position ids do not increase
             # by one, and masks the other documents (`masking_utils.find_packed_sequence_indices`).
-            options["position_ids"] = self._tensor(batch.positions_BT)
+            options["position_ids"] = inputs.positions_BT
         if self._kernels.attention:
-            options["documents"] = DocumentBorders.of(batch.segments_BT, self.model.device, self._kernels.maybe_compile)
+            options["documents"] = inputs.documents
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
-        return model(self._tensor(batch.tokens_BT), **options)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.model.device)
-
-    def _floats(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.float32)).to(self.model.device)
+        return model(inputs.tokens_BT, **options)
 
 
 def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> int:

@@ -198,7 +198,7 @@ def kept_bytes(engine):
 
     engine._dropout_seeds.seeds_BT = torch.from_numpy(PACKED.dropout_seeds_BT.view(np.int32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        loss = engine._loss_sum(PACKED)
+        loss = engine._loss_sum(engine._inputs(PACKED))
     weights = {w.untyped_storage().data_ptr() for w in engine.model.state_dict().values()}
     assert loss.requires_grad
     return sum(size for pointer, size in kept.items() if pointer not in weights)

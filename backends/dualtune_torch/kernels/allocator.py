@@ -49,7 +49,7 @@ def limit_memory(limit_bytes: int | None, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        torch.cuda.set_per_process_memory_fraction(share)  # of the current GPU, which is ours; refuses a bare "cuda"
     elif sys.platform == "linux":
         import resource
 

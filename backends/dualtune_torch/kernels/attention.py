@@ -42,27 +42,27 @@ class DocumentBorders:
     """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
 
     spans: tuple[tuple[int, int, int], ...]  # row, first token, end; without padding
-    cu_seqlens: Tensor | None  # on a GPU: the borders in the flattened rows, int32; padding counts as documents
+    cu_seqlens: Tensor  # `borders_in` on the device
     longest: int
     maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
     windows: set[int | None] = field(default_factory=set)  # filled by `attend`: the windows that the model uses
 
     @classmethod
-    def of(cls, segments_BT: np.ndarray, device: torch.device, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
-        B, T = segments_BT.shape
-        rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
-        borders = np.append(rows * T + starts, B * T)  # in the concatenated rows; the end of a row is also a border
+    def of(cls, segments_BT: np.ndarray, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
+        T, borders = segments_BT.shape[1], borders_in(segments_BT)
         lengths = np.diff(borders)
         spans = tuple(
-            (row, start, start + length)
-            for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-            if segments_BT[row, start]
+            (start // T, start % T, start % T + length)
+            for start, length in zip(borders.tolist(), lengths.tolist(), strict=False)
+            if segments_BT.flat[start]
         )
-        cu_seqlens = None
-        if device.type == "cuda":
-            cu_seqlens = torch.from_numpy(borders.astype(np.int32)).pin_memory().to(device, non_blocking=True)
-        longest = int(lengths.max())
-        return cls(spans, cu_seqlens, longest, maybe_compile)
+        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile)
+
+
+def borders_in(segments_BT: np.ndarray) -> np.ndarray:
+    """Return where each document starts in the concatenated rows, and their end, int32; padding counts as documents."""
+    rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
+    return np.append(rows * segments_BT.shape[1] + starts, segments_BT.size).astype(np.int32)
 
 
 def attend(
@@ -91,7 +91,7 @@ def attend(
         raise NotCovered(f"{type(module).__name__} needs more than causal attention ({what})")
     documents.windows.add(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if documents.cu_seqlens is not None and query.dtype != torch.float32 and softcap is None:
+    if query.is_cuda and query.dtype != torch.float32 and softcap is None:
         return _varlen(query, key, value, documents, scale, sliding_window), None
     window = EVERYTHING if sliding_window is None else sliding_window
     return DocumentAttention.apply(
@@ -109,9 +109,8 @@ def _varlen(
 
     B, _, T, _ = q_BHTd.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd))
-    cu_seqlens: Any = where.cu_seqlens  # a tensor wherever this is called
     out = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, where.longest, where.longest, scale=scale,
+        q, k, v, where.cu_seqlens, where.cu_seqlens, where.longest, where.longest, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=q_BHTd.shape[1] != k_BGTd.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from dualtune.errors import ConfigError
 from dualtune_torch.card.sizes import WORTH_COMPILING
+from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
-from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
+from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
 from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
@@ -200,7 +201,8 @@ def _tokens(model: nn.Module) -> Tensor:
 
 def _documents(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
     segments_1T = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS)[None]
-    return DocumentBorders.of(segments_1T, model.device, maybe_compile)
+    (cu_seqlens,) = to_device([borders_in(segments_1T)], model.device)
+    return DocumentBorders.of(segments_1T, cu_seqlens, maybe_compile)
 
 
 def _has_window(model: PreTrainedModel) -> bool:

@@ -3,7 +3,7 @@
 For every layer i of a group, with x the input and x' the input after dropout:
 
     forward    u = x' Aᵀ (of all layers at once)     y_i = x W_iᵀ + s · u_i B_iᵀ
-    backward   v_i = s · g_i B_i    dB_i = s · g_iᵀ u_i    dA = vᵀ x' (at once)    dx = Σ g_i W_i + dropout(v A)
+    backward   v_i = g_i B_i    dB_i = s · g_iᵀ u_i    dA = s · vᵀ x' (at once)    dx = Σ g_i W_i + dropout(s · v A)
 
 The backward pass takes 4Mr(I+O) operations, because u is kept and v is computed once; autograd of the plain code takes
 as many, and two more passes over y. Only x' and u are kept: W is frozen, so x itself is not needed. If x can be
@@ -24,6 +24,7 @@ from torch import Tensor
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.spec import tensor_name
 from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.kernels.products import add_product
 from dualtune_torch.lora import LoRALinear, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
@@ -95,7 +96,7 @@ def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
 def add_after_dropout(
     dx_MI: Tensor, dlora_MI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowest: int, factor: float
 ) -> Tensor:
-    """Return dx plus the gradient that passes through the dropout."""
+    """Return dx plus the gradient that passes through the dropout; `factor` contains the scale of the adapter."""
     return dx_MI + dropped(dlora_MI, seeds_M, keys_I, lowest, factor)
 
 
@@ -133,22 +134,23 @@ class _GroupedLoRA(torch.autograd.Function):
             group.layers, group.B_Or, group.dB_Or, grads_BTO, u, v, strict=True
         ):
             g_MO = g_BTO.reshape(len(kept_MI), -1)
-            v_Mr.copy_(g_MO @ B_Or).mul_(layer.scale)
-            dB_Or.add_(g_MO.T @ u_Mr, alpha=layer.scale)
+            torch.mm(g_MO, B_Or, out=v_Mr)
+            add_product(dB_Or, g_MO.T, u_Mr, layer.scale)
             if ctx.needs_input_grad[0]:
                 # Not bound to a name, so that only one unpacked weight exists at a time.
                 if dx_MI is None:
                     dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
                 else:
                     dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
-        group.dA_SI += v_MS.T @ kept_MI
+        add_product(group.dA_SI, v_MS.T, kept_MI, first.scale)
         if dx_MI is None:
             return None, None, None, None
         if seeds_M is None:
-            dx_MI.addmm_(v_MS, group.A_SI)
+            dx_MI.addmm_(v_MS, group.A_SI, alpha=first.scale)
         else:
+            lowest, factor = drop_rule(first.dropout)
             dx_MI = group.maybe_compile(add_after_dropout)(
-                dx_MI, v_MS @ group.A_SI, seeds_M, first.keys_I, *drop_rule(first.dropout)
+                dx_MI, v_MS @ group.A_SI, seeds_M, first.keys_I, lowest, factor * first.scale
             )
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
 

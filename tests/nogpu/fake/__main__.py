@@ -1,0 +1,111 @@
+"""Whole training steps of the torch engine on a GPU that is not there: `python tests/nogpu/fake --output counts.json`.
+
+Counts are per micro-batch (forward_backward), per step (optim_step), and per evaluated micro-batch.
+"""
+
+# ruff: noqa: E402  the stand-in is loaded before torch
+from __future__ import annotations
+
+import stand_in
+
+stand_in.load()
+
+import argparse
+import json
+import tempfile
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes  # noqa: F401  it looks for its CUDA library, and must not find the stand-in
+import compiled
+import numpy as np
+import pretend
+import torch
+from counter import LaunchCounter
+from shapes import SHAPES, StepShape
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dualtune.activation_checkpointing import ActivationCheckpointing
+from dualtune.adapter.spec import AdapterSpec
+from dualtune.backend import Batch, LoadRequest
+from dualtune.optimizer import OptimizerSpec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="*", help=f"allowed: {', '.join(SHAPES)}; default: all")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    pretend.install()
+    _replace_compiler()
+    counts = {name: count(SHAPES[name]) for name in args.shapes or SHAPES}
+    args.output.write_text(json.dumps(counts, indent=1) + "\n")
+
+
+def count(shape: StepShape) -> dict[str, Any]:
+    """Count one step of two micro-batches after a first one, which creates what stays."""
+    from dualtune_torch.backend import TorchBackend
+
+    with tempfile.TemporaryDirectory() as place, FakeTensorMode(allow_non_fake_inputs=True):
+        Path(place, "config.json").write_text(json.dumps(shape.config()))
+        engine = TorchBackend("cuda").load(_request(shape, Path(place)))
+        batches = [_batch(shape, seed) for seed in (0, 1)]
+        work = {
+            "micro_batch": lambda: engine.forward_backward(batches[0], divisor=batches[0].num_targets),
+            "step": lambda: engine.optim_step(lr=1e-4, max_grad_norm=0.3),
+            "evaluation": lambda: engine.evaluate(batches[1]),
+        }
+        for call in work.values():
+            call()
+        counts = {name: _counted(call) for name, call in work.items()}
+        on = {str(tensor.device) for tensor in (*engine.model.parameters(), *engine.model.buffers())}
+        return {"kernels": engine.description.kernels, "model_on": sorted(on), **counts}
+
+
+def _counted(call: Any) -> dict[str, Any]:
+    counter = compiled.counter = LaunchCounter()
+    try:
+        with counter:
+            call()
+    finally:
+        compiled.counter = None
+    return counter.counts.as_json()
+
+
+def _request(shape: StepShape, place: Path) -> LoadRequest:
+    adapter = AdapterSpec(rank=16, alpha=32.0, dropout=shape.dropout, targets=("all-linear",))
+    checkpointing = ActivationCheckpointing("all") if shape.checkpointing else ActivationCheckpointing()
+    return LoadRequest(
+        place, "bfloat16", shape.quantization, "random", adapter, OptimizerSpec(), seed=0,
+        kernels="auto" if shape.fused else "reference", checkpointing=checkpointing,
+    )  # fmt: skip
+
+
+def _batch(shape: StepShape, seed: int) -> Batch:
+    """Rows of documents of equal length, a third of each a prompt; a few tokens of padding at the end."""
+    random = np.random.default_rng(seed)
+    B, T = shape.rows, shape.tokens
+    segments, positions = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
+    borders = np.linspace(0, T - 5, shape.documents + 1).astype(int)
+    for number, (start, end) in enumerate(pairwise(borders), 1):
+        segments[:, start:end], positions[:, start:end] = number, np.arange(end - start)
+    tokens = random.integers(0, 100, (B, T)).astype(np.int32)
+    has_target = (segments > 0) & (positions > T // shape.documents // 3)
+    labels = np.where(has_target, tokens, -100).astype(np.int32)
+    return Batch(tokens, labels, segments, positions, random.integers(0, 1 << 32, (B, T), np.uint32))
+
+
+def _replace_compiler() -> None:
+    import dualtune_torch.model as model
+    from dualtune_torch.kernels import compiled as compiler
+
+    pretend.accept_trials()
+    compiler.compile_function = cache(compiled.OneLaunch)
+    model.nf4.finished = pretend.nf4_finished
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
