@@ -191,6 +191,7 @@ class LoadRequest:
     seed: int
     longest: int = 0  # tokens of the longest document the engine will get; 0: not known
     kernels: str = "auto"  # "auto", "fused", "reference", or "graph": as auto, and recorded
+    pieces: frozenset[str] | None = None  # of the card's, to use alone, however small the model; None: all
     sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all

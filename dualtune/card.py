@@ -104,6 +104,8 @@ class Card:
     package: Package = field(default_factory=Package)
     memory: MemoryFormulas | None = None
     launches: tuple[Launch, ...] = ()
+    # What model.kernels: fused consists of. An engine can be built with some of them alone (`LoadRequest.pieces`).
+    pieces: tuple[str, ...] = ()
     problems: Rows | None = None  # what keeps its framework from working on a machine; no rows if nothing does
     environment: Rows | None = None  # rows of `dualtune check-env` on a machine with its accelerator
     twin: Twin = field(default_factory=Twin)

@@ -59,7 +59,8 @@ class MlxEngine:
         weights, resident = request.base_weights(), request.resident_layers
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
-        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=request.kernels != "reference")
+        groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
+        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups)
         if weights is not None:
             check_names(weights, list(self._layers))
         fresh = self.neutral_state()
@@ -76,7 +77,7 @@ class MlxEngine:
         self._adapter.bind(self._layout.named(self._params))
         self._frozen_layers = FrozenLayers(model, self._layers.values())
         streaming = Streaming(model, residency, self._adapter) if residency else None
-        self._kernels = choose(model, request.kernels, streams=residency is not None)
+        self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         self._wrap = Compiled if self._kernels.compiles else _not_compiled
         self._update = self._wrap(self._updated)

@@ -79,7 +79,8 @@ class TorchEngine:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
-        self._kernels = choose(model, request.kernels, largest_kept=_largest_kept(model, request, description))
+        largest_kept = _largest_kept(model, request, description)
+        self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
         groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)

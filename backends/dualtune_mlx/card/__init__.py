@@ -33,6 +33,7 @@ CARD = Card(
         "memory.sharding": ("auto", "none"),
         "memory.limit": ("auto", SIZE),
     },
+    pieces=("lora", "loss", "attention", "compiled step"),
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
     memory=MemoryFormulas(memory.parts, borders=(ATTENTION_CHUNK,)),

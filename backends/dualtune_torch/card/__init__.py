@@ -50,6 +50,7 @@ CARD = Card(
         detected=("torch", "bitsandbytes", "transformers", "peft"),
     ),
     memory=MemoryFormulas(memory.parts),
+    pieces=("lora", "attention", "loss", "norms", "mlp", "rotary"),
     launches=(Launch(("local", "slurm"), "torchrun", ("cuda", "cpu"), agent="dualtune_torch.torchrun"),),
     problems=checks.problems,
     environment=checks.environment,

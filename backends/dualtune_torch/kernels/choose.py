@@ -5,7 +5,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.errors import ConfigError
+from dualtune_torch.card import CARD
 from dualtune_torch.card.sizes import WORTH_COMPILING
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
@@ -58,31 +59,42 @@ class Kernels:
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
-def choose(model: PreTrainedModel, kernels: str, *, largest_kept: int = allocator.LARGEST_KEPT) -> Kernels:
+def choose(
+    model: PreTrainedModel,
+    kernels: str,
+    *,
+    pieces: Collection[str] | None = None,
+    largest_kept: int = allocator.LARGEST_KEPT,
+) -> Kernels:
     """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
 
-    On a CPU the allocator then keeps freed blocks of up to `largest_kept` bytes.
+    `pieces`: use these of the card's alone, and compile them however small the model is. On a CPU the allocator then
+    keeps freed blocks of up to `largest_kept` bytes.
     """
     chosen = Kernels()
     if kernels == "reference":
         return chosen
     if model.device.type == "cpu" and largest_kept:
         allocator.keep_memory(largest_kept)
-    if kernels != "fused" and num_parameters(model) < WORTH_COMPILING:
+    wanted = CARD.pieces if pieces is None else pieces
+    if kernels != "fused" and pieces is None and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
     elif reason := compiled.why_not(model.device):
         chosen.plain.append(f"nothing is compiled ({reason})")
     else:
         chosen.maybe_compile = compiled.compile_function
     expected = _separate(model)
-    if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+    if "lora" in wanted and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
         chosen.groups = True
         chosen.used.append("lora")
-    _try_attention(model, chosen, expected)
-    _try_head(model, chosen, expected)
+    if "attention" in wanted:
+        _try_attention(model, chosen, expected)
+    if "loss" in wanted:
+        _try_head(model, chosen, expected)
     if chosen.maybe_compile is compiled.compile_function:
         for name, install in BLOCKS.items():
-            _try_block(model, chosen, expected, name, install)
+            if name in wanted:
+                _try_block(model, chosen, expected, name, install)
     if kernels == "fused" and chosen.plain:
         raise ConfigError(
             f"model.kernels: got fused, but not all fast kernels work for this model ({type(model).__name__}): "
