@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dualtune.world import World
 from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
+from dualtune_torch.host.waits import counted_waits
 from dualtune_torch.kernels import allocator
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
@@ -92,6 +93,10 @@ class TorchBackend:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def counted_waits(self) -> AbstractContextManager[list[str]] | str:
+        """See `dualtune.selftest.checks.waits`."""
+        return counted_waits() if self.device.type == "cuda" else "a CPU computes at once: there is nothing to wait for"
 
     def matmul(self, size: int, dtype: str) -> Callable[[], object]:
         a, b, c = (torch.randn(size, size, device=self.device).to(DTYPES[dtype]) for _ in range(3))
