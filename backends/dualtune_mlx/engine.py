@@ -43,7 +43,7 @@ from dualtune_mlx.kernels.choose import choose
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear_shape, storage, weight_of
-from dualtune_mlx.model import check_names
+from dualtune_mlx.model import DTYPES, check_names
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache
 from dualtune_mlx.streaming.passes import Streaming
@@ -71,6 +71,7 @@ class MlxEngine:
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
+        self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
         self._adapter.bind(self._layout.named(self._params))
@@ -218,8 +219,10 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
+        # Cast here, all at once: the products cast their factors otherwise, each in a kernel, and its gradient in another.
+        named = self._layout.named(params.astype(self._dtype))
         with self._dropout(inputs), self._replaced(inputs):
-            added, slopes = self._recomputation.value_and_grad(scaled_loss, self._layout.named(params))
+            added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
 
     def _updated(
