@@ -254,7 +254,12 @@ def test_long_rows_of_a_compiled_step_are_attended_to_in_chunks(tmp_path, open_b
     monkeypatch.setattr(attention, "ATTENTION_CHUNK", 7)
     calls = []
     chunked = attention.chunked
-    monkeypatch.setattr(attention, "chunked", lambda *args: calls.append(args) or chunked(*args, chunk=7))
+
+    def small(*args, **options):
+        calls.append(args)
+        return chunked(*args, **options, chunk=7)
+
+    monkeypatch.setattr(attention, "chunked", small)
     assert_close(gradient(replace(case, kernels="fused").engine(), packed), expected, 1e-5)
     assert len(calls) == 2 and all(segments is not None for *_, segments in calls)  # one for each layer: traced once
 
