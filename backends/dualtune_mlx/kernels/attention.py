@@ -107,29 +107,29 @@ def chunked(
     memory instead of O(T²): Rabe & Staats, Self-attention Does Not Need O(n²) Memory, arXiv 2112.05682.
     """
     T = q_BHTd.shape[2]
-    spans = [Span(0 if reach is None else max(0, i - reach), i, min(i + chunk, T)) for i in range(0, T, chunk)]
-    if len(spans) == 1:
-        return _attend(q_BHTd, k_BHTd, v_BHTd, scale, segments_BT, spans[0])
+    chunks = [Chunk(0 if reach is None else max(0, i - reach), i, min(i + chunk, T)) for i in range(0, T, chunk)]
+    if len(chunks) == 1:
+        return _attend(q_BHTd, k_BHTd, v_BHTd, scale=scale, segments_BT=segments_BT, part=chunks[0])
 
     @mx.custom_function
     def all_chunks(q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array) -> mx.array:
-        parts: list[mx.array] = []
-        for span in spans:
-            inputs = _after(parts[-1:], span.of(q_BHTd, k_BHTd, v_BHTd))
-            parts.append(_attend(*inputs, scale, segments_BT, span))
-        return mx.concatenate(parts, axis=2)
+        attended: list[mx.array] = []
+        for part in chunks:
+            inputs = _after(attended[-1:], part.of(q_BHTd, k_BHTd, v_BHTd))
+            attended.append(_attend(*inputs, scale=scale, segments_BT=segments_BT, part=part))
+        return mx.concatenate(attended, axis=2)
 
     @all_chunks.vjp
     def _(primals: tuple[mx.array, ...], slope_BHTd: mx.array, _: mx.array) -> tuple[mx.array, ...]:
         q_BHTd, k_BHTd, v_BHTd = primals
         dq_parts: list[mx.array] = []
         dk_BHTd, dv_BHTd = (mx.zeros(x.shape, mx.float32) for x in (k_BHTd, v_BHTd))
-        for span in spans:
-            attend = partial(_attend, scale=scale, segments_BT=segments_BT, span=span)
-            inputs = _after([*dq_parts[-1:], dk_BHTd, dv_BHTd], span.of(q_BHTd, k_BHTd, v_BHTd))
-            dq, dk, dv = mx.vjp(attend, inputs, [slope_BHTd[:, :, span.start : span.stop]])[1]
+        for part in chunks:
+            attend = partial(_attend, scale=scale, segments_BT=segments_BT, part=part)
+            inputs = _after([*dq_parts[-1:], dk_BHTd, dv_BHTd], part.of(q_BHTd, k_BHTd, v_BHTd))
+            dq, dk, dv = mx.vjp(attend, inputs, [slope_BHTd[:, :, part.start : part.stop]])[1]
             dq_parts.append(dq)
-            around = [(0, 0), (0, 0), (span.first_key, T - span.stop), (0, 0)]
+            around = [(0, 0), (0, 0), (part.first_key, T - part.stop), (0, 0)]
             dk_BHTd, dv_BHTd = dk_BHTd + mx.pad(dk, around), dv_BHTd + mx.pad(dv, around)
         return mx.concatenate(dq_parts, axis=2), dk_BHTd.astype(k_BHTd.dtype), dv_BHTd.astype(v_BHTd.dtype)
 
@@ -137,7 +137,7 @@ def chunked(
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Chunk:
     """A chunk of queries [start, stop), which see keys from `first_key` on."""
 
     first_key: int
@@ -151,9 +151,9 @@ class Span:
 
 
 def _attend(
-    q_BHCd: mx.array, k_BHKd: mx.array, v_BHKd: mx.array, scale: float, segments_BT: mx.array | None, span: Span
+    q_BHCd: mx.array, k_BHKd: mx.array, v_BHKd: mx.array, *, scale: float, segments_BT: mx.array | None, part: Chunk
 ) -> mx.array:
-    mask = "causal" if segments_BT is None else _mask(segments_BT, span)
+    mask = "causal" if segments_BT is None else _mask(segments_BT, part)
     return mx.fast.scaled_dot_product_attention(q_BHCd, k_BHKd, v_BHKd, scale=scale, mask=mask)
 
 
@@ -162,9 +162,9 @@ def _after(results: list[mx.array], inputs: list[mx.array]) -> list[mx.array]:
     return mx.depends(inputs, results) if results else inputs
 
 
-def _mask(segments_BT: mx.array, span: Span) -> mx.array:
+def _mask(segments_BT: mx.array, part: Chunk) -> mx.array:
     """Which of its K keys each of the C queries of a chunk sees: bool [B, 1, C, K]."""
-    queries, keys = slice(span.start, span.stop), slice(span.first_key, span.stop)
+    queries, keys = slice(part.start, part.stop), slice(part.first_key, part.stop)
     is_same_BCK = segments_BT[:, queries, None] == segments_BT[:, None, keys]
-    is_before_CK = mx.arange(span.start, span.stop)[:, None] >= mx.arange(span.first_key, span.stop)
+    is_before_CK = mx.arange(part.start, part.stop)[:, None] >= mx.arange(part.first_key, part.stop)
     return (is_same_BCK & is_before_CK)[:, None]

@@ -17,6 +17,7 @@ from dualtune.testing.tiny_models import pack, random_batch, write_tiny_llama
 
 mx = pytest.importorskip("mlx.core")
 attention = importlib.import_module("dualtune_mlx.kernels.attention")
+choose = importlib.import_module("dualtune_mlx.kernels.choose")
 SPEC = AdapterSpec(4, 8.0, 0.0, ("all-linear",))
 
 
@@ -104,3 +105,15 @@ def test_memory_grows_with_the_row_and_not_with_its_square(load):
         engine.discard()
     heads, tokens = 4, 8 * 509
     assert peaks[1] < 2.2 * peaks[0] and peaks[1] < heads * tokens**2 * 4, "less than one array of all scores"
+
+
+def test_code_is_compiled_for_each_reach_of_an_engine():
+    """Two micro-batches of the same shape, whose documents have other lengths."""
+    chosen = choose.Kernels(attention.Attention(), compiles=True)
+    within_reach = chosen.wrap(lambda x: x[: chosen.attention.reach])
+    mx.enable_compile()
+    for reach in (4, 8, 4, None):
+        chosen.attention.reach = reach
+        assert within_reach(mx.arange(20)).size == (reach or 20)
+    chosen.attention = None  # of a model whose attention stays plain
+    assert chosen.wrap(mx.square)(mx.array(3.0)).item() == 9.0

@@ -36,6 +36,14 @@ def test_every_change_has_its_reason(launches):
         assert all(change["date"] and change["reason"].strip() for change in entry["changes"])
 
 
+def test_the_page_has_the_recorded_counts(launches):
+    page = (BENCHMARKS.parent / "docs/performance.md").read_text()
+    table = page.split("### Kernels on Metal, counted")[1].split("|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    shown = [[int(cell) for cell in row.split("|")[2:4]] for row in table]
+    entries = [launches.recorded()["mlx"][name] for name in SHAPES]
+    assert shown == [[entry["changes"][0]["count"], entry["primitives_per_layer"]] for entry in entries]
+
+
 def test_a_changed_count_is_a_new_line(launches, tmp_path, monkeypatch):
     """What another backend has recorded stays."""
     monkeypatch.setattr(launches, "RESULT", tmp_path / "launches.json")
