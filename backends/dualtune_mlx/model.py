@@ -188,7 +188,7 @@ def choose_dtype(name: str, gpu: str | None) -> tuple[mx.Dtype, str]:
         auto, why = mx.bfloat16, "the range of float32, and the default on NVIDIA too"
     dtype, why = (auto, why) if name == "auto" else (DTYPES[name], "as configured")
     if gpu is not None and dtype == mx.bfloat16 and emulates_bfloat16(gpu):
-        why += f"; {gpu} has none and computes it in float32, so model.dtype: float16 would be faster"
+        why += f"; {gpu} has no bfloat16 and computes it in float32: model.dtype: float16 would be faster"
     if gpu is not None and dtype == mx.float32:
         why += f"; {describe_products()}"
     return dtype, why

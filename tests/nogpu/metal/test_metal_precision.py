@@ -77,14 +77,14 @@ def test_a_rounded_product_is_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "chip", "dtype", "reason"),
     [
-        ("auto", "Apple M1 Max", "bfloat16", "the range of float32.*Apple M1 Max has none.*model.dtype: float16 would"),
-        ("auto", "Apple M2", "bfloat16", "Apple M2 has none"),
+        ("auto", "Apple M1 Max", "bfloat16", "the range of float32.*Apple M1 Max has no bfloat16.*model.dtype: float16 would"),
+        ("auto", "Apple M2", "bfloat16", "Apple M2 has no bfloat16"),
         ("auto", "Apple M3", "bfloat16", "the range of float32, and the default on NVIDIA too$"),
         ("auto", "Apple M10", "bfloat16", "NVIDIA too$"),
         ("auto", "Apple Paravirtual device", "bfloat16", "NVIDIA too$"),
         ("auto", None, "float32", "MLX on a CPU has no fast half precision$"),
         ("float16", "Apple M1", "float16", "^as configured$"),
-        ("bfloat16", "Apple M1", "bfloat16", "^as configured; Apple M1 has none"),
+        ("bfloat16", "Apple M1", "bfloat16", "^as configured; Apple M1 has no bfloat16"),
         ("float32", "Apple M5", "float32", r"^as configured; its products are exact \(MLX_ENABLE_TF32=0\)$"),
         ("float32", None, "float32", "^as configured$"),
     ],
