@@ -24,7 +24,7 @@ SPEC = AdapterSpec(4, 8.0, 0.0, ("all-linear",))
 @pytest.fixture
 def load(open_backend, tmp_path):
     """An engine with the code that Metal compiles, uncompiled: a CPU would call its C++ compiler."""
-    path = write_tiny_llama(tmp_path / "model", num_hidden_layers=2, max_position_embeddings=4096)
+    path = write_tiny_llama(tmp_path / "model", num_hidden_layers=1, max_position_embeddings=4096)
 
     def load_(kernels="fused"):
         request = LoadRequest(path, "float32", "none", "pretrained", SPEC, OptimizerSpec(), seed=1, kernels=kernels)

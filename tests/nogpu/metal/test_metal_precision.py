@@ -77,7 +77,7 @@ def test_a_rounded_product_is_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("asked", "chip", "dtype", "reason"),
     [
-        ("auto", "Apple M1 Max", "bfloat16", "the range of float32.*Apple M1 Max has no bfloat16.*model.dtype: float16 would"),
+        ("auto", "Apple M1 Max", "bfloat16", "range of float32.*Apple M1 Max has no bfloat16.*dtype: float16 would"),
         ("auto", "Apple M2", "bfloat16", "Apple M2 has no bfloat16"),
         ("auto", "Apple M3", "bfloat16", "the range of float32, and the default on NVIDIA too$"),
         ("auto", "Apple M10", "bfloat16", "NVIDIA too$"),
