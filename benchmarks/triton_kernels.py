@@ -31,7 +31,8 @@ SHAPES = {
     "Mistral-7B q k v, r16, 8192 tokens": (8192, 4096, 4096, 16, 3),
     "Llama-3-8B gate up, r64, 4096 tokens": (4096, 4096, 14336, 64, 2),
 }
-LORA, UNPACKING = ("lora_down", "lora_dx", "lora_da", "lora_back_g"), ("nf4_dequant", "affine_dequant")
+LORA = ("lora_down", "lora_dx", "lora_da", "lora_back_g")
+WIDE = "u in float32"  # the variant of lora_back_g for `dualtune.kernels.lora_backward`
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
 
 
@@ -48,6 +49,7 @@ def main() -> None:
 def all_cases() -> Iterator[tuple[str, str]]:
     for kernel, shape in itertools.product(LORA, SHAPES):
         yield from ((kernel, f"{shape}, {dtype}") for dtype in ("bfloat16", "float16"))
+    yield from (("lora_back_g", f"{shape}, {WIDE}, bfloat16") for shape in SHAPES)
     for dtype in ("bfloat16", "float16", "float32"):
         yield "nf4_dequant", dtype
         yield from (("affine_dequant", f"{bits} bits, {dtype}") for bits in (4, 8))
@@ -91,7 +93,7 @@ def launch(kernel: str, case: str) -> tuple[tuple[int, ...], tuple[Any, ...], di
 
 def launch_lora(module: Any, case: str) -> None:
     shape, dtype_name = case.rsplit(", ", 1)
-    (M, I, O, r, layers), dtype = SHAPES[shape], getattr(torch, dtype_name)
+    (M, I, O, r, layers), dtype = SHAPES[shape.removesuffix(f", {WIDE}")], getattr(torch, dtype_name)
     S = r * layers
 
     def new(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -99,12 +101,13 @@ def launch_lora(module: Any, case: str) -> None:
 
     mask = new(M, dtype=torch.int32), new(I, dtype=torch.int32), -(2**30) + 1, 1 / 0.9
     x, A, v = new(M, I), new(S, I), new(M, S)
+    u = new(M, S, dtype=torch.float32 if shape.endswith(WIDE) else dtype)
     calls: dict[str, Callable[[], object]] = {
         "lora_down": lambda: module.lora_down(x, A, *mask),
         "lora_dx": lambda: module.add_dx(x, v, A, *mask),
         "lora_da": lambda: module.add_dA(new(S, I, dtype=torch.float32), v, x, *mask),
         "lora_back_g": lambda: module.back_g(
-            new(M, O), new(O, r), v[:, :r], 2.0, v[:, :r], new(O, r, dtype=torch.float32)
+            new(M, O), new(O, r), u[:, :r], 2.0, v[:, :r], new(O, r, dtype=torch.float32)
         ),
     }
     calls[module.__name__.rpartition(".")[2]]()

@@ -21,6 +21,7 @@ from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.lora_backward import lora_backward
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
 from dualtune_torch.sharding import Shards
@@ -30,6 +31,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 
 class TorchBackend:
     name = CARD.name
+    lora_backward = staticmethod(lora_backward)  # for `dualtune.kernels`
 
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):

@@ -65,6 +65,9 @@ def lora(M, I, O, r, layers, dtype):
     wanted = dB.double() + SCALE * g.double().T @ u.double()
     lora_back_g.back_g(g, B, u, SCALE, v, dB)
     found |= {"v": gap(v, SCALE * g.double() @ B.double()), "dB": gap(dB, wanted)}
+    u, v, dB = randn(M, r), torch.empty(M, r), torch.zeros(O, r)  # wider than g, as `lora_backward` has them
+    lora_back_g.back_g(g, B, u, SCALE, v, dB)
+    found |= {"wide v": gap(v, SCALE * g.double() @ B.double()), "wide dB": gap(dB, SCALE * g.double().T @ u.double())}
 
     v, dA, dx = randn(M, S, dtype=dtype), randn(S, I), randn(M, I, dtype=dtype)
     wanted_dA, wanted_dx = dA.double() + v.double().T @ kept, dx.double() + (v.double() @ A.double()) * mask * rule[1]

@@ -8,12 +8,10 @@ architecture (`benchmarks/triton_kernels.py`). Timing would choose another order
 compile each candidate again for every new length of a batch.
 """
 
-import torch
 from torch import Tensor
 
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU (an H100 has 132)
 BLOCKS_OF_A_PART = 4  # at least: what a part writes in float32 must be little beside what it reads
-DTYPES = (torch.bfloat16, torch.float16)  # in float32, a kernel without TF32 would lose to cuBLAS
 
 
 def parts_of(length: int, block: int, programs: int) -> int:
