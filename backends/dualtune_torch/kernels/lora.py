@@ -29,7 +29,6 @@ from dualtune_torch.lora import LoRALinear, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
 
-
 PLAIN = LoRAPieces()  # no Triton kernel
 
 

@@ -113,7 +113,9 @@ def _check(grad_out: Tensor, x: Tensor, lora_down: Tensor, lora_up: Tensor) -> N
         allowed = (2, 3) if name in ("grad_out", "x") else (2,)
         if tensor.ndim not in allowed:
             dims = " or ".join(map(str, allowed))
-            raise ValueError(f"lora_backward: {name}: got {_shape(tensor.shape)}, allowed: a tensor of {dims} dimensions")
+            raise ValueError(
+                f"lora_backward: {name}: got {_shape(tensor.shape)}, allowed: a tensor of {dims} dimensions"
+            )
         if tensor.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ValueError(f"lora_backward: {name}: got {tensor.dtype}, allowed: {names}")
@@ -122,7 +124,9 @@ def _check(grad_out: Tensor, x: Tensor, lora_down: Tensor, lora_up: Tensor) -> N
                 f"lora_backward: {name}: got a tensor on {tensor.device}, allowed: {grad_out.device}, as grad_out"
             )
     r, K = lora_down.shape
-    _check_shape("lora_up", lora_up, (len(lora_up), r), f"[N, r], with r = {r} as in lora_down {_shape(lora_down.shape)}")
+    _check_shape(
+        "lora_up", lora_up, (len(lora_up), r), f"[N, r], with r = {r} as in lora_down {_shape(lora_down.shape)}"
+    )
     _check_shape("x", x, (*x.shape[:-1], K), f"[…, K], with K = {K} as in lora_down {_shape(lora_down.shape)}")
     N = len(lora_up)
     like = f"the tokens of x {_shape(x.shape)}, then N = {N} as in lora_up {_shape(lora_up.shape)}"
