@@ -2,9 +2,10 @@
 
     python benchmarks/triton_kernels.py
 
-Each kernel is compiled exactly as it is launched: the code that launches it gets tensors without data, of the shapes of
-real models, and its arguments are the signature. Compiler, assembler and disassembler come with Triton. Nothing runs, so
-nothing here is a time. Writes results/triton_kernels.json, which `tests/nogpu/kernels` compares with today's compilation.
+Each kernel is compiled exactly as it is launched: the code that launches it gets tensors without data, of the shapes
+of real models, and its arguments are the signature. Compiler, assembler and disassembler come with Triton. Nothing
+runs, so nothing here is a time. Writes results/triton_kernels.json, with which `tests/nogpu/kernels` compares what is
+compiled today.
 """
 
 from __future__ import annotations
@@ -93,21 +94,21 @@ def launch(kernel: str, case: str) -> tuple[tuple[int, ...], tuple[Any, ...], di
 
 def launch_lora(module: Any, case: str) -> None:
     shape, dtype_name = case.rsplit(", ", 1)
-    (M, I, O, r, layers), dtype = SHAPES[shape.removesuffix(f", {WIDE}")], getattr(torch, dtype_name)
+    (M, in_dim, out_dim, r, layers), dtype = SHAPES[shape.removesuffix(f", {WIDE}")], getattr(torch, dtype_name)
     S = r * layers
 
     def new(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
 
-    mask = new(M, dtype=torch.int32), new(I, dtype=torch.int32), -(2**30) + 1, 1 / 0.9
-    x, A, v = new(M, I), new(S, I), new(M, S)
+    mask = new(M, dtype=torch.int32), new(in_dim, dtype=torch.int32), -(2**30) + 1, 1 / 0.9
+    x, A, v = new(M, in_dim), new(S, in_dim), new(M, S)
     u = new(M, S, dtype=torch.float32 if shape.endswith(WIDE) else dtype)
     calls: dict[str, Callable[[], object]] = {
         "lora_down": lambda: module.lora_down(x, A, *mask),
         "lora_dx": lambda: module.add_dx(x, v, A, *mask),
-        "lora_da": lambda: module.add_dA(new(S, I, dtype=torch.float32), v, x, *mask),
+        "lora_da": lambda: module.add_dA(new(S, in_dim, dtype=torch.float32), v, x, *mask),
         "lora_back_g": lambda: module.back_g(
-            new(M, O), new(O, r), u[:, :r], 2.0, v[:, :r], new(O, r, dtype=torch.float32)
+            new(M, out_dim), new(out_dim, r), u[:, :r], 2.0, v[:, :r], new(out_dim, r, dtype=torch.float32)
         ),
     }
     calls[module.__name__.rpartition(".")[2]]()

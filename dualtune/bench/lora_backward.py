@@ -64,7 +64,8 @@ def time_lora_backward(backend: Backend, shape: LoRAShape, *, rounds: int) -> Lo
     timer: Any = backend
     if not hasattr(timer, "time_lora_backward"):
         raise ConfigError(
-            f"--platform: the backend '{backend.name}' has no lora_backward. Use --platform cpu, or cuda on an NVIDIA GPU"
+            f"--platform: the backend '{backend.name}' has no lora_backward. Use --platform cpu, or cuda where "
+            "there is an NVIDIA GPU"
         )
     seconds: dict[str, list[float]] = timer.time_lora_backward(shape, rounds=rounds)
     ours, autograd = (1000 * statistics.median(seconds[name]) for name in ("ours", "autograd"))

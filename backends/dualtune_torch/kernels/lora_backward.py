@@ -36,7 +36,8 @@ def lora_backward(
 ) -> tuple[Tensor, ...]:
     """See `dualtune.kernels.lora_backward`. Computed in the dtype of grad_out, on its device and current stream.
 
-    In 16 bits, x Aᵀ and v stay in float32: each gradient is rounded once, when it is returned. Nothing synchronizes the device, and nothing is kept after the call.
+    In 16 bits, x Aᵀ and v stay in float32: each gradient is rounded once, when it is returned. Nothing synchronizes
+    the device, and nothing is kept after the call.
     """
     if require_gpu:
         _check_gpu(grad_out.device)

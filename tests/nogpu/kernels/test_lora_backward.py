@@ -115,7 +115,7 @@ def test_a_thousand_calls_leave_nothing_behind():
     [
         ("grad_out", lambda t: t[:7], r"grad_out: got \[7, 24\], allowed: \[8, 24\]: the tokens of x"),
         ("grad_out", lambda t: t[:, :5], r"grad_out: got \[8, 5\], allowed: \[8, 24\]"),
-        ("x", lambda t: t[:, :5], r"x: got \[8, 5\], allowed: \[8, 16\]: \[…, K\], with K = 16 as in lora_down \[4, 16\]"),
+        ("x", lambda t: t[:, :5], r"x: got \[8, 5\], allowed: \[8, 16\]: \[…, K\], with K = 16 as in lora_down \[4,"),
         ("x", lambda t: t[0], r"x: got \[16\], allowed: a tensor of 2 or 3 dimensions"),
         ("x", lambda t: t.double(), r"x: got torch\.float64, allowed: torch\.float32, as grad_out"),
         ("x", lambda t: t.to("meta"), r"x: got a tensor on meta, allowed: cpu, as grad_out"),

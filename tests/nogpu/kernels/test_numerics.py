@@ -42,3 +42,12 @@ def test_the_mask_is_the_core_s_to_the_bit(found):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_weights_are_unpacked_to_the_bit(kind, dtype, found):
     assert found[f"{kind} {dtype}"] == {"bits": 0}
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "affine4"])
+def test_a_whole_step_by_the_kernels_is_that_of_the_plain_code(quantization, found):
+    """Loading tries each of them on the model and takes it; float16 rounds the gradients by less than this."""
+    step = found[f"step {quantization}"]
+    dequant = {"nf4": "nf4_dequant", "affine4": "affine_dequant"}[quantization]
+    assert f", {dequant}, lora_down, lora_dx, lora_da, lora_back_g;" in step["kernels"]
+    assert step["gradient"] < 4e-3

@@ -1,7 +1,7 @@
 """MLX's affine quantization of 4 and 8 bits, unpacked in one launch.
 
-Bytes: reads half a byte (or one) a weight and 1/32 number for its scale and bias, writes the weight once. The plain code
-takes seven kernels, which write and read a matrix five times.
+Bytes: reads half a byte (or one) a weight and 1/32 number for its scale and bias, writes the weight once. The plain
+code takes seven kernels, which write and read a matrix five times.
 
 The layout and the rounding are those of `dualtune_torch.weights.affine`: 64 weights share a scale and a bias, the lower
 four bits of a byte come first, and q · scale is rounded to the dtype of the scales before the bias is added.

@@ -26,21 +26,22 @@ def reference(x_MI: Tensor, A_SI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowes
 
 def lora_down(x_MI: Tensor, A_SI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowest: int, factor: float) -> Tensor:
     """As `reference`, with products and sums in float32; only u is rounded."""
-    (M, I), S = x_MI.shape, len(A_SI)
+    (M, in_dim), S = x_MI.shape, len(A_SI)
     x_MI, A_SI, block_S = rows_of(x_MI), rows_of(A_SI), min(LARGEST_BLOCK_S, power_of_two(S))
     grid_M, grid_S = triton.cdiv(M, BLOCK_M), triton.cdiv(S, block_S)
-    parts = parts_of(I, BLOCK_I, grid_M * grid_S)
+    parts = parts_of(in_dim, BLOCK_I, grid_M * grid_S)
     u_PMS = x_MI.new_empty(parts, M, S, dtype=x_MI.dtype if parts == 1 else torch.float32)
     kernel[grid_M, grid_S, parts](
-        x_MI, A_SI, seeds_M, keys_I, u_PMS, M, I, S, x_MI.stride(0), A_SI.stride(0), lowest, factor,
-        length_of_part(I, BLOCK_I, parts), BLOCK_M, block_S, BLOCK_I, num_warps=4 if block_S <= 64 else 8, num_stages=STAGES,
+        x_MI, A_SI, seeds_M, keys_I, u_PMS, M, in_dim, S, x_MI.stride(0), A_SI.stride(0), lowest, factor,
+        length_of_part(in_dim, BLOCK_I, parts), BLOCK_M, block_S, BLOCK_I,
+        num_warps=4 if block_S <= 64 else 8, num_stages=STAGES,
     )  # fmt: skip
     return u_PMS[0] if parts == 1 else u_PMS.sum(0).to(x_MI.dtype)
 
 
 @triton.jit
 def kernel(
-    x, A, seeds, keys, u, M, I, S, x_stride, A_stride, lowest, factor, part_I,
+    x, A, seeds, keys, u, M, in_dim, S, x_stride, A_stride, lowest, factor, part_I,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M tokens, BLOCK_S ranks, one part of the input features."""
@@ -51,9 +52,9 @@ def kernel(
     seeds_M = tl.load(seeds + at_M, in_M, 0)
     x_rows, A_rows = x + at_M[:, None].to(tl.int64) * x_stride, A + at_S[:, None] * A_stride
     sum_MS = tl.zeros((BLOCK_M, BLOCK_S), tl.float32)
-    for start in range(part * part_I, min(I, (part + 1) * part_I), BLOCK_I):
+    for start in range(part * part_I, min(in_dim, (part + 1) * part_I), BLOCK_I):
         at_I = start + tl.arange(0, BLOCK_I)
-        in_I = at_I < I
+        in_I = at_I < in_dim
         kept_MI = is_kept(seeds_M, tl.load(keys + at_I, in_I, 0), lowest)
         x_MI = tl.load(x_rows + at_I[None, :], in_M[:, None] & in_I[None, :], 0.0)
         A_SI = tl.load(A_rows + at_I[None, :], in_S[:, None] & in_I[None, :], 0.0)

@@ -2,9 +2,9 @@
 
 | kernel | chosen, on an NVIDIA GPU | because |
 |---|---|---|
-| nf4_dequant, affine_dequant | always | one launch instead of three or seven, and no matrix in between |
-| lora_down, lora_dx, lora_da | with dropout, in 16 bits | dropout(x) and v A are not written: 8·M·I of 16·M·I bytes remain |
-| lora_back_g | in 16 bits, if its `pays` says so for the sizes of the call | g is read once instead of twice |
+| nf4_dequant, affine_dequant | always | one launch instead of three or seven, no matrix in between |
+| lora_down, lora_dx, lora_da | with dropout, in 16 bits | dropout(x) and v A are not written: half of the bytes |
+| lora_back_g | in 16 bits, if `pays` says so for the sizes of the call | g is read once instead of twice |
 
 DUALTUNE_KERNELS=torch takes none of them; =triton takes all that can run. Each is tried on the model before it is used,
 against the code that it replaces. Without Triton this file can still be imported.
@@ -117,7 +117,7 @@ def unpack_affine(model: PreTrainedModel) -> Pieces | None:
     from dualtune_torch.kernels.gpu.affine_dequant import unpacked
 
     layers = [module for module in model.modules() if isinstance(module, AffineLayer)]
-    for layer in _one_of_each(layers, lambda layer: (layer.shape, layer.bits)):
+    for layer in _one_of_each(layers, model.device, lambda layer: (layer.shape, layer.bits)):
         some = Packed(*(tensor[:TRIAL_ROWS] for tensor in layer.packed))
         _compare_bits(unpacked(some), dequantize(some))
     for layer in layers:
@@ -130,7 +130,7 @@ def unpack_nf4(model: PreTrainedModel) -> Pieces | None:
     from dualtune_torch.kernels.gpu.nf4_dequant import fits, reference, unpacked
 
     layers = [module for module in model.modules() if nf4.is_nf4(module) and fits(module.weight.quant_state)]
-    for layer in _one_of_each(layers, lambda layer: layer.weight.quant_state.shape):
+    for layer in _one_of_each(layers, model.device, lambda layer: layer.weight.quant_state.shape):
         codes, state = layer.weight.data, layer.weight.quant_state
         _compare_bits(unpacked(codes, state), reference(codes, state))
     for layer in layers:
@@ -138,9 +138,9 @@ def unpack_nf4(model: PreTrainedModel) -> Pieces | None:
     return {} if layers else None
 
 
-def _one_of_each(layers: list[Any], kind: Callable[[Any], Any]) -> Iterator[Any]:
-    """The first layer of each kind that is on the GPU: those of a streamed base wait elsewhere."""
-    return iter({kind(layer): layer for layer in reversed(layers) if layer.weight.is_cuda}.values())
+def _one_of_each(layers: list[Any], device: torch.device, kind: Callable[[Any], Any]) -> Iterator[Any]:
+    """The first layer of each kind that is on the device: those of a streamed base wait elsewhere."""
+    return iter({kind(layer): layer for layer in reversed(layers) if layer.weight.device == device}.values())
 
 
 def _compare_bits(found: Tensor, expected: Tensor) -> None:
@@ -159,8 +159,10 @@ def masks_in_registers(model: PreTrainedModel) -> Pieces | None:
     if dtype not in DTYPES or not layers:
         return None
     for layer in layers:
-        I, r = len(layer.keys_I), len(layer.lora_A)
-        x, A, v = (_random(layer, *size, dtype=dtype) for size in ((TRIAL_TOKENS, I), (r, I), (TRIAL_TOKENS, r)))
+        in_dim, r = len(layer.keys_I), len(layer.lora_A)
+        x, A, v = (
+            _random(layer, *size, dtype=dtype) for size in ((TRIAL_TOKENS, in_dim), (r, in_dim), (TRIAL_TOKENS, r))
+        )
         seeds = torch.arange(TRIAL_TOKENS, dtype=torch.int32, device=x.device) * 0x9E3779B
         mask = seeds, layer.keys_I, *drop_rule(layer.dropout)
         _compare(lora_down.lora_down(x, A, *mask), lora_down.reference(x, A, *mask))
@@ -184,11 +186,13 @@ def back_g_where_it_pays(model: PreTrainedModel) -> Pieces | None:
     if dtype not in DTYPES or not layers:
         return None
     for layer in layers:
-        O, r = layer.lora_B.shape
-        g, B, u = (_random(layer, *size, dtype=dtype) for size in ((TRIAL_TOKENS, O), (O, r), (TRIAL_TOKENS, r)))
+        out_dim, r = layer.lora_B.shape
+        g, B, u = (
+            _random(layer, *size, dtype=dtype) for size in ((TRIAL_TOKENS, out_dim), (out_dim, r), (TRIAL_TOKENS, r))
+        )
         results = []
         for function in (lora_back_g.back_g, lora_back_g.reference):
-            results.append((torch.empty_like(u), torch.zeros(O, r, device=u.device)))
+            results.append((torch.empty_like(u), torch.zeros(out_dim, r, device=u.device)))
             function(g, B, u, layer.scale, *results[-1])
         for found, expected in zip(*results, strict=True):
             _compare(found, expected)
