@@ -11,6 +11,7 @@ compile each candidate again for every new length of a batch.
 from torch import Tensor
 
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU (an H100 has 132)
+REGISTERS = 255  # of a thread at most, all that there are: left alone, the assembler for sm_100 spills to save some
 BLOCKS_OF_A_PART = 4  # at least: what a part writes in float32 must be little beside what it reads
 
 

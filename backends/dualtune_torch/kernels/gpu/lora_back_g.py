@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels import lora
-from dualtune_torch.kernels.gpu.launches import length_of_part, parts_of, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import REGISTERS, length_of_part, parts_of, power_of_two, rows_of
 
 BLOCK_M, BLOCK_O, LARGEST_RANK = 128, 64, 64
-OPTIONS = {"num_warps": 8, "num_stages": 2}
+OPTIONS = {"num_warps": 8, "num_stages": 2, "maxnreg": REGISTERS}
 
 reference = lora.back_g  # writes v [M, r] in its dtype, and adds to dB [O, r] in float32
 

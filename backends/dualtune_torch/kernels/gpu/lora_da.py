@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels.gpu.dropout_mask import is_kept
-from dualtune_torch.kernels.gpu.launches import length_of_part, parts_of, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import REGISTERS, length_of_part, parts_of, power_of_two, rows_of
 from dualtune_torch.lora import dropped
 
 BLOCK_M, BLOCK_I, LARGEST_BLOCK_S = 64, 64, 128
@@ -40,7 +40,7 @@ def add_dA(
     kernel[grid_I, grid_S, parts](
         dA_PSI, v_MS, x_MI, seeds_M, keys_I, M, in_dim, S, v_MS.stride(0), x_MI.stride(0), lowest, factor,
         length_of_part(M, BLOCK_M, parts), BLOCK_M, block_S, BLOCK_I,
-        num_warps=4 if block_S <= 64 else 8, num_stages=STAGES,
+        num_warps=4 if block_S <= 64 else 8, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
     dA_SI += dA_PSI[0] if parts == 1 else dA_PSI.sum(0)
 

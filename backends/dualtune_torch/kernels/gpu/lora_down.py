@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels.gpu.dropout_mask import is_kept
-from dualtune_torch.kernels.gpu.launches import length_of_part, parts_of, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import REGISTERS, length_of_part, parts_of, power_of_two, rows_of
 from dualtune_torch.lora import dropped
 
 BLOCK_M, BLOCK_I, LARGEST_BLOCK_S = 64, 64, 128
@@ -34,7 +34,7 @@ def lora_down(x_MI: Tensor, A_SI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowes
     kernel[grid_M, grid_S, parts](
         x_MI, A_SI, seeds_M, keys_I, u_PMS, M, in_dim, S, x_MI.stride(0), A_SI.stride(0), lowest, factor,
         length_of_part(in_dim, BLOCK_I, parts), BLOCK_M, block_S, BLOCK_I,
-        num_warps=4 if block_S <= 64 else 8, num_stages=STAGES,
+        num_warps=4 if block_S <= 64 else 8, num_stages=STAGES, maxnreg=REGISTERS,
     )  # fmt: skip
     return u_PMS[0] if parts == 1 else u_PMS.sum(0).to(x_MI.dtype)
 

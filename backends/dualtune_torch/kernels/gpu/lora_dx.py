@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels.gpu.dropout_mask import is_kept
-from dualtune_torch.kernels.gpu.launches import power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import REGISTERS, power_of_two, rows_of
 from dualtune_torch.lora import dropped
 
 BLOCK_M, BLOCK_I, LARGEST_BLOCK_S = 64, 64, 64
-OPTIONS = {"num_warps": 4, "num_stages": 2}
+OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": REGISTERS}
 
 
 def reference(
