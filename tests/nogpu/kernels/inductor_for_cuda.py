@@ -2,11 +2,12 @@
 
 It prints a JSON table for `test_inductor.py`: function -> pass -> names of the kernels.
 
-Each function is traced on the CPU, forward and backward. Before Inductor chooses its loops, every tensor of the graph is
-said to be on a GPU, and Inductor and Triton are told what the GPU is. The code is read and thrown away; nothing runs on
-it. So the CPU build of torch is enough, with Triton.
+Each function is traced on the CPU, forward and backward. Before Inductor chooses its loops, every tensor of the graph
+is said to be on a GPU, and Inductor and Triton are told what the GPU is. The code is read and thrown away, and nothing
+runs on a GPU. So the CPU build of torch is enough, with Triton.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -86,10 +87,8 @@ def compile_for_gpu(graph, inputs, **options):
         if node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": GPU}
     move(list(inputs))
-    try:
+    with contextlib.suppress(WrittenCode):
         compile_fx_inner(graph, inputs, **options)
-    except WrittenCode:
-        pass
 
     def call(arguments):
         return plain(*arguments)
@@ -108,7 +107,6 @@ def main():
     global now
     pretend()
     from dualtune_torch.kernels import blocks, compiled, cross_entropy, lora
-    from dualtune_torch.lora import dropped
 
     def new(*shape, needs_grad=False):
         return torch.randn(*shape, dtype=torch.bfloat16).requires_grad_(needs_grad)
@@ -119,7 +117,6 @@ def main():
         "norm": (LlamaRMSNorm.forward, norm, new(70, 256, needs_grad=True)),
         "gated": (blocks.gated, torch.nn.SiLU(), new(70, 256, needs_grad=True), new(70, 256, needs_grad=True)),
         "rotated": (blocks.rotated, new(70, 4, 64), new(70, 64), new(70, 64)),
-        "dropped": (dropped, new(70, 256), *mask),
         "add_after_dropout": (lora.add_after_dropout, new(70, 256), new(70, 256), *mask),
         "loss_and_gradient": (
             cross_entropy.loss_and_gradient, new(70, 512), torch.zeros(70, dtype=torch.int64), None

@@ -15,9 +15,10 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: pip inst
 
 RECORD = json.loads((ROOT / "benchmarks/results/triton_kernels.json").read_text())
 LARGE = "Mistral-7B q k v, r16, 8192 tokens"
-CASES = [
-    *((kernel, f"{LARGE}, bfloat16") for kernel in ("lora_down", "lora_dx", "lora_da", "lora_back_g")),
-    ("nf4_dequant", "bfloat16"), ("affine_dequant", "4 bits, bfloat16"),
+CASES = [  # kernel, case, architecture: each once
+    ("lora_down", f"{LARGE}, bfloat16", 100), ("lora_dx", f"{LARGE}, bfloat16", 80),
+    ("lora_da", f"{LARGE}, bfloat16", 90), ("lora_back_g", f"{LARGE}, bfloat16", 120),
+    ("nf4_dequant", "bfloat16", 89), ("affine_dequant", "4 bits, bfloat16", 86),
 ]  # fmt: skip
 
 
@@ -40,14 +41,14 @@ def test_the_record_has_every_case_on_every_architecture(script):
             assert (part["tensor_core_instructions"] > 0) == name.startswith("lora"), name
 
 
-@pytest.mark.parametrize(("kernel", "case"), CASES, ids=[kernel for kernel, _ in CASES])
-def test_a_kernel_keeps_to_its_record(kernel, case, script):
+@pytest.mark.parametrize(("kernel", "case", "number"), CASES, ids=[f"{kernel} sm_{n}" for kernel, _, n in CASES])
+def test_a_kernel_keeps_to_its_record(kernel, case, number, script):
     recorded = RECORD["cases"][f"{kernel}: {case}"]
     if RECORD["versions"]["triton"] != triton.__version__:
         pytest.skip(f"the record is of Triton {RECORD['versions']['triton']}, this is {triton.__version__}")
-    found = script.compiled(kernel, case, (80, 120))
+    found = script.compiled(kernel, case, (number,))
     assert found["grid"] == recorded["grid"]
-    for architecture, part in found["compiled"].items():
-        assert part["stack_bytes"] == 0
-        for what in ("registers", "shared_bytes"):
-            assert part[what] <= recorded["compiled"][architecture][what], (architecture, what)
+    part, allowed = (each["compiled"][f"sm_{number}"] for each in (found, recorded))
+    assert part["stack_bytes"] == 0
+    assert part["registers"] <= allowed["registers"]
+    assert part["shared_bytes"] <= allowed["shared_bytes"]

@@ -18,7 +18,6 @@ KERNELS = {
     "norm": {"forward": ["per"], "backward": ["per"]},
     "gated": {"forward": ["poi"], "backward": ["poi"]},
     "rotated": {"forward": ["poi"]},
-    "dropped": {"forward": ["poi"]},
     "add_after_dropout": {"forward": ["poi"]},
     "loss_and_gradient": {"forward": ["red", "red", "poi"]},  # the last copies the gradient over the logits
 }

@@ -36,13 +36,14 @@ def lora_backward(
     Raises ValueError with the name of an argument whose shape, dtype or device does not fit, TypeError for tensors that
     no backend computes with, and with `require_gpu` EnvironmentFault for tensors that are not on an NVIDIA GPU.
     """
-    return _backend_for(type(grad_out)).lora_backward(
+    kind: type[Any] = type(grad_out)
+    return _backend_for(kind).lora_backward(
         grad_out, x, lora_down, lora_up, scale, need_grad_x=need_grad_x, require_gpu=require_gpu
     )
 
 
 @cache
-def _backend_for(kind: type) -> LoRABackward:
+def _backend_for(kind: type[Any]) -> LoRABackward:
     """Return the backend whose framework defines a class of tensors."""
     framework = kind.__module__.partition(".")[0]
     for card in cards():
