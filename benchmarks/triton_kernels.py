@@ -62,9 +62,34 @@ def compiled(kernel: str, case: str, architectures: tuple[int, ...] = ARCHITECTU
     function = module_of(kernel).kernel
     return {
         "grid": list(grid),
+        "bytes": dict(zip(("plain", "kernel"), bytes_moved(kernel, case, grid), strict=True)),
         "options": options,
         "compiled": {f"sm_{number}": resources(function, arguments, options, number) for number in architectures},
     }
+
+
+def bytes_moved(kernel: str, case: str, grid: tuple[int, ...]) -> tuple[float, float]:
+    """Count what the plain code and the kernel read and write in device memory, as the kernel's docstring derives it.
+
+    A matrix that fits no cache counts each time. Matrices of rank width, A, B and the scales of scales are left out;
+    parts of sums, in float32, are counted twice, written and read. For weights: bytes for each weight.
+    """
+    if kernel == "nf4_dequant":  # codes, scales; the plain code writes the scales in float32 and adds the offset
+        size = getattr(torch, case).itemsize
+        return 0.5 + (1 + 4 + 8 + 4) / 64 + size, 0.5 + 1 / 64 + size
+    if kernel == "affine_dequant":
+        bits, size = int(case[0]), getattr(torch, case.rpartition(" ")[2]).itemsize
+        halves = 0.5 + 1 + 2 + 3 + 2 if bits == 4 else 0  # to int16, shift, or, and: two weights in two bytes
+        return halves + 1 + size + 4 * size, bits / 8 + 2 * size / 64 + size
+    M, in_dim, out_dim, r, layers = SHAPES[re.split(r", (?:bf|f|u)", case)[0]]
+    x, S = 2 * M * in_dim, r * layers
+    if kernel == "lora_back_g":
+        return 2 * 2 * M * out_dim, 2 * M * out_dim + 8 * grid[0] * out_dim * r
+    if kernel == "lora_dx":
+        return 4 * x, 2 * x
+    parts = 8 * grid[2] * S * (M if kernel == "lora_down" else in_dim)
+    plain = {"lora_down": 3, "lora_da": 1}[kernel] * x
+    return plain, x + (parts if grid[2] > 1 or kernel == "lora_da" else 0)
 
 
 def module_of(kernel: str) -> Any:

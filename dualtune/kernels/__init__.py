@@ -36,8 +36,7 @@ def lora_backward(
     Raises ValueError with the name of an argument whose shape, dtype or device does not fit, TypeError for tensors that
     no backend computes with, and with `require_gpu` EnvironmentFault for tensors that are not on an NVIDIA GPU.
     """
-    kind: type[Any] = type(grad_out)
-    return _backend_for(kind).lora_backward(
+    return _backend_for(grad_out.__class__).lora_backward(
         grad_out, x, lora_down, lora_up, scale, need_grad_x=need_grad_x, require_gpu=require_gpu
     )
 

@@ -7,10 +7,10 @@ The layout and the rounding are those of `dualtune_torch.weights.affine`: 64 wei
 four bits of a byte come first, and q · scale is rounded to the dtype of the scales before the bias is added.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from dualtune_torch.kernels.gpu.launches import blocks_of, jit
 from dualtune_torch.weights.affine import GROUP_SIZE, Packed, dequantize
 
 BLOCK = 2048  # weights of a program
@@ -25,12 +25,12 @@ def unpacked(packed: Packed) -> Tensor:
     codes, scales, biases = (tensor.contiguous() for tensor in packed)
     weight = scales.new_empty(*scales.shape[:-1], scales.shape[-1] * GROUP_SIZE)
     if weight.numel():
-        grid = (triton.cdiv(weight.numel(), BLOCK),)
+        grid = (blocks_of(weight.numel(), BLOCK),)
         kernel[grid](codes, scales, biases, weight, weight.numel(), packed.bits, BLOCK, **OPTIONS)
     return weight
 
 
-@triton.jit
+@jit
 def kernel(codes, scales, biases, weight, size, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """One program: BLOCK weights."""
     start = tl.program_id(0).to(tl.int64) * BLOCK

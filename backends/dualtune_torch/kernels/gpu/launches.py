@@ -8,11 +8,21 @@ architecture (`benchmarks/triton_kernels.py`). Timing would choose another order
 compile each candidate again for every new length of a batch.
 """
 
+from typing import Any
+
+import triton
 from torch import Tensor
+
+jit: Any = triton.jit  # its types would have every argument of a launch be a constant of the kernel
 
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU (an H100 has 132)
 REGISTERS = 255  # of a thread at most, all that there are: left alone, the assembler for sm_100 spills to save some
 BLOCKS_OF_A_PART = 4  # at least: what a part writes in float32 must be little beside what it reads
+
+
+def blocks_of(length: int, block: int) -> int:
+    """Return how many blocks cover a length."""
+    return -(-length // block)
 
 
 def parts_of(length: int, block: int, programs: int) -> int:
@@ -22,7 +32,7 @@ def parts_of(length: int, block: int, programs: int) -> int:
 
 def length_of_part(length: int, block: int, parts: int) -> int:
     """Return the length of each of these parts, a multiple of the block."""
-    return -(-length // (block * parts)) * block
+    return blocks_of(length, block * parts) * block
 
 
 def power_of_two(number: int) -> int:

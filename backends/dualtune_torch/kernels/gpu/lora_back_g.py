@@ -8,12 +8,19 @@ Legend: M tokens, O output features, r rank, P parts of the output features, N b
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels import lora
-from dualtune_torch.kernels.gpu.launches import REGISTERS, length_of_part, parts_of, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import (
+    REGISTERS,
+    blocks_of,
+    jit,
+    length_of_part,
+    parts_of,
+    power_of_two,
+    rows_of,
+)
 
 BLOCK_M, BLOCK_O, LARGEST_RANK = 128, 64, 64
 OPTIONS = {"num_warps": 8, "num_stages": 2, "maxnreg": REGISTERS}
@@ -28,7 +35,7 @@ def back_g(g_MO: Tensor, B_Or: Tensor, u_Mr: Tensor, scale: float, v_Mr: Tensor,
     """
     (M, out_dim), r = g_MO.shape, B_Or.shape[1]
     g_MO, B_Or, u_Mr = rows_of(g_MO), rows_of(B_Or), rows_of(u_Mr)
-    blocks_M = triton.cdiv(M, BLOCK_M)
+    blocks_M = blocks_of(M, BLOCK_M)
     parts = parts_of(out_dim, BLOCK_O, blocks_M)
     v_PMr = g_MO.new_empty(parts, M, r, dtype=torch.float32)
     dB_NOr = g_MO.new_empty(blocks_M, out_dim, r, dtype=torch.float32)
@@ -49,7 +56,7 @@ def pays(M: int, out_dim: int, r: int, cache_bytes: int) -> bool:
     return g > cache_bytes and g + parts < 2 * g
 
 
-@triton.jit
+@jit
 def kernel(
     g, B, u, v, dB, M, out_dim, r, g_stride, B_stride, u_stride, scale, part_O,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, RANK: tl.constexpr, IS_WIDE: tl.constexpr,

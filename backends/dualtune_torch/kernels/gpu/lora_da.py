@@ -9,12 +9,19 @@ Legend: M tokens, I input features, S ranks of the group, P parts of the sum.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels.gpu.dropout_mask import is_kept
-from dualtune_torch.kernels.gpu.launches import REGISTERS, length_of_part, parts_of, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import (
+    REGISTERS,
+    blocks_of,
+    jit,
+    length_of_part,
+    parts_of,
+    power_of_two,
+    rows_of,
+)
 from dualtune_torch.lora import dropped
 
 BLOCK_M, BLOCK_I, LARGEST_BLOCK_S = 64, 64, 128
@@ -34,7 +41,7 @@ def add_dA(
     """As `reference`, with products and sums in float32; nothing is rounded to 16 bits."""
     (M, in_dim), S = x_MI.shape, len(dA_SI)
     x_MI, v_MS, block_S = rows_of(x_MI), rows_of(v_MS), min(LARGEST_BLOCK_S, power_of_two(S))
-    grid_I, grid_S = triton.cdiv(in_dim, BLOCK_I), triton.cdiv(S, block_S)
+    grid_I, grid_S = blocks_of(in_dim, BLOCK_I), blocks_of(S, block_S)
     parts = parts_of(M, BLOCK_M, grid_I * grid_S)
     dA_PSI = x_MI.new_empty(parts, S, in_dim, dtype=torch.float32)
     kernel[grid_I, grid_S, parts](
@@ -45,7 +52,7 @@ def add_dA(
     dA_SI += dA_PSI[0] if parts == 1 else dA_PSI.sum(0)
 
 
-@triton.jit
+@jit
 def kernel(
     dA, v, x, seeds, keys, M, in_dim, S, v_stride, x_stride, lowest, factor, part_M,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,

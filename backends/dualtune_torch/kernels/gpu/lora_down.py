@@ -7,12 +7,19 @@ Legend: M tokens, I input features, S ranks of the group.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels.gpu.dropout_mask import is_kept
-from dualtune_torch.kernels.gpu.launches import REGISTERS, length_of_part, parts_of, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import (
+    REGISTERS,
+    blocks_of,
+    jit,
+    length_of_part,
+    parts_of,
+    power_of_two,
+    rows_of,
+)
 from dualtune_torch.lora import dropped
 
 BLOCK_M, BLOCK_I, LARGEST_BLOCK_S = 64, 64, 128
@@ -28,7 +35,7 @@ def lora_down(x_MI: Tensor, A_SI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowes
     """As `reference`, with products and sums in float32; only u is rounded."""
     (M, in_dim), S = x_MI.shape, len(A_SI)
     x_MI, A_SI, block_S = rows_of(x_MI), rows_of(A_SI), min(LARGEST_BLOCK_S, power_of_two(S))
-    grid_M, grid_S = triton.cdiv(M, BLOCK_M), triton.cdiv(S, block_S)
+    grid_M, grid_S = blocks_of(M, BLOCK_M), blocks_of(S, block_S)
     parts = parts_of(in_dim, BLOCK_I, grid_M * grid_S)
     u_PMS = x_MI.new_empty(parts, M, S, dtype=x_MI.dtype if parts == 1 else torch.float32)
     kernel[grid_M, grid_S, parts](
@@ -39,7 +46,7 @@ def lora_down(x_MI: Tensor, A_SI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowes
     return u_PMS[0] if parts == 1 else u_PMS.sum(0).to(x_MI.dtype)
 
 
-@triton.jit
+@jit
 def kernel(
     x, A, seeds, keys, u, M, in_dim, S, x_stride, A_stride, lowest, factor, part_I,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,

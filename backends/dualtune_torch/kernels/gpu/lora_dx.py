@@ -10,12 +10,11 @@ programs.
 Legend: M tokens, I input features, S ranks of the group.
 """
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from dualtune_torch.kernels.gpu.dropout_mask import is_kept
-from dualtune_torch.kernels.gpu.launches import REGISTERS, power_of_two, rows_of
+from dualtune_torch.kernels.gpu.launches import REGISTERS, blocks_of, jit, power_of_two, rows_of
 from dualtune_torch.lora import dropped
 
 BLOCK_M, BLOCK_I, LARGEST_BLOCK_S = 64, 64, 64
@@ -35,13 +34,13 @@ def add_dx(
     """As `reference`; only the new dx is rounded. The rows of dx must be contiguous."""
     (M, in_dim), S = dx_MI.shape, len(A_SI)
     v_MS, A_SI = rows_of(v_MS), rows_of(A_SI)
-    kernel[triton.cdiv(M, BLOCK_M), triton.cdiv(in_dim, BLOCK_I)](
+    kernel[blocks_of(M, BLOCK_M), blocks_of(in_dim, BLOCK_I)](
         dx_MI, v_MS, A_SI, seeds_M, keys_I, M, in_dim, S, dx_MI.stride(0), v_MS.stride(0), A_SI.stride(0),
         lowest, factor, BLOCK_M, min(LARGEST_BLOCK_S, power_of_two(S)), BLOCK_I, **OPTIONS,
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def kernel(
     dx, v, A, seeds, keys, M, in_dim, S, dx_stride, v_stride, A_stride, lowest, factor,
     BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_I: tl.constexpr,

@@ -11,9 +11,10 @@ table[code] · (table₂[code₂] · scale₂ + offset), each operation rounded 
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from dualtune_torch.kernels.gpu.launches import blocks_of, jit
 
 BLOCK = 2048  # weights of a program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply-add would round once, where two are meant
@@ -37,14 +38,14 @@ def fits(state: Any) -> bool:
 def unpacked(codes: Tensor, state: Any) -> Tensor:
     """As `reference`, with the same bits."""
     second, weight = state.state2, torch.empty(state.shape, dtype=state.dtype, device=codes.device)
-    kernel[(triton.cdiv(weight.numel(), BLOCK),)](
+    kernel[(blocks_of(weight.numel(), BLOCK),)](
         codes, state.absmax, second.code, second.absmax, state.offset, state.code, weight, weight.numel(), BLOCK,
         **OPTIONS,
     )  # fmt: skip
     return weight
 
 
-@triton.jit
+@jit
 def kernel(codes, scale_codes, scale_table, second_scales, offset, table, weight, size, BLOCK: tl.constexpr):
     """One program: BLOCK weights."""
     start = tl.program_id(0).to(tl.int64) * BLOCK

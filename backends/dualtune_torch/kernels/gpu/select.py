@@ -129,7 +129,8 @@ def unpack_nf4(model: PreTrainedModel) -> Pieces | None:
     """Unpack every NF4 layer in the usual layout by the kernel; returns and raises as `unpack_affine`."""
     from dualtune_torch.kernels.gpu.nf4_dequant import fits, reference, unpacked
 
-    layers = [module for module in model.modules() if nf4.is_nf4(module) and fits(module.weight.quant_state)]
+    layers: list[Any] = [module for module in model.modules() if nf4.is_nf4(module)]
+    layers = [layer for layer in layers if fits(layer.weight.quant_state)]
     for layer in _one_of_each(layers, model.device, lambda layer: layer.weight.quant_state.shape):
         codes, state = layer.weight.data, layer.weight.quant_state
         _compare_bits(unpacked(codes, state), reference(codes, state))
@@ -213,7 +214,8 @@ def back_g_pays(g_MO: Tensor, r: int) -> bool:
 
     if g_MO.dtype not in DTYPES or r > LARGEST_RANK:
         return False
-    return choice() == "triton" or pays(*g_MO.shape, r, torch.cuda.get_device_properties(g_MO.device).L2_cache_size)
+    M, out_dim = g_MO.shape
+    return choice() == "triton" or pays(M, out_dim, r, torch.cuda.get_device_properties(g_MO.device).L2_cache_size)
 
 
 def _lora_layers(model: nn.Module) -> list[LoRALinear]:
