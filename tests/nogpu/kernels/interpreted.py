@@ -57,8 +57,10 @@ def randn(*shape, dtype=torch.float32):
 
 
 def gap(found, expected):
-    """The largest difference, relative to the largest number."""
-    return float((found.double() - expected).abs().max() / expected.abs().max())
+    """The largest difference, relative to the largest number; 0 for no numbers."""
+    if not found.numel():
+        return 0.0
+    return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def mask_of(M, in_dim):
@@ -144,6 +146,7 @@ def main():
         "lora float32": lambda: lora(70, 200, 150, 8, 3, torch.float32),
         "lora float16": lambda: lora(130, 96, 300, 16, 1, torch.float16),
         "lora of one token": lambda: lora(1, 64, 64, 16, 5, torch.float32),
+        "lora of no token": lambda: lora(0, 64, 64, 16, 1, torch.float32),  # an expert that nothing was sent to
         "step nf4": lambda: step("nf4"),
         "step affine4": lambda: step("affine4"),
         "mask": lambda: mask_bits(37, 75),

@@ -27,7 +27,7 @@ def found():
     return json.loads(process.stdout)
 
 
-@pytest.mark.parametrize("case", ["lora float32", "lora float16", "lora of one token"])
+@pytest.mark.parametrize("case", ["lora float32", "lora float16", "lora of one token", "lora of no token"])
 def test_the_products_are_those_of_float64(case, found):
     assert found[case].keys() == {"u", "v", "dx", *SUMS}
     for name, gap in found[case].items():

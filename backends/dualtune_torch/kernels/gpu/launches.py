@@ -27,7 +27,7 @@ def blocks_of(length: int, block: int) -> int:
 
 def parts_of(length: int, block: int, programs: int) -> int:
     """Return in how many parts a reduction over `length` is cut, when everything else gives so many programs."""
-    return max(1, min(length // (BLOCKS_OF_A_PART * block), PROGRAMS // programs))
+    return max(1, min(length // (BLOCKS_OF_A_PART * block), PROGRAMS // max(1, programs)))  # none without a token
 
 
 def length_of_part(length: int, block: int, parts: int) -> int:
