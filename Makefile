@@ -10,6 +10,7 @@
 # make lint    style, types
 # make bench   training speed against Hugging Face + PEFT and the peers that have an environment, a few minutes
 # make bench-data PEER_PYTHON=…   what data costs, against TRL (an interpreter that has it), half an hour or more
+# make triton-kernels   compile the Triton kernels for every architecture, without a GPU, and record the result
 # make wheel   build the wheel and prove it in a clean environment
 # make reliability   inject every fault that docs/reliability.md lists, and write its table anew
 
@@ -25,7 +26,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-long test-cluster test-interop fuzz chaos lint format bench bench-data wheel reliability clean
+.PHONY: demo test test-fast test-long test-cluster test-interop fuzz chaos lint format bench bench-data triton-kernels wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -78,6 +79,9 @@ bench: .venv/.dev
 
 bench-data: .venv/.dev
 	$(BIN)/python benchmarks/data.py --shared $(SHARED) --peer-python $(PEER_PYTHON)
+
+triton-kernels: .venv/.dev
+	$(BIN)/python benchmarks/triton_kernels.py
 
 wheel: .venv/.dev
 	BACKEND=$(BACKEND) scripts/check_wheel.sh $(BIN)/python
