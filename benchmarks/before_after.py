@@ -1,6 +1,7 @@
 """Compare a training step of this source tree with that of another one, such as a worktree of an earlier commit.
 
-    git worktree add ../before COMMIT && python benchmarks/before_after.py ../before --name NAME [--pairs 7] [--cases CASE …]
+    git worktree add ../before COMMIT
+    python benchmarks/before_after.py ../before --name NAME [--pairs 7] [--cases CASE …]
 
 Each case runs in a process of its own for each tree, in pairs, forth and back. A time is the least processor time of a
 step in its process, after two steps that compile; the ratio is that of a pair (after / before), and the median of the

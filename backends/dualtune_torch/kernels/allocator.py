@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,16 @@ def _limits_at_first() -> tuple[int, int]:
     import resource
 
     return resource.getrlimit(resource.RLIMIT_DATA)
+
+
+def grow_segments() -> None:
+    """Let CUDA's caching allocator enlarge a segment where it would reserve another one.
+
+    Micro-batches of many sizes leave gaps in fixed segments. Nothing changes if the user has set the allocator.
+    """
+    if os.environ.keys().isdisjoint(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")) and sys.platform == "linux":
+        configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # older torch has another name
+        (configure or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def free_memory() -> None:
