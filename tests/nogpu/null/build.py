@@ -1,7 +1,7 @@
-"""Build the null GPU for the CUDA build of torch of this interpreter: `python tests/nogpu/null/build.py DIRECTORY`.
+"""Build the null GPU for the CUDA build of torch of this interpreter.
 
-Functions that torch and bitsandbytes link against and that are not written here are added: each returns "not supported"
-and is counted as "not implemented", so that a test fails and no call is silently a success.
+Functions that its libraries need and that are not written here are added: each returns "not supported" and is counted
+as "not implemented", so that a test fails and no call is silently a success.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from pathlib import Path
 
 SOURCES = Path(__file__).with_name("library")
 NAMES = ("libnullgpu.so", "libcuda.so.1", "libnvidia-ml.so.1")  # one library: what loads it by another name gets it too
-NOT_SUPPORTED = {"cublas": 15, "cuda": 801, "cu": 801}
-LINKED = re.compile(r"(__)?(cublas|cuda|cu(?=[A-Z])(?!File))\w+")
-
-
-def main() -> None:
-    directory = Path(sys.argv[1]).resolve()
-    directory.mkdir(parents=True, exist_ok=True)
-    build(directory)
+NOT_SUPPORTED = {"cublas": 15, "cuda": 801, "cu": 801, "nvml": 3}
+DRIVER = re.compile(r"\bcu[A-Z]\w+")
+NVML = re.compile(r"(?<=\0)nvml[A-Z]\w+(?=\0)")
+LINKED = re.compile(r"(__)?(cublas|cuda|cu(?=[A-Z])(?!File)|nvml)\w+")
 
 
 def build(directory: Path) -> Path:
     """Compile what is newer than the library, link it, and return its path."""
+    directory.mkdir(parents=True, exist_ok=True)
     packages = Path(str(importlib.util.find_spec("torch").origin)).parents[1]
     library = directory / NAMES[0]
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -52,10 +49,13 @@ def _compiled(source: Path, directory: Path, packages: Path) -> Path:
 
 
 def _wanted(packages: Path) -> set[str]:
-    """The functions of CUDA and cuBLAS that torch and bitsandbytes link, and that Triton compiles at its first use."""
+    """The functions of CUDA and cuBLAS that torch and bitsandbytes link, or that torch and Triton look up by name."""
     callers = [*packages.glob("torch/lib/lib*.so"), *packages.glob("bitsandbytes/libbitsandbytes_cuda130.so")]
-    compiled_later = (packages / "triton" / "backends" / "nvidia" / "driver.c").read_text()
-    return _symbols("--undefined-only", callers) | set(re.findall(r"\bcu[A-Z]\w+(?=\()", compiled_later))
+    by_torch = (packages / "torch/lib/libc10_cuda.so").read_bytes().decode("latin-1")
+    by_triton = (packages / "triton/backends/nvidia/driver.c").read_text()
+    of_driver = set(DRIVER.findall((packages / "nvidia/cu13/include/cuda.h").read_text()))
+    looked_up = of_driver & set(DRIVER.findall(by_torch + by_triton)) | set(NVML.findall(by_torch))
+    return _symbols("--undefined-only", callers) | looked_up
 
 
 def _symbols(which: str, files: list[Path]) -> set[str]:
@@ -78,7 +78,3 @@ def _run(*command: str | Path) -> str:
         raise SystemExit(f"{command[0]} failed:\n{done.stderr[-3000:]}")
     sys.stderr.write(done.stderr)
     return done.stdout
-
-
-if __name__ == "__main__":
-    main()

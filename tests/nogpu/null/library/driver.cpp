@@ -29,6 +29,12 @@ EXPORT CUresult cuDeviceGet(CUdevice* device, int number) {
   return number < int(devices().size()) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  bool is_of_transfers = attribute == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED ||
+                         attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED;
+  if (is_of_transfers) {  // between machines: there are none
+    *value = 0;
+    return CUDA_SUCCESS;
+  }
   return as_driver(cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device));
 }
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {

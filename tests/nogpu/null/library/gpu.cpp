@@ -6,8 +6,8 @@
 
 #include <sys/mman.h>
 
+#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <sstream>
 
@@ -111,6 +111,11 @@ void note(const std::string& kind, const std::string& what, double amount) {
   count.amount += amount;
 }
 
+void missing(const std::string& what) {
+  note("not implemented", what);
+  fprintf(stderr, "null GPU: not implemented: %s\n", what.c_str());
+}
+
 cudaError_t failed(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
@@ -144,7 +149,7 @@ EXPORT size_t null_gpu_used_memory(int device) { return devices()[device].used; 
 
 // What the linker adds for functions that are not written here.
 EXPORT int null_gpu_not_implemented(const char* name, int status) {
-  note("not implemented", name);
+  missing(name);
   return status;
 }
 

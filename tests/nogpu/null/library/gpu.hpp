@@ -32,6 +32,7 @@ bool is_pinned(const void* pointer);
 
 // --- what happens is counted by its kind ("launch", "copy", "wait"…) and what it is
 void note(const std::string& kind, const std::string& what, double amount = 1);
+void missing(const std::string& what);  // counted as "not implemented", and said, because an error follows
 cudaError_t failed(cudaError_t error);  // remembered for cudaGetLastError
 
 // --- streams

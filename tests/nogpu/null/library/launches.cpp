@@ -85,7 +85,7 @@ EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* b
 EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                                     cudaDriverEntryPointQueryResult* result) {
   *function = dlsym(RTLD_DEFAULT, name);
-  if (!*function) note("not implemented", name);
+  if (!*function) missing(name);
   if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return *function ? cudaSuccess : failed(cudaErrorSymbolNotFound);
 }

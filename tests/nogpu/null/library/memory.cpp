@@ -186,7 +186,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     case cudaDevAttrCooperativeLaunch: *value = 1; break;
     case cudaDevAttrPageableMemoryAccess: case cudaDevAttrConcurrentManagedAccess: *value = 0; break;
     default:
-      note("not implemented", "device attribute " + std::to_string(int(attribute)));
+      missing("device attribute " + std::to_string(int(attribute)));
       return failed(cudaErrorNotSupported);
   }
   return cudaSuccess;

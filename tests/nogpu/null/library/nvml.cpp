@@ -41,6 +41,11 @@ EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned number, void** handle) {
   *handle = reinterpret_cast<void*>(size_t(number) + 1);
   return kSuccess;
 }
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* place, void** handle) {
+  unsigned domain, bus;  // the bus is the number of the card, plus one
+  if (sscanf(place, "%x:%x", &domain, &bus) != 2 || !bus) return kInvalid;
+  return nvmlDeviceGetHandleByIndex_v2(bus - 1, handle);
+}
 EXPORT int nvmlDeviceGetName(void* handle, char* to, unsigned size) {
   int capability = device_of_handle(handle).capability;
   return text(to, size, "Null GPU %d.%d", capability / 10, capability % 10);
@@ -59,7 +64,13 @@ EXPORT int nvmlDeviceGetMemoryInfo(void* handle, Memory* memory) {
   return kSuccess;
 }
 EXPORT int nvmlDeviceGetMigMode(void*, unsigned*, unsigned*) { return kNotSupported; }
+// No NVLink fabric: the structure keeps the caller's "not supported".
+EXPORT int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return kSuccess; }
 EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* count, void*) {
+  *count = 0;
+  return kSuccess;
+}
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
   *count = 0;
   return kSuccess;
 }
