@@ -22,12 +22,14 @@ def main() -> None:
 
 def environment(library: Path) -> dict[str, str]:
     """The variables with which a program gets the null GPU."""
-    paths = [str(ROOT), str(ROOT / "backends"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "backends"), str(Path(__file__).parent)]
     return {
         "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(library.parent),
         "TRITON_LIBCUDA_PATH": str(library.parent),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # the workers of a pool would be started with the library, too
+        "NULL_GPU_CAPABILITIES": os.environ.get("NULL_GPU_CAPABILITIES", "90,86"),
+        "NULL_GPU_MIB": os.environ.get("NULL_GPU_MIB", "81559,24564"),  # an H100 and an RTX 3090 in nvidia-smi
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
 

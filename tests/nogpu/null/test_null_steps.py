@@ -18,11 +18,14 @@ CASES = {
     "plain": (SMOLLM, {}), "reference": (SMOLLM, {"kernels": "reference"}), "float16": (SMOLLM, {"dtype": "float16"}),
     "nf4": (TINYLLAMA, {"quantization": "nf4"}), "affine4": (TINYLLAMA, {"quantization": "affine4"}),
 }  # fmt: skip
+# The plain path leaves the mask to transformers, which looks whether the rows are packed (find_packed_sequence_indices).
+WAITS = {"reference": {"cudaStreamSynchronize": 1}}
 ONE_COPY = {"pinned to the device": 1}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def engine(request):
+def case(request):
+    """The name of a case, and its engine after two steps."""
     model, options = CASES[request.param]
     with null_gpu.counted() as counts:
         engine = load(shape(model, layers=2), **options)
@@ -30,23 +33,26 @@ def engine(request):
             step(engine, batch(512, documents=1))
             engine.evaluate(batch(512, documents=1))
     assert counts["not implemented"] == {}
-    return engine
+    return request.param, engine
 
 
-def test_a_micro_batch_waits_for_nothing_and_is_one_copy(engine):
+def test_a_micro_batch_waits_for_nothing_and_is_one_copy(case):
+    name, engine = case
     micro_batch = batch(512, documents=1)
     with null_gpu.counted() as counts:
         engine.forward_backward(micro_batch, divisor=7.0)
-    assert counts["wait"] == counts["not implemented"] == {}
+    assert counts["wait"] == WAITS.get(name, {})
+    assert counts["not implemented"] == {}
     assert _from_host(counts) == ONE_COPY
     assert counts.total("launch") > 20
     with null_gpu.counted() as counts:
         engine.evaluate(micro_batch)
-    assert counts["wait"] == {}
+    assert counts["wait"] == WAITS.get(name, {})
     assert _from_host(counts) == ONE_COPY
 
 
-def test_a_step_of_the_optimizer_waits_for_nothing(engine):
+def test_a_step_of_the_optimizer_waits_for_nothing(case):
+    _, engine = case
     with null_gpu.counted() as counts:
         engine.optim_step(lr=1e-4, max_grad_norm=0.3)
     assert counts["wait"] == counts["not implemented"] == {}
@@ -54,13 +60,14 @@ def test_a_step_of_the_optimizer_waits_for_nothing(engine):
     assert counts.total("launch") > 0
 
 
-def test_products_have_the_dtype_of_the_model(engine):
+def test_products_have_the_dtype_of_the_model(case):
+    name, engine = case
     with null_gpu.counted() as counts:
         engine.forward_backward(batch(512, documents=1), divisor=7.0)
     dtype = engine.description.dtype
     allowed = {dtype, f"{dtype} to float32"}  # float32: a gradient that is added up
-    if not str(engine.description.kernels).startswith("fused"):
-        allowed.add("float32")  # the plain LoRA and rotary code
+    if name == "reference":
+        allowed.add("float32")  # the angles of transformers' rotary embedding
     assert counts.total("product") > 10
     assert set(counts["product"]) <= allowed
 
