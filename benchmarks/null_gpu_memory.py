@@ -4,7 +4,8 @@
 
 Nothing is measured on a GPU: tests/nogpu/null stands in for CUDA, and every allocation, launch and copy that torch asks
 it for is counted. The estimate is the planner's, without its reserve, which is for what torch's allocator does not see.
-`--source` counts the engine of another checkout of dualtune. Adds a column to results/null_gpu_memory.json.
+`--source` counts the engine of another checkout of dualtune. Adds a column to results/null_gpu_memory.json; `--table`
+prints the file as the table of docs/null_gpu.md.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"allowed: {', '.join(CASES)}; default: all")
     parser.add_argument("--source", type=Path, default=ROOT, help="the checkout whose engine is counted")
     parser.add_argument("--column", default="now", help="under which name; default: now")
+    parser.add_argument("--table", action="store_true", help="print the table of what was counted")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return print(json.dumps(count(*CASES[args.cases[0]])))
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if args.table:
+        return print(table(results))
     for case in args.cases or CASES:
         results.setdefault(case, {})[args.column] = found = _in_its_own_process(case, args.source.resolve())
         print(case, found, flush=True)
@@ -72,6 +76,22 @@ def count(model: str, quantization: str, tokens: int) -> dict[str, Any]:
         "workspaces_bytes": _workspaces(), "estimated_bytes": _estimated(model, quantization, tokens),
         "kernels": engine.description.kernels,
     }  # fmt: skip
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results as a Markdown table: a line for each case and column."""
+    head = "| case | | launches, products | copies | waits | peak, MB | estimate, MB | off by | reserved, MB |"
+    lines = [head, "|---" * 9 + "|"]
+    for case, columns in results.items():
+        for name, found in columns.items():
+            peak, estimated = found["peak_bytes"] - found["workspaces_bytes"], found["estimated_bytes"]
+            cells = (
+                case, name, f"{found['launches']:,}, {found['products']:,}", found["copies"], found["waits"],
+                f"{peak / 1e6:,.0f}", f"{estimated / 1e6:,.0f}", f"{estimated / peak - 1:+.1%}",
+                f"{found['reserved_bytes'] / 1e6:,.0f}",
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
 
 
 def _workspaces() -> int:

@@ -108,6 +108,8 @@ EXPORT CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned, unsigne
 }
 
 // --- memory without and with an address: torch's expandable segments ------------------------------------------------
+//
+// Not refused while a graph is recorded: torch calls these functions then, without a relaxed capture mode.
 
 EXPORT CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
   *size = 2 << 20;
@@ -116,7 +118,6 @@ EXPORT CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocatio
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp* wanted,
                             unsigned long long) {
   int device = wanted->location.id;
-  if (auto error = refuse_while_recording("cuMemCreate")) return as_driver(error);
   if (!take(devices()[device], size)) return CUDA_ERROR_OUT_OF_MEMORY;
   note("allocation", "", double(size));
   *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new std::pair<int, size_t>(device, size));
