@@ -42,12 +42,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return print(json.dumps(count(*CASES[args.cases[0]])))
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if args.table:
-        return print(table(results))
+        return print(table(json.loads(RESULTS.read_text())))
     for case in args.cases or CASES:
-        results.setdefault(case, {})[args.column] = found = _in_its_own_process(case, args.source.resolve())
+        found = _in_its_own_process(case, args.source.resolve())
         print(case, found, flush=True)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}  # another process may have added to it
+        results.setdefault(case, {})[args.column] = found
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return None
 
@@ -123,9 +124,7 @@ def _number_the_device() -> None:
 def _in_its_own_process(case: str, source: Path) -> dict[str, Any]:
     command = [sys.executable, str(NULL / "start.py"), __file__, "--one", case]
     path = os.pathsep.join(filter(None, (str(source), str(source / "backends"), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{case}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -6,6 +6,7 @@ as "not implemented", so that a test fails and no call is silently a success.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import re
 import subprocess
@@ -21,8 +22,14 @@ LINKED = re.compile(r"(__)?(cublas|cuda|cu(?=[A-Z])(?!File)|nvml)\w+")
 
 
 def build(directory: Path) -> Path:
-    """Compile what is newer than the library, link it, and return its path."""
+    """Return the library; built anew, by one process at a time, if a source is newer."""
     directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _built(directory)
+
+
+def _built(directory: Path) -> Path:
     packages = Path(str(importlib.util.find_spec("torch").origin)).parents[1]
     library = directory / NAMES[0]
     sources = sorted(SOURCES.glob("*.cpp"))
@@ -33,7 +40,9 @@ def build(directory: Path) -> Path:
     stubs = directory / "not_implemented.cpp"
     stubs.write_text(_stubs(_wanted(packages) - _symbols("--defined-only", objects)))
     objects.append(_compiled(stubs, directory, packages))
-    _run("g++", "-shared", "-Wl,-soname,libcuda.so.1", *objects, "-o", library, "-ldl", "-lpthread")
+    linked = directory / "linked.so"
+    _run("g++", "-shared", "-Wl,-soname,libcuda.so.1", *objects, "-o", linked, "-ldl", "-lpthread")
+    linked.replace(library)  # at once: another process may have it loaded
     for name in NAMES[1:]:
         (directory / name).unlink(missing_ok=True)
         (directory / name).symlink_to(NAMES[0])

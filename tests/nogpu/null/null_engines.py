@@ -28,7 +28,9 @@ def shape(name: str = SMOLLM, layers: int | None = None) -> dict[str, Any]:
     return dict(KNOWN[name]) | ({} if layers is None else {"num_hidden_layers": layers})
 
 
-def load(config: Mapping[str, Any], *, device: str = "cuda", rank: int = 16, dropout: float = 0.05, **options: Any) -> Any:
+def load(
+    config: Mapping[str, Any], *, device: str = "cuda", rank: int = 16, dropout: float = 0.05, **options: Any
+) -> Any:
     """Return an engine with LoRA on all linear layers. `options` are those of `LoadRequest`."""
     adapter = AdapterSpec(rank=rank, alpha=2.0 * rank, dropout=dropout, targets=("all-linear",))
     options = {"dtype": "bfloat16", "quantization": "none", "init": "random", "seed": 0} | options

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 def main() -> None:
     library = build.build(Path(sys.prefix) / "null-gpu")
-    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], os.environ | environment(library))  # noqa: S606
+    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], os.environ | environment(library))
 
 
 def environment(library: Path) -> dict[str, str]:

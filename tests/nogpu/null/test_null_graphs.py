@@ -39,10 +39,9 @@ def test_the_third_micro_batch_is_one_graph():
 def test_what_waits_cannot_be_recorded(name):
     x = torch.ones(8, device="cuda")
     FORBIDDEN[name](x)
-    with pytest.raises(RuntimeError, match="captur"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            y = x + 1
-            FORBIDDEN[name](y)
+    recording = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with pytest.raises(RuntimeError, match="captur"), recording:
+        FORBIDDEN[name](x + 1)
     x.add_(1)
     torch.cuda.synchronize()  # the device works on
 

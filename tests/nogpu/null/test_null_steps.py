@@ -18,7 +18,7 @@ CASES = {
     "plain": (SMOLLM, {}), "reference": (SMOLLM, {"kernels": "reference"}), "float16": (SMOLLM, {"dtype": "float16"}),
     "nf4": (TINYLLAMA, {"quantization": "nf4"}), "affine4": (TINYLLAMA, {"quantization": "affine4"}),
 }  # fmt: skip
-# The plain path leaves the mask to transformers, which looks whether the rows are packed (find_packed_sequence_indices).
+# The plain path leaves the mask to transformers, which looks whether rows are packed (find_packed_sequence_indices).
 WAITS = {"reference": {"cudaStreamSynchronize": 1}}
 ONE_COPY = {"pinned to the device": 1}
 

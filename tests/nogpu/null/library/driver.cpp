@@ -82,7 +82,9 @@ EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* 
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
-  *value = attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
+  *value = 0;  // such as spilled bytes
+  if (attribute == CU_FUNC_ATTRIBUTE_NUM_REGS) *value = 64;
+  if (attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK) *value = 1024;
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
@@ -111,7 +113,8 @@ EXPORT CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned, unsigne
 //
 // Not refused while a graph is recorded: torch calls these functions then, without a relaxed capture mode.
 
-EXPORT CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+EXPORT CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*,
+                                              CUmemAllocationGranularity_flags) {
   *size = 2 << 20;
   return CUDA_SUCCESS;
 }

@@ -1,6 +1,6 @@
 // Streams, events and the recording of CUDA graphs. All work is done as soon as it is submitted.
 //
-// What is forbidden while a graph is recorded follows the CUDA Programming Guide, "Prohibited and Unhandled Operations",
+// What is forbidden while a graph is recorded follows the CUDA Programming Guide ("Prohibited and Unhandled Operations")
 // and the reference of cudaThreadExchangeStreamCaptureMode.
 #include <algorithm>
 #include <set>
