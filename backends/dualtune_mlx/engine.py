@@ -37,6 +37,7 @@ from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
+from dualtune_mlx.host.merged import write_weights
 from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of
 from dualtune_mlx.kernels.choose import choose
@@ -205,7 +206,7 @@ class MlxEngine:
         if isinstance(self.model, gpt2.Model):
             weights = gpt2.as_stored(weights)
         copy_without_weights(self._request.model_dir, path)
-        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+        write_weights(path / "model.safetensors", weights)
 
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 

@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
@@ -38,6 +36,7 @@ from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, targets_in, to_device
+from dualtune_torch.host.merged import write_merged, write_weights
 from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import Transfers
@@ -49,7 +48,7 @@ from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, stora
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
-from dualtune_torch.weights.frozen import as_stored, compute_dtype, shape_of, weight_of
+from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
 
 
 class TorchEngine:
@@ -226,27 +225,12 @@ class TorchEngine:
         check_whole(self.description)
         if self._streamed:
             self._streamed.release()
-        weights = self._adapter.masters if self._is_full else self._merged()
-        if any(isinstance(module, Conv1D) for module in self.model.modules()):
-            # Use the names of OpenAI's own files, which both mlx-lm and transformers read.
-            prefix = f"{self.model.base_model_prefix}."
-            weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
         copy_without_weights(self._request.model_dir, path)
-        save_file(
-            {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
-        )
-
-    def _merged(self) -> dict[str, Tensor]:
-        """Return the weights of the base, in its precision, with the adapter added."""
-        renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
-        trained = {f"{m}.{n}" for m, layer in self._layers.items() for n, _ in layer.named_parameters(recurse=False)}
-        weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if n not in trained}
-        for module, layer in self._layers.items():
-            base, delta = layer.base.weight, layer.delta()
-            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta.to(base.device))).to(base.dtype)
-        for tied in self.model.all_tied_weights_keys:
-            weights.pop(tied, None)
-        return weights
+        file = path / "model.safetensors"
+        if self._is_full:
+            write_weights(file, self.model, self._adapter.masters, {})
+        else:
+            write_merged(file, self.model, self._layers)
 
     def _trial_run(self) -> None:
         with self._together():
