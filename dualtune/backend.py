@@ -190,11 +190,12 @@ class LoadRequest:
     optimizer: OptimizerSpec
     seed: int
     longest: int = 0  # tokens of the longest document the engine will get; 0: not known
-    kernels: str = "auto"  # "auto", "fused" or "reference"
+    kernels: str = "auto"  # "auto", "fused", "reference", or "graph": as auto, and recorded
     sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
     checkpointing: ActivationCheckpointing = KEEP_ALL
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
+    reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
     weights: BaseWeights | None = None  # of model_dir, if they were found already
 
     def base_weights(self) -> BaseWeights | None:

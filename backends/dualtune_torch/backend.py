@@ -34,6 +34,8 @@ class TorchBackend:
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ConfigError(f"device: got '{device}', the backend 'torch' has: {', '.join(DEVICES)}")
+        # Count GPUs as NVML and so check-gpu do. CUDA reads it when it starts; its own order is by speed.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         if device.startswith("cuda") and not torch.cuda.is_available():
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
             raise EnvironmentFault(
@@ -45,6 +47,8 @@ class TorchBackend:
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         if ":" in device:
             self.device = _numbered(device)
+        if self.device.type == "cuda":
+            allocator.grow_segments()
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
         return CARD.capabilities(self.device.type)

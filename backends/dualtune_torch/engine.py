@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
@@ -35,13 +36,14 @@ from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.host.hidden_states import FrozenLayers
-from dualtune_torch.host.inputs import Inputs, targets_in, to_device
-from dualtune_torch.host.merged import write_merged, write_weights
+from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import Transfers
 from dualtune_torch.kernels import allocator, cross_entropy
+from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
+from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.losses import loss_sum, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
@@ -49,6 +51,7 @@ from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
+from dualtune_torch.weights.merged import MergedTensor, merged_tensors, write_merged
 
 
 class TorchEngine:
@@ -85,6 +88,7 @@ class TorchEngine:
             self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
+        self._graphs = self._graphs_for(request.kernels)
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
@@ -122,8 +126,21 @@ class TorchEngine:
             return LossSum(self._loss_sum(inputs), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
-        inputs = self._inputs(batch)
-        with self._dropout(inputs), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+        if self._graphs is None or batch.hidden_BTD is not None:
+            with self._frozen_layers.replaced(batch.hidden_BTD):
+                self._micro_step(self._inputs(batch), divisor)
+            return
+        arrays = {**padded(self._arrays(batch)), "divisor": np.array([divisor], np.float32)}
+        self._graphs.run(arrays, self._recordable_step)
+
+    def _recordable_step(self, sent: Mapping[str, Tensor]) -> None:
+        """Do a micro-step that launches the same for all arrays of these shapes."""
+        longest = sent["tokens"].shape[1]
+        documents = DocumentBorders.on_device(longest, sent["borders"], self._kernels.maybe_compile)
+        self._micro_step(Inputs.of(sent, documents), sent["divisor"][0])
+
+    def _micro_step(self, inputs: Inputs, divisor: float | Tensor) -> None:
+        with self._dropout(inputs), self._together():
             loss = self._loss_sum(inputs) / divisor
             if loss.requires_grad:  # else the micro-batch has no target
                 (loss * self._loss_scale).backward()
@@ -158,7 +175,8 @@ class TorchEngine:
             flat.grad /= self._loss_scale
         add_up([flat.grad, self._loss])
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
-        loss, self._loss = self._loss, torch.zeros_like(self._loss)
+        loss = self._loss.clone()
+        self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._adapter.refresh()
         return StepOutput(loss, norm)
@@ -170,13 +188,18 @@ class TorchEngine:
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         if self._streamed:
             self._streamed.check(checkpointing)
+        if self._graphs is not None:
+            check_offload(checkpointing)
+            self._graphs.forget()
         what = self._recomputation.set(checkpointing, self._trial_run)
         self.description = replace(self.description, checkpointing=what, checkpointing_reason=checkpointing.reason)
 
     def discard(self) -> None:
         assert self._adapter.flat.grad is not None
         self._adapter.flat.grad.zero_()
-        self._loss = torch.zeros_like(self._loss)
+        self._loss.zero_()
+        if self._graphs is not None:
+            self._graphs.forget()
         forget_outputs(self._layers.values())
         allocator.free_memory()
 
@@ -225,22 +248,37 @@ class TorchEngine:
         check_whole(self.description)
         if self._streamed:
             self._streamed.release()
-        copy_without_weights(self._request.model_dir, path)
-        file = path / "model.safetensors"
         if self._is_full:
-            write_weights(file, self.model, self._adapter.masters, {})
+            tensors = {name: MergedTensor(master) for name, master in self._adapter.masters.items()}
         else:
-            write_merged(file, self.model, self._layers)
+            tensors = merged_tensors(self.model, self._layers)
+        if any(isinstance(module, Conv1D) for module in self.model.modules()):
+            # Use the names of OpenAI's own files, which both mlx-lm and transformers read.
+            prefix = f"{self.model.base_model_prefix}."
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        copy_without_weights(self._request.model_dir, path)
+        write_merged(path / "model.safetensors", tensors)
+
+    def _graphs_for(self, kernels: str) -> MicroStepGraphs | None:
+        if kernels != "graph":
+            return None
+        moves_weights = self._streamed is not None or is_split(self.model)
+        check_recordable(self._kernels, is_full=self._is_full, moves_weights=moves_weights)
+        return MicroStepGraphs(self.model.device)
 
     def _trial_run(self) -> None:
         with self._together():
             trial_run(self.model, self._kernels)
 
     def _inputs(self, batch: Batch) -> Inputs:
+        arrays = self._arrays(batch)
+        sent = dict(zip(arrays, to_device([*arrays.values()], self.model.device), strict=True))
+        return Inputs.of(sent, DocumentBorders.of(batch.segments_BT, sent["borders"], self._kernels.maybe_compile))
+
+    def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         # Rows that share their positions would have their cosines copied for each row, in every layer.
         shares_positions = self._kernels.attention and len(batch.tokens_BT) > 1
-        positions = shares_positions or needs_positions(batch, self._num_positions)
-        return Inputs.of(batch, self.model.device, self._kernels.maybe_compile, positions=positions)
+        return arrays_of(batch, positions=shares_positions or needs_positions(batch, self._num_positions))
 
     @contextmanager
     def _dropout(self, inputs: Inputs) -> Iterator[None]:

@@ -88,6 +88,7 @@ def load_engine(prepared: Prepared) -> Engine:
             checkpointing=agreed(prepared.memory.checkpointing, prepared.team),
             resident_layers=config.memory.resident_layers_or_none,
             memory_limit_bytes=config.memory.limit_bytes,
+            reused_bytes=prepared.memory.reused_bytes,
             weights=prepared.model.weights,
         )
     )

@@ -21,6 +21,7 @@ CARD = Card(
             QUANTIZATIONS,
             four_bit="nf4",
             offloads=("activations",),
+            records_graphs=True,
             offloads_optimizer=True,
             enforces_limit=True,
         ),

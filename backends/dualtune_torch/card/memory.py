@@ -249,7 +249,7 @@ def _num_adapted(decoder: Decoder, ask: Ask) -> int:
 
 
 def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
-    return ask.kernels == "fused" or (ask.kernels == "auto" and decoder.num_parameters >= WORTH_COMPILING)
+    return ask.kernels == "fused" or (ask.kernels in ("auto", "graph") and decoder.num_parameters >= WORTH_COMPILING)
 
 
 # --- the moments with the most additional memory ----------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What is in host memory: layers and activations that wait until the device needs them, weights to be written."""
+"""What waits in host memory until the device needs it: layers of the base, and activations."""

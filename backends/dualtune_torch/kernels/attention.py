@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from dualtune.errors import ConfigError
 from dualtune_torch.card.sizes import ATTENTION_BLOCK
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
@@ -41,7 +42,7 @@ class NotCovered(Exception):
 class DocumentBorders:
     """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
 
-    spans: tuple[tuple[int, int, int], ...]  # row, first token, end; without padding
+    spans: tuple[tuple[int, int, int], ...] | None  # row, first token, end; without padding. None: only on the device
     cu_seqlens: Tensor  # `borders_in` on the device
     longest: int
     maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
@@ -57,6 +58,11 @@ class DocumentBorders:
             if segments_BT.flat[start]
         )
         return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile)
+
+    @classmethod
+    def on_device(cls, longest: int, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
+        """Documents of up to `longest` tokens, the borders of which may change after this."""
+        return cls(None, cu_seqlens, longest, maybe_compile)
 
 
 def borders_in(segments_BT: np.ndarray) -> np.ndarray:
@@ -93,6 +99,11 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if query.is_cuda and query.dtype != torch.float32 and softcap is None:
         return _varlen(query, key, value, documents, scale, sliding_window), None
+    if documents.spans is None:
+        raise ConfigError(
+            "model.kernels: got graph, but attention in float32, or with a soft cap, is launched document by document; "
+            "allowed here: auto, fused, reference; or set model.dtype: bfloat16"
+        )
     window = EVERYTHING if sliding_window is None else sliding_window
     return DocumentAttention.apply(
         query, key, value, documents.spans, scale, window, softcap, documents.maybe_compile

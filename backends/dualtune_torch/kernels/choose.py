@@ -68,7 +68,7 @@ def choose(model: PreTrainedModel, kernels: str, *, largest_kept: int = allocato
         return chosen
     if model.device.type == "cpu" and largest_kept:
         allocator.keep_memory(largest_kept)
-    if kernels == "auto" and num_parameters(model) < WORTH_COMPILING:
+    if kernels != "fused" and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
     elif reason := compiled.why_not(model.device):
         chosen.plain.append(f"nothing is compiled ({reason})")

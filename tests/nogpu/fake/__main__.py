@@ -1,6 +1,7 @@
 """Whole training steps of the torch engine on a GPU that is not there: `python tests/nogpu/fake --output counts.json`.
 
-Counts are per micro-batch (forward_backward), per step (optim_step), and per evaluated micro-batch.
+Counts are per micro-batch (forward_backward), per step (optim_step), and per evaluated micro-batch. A fault that is
+put into the engine on purpose must show in them.
 """
 
 # ruff: noqa: E402  the stand-in is loaded before torch
@@ -13,6 +14,8 @@ stand_in.load()
 import argparse
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +27,8 @@ import numpy as np
 import pretend
 import torch
 from counter import LaunchCounter
-from shapes import SHAPES, StepShape
+from faults import FAULTS, made
+from shapes import SHAPES, SMOLLM, StepShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dualtune.activation_checkpointing import ActivationCheckpointing
@@ -41,27 +45,45 @@ def main() -> None:
     pretend.install()
     _replace_compiler()
     counts = {name: count(SHAPES[name]) for name in args.shapes or SHAPES}
-    args.output.write_text(json.dumps(counts, indent=1) + "\n")
+    args.output.write_text(json.dumps({"shapes": counts, "faults": count_faults()}, indent=1) + "\n")
 
 
 def count(shape: StepShape) -> dict[str, Any]:
-    """Count one step of two micro-batches after a first one, which creates what stays."""
-    from dualtune_torch.backend import TorchBackend
-
-    with tempfile.TemporaryDirectory() as place, FakeTensorMode(allow_non_fake_inputs=True):
-        Path(place, "config.json").write_text(json.dumps(shape.config()))
-        engine = TorchBackend("cuda").load(_request(shape, Path(place)))
-        batches = [_batch(shape, seed) for seed in (0, 1)]
+    """Count one step after a first one, which creates what stays."""
+    with loaded(shape) as engine:
+        batch = _batch(shape)
         work = {
-            "micro_batch": lambda: engine.forward_backward(batches[0], divisor=batches[0].num_targets),
+            "micro_batch": lambda: engine.forward_backward(batch, divisor=batch.num_targets),
             "step": lambda: engine.optim_step(lr=1e-4, max_grad_norm=0.3),
-            "evaluation": lambda: engine.evaluate(batches[1]),
+            "evaluation": lambda: engine.evaluate(batch),
         }
         for call in work.values():
             call()
         counts = {name: _counted(call) for name, call in work.items()}
-        on = {str(tensor.device) for tensor in (*engine.model.parameters(), *engine.model.buffers())}
-        return {"kernels": engine.description.kernels, "model_on": sorted(on), **counts}
+        tensors = (*engine.model.parameters(), *engine.model.buffers(), engine._adapter.flat)
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        return {"chosen": engine.description.kernels, "devices": devices, **counts}
+
+
+def count_faults() -> dict[str, Any]:
+    """Count a micro-batch with each fault."""
+    shape, counts = StepShape(SMOLLM, changes={"num_hidden_layers": 1}), {}
+    with loaded(shape) as engine:
+        batch = _batch(shape)
+        for name, fault in FAULTS.items():
+            with made(engine, fault):
+                counts[name] = _counted(lambda: engine.forward_backward(batch, divisor=batch.num_targets))
+    return counts
+
+
+@contextmanager
+def loaded(shape: StepShape) -> Iterator[Any]:
+    """Load an engine without data, on the GPU that is not there."""
+    from dualtune_torch.backend import TorchBackend
+
+    with tempfile.TemporaryDirectory() as place, FakeTensorMode(allow_non_fake_inputs=True):
+        Path(place, "config.json").write_text(json.dumps(shape.config()))
+        yield TorchBackend("cuda").load(_request(shape, Path(place)))
 
 
 def _counted(call: Any) -> dict[str, Any]:
@@ -83,9 +105,9 @@ def _request(shape: StepShape, place: Path) -> LoadRequest:
     )  # fmt: skip
 
 
-def _batch(shape: StepShape, seed: int) -> Batch:
+def _batch(shape: StepShape) -> Batch:
     """Rows of documents of equal length, a third of each a prompt; a few tokens of padding at the end."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     B, T = shape.rows, shape.tokens
     segments, positions = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
     borders = np.linspace(0, T - 5, shape.documents + 1).astype(int)

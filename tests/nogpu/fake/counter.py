@@ -43,10 +43,11 @@ class Counts:
     doubles: Counter[str] = field(default_factory=Counter)  # operators with a float64 tensor on the device
 
     def as_json(self) -> dict[str, Any]:
+        products = sum(self.product_dtypes.values())
         return {
-            "launches": sum(self.launches.values()), "copies": sum(self.copies.values()),
-            "waits": dict(self.waits), "by_operator": dict(self.launches.most_common()),
-            "copied_at": dict(self.copies), "product_dtypes": dict(self.product_dtypes), "doubles": dict(self.doubles),
+            "kernels": sum(self.launches.values()) - products, "products": products,
+            "copies": dict(self.copies), "waits": dict(self.waits), "by_operator": dict(self.launches.most_common()),
+            "product_dtypes": dict(self.product_dtypes), "doubles": dict(self.doubles),
         }  # fmt: skip
 
 
@@ -60,9 +61,13 @@ class LaunchCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name, inputs = func._schema.name.split("::")[-1], _tensors((args, kwargs))
+        if name in SYNCHRONIZE and inputs and inputs[0].is_cuda:
+            self.counts.waits[f"{name} at {_place()}"] += 1
+            if name == "_local_scalar_dense":
+                return 0  # there is no number
         out = func(*args, **kwargs)
-        name = func._schema.name.split("::")[-1]
-        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        outputs = _tensors(out)
         devices = {tensor.device.type for tensor in (*inputs, *outputs)}
         if "cuda" not in devices:
             if kwargs.get("pin_memory"):
@@ -70,8 +75,6 @@ class LaunchCounter(TorchDispatchMode):
             return out
         if name in COPIES and "cpu" in devices:
             self._copy(inputs if name == "_to_copy" else inputs[1:], bool(kwargs.get("non_blocking") or args[2:3]))
-        elif name in SYNCHRONIZE and inputs and inputs[0].is_cuda:
-            self.counts.waits[f"{name} at {_place()}"] += 1
         elif name not in LAUNCH_NOTHING and not _is_view(func) and any(t.numel() for t in outputs or inputs):
             self._launch(name, [*inputs, *outputs])
         return out

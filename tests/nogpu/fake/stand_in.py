@@ -6,18 +6,12 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("stand_in.cpp")
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler of this machine, or None."""
-    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def load() -> None:
@@ -38,7 +32,7 @@ def _built(torch: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=library.parent) as place:
             built = Path(place) / library.name
             subprocess.run(
-                [compiler() or "g++", "-shared", "-fPIC", "-std=c++20", "-O0", f"-I{include}",
+                ["g++", "-shared", "-fPIC", "-std=c++20", "-O0", f"-I{include}",
                  f"-I{include}/torch/csrc/api/include", str(SOURCE), "-o", str(built)],
                 check=True, capture_output=True, text=True,
             )  # fmt: skip
