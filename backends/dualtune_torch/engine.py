@@ -64,7 +64,7 @@ class TorchEngine:
         description: Mapping[str, Any],
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`together` is a context manager for all computation with a model that is sharded."""
+        """`together` is a context manager for all computation with the model."""
         self.model = model
         self._together = together
         self._request = request
@@ -257,7 +257,8 @@ class TorchEngine:
             prefix = f"{self.model.base_model_prefix}."
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         copy_without_weights(self._request.model_dir, path)
-        write_merged(path / "model.safetensors", tensors)
+        with self._together():
+            write_merged(path / "model.safetensors", tensors)
 
     def _graphs_for(self, kernels: str) -> MicroStepGraphs | None:
         if kernels != "graph":
