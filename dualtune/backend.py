@@ -286,13 +286,6 @@ class Engine(Protocol):
         ...
 
     def most_probable(self, batch: Batch) -> np.ndarray:
-        """Return the most probable next token after every target's token, int32 [B, T]; -1 elsewhere.
-
-        The first of equal ones. That of `logprobs`, without bringing the whole vocabulary to the host.
-        """
-        ...
-
-    def most_probable(self, batch: Batch) -> np.ndarray:
         """Return the token that greedy decoding gives at every target, int32 [B, T]; -1 elsewhere.
 
         The first of equally probable ones. The vocabulary stays on the device, and only the targets have logits if the

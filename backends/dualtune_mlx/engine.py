@@ -135,6 +135,19 @@ class MlxEngine:
         logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return logprobs_BT
 
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        inputs, where = self._inputs(batch), np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
+        with self._documents(batch), self._replaced(inputs):
+            if self._kernels.loss is None:
+                found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
+            else:
+                body, head = self._kernels.loss
+                hidden_BTH = self._apply(body, inputs)
+                found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
+        return tokens_BT
+
     def hidden_states(self, batch: Batch) -> np.ndarray:
         with self._documents(batch):
             return self._frozen_layers.computed(lambda: self._apply(self.model, self._inputs(batch)))

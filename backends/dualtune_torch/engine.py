@@ -45,7 +45,7 @@ from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
-from dualtune_torch.losses import loss_sum, target_logprobs
+from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
@@ -162,6 +162,21 @@ class TorchEngine:
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT.flat[targets_in(batch)] = _numpy(found_M)
         return logprobs_BT
+
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        inputs = self._inputs(batch)
+        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+            head = self._kernels.head
+            if head is None:
+                found_M = self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).argmax(-1)
+            else:
+                hidden_MD = self._target_states(inputs)
+                with whole(head):
+                    weight_VD = weight_of(head, hidden_MD.dtype)
+                    found_M = most_probable(hidden_MD, weight_VD, head.bias, self._kernels.cap)
+        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT.flat[targets_in(batch)] = _numpy(found_M)
+        return tokens_BT
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)

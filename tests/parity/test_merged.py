@@ -51,13 +51,12 @@ def expected(engine, directory):
 @pytest.mark.parametrize(
     ("write", "changes", "spec", "options"),
     [
-        (write_tiny_llama, {"tie_word_embeddings": True}, LORA, {"dtype": "bfloat16"}),
         (write_tiny_llama, {}, LORA, {"resident_layers": 1, "checkpointing": ActivationCheckpointing("all")}),
         (write_tiny_gpt2, {}, LORA, {}),
         (write_tiny_llama, {}, FULL, {"dtype": "bfloat16"}),
         (write_tiny_gpt2, {}, FULL, {}),
     ],
-    ids=["tied", "streamed", "gpt2", "full", "full gpt2"],
+    ids=["streamed", "gpt2", "full", "full gpt2"],
 )
 def test_the_file_is_the_one_that_the_library_writes(write, changes, spec, options, engine_of, tmp_path):
     directory = write(tmp_path / "model", **changes)
@@ -66,15 +65,14 @@ def test_the_file_is_the_one_that_the_library_writes(write, changes, spec, optio
     assert (tmp_path / "merged" / "model.safetensors").read_bytes() == expected(engine, directory)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_torch_takes_the_memory_of_one_matrix(dtype, engine_of, open_backend, tmp_path):
-    """On a CPU, which turns a whole matrix to float32 to add it to one; a GPU does this number by number."""
+def test_torch_takes_the_memory_of_one_matrix(engine_of, open_backend, tmp_path):
+    """In float32 and, on a CPU, once more to add it: a GPU casts number by number."""
     from dualtune_torch.profile import bytes_held
 
-    engine = engine_of("torch", write_tiny_llama(tmp_path / "model", **WIDE), dtype=dtype)
+    engine = engine_of("torch", write_tiny_llama(tmp_path / "model", **WIDE), dtype="bfloat16")
     before = bytes_held()
     found = open_backend("torch").profile(lambda: engine.save_merged(tmp_path / "merged"), tmp_path)
-    assert found.peak_bytes - before <= {"float32": 4.5, "bfloat16": 8.5}[dtype] * LARGEST
+    assert found.peak_bytes - before <= 8.5 * LARGEST
 
 
 def test_mlx_takes_the_memory_of_few_matrices(engine_of, open_backend, tmp_path):
