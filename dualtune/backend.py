@@ -193,6 +193,7 @@ class LoadRequest:
     kernels: str = "auto"  # "auto", "fused", "reference", or "graph": as auto, and recorded
     sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
     checkpointing: ActivationCheckpointing = KEEP_ALL
+    deterministic: bool = False  # the same bits each time, on devices that do not compute so by themselves
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
     reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
@@ -282,6 +283,14 @@ class Engine(Protocol):
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         """Replace the optimizer state. ValueError unless slots, names and shapes match `optimizer_state()`."""
+        ...
+
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        """Return the token that greedy decoding gives at every target, int32 [B, T]; -1 elsewhere.
+
+        The first of equally probable ones. The vocabulary stays on the device, and only the targets have logits if the
+        loss needs no others.
+        """
         ...
 
     def logprobs(self, batch: Batch) -> np.ndarray:

@@ -20,6 +20,7 @@ from dualtune_mlx.profile import profile
 from dualtune_mlx.runtime.device import chip
 from dualtune_mlx.runtime.features import check_features
 from dualtune_mlx.runtime.limits import keep_in_memory, limit_memory
+from dualtune_mlx.runtime.order import check_order
 
 if TYPE_CHECKING:
     from dualtune_mlx.engine import MlxEngine
@@ -76,6 +77,8 @@ class MlxBackend:
 
         limit_memory(request.memory_limit_bytes, request.reused_bytes, on_metal=chip() is not None)
         model, description = load_base(request)
+        if request.deterministic:
+            check_order(model)
         return MlxEngine(model, request, description)
 
     def world(self) -> World:

@@ -37,6 +37,7 @@ from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
+from dualtune_mlx.host.merged import write_weights
 from dualtune_mlx.kernels import cross_entropy
 from dualtune_mlx.kernels.attention import pieces_of, reach_of
 from dualtune_mlx.kernels.choose import choose
@@ -134,6 +135,19 @@ class MlxEngine:
         logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return logprobs_BT
 
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        inputs, where = self._inputs(batch), np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
+        with self._documents(batch), self._replaced(inputs):
+            if self._kernels.loss is None:
+                found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
+            else:
+                body, head = self._kernels.loss
+                hidden_BTH = self._apply(body, inputs)
+                found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
+        return tokens_BT
+
     def hidden_states(self, batch: Batch) -> np.ndarray:
         with self._documents(batch):
             return self._frozen_layers.computed(lambda: self._apply(self.model, self._inputs(batch)))
@@ -208,7 +222,7 @@ class MlxEngine:
         if isinstance(self.model, gpt2.Model):
             weights = gpt2.as_stored(weights)
         copy_without_weights(self._request.model_dir, path)
-        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+        write_weights(path / "model.safetensors", weights)
 
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from dualtune_torch.kernels.lora_backward import lora_backward
 from dualtune_torch.kernels.lora_timing import time_lora_backward
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
+from dualtune_torch.runtime import numerics
 from dualtune_torch.sharding import Shards
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
@@ -82,12 +82,16 @@ class TorchBackend:
     def load(self, request: LoadRequest) -> TorchEngine:
         allocator.limit_memory(request.memory_limit_bytes, self.device)
         shards = Shards(self.device) if joined() and request.sharding != "none" else None
-        with shards.together() if shards else nullcontext():
+        settings = [numerics.exact, *([numerics.deterministic] if request.deterministic else [])]
+        together = numerics.together(*settings, *([shards.together] if shards else []))
+        with together():
             model, description = load_base(request, self.device)
+            if request.deterministic and self.device.type == "cuda":
+                numerics.use_fixed_experts(model)
             if shards is None or description["sharding"] == "none":
-                return TorchEngine(model, request, description)
+                return TorchEngine(model, request, description, numerics.together(*settings))
             shards.split(model, self.device)
-            return TorchEngine(model, request, description, shards.together)
+            return TorchEngine(model, request, description, together)
 
     def world(self) -> World:
         return world(self.device.type)

@@ -60,7 +60,7 @@ class LoRALinear(AdaptedLayer):
         return {"A": self.lora_A, "B": self.lora_B}
 
     def delta(self) -> Tensor:
-        return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
+        return (self.lora_B.detach() @ self.lora_A.detach()).mul_(self.scale)
 
 
 def drop_rule(p: float) -> tuple[int, float]:

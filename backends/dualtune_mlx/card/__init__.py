@@ -32,6 +32,7 @@ CARD = Card(
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none"),
         "memory.limit": ("auto", SIZE),
+        "run.deterministic": (False, True),
     },
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.

@@ -42,6 +42,7 @@ CARD = Card(
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none", "full"),
         "memory.limit": ("auto", SIZE),
+        "run.deterministic": (False, True),
     },
     package=Package(
         framework="torch",
