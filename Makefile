@@ -28,11 +28,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-<<<<<<< HEAD
-.PHONY: demo test test-fast test-long test-cluster test-interop fuzz chaos lint format bench bench-data triton-kernels wheel reliability clean
-=======
-.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu fuzz chaos lint format bench bench-data wheel reliability clean
->>>>>>> nullgpu2
+.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu fuzz chaos lint format bench bench-data triton-kernels wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
