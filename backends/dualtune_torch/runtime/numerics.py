@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,7 +24,8 @@ def exact() -> Iterator[None]:
     torch lets cuBLAS add the parts of a product in its own 16 bits, if it has split the inner dimension. The gradient
     of A and B is such a product: few rows and columns, and an inner dimension of all tokens.
     """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
     reductions = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
     before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)) for name in reductions}
     precision, of_convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
@@ -49,8 +51,8 @@ def deterministic() -> Iterator[None]:
     runs in this thread, because Inductor's settings hold only in the thread that made them.
     """
     import torch._inductor.config as inductor
-    import torch.utils.deterministic as memory
 
+    memory: Any = torch.utils.deterministic
     if os.environ.get(WORKSPACE) not in FIXED:
         os.environ[WORKSPACE] = FIXED[0]
     is_on = torch.are_deterministic_algorithms_enabled()
