@@ -24,11 +24,7 @@ def exact() -> Iterator[None]:
     torch lets cuBLAS add the parts of a product in its own 16 bits, if it has split the inner dimension. The gradient
     of A and B is such a product: few rows and columns, and an inner dimension of all tokens.
     """
-<<<<<<< HEAD
-    matmul: Any = torch.backends.cuda.matmul  # their types lack these switches
-=======
     matmul: Any = torch.backends.cuda.matmul
->>>>>>> loading
     cudnn: Any = torch.backends.cudnn
     reductions = [f"allow_{name}_reduced_precision_reduction" for name in ("fp16", "bf16")]
     before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k", True)) for name in reductions}
@@ -55,14 +51,8 @@ def deterministic() -> Iterator[None]:
     runs in this thread, because Inductor's settings hold only in the thread that made them.
     """
     import torch._inductor.config as inductor
-<<<<<<< HEAD
-    from torch.utils import deterministic as utils
-
-    memory: Any = utils
-=======
 
     memory: Any = torch.utils.deterministic
->>>>>>> loading
     if os.environ.get(WORKSPACE) not in FIXED:
         os.environ[WORKSPACE] = FIXED[0]
     is_on = torch.are_deterministic_algorithms_enabled()
