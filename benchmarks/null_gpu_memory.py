@@ -83,8 +83,8 @@ def table(results: dict[str, Any]) -> str:
     """Return the results as a Markdown table: a line for each case and column."""
     head = "| case | | launches, products | copies | waits | peak, MB | estimate, MB | off by | reserved, MB |"
     lines = [head, "|---" * 9 + "|"]
-    for case, columns in results.items():
-        for name, found in columns.items():
+    for case in filter(results.__contains__, CASES):
+        for name, found in sorted(results[case].items()):
             peak, estimated = found["peak_bytes"] - found["workspaces_bytes"], found["estimated_bytes"]
             cells = (
                 case, name, f"{found['launches']:,}, {found['products']:,}", found["copies"], found["waits"],
