@@ -286,11 +286,7 @@ class Engine(Protocol):
         ...
 
     def most_probable(self, batch: Batch) -> np.ndarray:
-        """Return the token that greedy decoding gives at every target, int32 [B, T]; -1 elsewhere.
-
-        The first of equally probable ones. The vocabulary stays on the device, and only the targets have logits if the
-        loss needs no others.
-        """
+        """Return the most probable token at every target, the first of equals, int32 [B, T]; -1 elsewhere."""
         ...
 
     def logprobs(self, batch: Batch) -> np.ndarray:
