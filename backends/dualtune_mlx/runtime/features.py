@@ -23,7 +23,7 @@ NEEDED = (
     "get_active_memory", "get_cache_memory", "get_peak_memory", "grad", "inf", "int16", "int32", "int8", "isfinite",
     "issubdtype", "load", "log", "logsumexp", "maximum", "metal.is_available", "metal.start_capture",
     "metal.stop_capture", "minimum", "nan", "new_stream", "pad", "power", "put_along_axis", "quantized_matmul",
-    "random.normal", "random.seed", "reset_peak_memory", "round", "save_safetensors", "set_cache_limit",
+    "random.normal", "random.seed", "reset_peak_memory", "round", "set_cache_limit",
     "set_default_device", "set_memory_limit", "set_wired_limit", "slice_update", "split", "sqrt", "square", "stack",
     "stream", "synchronize", "take_along_axis", "uint16", "uint32", "uint8", "value_and_grad", "vjp", "where", "zeros",
     "zeros_like",
