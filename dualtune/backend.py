@@ -286,11 +286,7 @@ class Engine(Protocol):
         ...
 
     def most_probable(self, batch: Batch) -> np.ndarray:
-        """Return the token that greedy decoding gives at every target, int32 [B, T]; -1 elsewhere.
-
-        The first of equally probable ones. The vocabulary stays on the device, and only the targets have logits if the
-        loss needs no others.
-        """
+        """Return greedy decoding's token at every target, int32 [B, T], -1 elsewhere; the logits stay on the device."""
         ...
 
     def logprobs(self, batch: Batch) -> np.ndarray:
