@@ -20,6 +20,8 @@ from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.lora_backward import lora_backward
+from dualtune_torch.kernels.lora_timing import time_lora_backward
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
 from dualtune_torch.runtime import numerics
@@ -30,6 +32,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 
 class TorchBackend:
     name = CARD.name
+    lora_backward = staticmethod(lora_backward)  # for `dualtune.kernels`
 
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
@@ -105,6 +108,11 @@ class TorchBackend:
             self.synchronize()
 
         return product
+
+    def time_lora_backward(self, shape: Any, *, rounds: int) -> dict[str, list[float]]:
+        """See `dualtune.bench.lora_backward.LoRATimer`."""
+        sizes = shape.batch, shape.tokens, shape.features, shape.rank
+        return time_lora_backward(self.device, *sizes, rounds)
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
         return profile(work, directory / "torch-trace.json", self.device)

@@ -81,7 +81,7 @@ class TorchEngine:
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
         self._kernels = choose(model, request.kernels, largest_kept=_largest_kept(model, request, description))
         fuse = self._kernels.maybe_compile
-        groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
+        groups = add_groups(self._layers, self._adapter, fuse, self._kernels.lora) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)
         self._frozen_layers = FrozenLayers(model, self._layers.values())
         if not self._is_full:

@@ -73,12 +73,13 @@ def dropped(x: Tensor, seeds: Tensor, keys_I: Tensor, lowest: int, factor: float
 
     `dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32).
     """
-    h = (seeds[..., None] ^ keys_I) * _signed(MIX1)
-    h = (h ^ ((h >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * _signed(MIX2)
+    h = (seeds[..., None] ^ keys_I) * signed(MIX1)
+    h = (h ^ ((h >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * signed(MIX2)
     return x * (h >= lowest) * factor
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return the int32 with the bits of a uint32."""
     return value - (1 << 32) if value >= 1 << 31 else value
 
 

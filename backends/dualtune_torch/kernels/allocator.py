@@ -27,10 +27,12 @@ LARGE = 140_000_000  # weights: the room for all of them unpacked matters more t
 SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set…
 LARGEST_RAISED = 1 << 25  # …up to this, and its threshold for the end of the heap to twice as much
 HAS_FABRIC = (9, 0)  # compute capability
-# In the messages of errors that have no class of their own: from torch's allocator on a CPU, C++, Python, and CUDA.
+# In the messages of errors that have no class of their own: from torch's allocator on a CPU, C++, Python, CUDA (and its
+# driver, which growing segments ask directly), Triton's launcher, cuBLAS, and cuDNN, whose release 9 has two names.
 SHORTAGES = (
     "DefaultCPUAllocator: ", "std::bad_alloc", "can't start new thread",
-    "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED",
+    "CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED",
 )  # fmt: skip
 
 

@@ -137,8 +137,11 @@ def _batch(shape: StepShape) -> Batch:
 def _replace_compiler() -> None:
     import dualtune_torch.model as model
     from dualtune_torch.kernels import compiled as compiler
+    from dualtune_torch.kernels.gpu import affine_dequant, lora_back_g, lora_da, lora_down, lora_dx, nf4_dequant
 
     pretend.accept_trials()
+    for module in (affine_dequant, lora_back_g, lora_da, lora_down, lora_dx, nf4_dequant):
+        module.kernel = compiled.TritonKernel(module.__name__.rpartition(".")[2])
     compiler.compile_function = cache(compiled.OneLaunch)
     model.nf4.finished = pretend.nf4_finished
 
