@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 FAKE = Path(__file__).parent / "fake"
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, to build the stand-in for a GPU"),
+    pytest.mark.skipif(sys.platform != "linux", reason="what is mapped is read from /proc"),
+]
 FORMATS = ("none", "nf4", "int8", "affine4")
 
 
