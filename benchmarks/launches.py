@@ -32,7 +32,7 @@ def main() -> None:
         if not lines or any(lines[-1][work] != line[work] for work in WORK):
             lines.append({"date": date.today().isoformat(), **line, "reason": reason})
             print(f"{shape}: {line}")
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _counted() -> dict[str, Any]:

@@ -39,6 +39,8 @@ class Device:
     four_bit: str | None = None  # the quantization to suggest when memory is short
     offloads: tuple[str, ...] = ()  # allowed for memory.offload, besides auto and none
     records_graphs: bool = False  # for model.kernels: graph
+    # Fast pieces that only this device has, with the quantization of a base on which each is used.
+    pieces: Mapping[str, str] = field(default_factory=lambda: {})
     offloads_optimizer: bool = False  # for hybrid.offload: it has memory of its own
     enforces_limit: bool = False  # whether an allocation beyond memory.limit fails; elsewhere only the plan keeps it
     remark: str = ""  # shown when `--platform auto` chooses this device, such as "which is slow"

@@ -33,9 +33,7 @@ def main() -> None:
         record({name: site_of(name) for name in BACKENDS}, made)
         shutil.rmtree(output, ignore_errors=True)
         shutil.copytree(made, output)
-    print(
-        f"written: {', '.join(sorted(str(path.relative_to(output)) for path in output.rglob('*.*')))} in {output.name}"
-    )
+    print(f"written: {sum(path.stat().st_size for path in output.rglob('*.*'))} bytes in {output.name}")
 
 
 def site_of(name: str) -> Site:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
 from dualtune_torch.host.waits import counted_waits
 from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.lora_backward import lora_backward
+from dualtune_torch.kernels.lora_timing import time_lora_backward
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
+from dualtune_torch.runtime import numerics
 from dualtune_torch.sharding import Shards
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
@@ -31,6 +34,7 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 
 class TorchBackend:
     name = CARD.name
+    lora_backward = staticmethod(lora_backward)  # for `dualtune.kernels`
 
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
@@ -80,12 +84,16 @@ class TorchBackend:
     def load(self, request: LoadRequest) -> TorchEngine:
         allocator.limit_memory(request.memory_limit_bytes, self.device)
         shards = Shards(self.device) if joined() and request.sharding != "none" else None
-        with shards.together() if shards else nullcontext():
+        settings = [numerics.exact, *([numerics.deterministic] if request.deterministic else [])]
+        together = numerics.together(*settings, *([shards.together] if shards else []))
+        with together():
             model, description = load_base(request, self.device)
+            if request.deterministic and self.device.type == "cuda":
+                numerics.use_fixed_experts(model)
             if shards is None or description["sharding"] == "none":
-                return TorchEngine(model, request, description)
+                return TorchEngine(model, request, description, numerics.together(*settings))
             shards.split(model, self.device)
-            return TorchEngine(model, request, description, shards.together)
+            return TorchEngine(model, request, description, together)
 
     def world(self) -> World:
         return world(self.device.type)
@@ -106,6 +114,11 @@ class TorchBackend:
             self.synchronize()
 
         return product
+
+    def time_lora_backward(self, shape: Any, *, rounds: int) -> dict[str, list[float]]:
+        """See `dualtune.bench.lora_backward.LoRATimer`."""
+        sizes = shape.batch, shape.tokens, shape.features, shape.rank
+        return time_lora_backward(self.device, *sizes, rounds)
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
         return profile(work, directory / "torch-trace.json", self.device)

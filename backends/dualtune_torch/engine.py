@@ -45,7 +45,7 @@ from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
-from dualtune_torch.losses import loss_sum, target_logprobs
+from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
@@ -64,7 +64,7 @@ class TorchEngine:
         description: Mapping[str, Any],
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`together` is a context manager for all computation with a model that is sharded."""
+        """`together` is a context manager for all computation with the model."""
         self.model = model
         self._together = together
         self._request = request
@@ -82,7 +82,7 @@ class TorchEngine:
         largest_kept = _largest_kept(model, request, description)
         self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
-        groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
+        groups = add_groups(self._layers, self._adapter, fuse, self._kernels.lora) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)
         self._frozen_layers = FrozenLayers(model, self._layers.values())
         if not self._is_full:
@@ -163,6 +163,21 @@ class TorchEngine:
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT.flat[targets_in(batch)] = _numpy(found_M)
         return logprobs_BT
+
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        inputs = self._inputs(batch)
+        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+            head = self._kernels.head
+            if head is None:
+                found_M = self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).argmax(-1)
+            else:
+                hidden_MD = self._target_states(inputs)
+                with whole(head):
+                    weight_VD = weight_of(head, hidden_MD.dtype)
+                    found_M = most_probable(hidden_MD, weight_VD, head.bias, self._kernels.cap)
+        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT.flat[targets_in(batch)] = _numpy(found_M)
+        return tokens_BT
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         inputs = self._inputs(batch)
@@ -258,7 +273,8 @@ class TorchEngine:
             prefix = f"{self.model.base_model_prefix}."
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         copy_without_weights(self._request.model_dir, path)
-        write_merged(path / "model.safetensors", tensors)
+        with self._together():
+            write_merged(path / "model.safetensors", tensors)
 
     def _graphs_for(self, kernels: str) -> MicroStepGraphs | None:
         if kernels != "graph":

@@ -316,6 +316,8 @@ class RunConfig(Section):
     """The directory to which the run writes everything."""
     seed: Annotated[int, Field(ge=0)] = 42
     """The seed of all random numbers."""
+    deterministic: bool = False
+    """Whether a GPU has to give the same bits each time, which is slower; a CPU always does."""
     log_every: Count = 10
     """The number of optimizer steps between two log lines."""
     eval_every: Count | None = 100

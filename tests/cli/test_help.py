@@ -17,6 +17,7 @@ SUBCOMMANDS = [
     *([name] for name in COMMANDS),
     *(["adapter", name] for name in ("inspect", "convert", "import", "diff", "merge")),
     ["memory", "ablate"],
+    ["bench", "lora-backward"],
     *(["bundle", name] for name in ("pack", "inspect", "unpack")),
 ]
 

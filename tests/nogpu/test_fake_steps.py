@@ -76,3 +76,35 @@ def test_a_fault_in_the_hot_path_shows(found):
     assert "float32" in faults["compute_in_float32"]["product_dtypes"]
     assert faults["compute_in_float64"]["doubles"]
     assert faults["launch_more"]["kernels"] == right["kernels"] + 1
+
+
+# What torch 2.13 refuses on a GPU if it has to be deterministic (`torch.use_deterministic_algorithms`), of what could
+# be in a model of text. The experts of a mixture are then computed without `histc`.
+REFUSED = {"histc", "bincount", "put_", "median", "nll_loss2d_forward", "_ctc_loss_backward", "_embedding_bag_backward"}
+
+
+def test_torch_refuses_nothing_in_a_deterministic_step(found):
+    for shape, counts in found["shapes"].items():
+        operators = {name for work in ("micro_batch", "step", "evaluation") for name in counts[work]["by_operator"]}
+        assert operators & REFUSED == ({"histc"} if shape == "mixture" else set()), shape
+
+
+def test_products_are_exact_in_a_call_and_the_settings_of_the_program_are_back_after_it(found):
+    settings, exact = (
+        found["settings"],
+        {"float32": "highest", "tf32_in_convolutions": False, "reduced": [False, False]},
+    )
+    before = settings["before"]
+    assert all(before[name] != value for name, value in exact.items()) and not before["split_k"]
+    for kind in ("ordinary", "deterministic"):
+        assert len(settings[kind]["in"]) == 2  # layers
+        assert all(at.items() >= exact.items() for at in settings[kind]["in"]), kind
+        assert settings[kind]["after"] | {"workspace": None} == before, kind
+
+
+def test_the_backward_pass_of_attention_is_deterministic_if_asked_for(found):
+    for kind, is_on in (("ordinary", False), ("deterministic", True)):
+        for at in found["settings"][kind]["in"]:
+            assert at["deterministic"] == at["inductor_deterministic"] == is_on
+            assert at["workspace"] == (":4096:8" if is_on else None)
+            assert at["fills_memory"] is not is_on

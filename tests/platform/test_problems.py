@@ -52,6 +52,7 @@ CASES = [  # machine, the name and level of the only row, words of what is found
     (replace(named("v100-16"), torch_cuda="13.0"), "torch", "fail", "no code for compute capability 7.0", "cu126"),
     (replace(named("b200"), torch_cuda="12.6", cuda="12.8"), "torch", "fail", "no code for compute capability 10.0",
      "driver 580 or newer"),
+    (named("m2-ultra-192"), "bfloat16", "advice", "Apple M2 Ultra has none", "model.dtype=float16"),
     (replace(named("m4-32"), macos="13.6.1"), "macOS", "fail", "13.6.1; MLX needs 14", "Software Update"),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What each check says of a device that is as it should be, and of one that was broken on purpose."""
 
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from dualtune.card import card_of
 from dualtune.selftest.checks import memory, resume, speed, waits
 from dualtune.selftest.checks.device import multiply
 from dualtune.selftest.checks.finding import judged
-from dualtune.selftest.checks.kernels import KernelCase, compare, kernel_checks
+from dualtune.selftest.checks.kernels import SWITCH, KernelCase, compare, kernel_checks
 from dualtune.selftest.checks.listed import checks_for
 from dualtune.selftest.checks.resume import resume_and_compare
 from dualtune.train import run as train_run
@@ -83,6 +84,28 @@ def test_sixteen_bits_are_judged_by_what_the_plain_code_rounds(site_of):
     assert found.tolerance["gradient"] == pytest.approx(2 * found.figures["plain gradient"])
 
 
+def test_a_piece_that_is_not_in_use_is_not_compared_with_itself(site_of):
+    found = compare(
+        KernelCase("nf4_dequant", "float32", ("lora", "nf4_dequant"), piece="nf4_dequant"), site_of("torch")
+    )
+    assert (found.outcome, found.words) == ("skipped", "not used here: fused: lora")
+
+
+def test_the_kernels_of_a_gpu_are_asked_for_and_skipped_where_there_is_none(site_of, monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    case = KernelCase("lora_back_g", "float32", ("lora", "lora_back_g"), piece="lora_back_g", is_small=True)
+    found = compare(case, site_of("torch"))
+    assert found.outcome == "skipped" and "got triton, but the device is cpu" in found.words
+    assert SWITCH not in os.environ
+
+
+def test_the_card_names_the_kernels_of_a_gpu():
+    select = pytest.importorskip("dualtune_torch.kernels.gpu.select")
+    assert [*select.KERNELS] == [*card_of("torch").device("cuda").pieces]
+    choose = pytest.importorskip("dualtune_torch.kernels.choose")
+    assert {"lora", "attention", "loss", *choose.BLOCKS} == {*card_of("torch").pieces}
+
+
 def test_every_device_has_its_checks():
     """Also those of devices that are not here: nothing of them is loaded."""
     names = {
@@ -92,7 +115,8 @@ def test_every_device_has_its_checks():
     assert {"kernels/graph", "kernels/norms bfloat16", "kernels/nf4", "recorded/bfloat16"} <= names["cuda"]
     assert {"kernels/compiled step bfloat16", "kernels/affine4"} <= names["metal"]
     assert not {"kernels/graph", "kernels/nf4"} & names["metal"]
-    assert "recorded/bfloat16" not in names["cpu"] and "resume" in names["cpu"]
+    assert {"kernels/lora_back_g", "resume/deterministic"} <= names["cuda"]
+    assert "recorded/bfloat16" not in names["cpu"] and "resume/usual" in names["cpu"]
     assert not kernel_checks(card_of("numpy"), card_of("numpy").device("cpu"))
 
 
@@ -232,7 +256,7 @@ def test_device_and_speed_are_measured(site_of, monkeypatch):
 
 
 def test_a_resumed_run_is_bitwise(site_of):
-    found = resume_and_compare(site_of("numpy"))
+    found = resume_and_compare(False, site_of("numpy"))
     assert found.outcome == "passed" and found.figures["bitwise"] and found.figures["straight_runs_bitwise"]
 
 
@@ -244,7 +268,7 @@ def _without_moments(right, engine, saved):
 def test_a_changed_optimizer_state_fails(site_of, monkeypatch):
     site = site_of("numpy")
     monkeypatch.setattr(train_run, "restore", partial(_without_moments, train_run.restore))
-    found = resume_and_compare(site)
+    found = resume_and_compare(False, site)
     assert found.outcome == "failed" and not found.figures["bitwise"]
     assert "two straight runs agree to the bit" in found.words
 
@@ -261,6 +285,6 @@ def test_noise_is_allowed_on_a_gpu_alone_and_said(site_of, monkeypatch, kind, ou
         return replace(found, losses=[loss + noise.normal(0, 1e-4) for loss in found.losses])
 
     monkeypatch.setattr(resume, "short_run", noisy)
-    found = resume_and_compare(site)
+    found = resume_and_compare(False, site)
     assert found.outcome == outcome
     assert "not bitwise" in found.words and "two straight runs differ as well" in found.words

@@ -61,9 +61,14 @@ def test_gpus_are_counted_as_the_driver_counts_them(monkeypatch, given, counted)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA's segments grow only on Linux")
-@pytest.mark.parametrize("by_user", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_grow_unless_the_user_has_set_the_allocator(two_gpus, monkeypatch, by_user):
+@pytest.mark.parametrize(
+    ("by_user", "capability", "set_"),
+    [(None, (9, 0), ["expandable_segments:True"]), (None, (8, 9), []), ("PYTORCH_ALLOC_CONF", (9, 0), []),
+     ("PYTORCH_CUDA_ALLOC_CONF", (12, 0), [])],
+)  # fmt: skip
+def test_segments_grow_unless_the_user_has_set_the_allocator(two_gpus, monkeypatch, by_user, capability, set_):
     found = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.append)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
@@ -72,4 +77,4 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(two_gpus, monkeypat
     get_backend("torch", "cpu")
     assert found == []
     get_backend("torch", "cuda:1")
-    assert found == ([] if by_user else ["expandable_segments:True"])
+    assert found == set_

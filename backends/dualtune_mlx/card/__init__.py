@@ -32,6 +32,7 @@ CARD = Card(
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none"),
         "memory.limit": ("auto", SIZE),
+        "run.deterministic": (False, True),
     },
     pieces=("lora", "loss", "attention", "compiled step"),
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),

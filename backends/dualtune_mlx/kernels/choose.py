@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -12,6 +13,7 @@ from dualtune.errors import ConfigError
 from dualtune_mlx.card import CARD
 from dualtune_mlx.kernels import attention, compiled, cross_entropy
 from dualtune_mlx.kernels.attention import Attention
+from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.kernels.cross_entropy import Head
 
 
@@ -24,6 +26,12 @@ class Kernels:
     compiles: bool = False
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, compiled if that was chosen."""
+        if not self.compiles:
+            return function
+        return Compiled(function, state=lambda: self.attention and self.attention.reach)
 
     def __str__(self) -> str:
         """Return one line for logs."""

@@ -22,6 +22,12 @@ CARD = Card(
             four_bit="nf4",
             offloads=("activations",),
             records_graphs=True,
+            pieces={
+                "nf4_dequant": "nf4",
+                "affine_dequant": "affine4",
+                "lora_down, lora_dx, lora_da": "none",
+                "lora_back_g": "none",
+            },
             offloads_optimizer=True,
             enforces_limit=True,
         ),
@@ -42,6 +48,7 @@ CARD = Card(
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none", "full"),
         "memory.limit": ("auto", SIZE),
+        "run.deterministic": (False, True),
     },
     package=Package(
         framework="torch",

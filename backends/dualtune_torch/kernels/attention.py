@@ -12,8 +12,10 @@ R = H / G · Q queries of all the heads that share a key/value head.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from dualtune.errors import ConfigError
+from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.sizes import ATTENTION_BLOCK
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
 EVERYTHING = 1 << 30  # the window of a model without one
+VARLEN_OPTIONS = ("scale", "window_size", "enable_gqa")  # torch 2.10 has none of them, 2.11 the first two
 # Arguments of an attention function that make no difference to this one.
 IRRELEVANT_OPTIONS = {
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict",
@@ -118,6 +122,11 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    if lacking := _lacking(varlen_attn):
+        raise NotCovered(
+            f"torch {torch.__version__} has FlashAttention without {', '.join(lacking)}, torch {RAGGED_TORCH} has it "
+            f"with them. Run: pip install --upgrade 'torch>={RAGGED_TORCH}'"
+        )
     B, _, T, _ = q_BHTd.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd))
     out = varlen_attn(
@@ -126,6 +135,13 @@ def _varlen(
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unflatten(0, (B, T))
+
+
+@cache  # it is asked in every layer of every step
+def _lacking(varlen_attn: Callable[..., Any]) -> list[str]:
+    """Return the arguments that this torch's function does not have."""
+    known = inspect.signature(varlen_attn).parameters
+    return [name for name in VARLEN_OPTIONS if name not in known]
 
 
 def reference(

@@ -21,6 +21,7 @@ from dualtune_torch.card.sizes import WORTH_COMPILING
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
+from dualtune_torch.kernels.gpu import select
 from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
@@ -50,13 +51,15 @@ class Kernels:
     head: FrozenLinear | None = None  # the output head, if it is computed together with the loss…
     cap: float | None = None  # …and the soft cap of its logits
     groups: bool = False  # of LoRA layers
+    lora: select.LoRAPieces = field(default_factory=select.LoRAPieces)  # the Triton kernels of a group
     maybe_compile: Callable[[Any], Any] = lambda function: function  # or `compiled.compile_function`
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why
+    remarks: list[str] = field(default_factory=list)  # what is not used by choice
 
     def __str__(self) -> str:
         """Return one line for logs."""
-        return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
+        return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain, *self.remarks])
 
 
 def choose(
@@ -72,6 +75,7 @@ def choose(
     keeps freed blocks of up to `largest_kept` bytes.
     """
     chosen = Kernels()
+    select.choice()  # an unknown one is an error also where it makes no difference
     if kernels == "reference":
         return chosen
     if model.device.type == "cpu" and largest_kept:
@@ -95,6 +99,7 @@ def choose(
         for name, install in BLOCKS.items():
             if name in wanted:
                 _try_block(model, chosen, expected, name, install)
+    _add_triton(model, chosen, pieces)
     if kernels == "fused" and chosen.plain:
         raise ConfigError(
             f"model.kernels: got fused, but not all fast kernels work for this model ({type(model).__name__}): "
@@ -177,6 +182,14 @@ def _try_block(
         chosen.plain.append(f"{name} plain: {_first_line(error)}")
     else:
         chosen.used.append(name)
+
+
+def _add_triton(model: PreTrainedModel, chosen: Kernels, pieces: Collection[str] | None) -> None:
+    found = select.install(model, pieces)
+    chosen.lora = found.lora
+    chosen.used += found.used
+    chosen.plain += found.plain
+    chosen.remarks += [found.remark] if found.remark else []
 
 
 # --- the trial --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 For every layer i of a group, with x the input and x' the input after dropout:
 
     forward    u = x' Aᵀ (of all layers at once)     y_i = x W_iᵀ + s · u_i B_iᵀ
-    backward   v_i = g_i B_i    dB_i = s · g_iᵀ u_i    dA = s · vᵀ x' (at once)    dx = Σ g_i W_i + dropout(s · v A)
+    backward   v_i = s · g_i B_i    dB_i = s · g_iᵀ u_i    dA = vᵀ x' (at once)    dx = Σ g_i W_i + dropout(v A)
 
 The backward pass takes 4Mr(I+O) operations, because u is kept and v is computed once; autograd of the plain code takes
 as many, and two more passes over y. Only x' and u are kept: W is frozen, so x itself is not needed. If x can be
@@ -24,17 +24,24 @@ from torch import Tensor
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.spec import tensor_name
 from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.kernels.gpu.select import LoRAPieces
 from dualtune_torch.kernels.products import add_product
 from dualtune_torch.lora import LoRALinear, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
+
+PLAIN = LoRAPieces()  # no Triton kernel
 
 
 class LoRAGroup:
     """Layers that are called with the same tensor, one after another. The first call computes all of them."""
 
     def __init__(
-        self, layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]
+        self,
+        layers: Mapping[str, LoRALinear],
+        adapter: AdapterBuffer,
+        maybe_compile: Callable[[Any], Any],
+        gpu: LoRAPieces,
     ) -> None:
         """Become the `group` of the layers, which come by module path in the order of the buffer."""
         self.layers = list(layers.values())
@@ -43,6 +50,7 @@ class LoRAGroup:
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
         self.maybe_compile = maybe_compile
+        self.gpu = gpu  # Triton kernels in place of some of the code below
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
         self.recompute: Callable[[], Tensor] | None = None
         self.input_is_kept = False  # by another operation anyway, before dropout
@@ -70,14 +78,17 @@ class LoRAGroup:
 
 
 def add_groups(
-    layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]
+    layers: Mapping[str, AdaptedLayer],
+    adapter: AdapterBuffer,
+    maybe_compile: Callable[[Any], Any],
+    gpu: LoRAPieces = PLAIN,
 ) -> list[LoRAGroup]:
     """Compute every plain LoRA layer by a group. Most groups have one layer."""
     groups: dict[str, dict[str, LoRALinear]] = {}
     for path, layer in sorted(layers.items()):
         if isinstance(layer, LoRALinear) and layer.grouped:
             groups.setdefault(input_of(path), {})[path] = layer
-    return [LoRAGroup(group, adapter, maybe_compile) for group in groups.values()]
+    return [LoRAGroup(group, adapter, maybe_compile, gpu) for group in groups.values()]
 
 
 def forget_outputs(layers: Iterable[AdaptedLayer]) -> None:
@@ -96,7 +107,7 @@ def _stacked(neighbours: Sequence[Tensor]) -> Tensor:
 def add_after_dropout(
     dx_MI: Tensor, dlora_MI: Tensor, seeds_M: Tensor, keys_I: Tensor, lowest: int, factor: float
 ) -> Tensor:
-    """Return dx plus the gradient that passes through the dropout; `factor` contains the scale of the adapter."""
+    """Return dx plus the gradient that passes through the dropout."""
     return dx_MI + dropped(dlora_MI, seeds_M, keys_I, lowest, factor)
 
 
@@ -109,7 +120,7 @@ class _GroupedLoRA(torch.autograd.Function):
         x_MI = x_BTI.reshape(-1, x_BTI.shape[-1])
         seeds_M = dropout_seeds_BT.flatten() if dropout_seeds_BT is not None and group.layers[0].dropout else None
         kept_MI = _after_dropout(x_MI, group, seeds_M)
-        u_MS = kept_MI @ group.A_SI.T
+        u_MS = _down(kept_MI, group, seeds_M)
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
@@ -122,7 +133,7 @@ class _GroupedLoRA(torch.autograd.Function):
     def backward(ctx: Any, *grads_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kept_MI, u_MS, seeds_M = ctx.saved_tensors
         group: LoRAGroup = ctx.group
-        first, r = group.layers[0], group.B_Or[0].shape[1]
+        r = group.B_Or[0].shape[1]
         if kept_MI is None:
             recompute, ctx.recompute = ctx.recompute, None  # the graph outlives this call, what it keeps need not
             x_BTI = recompute()
@@ -134,29 +145,52 @@ class _GroupedLoRA(torch.autograd.Function):
             group.layers, group.B_Or, group.dB_Or, grads_BTO, u, v, strict=True
         ):
             g_MO = g_BTO.reshape(len(kept_MI), -1)
-            torch.mm(g_MO, B_Or, out=v_Mr)
-            add_product(dB_Or, g_MO.T, u_Mr, layer.scale)
+            (group.gpu.back_g or back_g)(g_MO, B_Or, u_Mr, layer.scale, v_Mr, dB_Or)
             if ctx.needs_input_grad[0]:
                 # Not bound to a name, so that only one unpacked weight exists at a time.
                 if dx_MI is None:
                     dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
                 else:
                     dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
-        add_product(group.dA_SI, v_MS.T, kept_MI, first.scale)
+        _add_dA(v_MS, kept_MI, group, seeds_M)
         if dx_MI is None:
             return None, None, None, None
         if seeds_M is None:
-            dx_MI.addmm_(v_MS, group.A_SI, alpha=first.scale)
+            dx_MI.addmm_(v_MS, group.A_SI)
+        elif group.gpu.add_dx is not None:
+            group.gpu.add_dx(dx_MI, v_MS, group.A_SI, *_mask(group, seeds_M))
         else:
-            lowest, factor = drop_rule(first.dropout)
-            dx_MI = group.maybe_compile(add_after_dropout)(
-                dx_MI, v_MS @ group.A_SI, seeds_M, first.keys_I, lowest, factor * first.scale
-            )
+            dx_MI = group.maybe_compile(add_after_dropout)(dx_MI, v_MS @ group.A_SI, *_mask(group, seeds_M))
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
 
 
+def back_g(g_MO: Tensor, B_Or: Tensor, u_Mr: Tensor, scale: float, v_Mr: Tensor, dB_Or: Tensor) -> None:
+    """Write v = s · g B, and add s · gᵀ u to dB."""
+    v_Mr.addmm_(g_MO, B_Or, beta=0, alpha=scale)
+    add_product(dB_Or, g_MO.T, u_Mr, scale)
+
+
 def _after_dropout(x_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Tensor:
-    first = group.layers[0]
-    if seeds_M is None:
+    """What the backward pass keeps: x after dropout, or x if the kernels apply the mask themselves."""
+    if seeds_M is None or group.gpu.down is not None:
         return x_MI
-    return group.maybe_compile(dropped)(x_MI, seeds_M, first.keys_I, *drop_rule(first.dropout))
+    return group.maybe_compile(dropped)(x_MI, *_mask(group, seeds_M))
+
+
+def _down(kept_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Tensor:
+    if seeds_M is None or group.gpu.down is None:
+        return kept_MI @ group.A_SI.T
+    return group.gpu.down(kept_MI, group.A_SI, *_mask(group, seeds_M))
+
+
+def _add_dA(v_MS: Tensor, kept_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> None:
+    if seeds_M is None or group.gpu.add_dA is None:
+        add_product(group.dA_SI, v_MS.T, kept_MI)
+    else:
+        group.gpu.add_dA(group.dA_SI, v_MS, kept_MI, *_mask(group, seeds_M))
+
+
+def _mask(group: LoRAGroup, seeds_M: Tensor) -> tuple[Tensor, Tensor, int, float]:
+    """What `dropped` is given besides the numbers."""
+    first = group.layers[0]
+    return seeds_M, first.keys_I, *drop_rule(first.dropout)

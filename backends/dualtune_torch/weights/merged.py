@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualtune.io.tensors import Stored, safetensors_header
+from dualtune.io.tensors import StoredForm, write_safetensors
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import as_stored
+
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
 class MergedTensor(NamedTuple):
@@ -26,7 +28,7 @@ class MergedTensor(NamedTuple):
         if self.layer is None:
             return self.tensor
         delta = as_stored(self.layer.base, self.layer.delta().to(self.tensor.device))
-        return (self.tensor.float() + delta).to(self.tensor.dtype)
+        return delta.add_(self.tensor).to(self.tensor.dtype)
 
 
 def merged_tensors(model: PreTrainedModel, layers: Mapping[str, AdaptedLayer]) -> dict[str, MergedTensor]:
@@ -44,11 +46,9 @@ def merged_tensors(model: PreTrainedModel, layers: Mapping[str, AdaptedLayer]) -
 
 def write_merged(file: Path, tensors: Mapping[str, MergedTensor]) -> None:
     """Write the file that `safetensors.torch.save_file` writes, computing one tensor after another."""
-    stored = {
-        name: Stored(str(each.tensor.dtype).removeprefix("torch."), each.tensor.shape) for name, each in tensors.items()
-    }
-    header, order = safetensors_header(stored, {"format": "pt"})
-    with file.open("xb") as output:
-        output.write(header)
-        for name in order:
-            output.write(tensors[name].compute().detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    forms = {name: StoredForm(NAMES[each.tensor.dtype], tuple(each.tensor.shape)) for name, each in tensors.items()}
+    write_safetensors(file, forms, lambda name: _bytes_of(tensors[name].compute()), {"format": "pt"})
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -9,7 +9,7 @@ from dualtune.selftest.checks.kernels import kernel_checks
 from dualtune.selftest.checks.memory import memory_checks
 from dualtune.selftest.checks.numbers import number_checks
 from dualtune.selftest.checks.recorded import recorded_checks
-from dualtune.selftest.checks.resume import resume_check
+from dualtune.selftest.checks.resume import resume_checks
 from dualtune.selftest.checks.sizes import SIZES
 from dualtune.selftest.checks.speed import speed_check
 from dualtune.selftest.checks.waits import wait_checks
@@ -22,7 +22,7 @@ def checks_for(card: Card, device: Device) -> list[DeviceCheck]:
         *number_checks(),
         *kernel_checks(card, device),
         *wait_checks(device.quantizations),
-        resume_check(),
+        *resume_checks(device.kind),
         *recorded_checks(("float32", device.auto_dtype)),
         *memory_checks(SIZES[device.kind]),
         speed_check(),

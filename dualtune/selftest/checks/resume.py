@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.adapter.spec import Tensors
 from dualtune.config import Config, parse_config
-from dualtune.config.schema import RunConfig
 from dualtune.selftest.checks.engines import distance
 from dualtune.selftest.checks.finding import CheckFinding, DeviceCheck, Outcome, Site, most_apart
 from dualtune.train.run import run
@@ -32,9 +32,12 @@ class ShortRun:
     adapter: Tensors
 
 
-def resume_check() -> DeviceCheck:
-    """Return the check of a resumed run."""
-    return DeviceCheck("resume", "a resumed run ends as one that was not stopped", resume_and_compare)
+def resume_checks(kind: str) -> list[DeviceCheck]:
+    """Return the check of a resumed run; on a GPU also with run.deterministic, which has to make it bitwise."""
+    title = "a resumed run ends as one that was not stopped"
+    usual = DeviceCheck("resume/usual", title, partial(resume_and_compare, False))
+    exact = DeviceCheck("resume/deterministic", f"{title}, to the bit", partial(resume_and_compare, True))
+    return [usual, exact] if kind == "cuda" else [usual]
 
 
 def short_config(site: Site, name: str, **changes: Any) -> Config:
@@ -55,23 +58,24 @@ def short_run(site: Site, config: Config, resume: str = "never") -> ShortRun:
     return ShortRun(result.run_dir, losses, dict(read_adapter(result.adapter_dir).tensors))
 
 
-def resume_and_compare(site: Site) -> CheckFinding:
+def resume_and_compare(is_deterministic: bool, site: Site) -> CheckFinding:
     """Train straight, again, and from the checkpoint in the middle by a new engine."""
-    # A key of a newer config: runs are then bitwise repeatable on a GPU too.
-    exact: Mapping[str, Any] = {"run__deterministic": True} if "deterministic" in RunConfig.model_fields else {}
-    straight = short_run(site, short_config(site, "straight", **exact))
-    again = short_run(site, short_config(site, "again", **exact))
+
+    def config(name: str) -> Config:
+        return short_config(site, name, run__deterministic=is_deterministic)
+
+    straight = short_run(site, config("straight"))
+    again = short_run(site, config("again"))
     saved = path_of(straight.directory / CHECKPOINTS, STOPPED_AT)
-    resumed = short_run(site, short_config(site, "resumed", **exact), resume=str(saved))
+    resumed = short_run(site, config("resumed"), resume=str(saved))
     figures = {
         "bitwise": _same_bits(straight, resumed, STEPS - STOPPED_AT),
         "straight_runs_bitwise": _same_bits(straight, again, STEPS),
-        "deterministic_mode": bool(exact),
         "loss": max(abs(a - b) for a, b in zip(straight.losses[STOPPED_AT:], resumed.losses, strict=True)),
         "adapter": distance(resumed.adapter, straight.adapter),
     }
     most = most_apart(site.device.auto_dtype)
-    outcome, words = _verdict(figures, most, must_be_bitwise=site.device.kind != "cuda" or bool(exact))
+    outcome, words = _verdict(figures, most, must_be_bitwise=is_deterministic or site.device.kind != "cuda")
     return CheckFinding(outcome, words, figures, {"loss": most})
 
 

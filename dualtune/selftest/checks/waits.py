@@ -38,11 +38,8 @@ def count(quantization: str, site: Site) -> CheckFinding:
     counted = site.backend.counted_waits()
     if isinstance(counted, str):
         return CheckFinding("skipped", counted)
-    engine = site.backend.load(
-        request_for(
-            written_model(site, "llama"), "auto", quantization, 0.1, kernels="auto", pieces=frozenset(site.card.pieces)
-        )
-    )
+    pieces = frozenset((*site.card.pieces, *site.device.pieces))
+    engine = site.backend.load(request_for(written_model(site, "llama"), "auto", quantization, 0.1, pieces=pieces))
     batches = compared_batches(site)
 
     def step() -> None:

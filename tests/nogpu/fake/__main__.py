@@ -28,6 +28,7 @@ import pretend
 import torch
 from counter import LaunchCounter
 from faults import FAULTS, made
+from settings import AtAttention, settings
 from shapes import SHAPES, SMOLLM, StepShape
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -45,7 +46,8 @@ def main() -> None:
     pretend.install()
     _replace_compiler()
     counts = {name: count(SHAPES[name]) for name in args.shapes or SHAPES}
-    args.output.write_text(json.dumps({"shapes": counts, "faults": count_faults()}, indent=1) + "\n")
+    found = {"shapes": counts, "faults": count_faults(), "settings": settings_of_a_step()}
+    args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def count(shape: StepShape) -> dict[str, Any]:
@@ -76,6 +78,19 @@ def count_faults() -> dict[str, Any]:
     return counts
 
 
+def settings_of_a_step() -> dict[str, Any]:
+    """Note torch's settings before, in and after a micro-batch, in a program that has set some of them itself."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    found: dict[str, Any] = {"before": settings()}
+    for name, deterministic in (("ordinary", False), ("deterministic", True)):
+        with loaded(StepShape(SMOLLM, deterministic=deterministic)) as engine, AtAttention() as noted:
+            batch = _batch(StepShape(SMOLLM))
+            engine.forward_backward(batch, divisor=batch.num_targets)
+        found[name] = {"in": noted.found, "after": settings()}
+    return found
+
+
 @contextmanager
 def loaded(shape: StepShape) -> Iterator[Any]:
     """Load an engine without data, on the GPU that is not there."""
@@ -101,7 +116,7 @@ def _request(shape: StepShape, place: Path) -> LoadRequest:
     checkpointing = ActivationCheckpointing("all") if shape.checkpointing else ActivationCheckpointing()
     return LoadRequest(
         place, "bfloat16", shape.quantization, "random", adapter, OptimizerSpec(), seed=0,
-        kernels="auto" if shape.fused else "reference", checkpointing=checkpointing,
+        kernels="auto" if shape.fused else "reference", checkpointing=checkpointing, deterministic=shape.deterministic,
     )  # fmt: skip
 
 
@@ -122,8 +137,11 @@ def _batch(shape: StepShape) -> Batch:
 def _replace_compiler() -> None:
     import dualtune_torch.model as model
     from dualtune_torch.kernels import compiled as compiler
+    from dualtune_torch.kernels.gpu import affine_dequant, lora_back_g, lora_da, lora_down, lora_dx, nf4_dequant
 
     pretend.accept_trials()
+    for module in (affine_dequant, lora_back_g, lora_da, lora_down, lora_dx, nf4_dequant):
+        module.kernel = compiled.TritonKernel(module.__name__.rpartition(".")[2])
     compiler.compile_function = cache(compiled.OneLaunch)
     model.nf4.finished = pretend.nf4_finished
 

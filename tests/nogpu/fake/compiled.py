@@ -17,6 +17,20 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 counter: LaunchCounter | None = None  # of the work that is done now
 
 
+class TritonKernel:
+    """A Triton kernel that is only counted: what it writes was allocated before."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"triton {name}"
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: Any, **options: Any) -> None:
+        if counter is not None:
+            counter.counts.launches[self._name] += 1
+
+
 class OneLaunch:
     """A compiled function."""
 

@@ -28,6 +28,7 @@ class StepShape:
     dropout: float = 0.0
     checkpointing: bool = False
     fused: bool = True
+    deterministic: bool = False
 
     def config(self) -> dict[str, Any]:
         """Return the config.json of the model."""
