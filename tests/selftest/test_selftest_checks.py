@@ -219,6 +219,7 @@ class Counting:
 def test_an_allocator_is_judged_by_its_peak_and_by_what_it_keeps(site_of, monkeypatch, peak, kept, outcome):
     site = site_of("torch")
     (shape,) = site.sizes.memory
+    site = replace(site, device=replace(site.device, kind="cuda"))
     expected = memory._estimated(shape, site)
     arrays, reserve = memory._arrays(expected), expected[memory.RESERVE]
     backend = Counting(site.backend, int(peak * arrays + (reserve if peak > 1 else 0)), int(kept * arrays + reserve))
