@@ -5,11 +5,14 @@
 # make test-cluster   torchrun, mlx.launch and Slurm for real, a quarter of an hour; needs root and Debian's slurmctld,
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
+# make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (docs/null_gpu.md); Linux
+#              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
 # make fuzz    every reader of foreign files among 100,000 damaged and forged ones
 # make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes
 # make lint    style, types
 # make bench   training speed against Hugging Face + PEFT and the peers that have an environment, a few minutes
 # make bench-data PEER_PYTHON=…   what data costs, against TRL (an interpreter that has it), half an hour or more
+# make triton-kernels   compile the Triton kernels for every architecture, without a GPU, and record the result
 # make wheel   build the wheel and prove it in a clean environment
 # make reliability   inject every fault that docs/reliability.md lists, and write its table anew
 
@@ -25,7 +28,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-long test-cluster test-interop fuzz chaos lint format bench bench-data wheel reliability clean
+.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu fuzz chaos lint format bench bench-data triton-kernels wheel reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -56,6 +59,20 @@ test-interop: .venv/.dev .venv-interop
 .venv-interop:
 	PYTHON=$(PYTHON) scripts/interop_llama.sh $@
 
+NULL_PYTHON ?= .venv-null/bin/python
+
+test-null-gpu: $(NULL_PYTHON)
+	$(NULL_PYTHON) tests/nogpu/null/start.py -m pytest -p no:cacheprovider tests/nogpu/null
+
+# "===" excludes a build for CPUs. The headers of CUDA that the null GPU is compiled with are in two more packages.
+.venv-null/bin/python:
+	$(PYTHON) -m venv .venv-null
+	.venv-null/bin/pip install --quiet --disable-pip-version-check \
+		'torch===2.13.0' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*' \
+		|| { rm -r .venv-null; exit 1; }
+	.venv-null/bin/pip install --quiet --disable-pip-version-check --editable '.[torch]' 'pytest>=8' 'hypothesis>=6.100' \
+		|| { rm -r .venv-null; exit 1; }
+
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -m fuzz
 
@@ -79,6 +96,9 @@ bench: .venv/.dev
 bench-data: .venv/.dev
 	$(BIN)/python benchmarks/data.py --shared $(SHARED) --peer-python $(PEER_PYTHON)
 
+triton-kernels: .venv/.dev
+	$(BIN)/python benchmarks/triton_kernels.py
+
 wheel: .venv/.dev
 	BACKEND=$(BACKEND) scripts/check_wheel.sh $(BIN)/python
 
@@ -86,7 +106,7 @@ reliability: .venv/.dev
 	$(BIN)/python scripts/reliability_table.py
 
 clean:
-	rm -rf .venv .venv-interop build dist
+	rm -rf .venv .venv-interop .venv-null build dist
 
 .venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dualtune needs Python 3.11 or newer: make PYTHON=python3.12 …")'

@@ -61,7 +61,7 @@ def kept_storages(engine: Any, batch: Batch) -> Storages:
 
     engine._dropout_seeds.seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = engine._loss_sum(batch)
+        loss = engine._loss_sum(engine._inputs(batch))
     engine._dropout_seeds.seeds_BT = None
     assert loss.requires_grad
     return kept

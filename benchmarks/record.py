@@ -16,7 +16,7 @@ from dualtune.versions import versions_of
 
 CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("numpy", "tokenizers", "torch", "transformers", "mlx", "mlx-lm", "safetensors", "scikit-learn")
+PACKAGES = ("numpy", "tokenizers", "torch", "transformers", "mlx", "mlx-lm", "safetensors", "scikit-learn", "triton")
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:

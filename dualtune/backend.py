@@ -190,11 +190,14 @@ class LoadRequest:
     optimizer: OptimizerSpec
     seed: int
     longest: int = 0  # tokens of the longest document the engine will get; 0: not known
-    kernels: str = "auto"  # "auto", "fused" or "reference"
+    kernels: str = "auto"  # "auto", "fused", "reference", or "graph": as auto, and recorded
+    pieces: frozenset[str] | None = None  # of the card's, to use alone, however small the model; None: all
     sharding: str = "auto"  # "auto", "none" or "full": each process of the world holds only a part of the base
     checkpointing: ActivationCheckpointing = KEEP_ALL
+    deterministic: bool = False  # the same bits each time, on devices that do not compute so by themselves
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
+    reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
     weights: BaseWeights | None = None  # of model_dir, if they were found already
 
     def base_weights(self) -> BaseWeights | None:
@@ -281,6 +284,10 @@ class Engine(Protocol):
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
         """Replace the optimizer state. ValueError unless slots, names and shapes match `optimizer_state()`."""
+        ...
+
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        """Return the most probable token at every target, the first of equals, int32 [B, T]; -1 elsewhere."""
         ...
 
     def logprobs(self, batch: Batch) -> np.ndarray:

@@ -30,6 +30,7 @@ BACKEND_KEYS = (
     "memory.sharding",
     "memory.limit",
     "hybrid.offload",
+    "run.deterministic",
 )
 # What the core computes without the engine, of a key that a backend's card need not have: the learning rates.
 OF_THE_CORE: Mapping[str, frozenset[Any]] = MappingProxyType(

@@ -38,6 +38,9 @@ class Device:
     quantizations: tuple[str, ...] = ("none",)  # allowed for model.quantization
     four_bit: str | None = None  # the quantization to suggest when memory is short
     offloads: tuple[str, ...] = ()  # allowed for memory.offload, besides auto and none
+    records_graphs: bool = False  # for model.kernels: graph
+    # Fast pieces that only this device has, with the quantization of a base on which each is used.
+    pieces: Mapping[str, str] = field(default_factory=lambda: {})
     offloads_optimizer: bool = False  # for hybrid.offload: it has memory of its own
     enforces_limit: bool = False  # whether an allocation beyond memory.limit fails; elsewhere only the plan keeps it
     remark: str = ""  # shown when `--platform auto` chooses this device, such as "which is slow"
@@ -130,6 +133,8 @@ class Card:
     memory: MemoryFormulas | None = None
     costs: Mapping[str, StepCosts] = field(default_factory=lambda: {})  # by kind of device
     launches: tuple[Launch, ...] = ()
+    # What model.kernels: fused consists of. An engine can be built with some of them alone (`LoadRequest.pieces`).
+    pieces: tuple[str, ...] = ()
     problems: Rows | None = None  # what keeps its framework from working on a machine; no rows if nothing does
     environment: Rows | None = None  # rows of `dualtune check-env` on a machine with its accelerator
     twin: Twin = field(default_factory=Twin)
@@ -143,12 +148,15 @@ class Card:
         dtypes = {dtype for device in devices for dtype in device.dtypes}
         quantizations = {name for device in devices for name in device.quantizations}
         offloads = {name for device in devices for name in device.offloads}
+        graphs = {"graph"} if any(device.records_graphs for device in devices) else set[str]()
         own = {
             "model.dtype": {"auto", *dtypes}, "model.quantization": {"auto", *quantizations},
             "memory.offload": {"auto", "none", *offloads},
             "hybrid.offload": {"none", *("optimizer" for device in devices if device.offloads_optimizer)},
         }  # fmt: skip
-        return {key: frozenset(values) for key, values in (own | dict(self.honoured)).items()}
+        if "model.kernels" in self.honoured:
+            own["model.kernels"] = {*self.honoured["model.kernels"], *graphs}
+        return {key: frozenset(values) for key, values in (dict(self.honoured) | own).items()}
 
     def device(self, kind: str) -> Device | None:
         return next((device for device in self.devices if device.kind == kind), None)

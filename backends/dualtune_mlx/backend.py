@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import psutil
@@ -16,9 +16,14 @@ from dualtune.errors import ConfigError
 from dualtune.world import World
 from dualtune_mlx.card import CARD
 from dualtune_mlx.distributed import world
-from dualtune_mlx.engine import MlxEngine
-from dualtune_mlx.model import DTYPES, load_base
 from dualtune_mlx.profile import profile
+from dualtune_mlx.runtime.device import chip
+from dualtune_mlx.runtime.features import check_features
+from dualtune_mlx.runtime.limits import keep_in_memory, limit_memory
+from dualtune_mlx.runtime.order import check_order
+
+if TYPE_CHECKING:
+    from dualtune_mlx.engine import MlxEngine
 
 DEVICES = ("auto", "cpu")
 # In the messages of MLX's errors for memory that Metal could not allocate. On a CPU there is no error: the process ends
@@ -37,11 +42,11 @@ class MlxBackend:
     def __init__(self, device: str = "auto") -> None:
         if device not in DEVICES:
             raise ConfigError(f"device: got '{device}', the backend 'mlx' has: {', '.join(DEVICES)}")
+        check_features()
         if device == "cpu":
             mx.set_default_device(mx.cpu)
         elif mx.metal.is_available():
-            # Keep what the GPU uses in physical memory, up to the size that Metal recommends, as mlx-lm's trainer does.
-            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+            keep_in_memory()
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
         return CARD.capabilities(self.devices()[0].kind)
@@ -66,9 +71,14 @@ class MlxBackend:
         return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
 
     def load(self, request: LoadRequest) -> MlxEngine:
-        if request.memory_limit_bytes is not None:  # MLX then returns cached buffers to the system sooner
-            mx.set_memory_limit(request.memory_limit_bytes)
+        # Late, after check_features: mlx-lm does not import beside an MLX that is too old for it.
+        from dualtune_mlx.engine import MlxEngine
+        from dualtune_mlx.model import load_base
+
+        limit_memory(request.memory_limit_bytes, request.reused_bytes, on_metal=chip() is not None)
         model, description = load_base(request)
+        if request.deterministic:
+            check_order(model)
         return MlxEngine(model, request, description)
 
     def world(self) -> World:
@@ -78,7 +88,7 @@ class MlxBackend:
         mx.synchronize()
 
     def matmul(self, size: int, dtype: str) -> Callable[[], object]:
-        a, b = (mx.random.normal((size, size)).astype(DTYPES[dtype]) for _ in range(2))
+        a, b = (mx.random.normal((size, size)).astype(getattr(mx, dtype)) for _ in range(2))
         mx.eval(a, b)
         return lambda: mx.eval(a @ b)
 

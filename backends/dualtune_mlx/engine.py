@@ -37,13 +37,13 @@ from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
+from dualtune_mlx.host.merged import write_weights
 from dualtune_mlx.kernels import cross_entropy
-from dualtune_mlx.kernels.attention import pieces_of
+from dualtune_mlx.kernels.attention import pieces_of, reach_of
 from dualtune_mlx.kernels.choose import choose
-from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.losses import loss_sum, target_logprobs
 from dualtune_mlx.methods import AdaptedLayers, DropoutSeeds, add_layers, linear_shape, storage, weight_of
-from dualtune_mlx.model import check_names
+from dualtune_mlx.model import DTYPES, check_names
 from dualtune_mlx.optimizer import Arrays, FlatLayout, clip, flat_optimizer
 from dualtune_mlx.packing import packed_cache
 from dualtune_mlx.streaming.passes import Streaming
@@ -59,7 +59,8 @@ class MlxEngine:
         weights, resident = request.base_weights(), request.resident_layers
         residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
-        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=request.kernels != "reference")
+        groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
+        self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups)
         if weights is not None:
             check_names(weights, list(self._layers))
         fresh = self.neutral_state()
@@ -71,15 +72,15 @@ class MlxEngine:
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
+        self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._adapter = AdaptedLayers(self._layers, request.adapter, self._dropout_seeds)
         self._adapter.bind(self._layout.named(self._params))
         self._frozen_layers = FrozenLayers(model, self._layers.values())
         streaming = Streaming(model, residency, self._adapter) if residency else None
-        self._kernels = choose(model, request.kernels, streams=residency is not None)
+        self._kernels = choose(model, request.kernels, pieces=request.pieces, streams=residency is not None)
         self._recomputation = streaming or Recomputation(model, self._adapter)
-        self._wrap = Compiled if self._kernels.compiles else _not_compiled
-        self._update = self._wrap(self._updated)
+        self._update = self._kernels.wrap(self._updated)
         self.description = EngineDescription(
             **description,
             adapted_modules=len(self._layers),
@@ -93,7 +94,7 @@ class MlxEngine:
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         """Change which activations are recomputed, from the next micro-batch on. ConfigError if this engine cannot."""
         checkpointing = self._recomputation.choose(checkpointing)
-        self._accumulate = self._wrap(self._add_gradient)  # what was compiled before computes as before
+        self._accumulate = self._kernels.wrap(self._add_gradient)  # what was compiled before computes as before
         self.description = replace(
             self.description,
             checkpointing=checkpointing.describe(self._recomputation.num_layers),
@@ -108,15 +109,19 @@ class MlxEngine:
         return LossSum(loss, batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
+        self._grads, self._loss = self.traced(batch, divisor=divisor)
+        mx.async_eval(self._grads, self._loss)
+
+    def traced(self, batch: Batch, *, divisor: float) -> tuple[mx.array, mx.array]:
+        """Return what `forward_backward` evaluates: the sums of gradients and losses with those of the micro-batch."""
         inputs = self._inputs(batch, dropout=True)
         factor = mx.array(self._loss_scale / divisor)
         try:
             with self._documents(batch):
-                self._grads, self._loss = self._accumulate(self._params, self._grads, self._loss, inputs, factor)
+                return self._accumulate(self._params, self._grads, self._loss, inputs, factor)
         finally:
             self._adapter.bind(self._layout.named(self._params))  # the function above bound its own arguments
             self._adapter.forget()
-        mx.async_eval(self._grads, self._loss)
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
         inputs = self._inputs(batch, dropout=dropout)
@@ -130,6 +135,19 @@ class MlxEngine:
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
         logprobs_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
         return logprobs_BT
+
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        inputs, where = self._inputs(batch), np.flatnonzero(batch.labels_BT != IGNORE_INDEX)
+        with self._documents(batch), self._replaced(inputs):
+            if self._kernels.loss is None:
+                found_N = self._apply(self.model, inputs).argmax(axis=-1).flatten()[mx.array(where)]
+            else:
+                body, head = self._kernels.loss
+                hidden_BTH = self._apply(body, inputs)
+                found_N = cross_entropy.most_probable(hidden_BTH, inputs["index_N"], inputs["labels_N"], head)
+        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
+        return tokens_BT
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
         with self._documents(batch):
@@ -205,7 +223,7 @@ class MlxEngine:
         if isinstance(self.model, gpt2.Model):
             weights = gpt2.as_stored(weights)
         copy_without_weights(self._request.model_dir, path)
-        mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "pt"})
+        write_weights(path / "model.safetensors", weights)
 
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 
@@ -218,8 +236,10 @@ class MlxEngine:
             self._adapter.bind(params)
             return self._loss_sum(inputs, slopes=True) * factor
 
+        # All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one.
+        named = self._layout.named(params.astype(self._dtype))
         with self._dropout(inputs), self._replaced(inputs):
-            added, slopes = self._recomputation.value_and_grad(scaled_loss, self._layout.named(params))
+            added, slopes = self._recomputation.value_and_grad(scaled_loss, named)
         return grads + self._layout.flat(slopes), loss + added / self._loss_scale
 
     def _updated(
@@ -284,16 +304,20 @@ class MlxEngine:
 
     @contextmanager
     def _documents(self, batch: Batch) -> Iterator[None]:
-        """Attend document by document, if the computation may depend on the layout of the documents."""
+        """Attend document by document; in compiled code, which must not depend on their layout, within their reach."""
         attention = self._kernels.attention
-        if attention is None or self._kernels.compiles:
+        if attention is None:
             yield
             return
-        attention.pieces = pieces_of(batch.segments_BT)
+        pieces = pieces_of(batch.segments_BT)
+        if self._kernels.compiles:
+            attention.reach = reach_of(pieces)
+        else:
+            attention.pieces = pieces
         try:
             yield
         finally:
-            attention.pieces = None
+            attention.pieces = attention.reach = None
 
     def _frozen(self, path: str) -> np.ndarray:
         """Return the frozen weight of an adapted layer, float32 [out, in]."""
@@ -304,8 +328,3 @@ class MlxEngine:
 
     def _from_numpy(self, tensors: Tensors) -> mx.array:
         return self._layout.flat({name: mx.array(tensor) for name, tensor in tensors.items()})
-
-
-def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function unchanged, in place of `Compiled`."""
-    return function

@@ -25,15 +25,16 @@ class Factors:
 
 
 class SharedInput:
-    """The products A x of the layers that read the same x, with one dropout and one product by their stacked A.
+    """The products scale · A x of the layers that read the same x, with one dropout and one product by their stacked A.
 
     Which layers these are is known by name (`input_of`). Every call checks that x is the same array; a different x gets
     a separate product.
     """
 
-    def __init__(self, module: str, in_dim: int, dropout: float, seeds: DropoutSeeds) -> None:
+    def __init__(self, module: str, in_dim: int, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         self.members: list[Factors] = []
-        self.dropout = dropout
+        self.scale = spec.scale
+        self.dropout = spec.dropout
         self.dropout_seeds = seeds
         self.origins = Origins()
         self._keys_I = mx.array(channel_keys(module, in_dim))
@@ -41,12 +42,12 @@ class SharedInput:
         self._waiting: dict[int, mx.array] = {}  # products that their layers have not fetched yet
 
     def product(self, weights: Factors, x_BTI: mx.array) -> mx.array:
-        """Return A x for one layer, [B, T, r], in the dtype of x."""
+        """Return scale · A x for one layer, [B, T, r], in the dtype of x."""
         if x_BTI is not self._x_BTI or id(weights) not in self._waiting:
             self._x_BTI = x_BTI
             stacked_RI = mx.concatenate([member.lora_A_rI for member in self.members]).astype(x_BTI.dtype)
             u_BTR = self.origins.product(self._multiply, x_BTI, stacked_RI, self.dropout_seeds.after)
-            products = mx.split(u_BTR, len(self.members), axis=-1)
+            products = mx.split(self.scale * u_BTR, len(self.members), axis=-1)
             self._waiting = {id(member): u_BTr for member, u_BTr in zip(self.members, products, strict=True)}
         u_BTr = self._waiting.pop(id(weights))
         if not self._waiting:
@@ -89,13 +90,15 @@ class LoRALinear(AdaptedLayer):
         self.base = base
         self.scale = spec.scale
         self.weights = Factors()
-        self.shared = shared or SharedInput(module, linear_shape(base)[1], spec.dropout, seeds)
+        self.shared = shared or SharedInput(module, linear_shape(base)[1], spec, seeds)
         self.shared.members.append(self.weights)
 
     def __call__(self, x_BTI: mx.array) -> mx.array:
         y_BTO = self.base(x_BTI)
-        u_BTr = self.scale * self.shared.product(self.weights, x_BTI)
-        return y_BTO + u_BTr @ self.weights.lora_B_Or.T.astype(x_BTI.dtype)
+        u_BTr = self.shared.product(self.weights, x_BTI)
+        B_rO = self.weights.lora_B_Or.T.astype(x_BTI.dtype)
+        # One kernel for product and sum. Of all rows at once: else the gradient of B would be one product for each row.
+        return mx.addmm(y_BTO.flatten(0, -2), u_BTr.flatten(0, -2), B_rO).reshape(y_BTO.shape)
 
     def bind(self, values: Mapping[str, mx.array]) -> None:
         self.weights.lora_A_rI, self.weights.lora_B_Or = values["A"], values["B"]

@@ -19,8 +19,11 @@ from dualtune.base_model import BaseWeights, check_complete, read_config, staged
 from dualtune.base_model.int8 import is_quantized
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune_mlx import gpt2, int8
+from dualtune_mlx.card.chips import emulates_bfloat16
 from dualtune_mlx.int8 import Int8Linear
 from dualtune_mlx.packing import accept_positions
+from dualtune_mlx.runtime.device import chip
+from dualtune_mlx.runtime.precision import describe_products
 from dualtune_mlx.streaming.residency import check_streamable
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -37,7 +40,7 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     check_streamable(request, quantization, is_stored="quantization" in config)
     _refuse_beyond_window(request, config)
     weights = request.base_weights()
-    dtype, why = _dtype(request.dtype)
+    dtype, why = choose_dtype(request.dtype, chip())
     with staged(request.model_dir, weights) as place:
         try:
             model, config = _load(request, place, weights, config)
@@ -56,7 +59,7 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
         accept_positions(model)
     return model, {
         "model_class": f"{type(model).__module__.rsplit('.', 1)[-1]}.{type(model).__name__}",
-        "device": "metal" if mx.metal.is_available() and mx.default_device().type == mx.DeviceType.gpu else "cpu",
+        "device": "cpu" if chip() is None else "metal",
         "dtype": str(dtype).removeprefix("mlx.core."),
         "dtype_reason": why,
         "quantization": quantization,
@@ -174,12 +177,21 @@ def _refuse_beyond_window(request: LoadRequest, config: dict[str, Any]) -> None:
         )
 
 
-def _dtype(name: str) -> tuple[mx.Dtype, str]:
-    if name != "auto":
-        return DTYPES[name], "as configured"
-    if not mx.metal.is_available():
-        return mx.float32, "MLX on a CPU has no fast half precision"
-    return mx.bfloat16, "the range of float32, and the default on NVIDIA too"
+def choose_dtype(name: str, gpu: str | None) -> tuple[mx.Dtype, str]:
+    """Return the compute dtype for a value of model.dtype, and why. `gpu`: such as "Apple M1"; None: a CPU.
+
+    bfloat16 on every GPU, also on those that emulate it: docs/decisions/0034.
+    """
+    if gpu is None:
+        auto, why = mx.float32, "MLX on a CPU has no fast half precision"
+    else:
+        auto, why = mx.bfloat16, "the range of float32, and the default on NVIDIA too"
+    dtype, why = (auto, why) if name == "auto" else (DTYPES[name], "as configured")
+    if gpu is not None and dtype == mx.bfloat16 and emulates_bfloat16(gpu):
+        why += f"; {gpu} has no bfloat16 and computes it in float32: model.dtype: float16 would be faster"
+    if gpu is not None and dtype == mx.float32:
+        why += f"; {describe_products()}"
+    return dtype, why
 
 
 def _quantization(request: LoadRequest, config: dict[str, Any]) -> str:

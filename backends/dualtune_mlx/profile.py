@@ -10,13 +10,14 @@ from pathlib import Path
 import mlx.core as mx
 
 from dualtune.backend import Profile
+from dualtune_mlx.runtime.device import chip
 
 SWITCH = "MTL_CAPTURE_ENABLED"  # Apple's variable: without it a process may not capture
 
 
 def profile(work: Callable[[], object], trace: Path) -> Profile:
     """Call `work` under Metal's capture, which contains every used buffer and is as large as the model."""
-    if not mx.metal.is_available() or mx.default_device().type != mx.DeviceType.gpu:
+    if chip() is None:
         return Profile(None, "MLX has a profiler only on Metal", {})
     if os.environ.get(SWITCH) != "1":
         return Profile(None, f"to record a Metal capture, set {SWITCH}=1", {})

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,13 @@ from dualtune.world import World
 from dualtune_torch.card import CARD
 from dualtune_torch.distributed import joined, launched, local_rank, world
 from dualtune_torch.engine import TorchEngine
+from dualtune_torch.host.waits import counted_waits
 from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.lora_backward import lora_backward
+from dualtune_torch.kernels.lora_timing import time_lora_backward
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.profile import profile
+from dualtune_torch.runtime import numerics
 from dualtune_torch.sharding import Shards
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
@@ -30,10 +34,13 @@ DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 
 class TorchBackend:
     name = CARD.name
+    lora_backward = staticmethod(lora_backward)  # for `dualtune.kernels`
 
     def __init__(self, device: str = "auto") -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ConfigError(f"device: got '{device}', the backend 'torch' has: {', '.join(DEVICES)}")
+        # Count GPUs as NVML and so check-gpu do. CUDA reads it when it starts; its own order is by speed.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         if device.startswith("cuda") and not torch.cuda.is_available():
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
             raise EnvironmentFault(
@@ -45,6 +52,8 @@ class TorchBackend:
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         if ":" in device:
             self.device = _numbered(device)
+        if self.device.type == "cuda":
+            allocator.grow_segments()
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:
         return CARD.capabilities(self.device.type)
@@ -75,12 +84,16 @@ class TorchBackend:
     def load(self, request: LoadRequest) -> TorchEngine:
         allocator.limit_memory(request.memory_limit_bytes, self.device)
         shards = Shards(self.device) if joined() and request.sharding != "none" else None
-        with shards.together() if shards else nullcontext():
+        settings = [numerics.exact, *([numerics.deterministic] if request.deterministic else [])]
+        together = numerics.together(*settings, *([shards.together] if shards else []))
+        with together():
             model, description = load_base(request, self.device)
+            if request.deterministic and self.device.type == "cuda":
+                numerics.use_fixed_experts(model)
             if shards is None or description["sharding"] == "none":
-                return TorchEngine(model, request, description)
+                return TorchEngine(model, request, description, numerics.together(*settings))
             shards.split(model, self.device)
-            return TorchEngine(model, request, description, shards.together)
+            return TorchEngine(model, request, description, together)
 
     def world(self) -> World:
         return world(self.device.type)
@@ -88,6 +101,10 @@ class TorchBackend:
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def counted_waits(self) -> AbstractContextManager[list[str]] | str:
+        """See `dualtune.selftest.checks.waits`."""
+        return counted_waits() if self.device.type == "cuda" else "a CPU computes at once: there is nothing to wait for"
 
     def matmul(self, size: int, dtype: str) -> Callable[[], object]:
         a, b, c = (torch.randn(size, size, device=self.device).to(DTYPES[dtype]) for _ in range(3))
@@ -97,6 +114,11 @@ class TorchBackend:
             self.synchronize()
 
         return product
+
+    def time_lora_backward(self, shape: Any, *, rounds: int) -> dict[str, list[float]]:
+        """See `dualtune.bench.lora_backward.LoRATimer`."""
+        sizes = shape.batch, shape.tokens, shape.features, shape.rank
+        return time_lora_backward(self.device, *sizes, rounds)
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
         return profile(work, directory / "torch-trace.json", self.device)

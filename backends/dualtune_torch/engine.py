@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -21,7 +20,6 @@ from dualtune.activation_checkpointing import ActivationCheckpointing
 from dualtune.adapter.spec import Tensors, init_adapter
 from dualtune.backend import (
     FLOAT16_LOSS_SCALE,
-    IGNORE_INDEX,
     Batch,
     EngineDescription,
     LoadRequest,
@@ -38,19 +36,22 @@ from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
 from dualtune_torch.host.hidden_states import FrozenLayers
+from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
 from dualtune_torch.host.streaming import StreamedLayers
 from dualtune_torch.host.transfers import Transfers
 from dualtune_torch.kernels import allocator, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
+from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
-from dualtune_torch.losses import loss_sum, target_logprobs
+from dualtune_torch.losses import loss_sum, most_probable, target_logprobs
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, add_layers, storage
 from dualtune_torch.model import DTYPES, load_base
 from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer
 from dualtune_torch.sharding import check_whole, is_split, whole
-from dualtune_torch.weights.frozen import as_stored, compute_dtype, shape_of, weight_of
+from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
+from dualtune_torch.weights.merged import MergedTensor, merged_tensors, write_merged
 
 
 class TorchEngine:
@@ -63,7 +64,7 @@ class TorchEngine:
         description: Mapping[str, Any],
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`together` is a context manager for all computation with a model that is sharded."""
+        """`together` is a context manager for all computation with the model."""
         self.model = model
         self._together = together
         self._request = request
@@ -78,15 +79,17 @@ class TorchEngine:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds)
             self._streamed = _streamed(model, request, description)
             self._adapter = adapter_buffer(self._layers, model.device, compute_dtype(model), request.adapter.method)
-        self._kernels = choose(model, request.kernels, largest_kept=_largest_kept(model, request, description))
+        largest_kept = _largest_kept(model, request, description)
+        self._kernels = choose(model, request.kernels, pieces=request.pieces, largest_kept=largest_kept)
         fuse = self._kernels.maybe_compile
-        groups = add_groups(self._layers, self._adapter, fuse) if self._kernels.groups else []
+        groups = add_groups(self._layers, self._adapter, fuse, self._kernels.lora) if self._kernels.groups else []
         self._recomputation = Recomputation(model, groups)
         self._frozen_layers = FrozenLayers(model, self._layers.values())
         if not self._is_full:
             self.load_adapter_state(self.neutral_state())
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._loss = torch.zeros((), device=model.device)
+        self._graphs = self._graphs_for(request.kernels)
         self._parked = ParkedState(Transfers(model.device))
         self.description = EngineDescription(
             **description,
@@ -119,35 +122,67 @@ class TorchEngine:
         return next(self._adapter.grads[name] for name, each in self.model.named_parameters() if each is weight)
 
     def evaluate(self, batch: Batch) -> LossSum:
+        inputs = self._inputs(batch)
         with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
-            return LossSum(self._loss_sum(batch), batch.num_targets)
+            return LossSum(self._loss_sum(inputs), batch.num_targets)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
-        with self._dropout(batch), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
-            loss = self._loss_sum(batch) / divisor
+        if self._graphs is None or batch.hidden_BTD is not None:
+            with self._frozen_layers.replaced(batch.hidden_BTD):
+                self._micro_step(self._inputs(batch), divisor)
+            return
+        arrays = {**padded(self._arrays(batch)), "divisor": np.array([divisor], np.float32)}
+        self._graphs.run(arrays, self._recordable_step)
+
+    def _recordable_step(self, sent: Mapping[str, Tensor]) -> None:
+        """Do a micro-step that launches the same for all arrays of these shapes."""
+        longest = sent["tokens"].shape[1]
+        documents = DocumentBorders.on_device(longest, sent["borders"], self._kernels.maybe_compile)
+        self._micro_step(Inputs.of(sent, documents), sent["divisor"][0])
+
+    def _micro_step(self, inputs: Inputs, divisor: float | Tensor) -> None:
+        with self._dropout(inputs), self._together():
+            loss = self._loss_sum(inputs) / divisor
             if loss.requires_grad:  # else the micro-batch has no target
                 (loss * self._loss_scale).backward()
         self._loss += loss.detach()
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
-        dropout_ = self._dropout(batch) if dropout else nullcontext()
+        inputs = self._inputs(batch)
+        dropout_ = self._dropout(inputs) if dropout else nullcontext()
         with torch.no_grad(), self._together(), dropout_, self._frozen_layers.replaced(batch.hidden_BTD):
             head = self._kernels.head
             if head is None:
-                return _numpy(target_logprobs(self._logits(batch), self._tensor(batch.labels_BT)))
-            where_M, hidden_MD, labels_M = self._targets(batch)
+                return _numpy(target_logprobs(self._logits(inputs), inputs.labels_BT))
+            hidden_MD = self._target_states(inputs)
             with whole(head):
                 found_M = cross_entropy.target_logprobs(
-                    hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, labels_M, self._kernels.cap,
+                    hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._kernels.cap,
                     self._kernels.maybe_compile,
                 )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT.flat[where_M] = _numpy(found_M)
+        logprobs_BT.flat[targets_in(batch)] = _numpy(found_M)
         return logprobs_BT
 
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        inputs = self._inputs(batch)
+        with torch.no_grad(), self._together(), self._frozen_layers.replaced(batch.hidden_BTD):
+            head = self._kernels.head
+            if head is None:
+                found_M = self._logits(inputs).flatten(0, 1).index_select(0, inputs.where_M).argmax(-1)
+            else:
+                hidden_MD = self._target_states(inputs)
+                with whole(head):
+                    weight_VD = weight_of(head, hidden_MD.dtype)
+                    found_M = most_probable(hidden_MD, weight_VD, head.bias, self._kernels.cap)
+        tokens_BT = np.full(batch.labels_BT.shape, -1, np.int32)
+        tokens_BT.flat[targets_in(batch)] = _numpy(found_M)
+        return tokens_BT
+
     def hidden_states(self, batch: Batch) -> np.ndarray:
+        inputs = self._inputs(batch)
         with torch.no_grad(), self._together():
-            return self._frozen_layers.computed(lambda: self._run(self.model.base_model, batch))
+            return self._frozen_layers.computed(lambda: self._run(self.model.base_model, inputs))
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None) -> StepOutput:
         flat = self._adapter.flat
@@ -156,7 +191,8 @@ class TorchEngine:
             flat.grad /= self._loss_scale
         add_up([flat.grad, self._loss])
         norm = nn.utils.clip_grad_norm_([flat], math.inf if max_grad_norm is None else max_grad_norm)
-        loss, self._loss = self._loss, torch.zeros_like(self._loss)
+        loss = self._loss.clone()
+        self._loss.zero_()
         self._optimizer.step(lr, loss.isfinite() & norm.isfinite())
         self._adapter.refresh()
         return StepOutput(loss, norm)
@@ -168,13 +204,18 @@ class TorchEngine:
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         if self._streamed:
             self._streamed.check(checkpointing)
+        if self._graphs is not None:
+            check_offload(checkpointing)
+            self._graphs.forget()
         what = self._recomputation.set(checkpointing, self._trial_run)
         self.description = replace(self.description, checkpointing=what, checkpointing_reason=checkpointing.reason)
 
     def discard(self) -> None:
         assert self._adapter.flat.grad is not None
         self._adapter.flat.grad.zero_()
-        self._loss = torch.zeros_like(self._loss)
+        self._loss.zero_()
+        if self._graphs is not None:
+            self._graphs.forget()
         forget_outputs(self._layers.values())
         allocator.free_memory()
 
@@ -204,11 +245,11 @@ class TorchEngine:
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         with torch.no_grad(), self._together():
-            return _numpy(self._logits(batch).float().log_softmax(-1))
+            return _numpy(self._logits(self._inputs(batch)).float().log_softmax(-1))
 
     def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
         cache = DynamicCache(config=self.model.config)
-        tokens_1T = self._tensor(prompt[None])
+        (tokens_1T,) = to_device([prompt[None].astype(np.int64)], self.model.device)
         while True:
             with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
                 logits_V = self.model(tokens_1T, past_key_values=cache, use_cache=True).logits[0, -1]
@@ -223,36 +264,43 @@ class TorchEngine:
         check_whole(self.description)
         if self._streamed:
             self._streamed.release()
-        weights = self._adapter.masters if self._is_full else self._merged()
+        if self._is_full:
+            tensors = {name: MergedTensor(master) for name, master in self._adapter.masters.items()}
+        else:
+            tensors = merged_tensors(self.model, self._layers)
         if any(isinstance(module, Conv1D) for module in self.model.modules()):
             # Use the names of OpenAI's own files, which both mlx-lm and transformers read.
             prefix = f"{self.model.base_model_prefix}."
-            weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         copy_without_weights(self._request.model_dir, path)
-        save_file(
-            {n: w.contiguous() for n, w in weights.items()}, path / "model.safetensors", metadata={"format": "pt"}
-        )
+        with self._together():
+            write_merged(path / "model.safetensors", tensors)
 
-    def _merged(self) -> dict[str, Tensor]:
-        """Return the weights of the base, in its precision, with the adapter added."""
-        renamed = {f"{m}.base.{part}": f"{m}.{part}" for m in self._layers for part in ("weight", "bias")}
-        trained = {f"{m}.{n}" for m, layer in self._layers.items() for n, _ in layer.named_parameters(recurse=False)}
-        weights = {renamed.get(n, n): w for n, w in self.model.state_dict().items() if n not in trained}
-        for module, layer in self._layers.items():
-            base, delta = layer.base.weight, layer.delta()
-            weights[f"{module}.weight"] = (base.float() + as_stored(layer.base, delta.to(base.device))).to(base.dtype)
-        for tied in self.model.all_tied_weights_keys:
-            weights.pop(tied, None)
-        return weights
+    def _graphs_for(self, kernels: str) -> MicroStepGraphs | None:
+        if kernels != "graph":
+            return None
+        moves_weights = self._streamed is not None or is_split(self.model)
+        check_recordable(self._kernels, is_full=self._is_full, moves_weights=moves_weights)
+        return MicroStepGraphs(self.model.device)
 
     def _trial_run(self) -> None:
         with self._together():
             trial_run(self.model, self._kernels)
 
+    def _inputs(self, batch: Batch) -> Inputs:
+        arrays = self._arrays(batch)
+        sent = dict(zip(arrays, to_device([*arrays.values()], self.model.device), strict=True))
+        return Inputs.of(sent, DocumentBorders.of(batch.segments_BT, sent["borders"], self._kernels.maybe_compile))
+
+    def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
+        # Rows that share their positions would have their cosines copied for each row, in every layer.
+        shares_positions = self._kernels.attention and len(batch.tokens_BT) > 1
+        return arrays_of(batch, positions=shares_positions or needs_positions(batch, self._num_positions))
+
     @contextmanager
-    def _dropout(self, batch: Batch) -> Iterator[None]:
-        """Enable dropout with the seeds of this batch."""
-        self._dropout_seeds.seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32)).to(self.model.device)
+    def _dropout(self, inputs: Inputs) -> Iterator[None]:
+        """Enable dropout with the seeds of this micro-batch."""
+        self._dropout_seeds.seeds_BT = inputs.seeds_BT
         try:
             yield
         finally:
@@ -266,47 +314,37 @@ class TorchEngine:
         with self._together(), whole(base):
             return _numpy(weight_of(base, torch.float32).float())
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
+    def _loss_sum(self, inputs: Inputs) -> Tensor:
         """Σ −w·log p(label) over the targets, float32."""
-        head, weights_BT = self._kernels.head, batch.target_weights_BT
+        head = self._kernels.head
         if head is None:
-            weights = None if weights_BT is None else self._floats(weights_BT)
-            return loss_sum(self._logits(batch), self._tensor(batch.labels_BT), weights)
-        where_M, hidden_MD, labels_M = self._targets(batch)
-        weights_M = None if weights_BT is None else self._floats(weights_BT.flat[where_M])
+            return loss_sum(self._logits(inputs), inputs.labels_BT, inputs.weights_BT)
+        hidden_MD = self._target_states(inputs)
         with whole(head):
             return cross_entropy.LinearCrossEntropy.apply(
-                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, labels_M, self._kernels.cap,
-                self._kernels.maybe_compile, weights_M, self._head_gradient,
+                hidden_MD, weight_of(head, hidden_MD.dtype).detach(), head.bias, inputs.labels_M, self._kernels.cap,
+                self._kernels.maybe_compile, inputs.weights_M, self._head_gradient,
             )  # fmt: skip
 
-    def _targets(self, batch: Batch) -> tuple[np.ndarray, Tensor, Tensor]:
-        """Return (indices of the M targets among the B · T tokens, last hidden states there [M, D], labels)."""
-        where_M = np.flatnonzero(batch.labels_BT != IGNORE_INDEX)  # on the host: no synchronization
-        hidden_BTD = self._run(self.model.base_model, batch).last_hidden_state
-        hidden_MD = hidden_BTD.flatten(0, 1)[self._tensor(where_M)]
-        return where_M, hidden_MD, self._tensor(batch.labels_BT.flat[where_M])
+    def _target_states(self, inputs: Inputs) -> Tensor:
+        """Return the last hidden states at the targets, [M, D]."""
+        hidden_BTD = self._run(self.model.base_model, inputs).last_hidden_state
+        return cross_entropy.TargetRows.apply(hidden_BTD.flatten(0, 1), inputs.where_M)
 
-    def _logits(self, batch: Batch) -> Tensor:
-        return self._run(self.model, batch).logits
+    def _logits(self, inputs: Inputs) -> Tensor:
+        return self._run(self.model, inputs).logits
 
-    def _run(self, model: nn.Module, batch: Batch) -> Any:
+    def _run(self, model: nn.Module, inputs: Inputs) -> Any:
         """transformers' output of a model for the rows of a micro-batch."""
         options: dict[str, Any] = {"use_cache": False}
-        if needs_positions(batch, self._num_positions):
+        if inputs.positions_BT is not None:
             # Without a mask or a cache, transformers starts a new document wherever the position ids do not increase
             # by one, and masks the other documents (`masking_utils.find_packed_sequence_indices`).
-            options["position_ids"] = self._tensor(batch.positions_BT)
+            options["position_ids"] = inputs.positions_BT
         if self._kernels.attention:
-            options["documents"] = DocumentBorders.of(batch.segments_BT, self.model.device, self._kernels.maybe_compile)
+            options["documents"] = inputs.documents
         # Rows are padded on the right and attention is causal, so no real token sees padding and no mask is needed.
-        return model(self._tensor(batch.tokens_BT), **options)
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.model.device)
-
-    def _floats(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.float32)).to(self.model.device)
+        return model(inputs.tokens_BT, **options)
 
 
 def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> int:

@@ -60,7 +60,7 @@ class LoRALinear(AdaptedLayer):
         return {"A": self.lora_A, "B": self.lora_B}
 
     def delta(self) -> Tensor:
-        return self.scale * (self.lora_B.detach() @ self.lora_A.detach())
+        return (self.lora_B.detach() @ self.lora_A.detach()).mul_(self.scale)
 
 
 def drop_rule(p: float) -> tuple[int, float]:
@@ -73,12 +73,13 @@ def dropped(x: Tensor, seeds: Tensor, keys_I: Tensor, lowest: int, factor: float
 
     `dualtune.adapter.dropout.keep_mask` in wrapping int32 arithmetic (torch has little for uint32).
     """
-    h = (seeds[..., None] ^ keys_I) * _signed(MIX1)
-    h = (h ^ ((h >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * _signed(MIX2)
+    h = (seeds[..., None] ^ keys_I) * signed(MIX1)
+    h = (h ^ ((h >> SHIFT) & ((1 << (32 - SHIFT)) - 1))) * signed(MIX2)
     return x * (h >= lowest) * factor
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return the int32 with the bits of a uint32."""
     return value - (1 << 32) if value >= 1 << 31 else value
 
 

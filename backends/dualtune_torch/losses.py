@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune.backend import IGNORE_INDEX
+from dualtune_torch.card.sizes import LOSS_ROWS
+from dualtune_torch.kernels.attention import capped
 
 
 def loss_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None) -> Tensor:
@@ -23,3 +26,9 @@ def target_logprobs(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return -losses_N.view_as(labels_BT)
+
+
+def most_probable(hidden_MD: Tensor, head_VD: Tensor, bias_V: Tensor | None, cap: float | None) -> Tensor:
+    """The first index of the largest of capped(hidden · headᵀ + bias), int64 [M]; logits of a few rows at a time."""
+    rows = hidden_MD.split(LOSS_ROWS[hidden_MD.device.type])
+    return torch.cat([capped(F.linear(hidden_RD, head_VD, bias_V).float(), cap).argmax(-1) for hidden_RD in rows])

@@ -34,7 +34,7 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
     def delta(self) -> Tensor:
-        """ΔW, float32 [out, in]."""
+        """ΔW, float32 [out, in], a tensor of its own."""
         raise NotImplementedError
 
 

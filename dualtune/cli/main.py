@@ -20,6 +20,7 @@ from dualtune.versions import VERSION
 COMMANDS = {
     "check-gpu": ("preflight.check_gpu", "Show what this machine is and whether it can train."),
     "check-env": ("preflight.check_env", "Check that everything is installed that a kind of machine needs."),
+    "selftest": ("preflight.selftest", "Test what only this device can show, and write an archive to send back."),
     "check-config": (
         "preflight.check_config",
         "Check a config against the machine, the model and the data, before any download.",

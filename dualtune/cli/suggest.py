@@ -19,6 +19,7 @@ WORDS = {
         "check-gpu": "gpu gpus device devices info machine",
         "check-env": "doctor env environment setup diagnose",
         "check-data": "data dataset datasets lint",
+        "selftest": "self-test burn-in diagnostics",
         "check-config": "check estimate fits",
         "bench": "benchmark speed",
         "launch": "distributed torchrun accelerate slurm sbatch mpirun multi-gpu",

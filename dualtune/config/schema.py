@@ -47,8 +47,9 @@ class ModelConfig(Section):
     """How the base weights are stored in memory; auto keeps the format of the files."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether to load the weights, or to initialize them at random, in the real shapes, to measure speed and memory."""
-    kernels: Literal["auto", "fused", "reference"] = "auto"
-    """The code that computes the model: reference is the plain code, fused the fast code, auto fused where possible."""
+    kernels: Literal["auto", "fused", "reference", "graph"] = "auto"
+    """The code that computes the model: reference is the plain code, fused the fast code, auto fused where possible,
+    graph the same as auto, recorded and replayed as a whole, for small models on an NVIDIA GPU."""
 
 
 class AdapterConfig(Section):
@@ -315,6 +316,8 @@ class RunConfig(Section):
     """The directory to which the run writes everything."""
     seed: Annotated[int, Field(ge=0)] = 42
     """The seed of all random numbers."""
+    deterministic: bool = False
+    """Whether a GPU has to give the same bits each time, which is slower; a CPU always does."""
     log_every: Count = 10
     """The number of optimizer steps between two log lines."""
     eval_every: Count | None = 100

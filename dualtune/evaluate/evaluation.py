@@ -89,6 +89,6 @@ def exact_match(
         show(done, len(batches))
         interrupt.poll()
         is_target_BT = batch.labels_BT != IGNORE_INDEX
-        is_right_BT = model.engine.logprobs(batch).argmax(-1) == batch.labels_BT
+        is_right_BT = model.engine.most_probable(batch) == batch.labels_BT
         exact += int(np.all(is_right_BT | ~is_target_BT, axis=1).sum())
     return exact / len(examples)

@@ -44,6 +44,7 @@ def detect() -> Machine:
         hidden_gpus=found.hidden,
         gpu_fault=found.fault,
         mig_without_slice=found.mig_without_slice,
+        unreadable_gpus=found.unreadable,
         visible_devices=visible_devices,
         cpu_features=features,
         torch_cuda=torch_cuda(),

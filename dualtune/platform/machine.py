@@ -71,6 +71,7 @@ class Machine:
     hidden_gpus: tuple[Gpu, ...] = ()  # those hidden by CUDA_VISIBLE_DEVICES, and slices that CUDA does not use
     gpu_fault: Fault | None = None
     mig_without_slice: tuple[str, ...] = ()  # names of GPUs in MIG mode without a visible slice
+    unreadable_gpus: tuple[str, ...] = ()  # GPUs that the driver lists but cannot read, each with its words
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     cpu_features: tuple[str, ...] = ()  # "AMX", "AVX-512", ...: they decide the speed of matrix products
     memory_limit_bytes: int | None = None  # of the control group

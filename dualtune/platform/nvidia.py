@@ -16,6 +16,7 @@ from dualtune.platform.machine import Fault, Gpu, GpuProcess
 T = TypeVar("T")
 # NVML's return codes: docs.nvidia.com/deploy/nvml-api, nvmlReturn_t
 FAULTS: dict[int, Fault] = {4: "no permission", 9: "not loaded", 12: "no library", 18: "mismatch"}
+NOT_SUPPORTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Nvidia:
     visible: tuple[Gpu, ...] = ()
     hidden: tuple[Gpu, ...] = ()
     mig_without_slice: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()  # GPUs that the driver lists but cannot read, each with its words
     driver: str | None = None
     cuda: str | None = None
     fault: Fault | None = None
@@ -38,7 +40,8 @@ class _Card:
     name: str
     uuid: str
     is_mig: bool
-    parts: tuple[Gpu, ...]  # the GPU itself, or its slices
+    parts: tuple[Gpu, ...]  # the GPU itself, or its slices; none if it cannot be read
+    problem: str | None = None  # why it cannot be read
 
 
 def query(visible_devices: str | None) -> Nvidia:
@@ -65,13 +68,14 @@ def _fault(error: Any) -> Nvidia:
 
 def _read(nvml: Any, visible_devices: str | None) -> Nvidia:
     cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
-    cards = [_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    cards = [_card_or_problem(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     visible = tuple(choose_visible(cards, visible_devices))
     shown = {gpu.uuid for gpu in visible}
     return Nvidia(
         visible=visible,
         hidden=tuple(gpu for card in cards for gpu in card.parts if gpu.uuid not in shown),
-        mig_without_slice=tuple(card.name for card in cards if not card.parts),
+        mig_without_slice=tuple(card.name for card in cards if card.is_mig and not card.parts),
+        unreadable=tuple(f"{card.name} ({card.problem})" for card in cards if card.problem),
         driver=_text(nvml.nvmlSystemGetDriverVersion()),
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
     )
@@ -112,6 +116,14 @@ def _entry(cards: list[_Card], entry: str) -> Gpu | None:
 # --- one GPU ---------------------------------------------------------------------------------------------------------
 
 
+def _card_or_problem(nvml: Any, index: int) -> _Card:
+    """Return a card, or why this one cannot be read: a lost GPU must not hide the others."""
+    try:
+        return _card(nvml, index)
+    except nvml.NVMLError as error:
+        return _Card(f"GPU {index}", "", is_mig=False, parts=(), problem=str(error))
+
+
 def _card(nvml: Any, index: int) -> _Card:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     name = _text(nvml.nvmlDeviceGetName(handle))
@@ -136,16 +148,28 @@ def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
 
 
 def _gpu(nvml: Any, handle: Any, name: str, compute_capability: str, uuid: str) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    total_bytes, free_bytes = _memory(nvml, handle)
     return Gpu(
         name=name,
-        total_bytes=memory.total,
-        free_bytes=memory.free,
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
         compute_capability=compute_capability,
         uuid=uuid,
         mig=name.rpartition(" MIG ")[2] if " MIG " in name else None,
         processes=tuple(_processes(nvml, handle)),
     )
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Return total and free bytes: those of the host if the GPU has no memory of its own, such as a GB10."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError as error:
+        if getattr(error, "value", 0) != NOT_SUPPORTED:
+            raise
+        host = psutil.virtual_memory()
+        return host.total, host.available
+    return memory.total, memory.free
 
 
 def _processes(nvml: Any, handle: Any) -> Iterator[GpuProcess]:

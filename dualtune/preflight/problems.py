@@ -117,6 +117,19 @@ def _other_fault(machine: Machine) -> str | None:
     return f"the driver does not answer: {machine.gpu_problem}" if machine.gpu_fault == "other" else None
 
 
+def _unreadable(machine: Machine) -> str | None:
+    names = ", ".join(machine.unreadable_gpus)
+    return f"the driver lists a GPU that does not answer: {names}" if names else None
+
+
+def _all_unreadable(machine: Machine) -> str | None:
+    return None if machine.gpus else _unreadable(machine)
+
+
+def _some_unreadable(machine: Machine) -> str | None:
+    return _unreadable(machine) if machine.gpus else None
+
+
 def _old_driver(machine: Machine) -> str | None:
     if not machine.gpus or machine.cuda is None or version(machine.cuda) >= LEAST_CUDA:
         return None
@@ -176,6 +189,7 @@ def dotted(numbers: tuple[int, ...]) -> str:
 
 PASS_THROUGH = "docker run --gpus all … (podman: --device nvidia.com/gpu=all)"
 MAKE_SLICE = "sudo nvidia-smi mig -lgip; sudo nvidia-smi mig -cgi PROFILE -C"
+RESET = "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"
 PROBLEMS = (
     KnownProblem("NVML", "fail", _no_binding, "pip install --force-reinstall nvidia-ml-py"),
     KnownProblem("driver", "fail", _wsl_path, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
@@ -201,7 +215,9 @@ PROBLEMS = (
         _no_permission,
         "sudo usermod -aG video,render $USER, and log in again; under Slurm, request a GPU: srun --gres=gpu:1 …",
     ),
-    KnownProblem("driver", "fail", _other_fault, "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"),
+    KnownProblem("driver", "fail", _other_fault, RESET),
+    KnownProblem("driver", "fail", _all_unreadable, RESET),
+    KnownProblem("driver", "advice", _some_unreadable, f"{RESET}; until then, CUDA_VISIBLE_DEVICES without this GPU"),
     KnownProblem("driver", "fail", _old_driver, NEW_DRIVER),
     KnownProblem("MIG", "fail", _only_mig, MAKE_SLICE),
     KnownProblem("MIG", "advice", _mig_among_others, MAKE_SLICE),

@@ -39,6 +39,7 @@ class Case:
     vocab: int
     spec: AdapterSpec = field(default=SPEC)
     kernels: str = "auto"
+    dtype: str = "auto"
     optimizer: RuleName = "adamw"
     average: Averaging | None = None
 
@@ -49,7 +50,7 @@ class Case:
     def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
         """Return a float32 engine; with `trained` the adapter's B is not zero. `changes` are fields of the spec."""
         request = LoadRequest(
-            model_dir or self.model_dir, "auto", "auto", "pretrained", replace(self.spec, **changes),
+            model_dir or self.model_dir, self.dtype, "auto", "pretrained", replace(self.spec, **changes),
             self.optimizer_spec, seed=7, kernels=self.kernels,
         )  # fmt: skip
         engine = self.backend.load(request)

@@ -95,6 +95,18 @@ def check_target_logprobs(case: Case) -> None:
     assert not engine.target_logprobs(none).any()
 
 
+def check_most_probable(case: Case) -> None:
+    """most_probable() is the arg max of logprobs() at the targets, and -1 elsewhere; a batch may have no target."""
+    engine, batch = case.engine(dropout=0.4), case.batch()
+    logprobs_BTV, is_target_BT = engine.logprobs(batch), batch.labels_BT != IGNORE_INDEX
+    found = engine.most_probable(batch)
+    assert found.dtype == np.int32 and found.shape == batch.labels_BT.shape
+    assert np.array_equal(found, np.where(is_target_BT, logprobs_BTV.argmax(-1), -1))
+    assert len(np.unique(found[is_target_BT])) > 1, "one token everywhere shows nothing"
+    none = replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORE_INDEX))
+    assert (engine.most_probable(none) == -1).all()
+
+
 def check_target_logprobs_with_dropout_are_those_of_the_gradient(case: Case) -> None:
     """With dropout, target_logprobs() adds up to the loss that the step reports; without, it differs."""
     engine, batch = case.engine(dropout=0.4), case.batch()

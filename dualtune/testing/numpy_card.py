@@ -19,5 +19,6 @@ CARD = Card(
         "train.schedule": ("constant", "linear", "cosine", "schedule_free"),
         "train.average": ("none", "ema", "tail"),
         "train.activation_cache": ("none", "disk"),
+        "run.deterministic": (False, True),  # it computes on a CPU, with one thread at a time
     },
 )

@@ -237,6 +237,10 @@ class NumpyEngine:
 
     # --- use ------------------------------------------------------------------------------------------------------
 
+    def most_probable(self, batch: Batch) -> np.ndarray:
+        tokens_BT = self.logprobs(batch).argmax(-1)
+        return np.where(batch.labels_BT == IGNORE_INDEX, -1, tokens_BT).astype(np.int32)
+
     def logprobs(self, batch: Batch) -> np.ndarray:
         logp = self._forward(batch.tokens_BT.ravel())["logp"]
         return logp.reshape(*batch.tokens_BT.shape, -1).astype(np.float32)

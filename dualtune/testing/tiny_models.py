@@ -37,7 +37,10 @@ LLAMA_CONFIG: dict[str, Any] = {
 
 
 def write_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
-    """Write a Llama in Hugging Face layout with random float32 weights. `changes` replace keys of LLAMA_CONFIG."""
+    """Write a Llama in Hugging Face layout with random float32 weights. `changes` replace keys of LLAMA_CONFIG.
+
+    With model_type qwen3 it also has the norms of queries and keys that a Qwen3 has.
+    """
     config = LLAMA_CONFIG | changes
     d, ff, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (config[k] * config["head_dim"] for k in ("num_attention_heads", "num_key_value_heads"))
@@ -51,6 +54,8 @@ def write_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
                        "self_attn.o_proj": (d, q), "mlp.gate_proj": (ff, d), "mlp.up_proj": (ff, d),
                        "mlp.down_proj": (d, ff)}  # fmt: skip
         shapes |= {f"{layer}.{name}.weight": shape for name, shape in projections.items()}
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{layer}.self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
     rng = np.random.default_rng(seed)
     weights = {
         name: (rng.normal(0, 1, shape) / np.sqrt(shape[-1]) if len(shape) == 2 else 1 + 0.1 * rng.normal(0, 1, shape))

@@ -22,6 +22,7 @@ from dualtune.platform.detect import detect
 from dualtune.text.show import in_bytes
 
 RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
+ALWAYS = {"weights", "adapter", "optimizer", RESERVE}  # the parts that are there all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,13 @@ class RunMemory:
     @property
     def recomputes_all(self) -> bool:
         return self.checkpointing.layers == "all"
+
+    @property
+    def reused_bytes(self) -> int | None:
+        """What a step allocates and frees again, so that the next one can reuse it; None without a plan."""
+        if self.plan is None:
+            return None
+        return sum(part.bytes for part in self.plan.estimate.parts if part.name not in ALWAYS)
 
     def as_json(self) -> dict[str, Any] | None:
         """Return what environment.json records; None without a plan."""

@@ -84,10 +84,12 @@ def load_engine(prepared: Prepared) -> Engine:
             seed=config.run.seed,
             longest=prepared.data.longest,
             kernels=config.model.kernels,
+            deterministic=config.run.deterministic,
             sharding=config.memory.sharding,
             checkpointing=agreed(prepared.memory.checkpointing, prepared.team),
             resident_layers=config.memory.resident_layers_or_none,
             memory_limit_bytes=config.memory.limit_bytes,
+            reused_bytes=prepared.memory.reused_bytes,
             weights=prepared.model.weights,
         )
     )

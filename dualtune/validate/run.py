@@ -70,7 +70,7 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
     assert config.train.steps is not None  # every tier's config has it
     gc.collect()  # frees the model of the previous tier
     kind = backend.devices()[0].kind
-    watch = Watch(backend.memory)
+    watch = Watch(backend)
     seen = Observed(
         device_kind=kind,
         wanted_kind=card_of(backend.name).kind_for(setup.platform, detect().kinds) or kind,
@@ -140,6 +140,7 @@ def _measured(observed: Observed) -> dict[str, Any]:
         "training_s": round(training_s, 3),
         "tokens_per_s": round(sum(step.num_tokens for step in observed.steps) / training_s, 1) if training_s else None,
         "peak_bytes": observed.peak_bytes if observed.steps else None,
+        "first_step_peak_bytes": observed.steps[0].peak_bytes if observed.steps else None,  # it compiles
         "used_bytes": {"first": observed.used_bytes[0], "last": observed.used_bytes[-1]} if observed.used_bytes else {},
         "losses": [_finite(loss) for loss in observed.losses],
         "checkpoints": list(observed.saved_steps),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.adapter.spec import init_adapter, modules_of, tensor_name
-from dualtune.backend import MemoryStats
+from dualtune.backend import Backend
 from dualtune.config import Config
 from dualtune.hooks import Hook, RunInfo, StepRecord
 from dualtune.train.state import checkpoint
@@ -44,15 +44,23 @@ class Observed:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak device memory during training; on a CPU, the memory that the process used for it."""
-        return max(0, max((step.peak_bytes for step in self.steps), default=0) - self.before_bytes)
+        """Peak device memory after the first step, which compiles; on a CPU, the memory that the process used for it.
+
+        Of a run of one step, that step's.
+        """
+        later = self.steps[1:] or self.steps
+        return max(0, max((step.peak_bytes for step in later), default=0) - self.before_bytes)
 
 
 class Watch(Hook):
-    """Keeps the records of a run, with the memory in use after each step. A step without record was not taken."""
+    """Keeps the records of a run, with the memory in use after each step. A step without record was not taken.
 
-    def __init__(self, memory: Callable[[], MemoryStats]) -> None:
-        self._memory = memory
+    The peak of memory is counted anew after the first record: the first step compiles, and to choose among kernels
+    Inductor times them with a buffer as large as the GPU's second cache, which no later step allocates.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._start = time.perf_counter()
         self.info: RunInfo | None = None
         self.steps: list[StepRecord] = []
@@ -62,8 +70,10 @@ class Watch(Hook):
         self.info = info
 
     def on_step(self, record: StepRecord) -> None:
+        if not self.steps:
+            self._backend.reset_peak_memory()
         self.steps.append(record)
-        self.used_bytes.append(self._memory().used_bytes)
+        self.used_bytes.append(self._backend.memory().used_bytes)
 
     @property
     def elapsed_s(self) -> float:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dualtune.errors import FormatError
 from dualtune.io.disk import listing, write_directory
-from dualtune.io.tensors import safetensors_pieces
+from dualtune.io.tensors import StoredForm, bytes_of, safetensors_pieces, write_safetensors
 from dualtune.io.untrusted import MAX_HEADER_BYTES, parse_object, read_json, read_safetensors
 
 RNG = np.random.default_rng(0)
@@ -198,6 +198,14 @@ def test_random_bytes_raise_only_format_errors(data):
 def test_the_pieces_of_a_file_are_the_bytes_that_the_library_writes(tensors, metadata):
     contiguous = {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in tensors.items()}
     assert b"".join(safetensors_pieces(tensors, metadata)) == safetensors.numpy.save(contiguous, metadata)
+
+
+def test_a_file_written_tensor_by_tensor_is_the_same_and_a_wrong_tensor_is_refused(tmp_path):
+    forms = {name: StoredForm(f"F{8 * x.itemsize}", x.shape) for name, x in TENSORS.items()}
+    write_safetensors(tmp_path / "one", forms, lambda name: bytes_of(TENSORS[name]), {"format": "pt"})
+    assert (tmp_path / "one").read_bytes() == safetensors.numpy.save(TENSORS, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"c\.double: got 4 bytes, the header says 32"):
+        write_safetensors(tmp_path / "two", forms, lambda name: memoryview(b"four"))
 
 
 def test_a_file_is_written_without_a_copy_of_its_tensors(tmp_path):

@@ -76,7 +76,15 @@ DEFAULTS = {
         "early_stopping": None,
         "restore_best": False,
     },
-    "run": {"dir": "runs/first", "seed": 42, "log_every": 10, "eval_every": 100, "save_every": 100, "keep": 3},
+    "run": {
+        "dir": "runs/first",
+        "seed": 42,
+        "deterministic": False,
+        "log_every": 10,
+        "eval_every": 100,
+        "save_every": 100,
+        "keep": 3,
+    },
 }
 
 

@@ -2,6 +2,8 @@
 
 import importlib
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -252,11 +254,11 @@ def test_long_rows_of_a_compiled_step_are_attended_to_in_chunks(tmp_path, open_b
     packed = pack(documents, ROWS)
     expected = gradient(replace(case, kernels="reference").engine(), packed)
     monkeypatch.setattr(attention, "ATTENTION_CHUNK", 7)
-    calls = []
-    chunked = attention.chunked
-    monkeypatch.setattr(attention, "chunked", lambda *args: calls.append(args) or chunked(*args, chunk=7))
+    calls = Mock(side_effect=partial(attention.chunked, chunk=7))
+    monkeypatch.setattr(attention, "chunked", calls)
     assert_close(gradient(replace(case, kernels="fused").engine(), packed), expected, 1e-5)
-    assert len(calls) == 2 and all(segments is not None for *_, segments in calls)  # one for each layer: traced once
+    assert calls.call_count == 2  # one for each layer: traced once
+    assert all(call.args[4] is not None for call in calls.call_args_list)
 
 
 # --- adapters and optimizer -------------------------------------------------------------------------------------------

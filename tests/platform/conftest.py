@@ -34,6 +34,8 @@ class Card:
     uuid: str = ""
     slices: list | None = None  # None: not in MIG mode; an entry None is a gap
     processes: list = field(default_factory=list)  # (pid, MiB or None)
+    error: tuple | None = None  # (number, text) with which it answers everything
+    memory_error: tuple | None = None  # likewise, only about its memory
 
 
 class FakeNvml:
@@ -70,12 +72,16 @@ class FakeNvml:
         return self._cards[index]
 
     def nvmlDeviceGetName(self, card):
+        if card.error:
+            raise NVMLError(*card.error)
         return card.name
 
     def nvmlDeviceGetUUID(self, card):
         return card.uuid
 
     def nvmlDeviceGetMemoryInfo(self, card):
+        if card.memory_error:
+            raise NVMLError(*card.memory_error)
         return SimpleNamespace(total=card.mib * MIB, free=card.free_mib * MIB)
 
     def nvmlDeviceGetCudaComputeCapability(self, card):

@@ -2,6 +2,7 @@
 
 import os
 
+import psutil
 import pytest
 
 from dualtune.platform.detect import detect
@@ -135,3 +136,35 @@ def test_a_gpu_in_mig_mode_without_slices_cannot_be_used(nvml, card, l4):
     machine = detect()
     assert [gpu.name for gpu in machine.gpus] == ["NVIDIA L4"]
     assert machine.mig_without_slice == ("NVIDIA A100-SXM4-40GB",)
+
+
+def test_a_lost_gpu_does_not_hide_the_others(nvml, h100, l4):
+    h100.error = (15, "GPU is lost")
+    nvml(h100, l4)
+    machine = detect()
+    assert [gpu.name for gpu in machine.gpus] == ["NVIDIA L4"] and machine.kind == "cuda"
+    assert machine.unreadable_gpus == ("GPU 0 (GPU is lost)",) and machine.gpu_problem is None
+    assert machine.mig_without_slice == ()
+
+
+@pytest.mark.parametrize(("wanted", "names"), [("1", ["NVIDIA L4"]), ("0,1", []), ("1,0", ["NVIDIA L4"])])
+def test_a_lost_gpu_keeps_its_number(nvml, h100, l4, monkeypatch, wanted, names):
+    h100.error = (15, "GPU is lost")
+    nvml(h100, l4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+    assert [gpu.name for gpu in detect().gpus] == names
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_host_s(nvml, card):
+    nvml(card("NVIDIA GB10", 0, 0, (12, 1), memory_error=(3, "Not Supported")))
+    machine = detect()
+    assert machine.gpus[0].total_bytes == psutil.virtual_memory().total
+    assert 0 < machine.gpus[0].free_bytes <= machine.gpus[0].total_bytes
+    assert machine.unreadable_gpus == ()
+
+
+def test_a_gpu_that_denies_its_memory_is_not_usable(nvml, card, l4):
+    nvml(card("NVIDIA A10", 0, 0, (8, 6), memory_error=(4, "Insufficient Permissions")), l4)
+    machine = detect()
+    assert [gpu.name for gpu in machine.gpus] == ["NVIDIA L4"]
+    assert machine.unreadable_gpus == ("GPU 0 (Insufficient Permissions)",)

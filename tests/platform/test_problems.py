@@ -37,6 +37,8 @@ CASES = [  # machine, the name and level of the only row, words of what is found
     (replace(H100, gpus=[], mig_without_slice=("NVIDIA A100",)), "MIG", "fail", "NVIDIA A100: in MIG mode",
      "nvidia-smi mig -cgi"),
     (replace(H100, mig_without_slice=("NVIDIA A100",)), "MIG", "advice", "no slice of it is visible", "mig -cgi"),
+    (replace(H100, gpus=[], unreadable_gpus=("GPU 0 (lost)",)), "driver", "fail", "answer: GPU 0 (lost)", "dmesg"),
+    (replace(H100, unreadable_gpus=("GPU 1 (lost)",)), "driver", "advice", "answer: GPU 1 (lost)", "without this GPU"),
     (replace(HIDDEN, visible_devices=""), "visibility", "fail", "'', which hides NVIDIA H100", "unset CUDA_VISIBLE"),
     (replace(HIDDEN, visible_devices="7"), "visibility", "fail", "'7', which hides NVIDIA H100", "unset CUDA_VISIBLE"),
     (replace(H100, visible_devices="0,7"), "visibility", "advice", "stops at '7'", "nvidia-smi -L"),
@@ -50,6 +52,7 @@ CASES = [  # machine, the name and level of the only row, words of what is found
     (replace(named("v100-16"), torch_cuda="13.0"), "torch", "fail", "no code for compute capability 7.0", "cu126"),
     (replace(named("b200"), torch_cuda="12.6", cuda="12.8"), "torch", "fail", "no code for compute capability 10.0",
      "driver 580 or newer"),
+    (named("m2-ultra-192"), "bfloat16", "advice", "Apple M2 Ultra has none", "model.dtype=float16"),
     (replace(named("m4-32"), macos="13.6.1"), "macOS", "fail", "13.6.1; MLX needs 14", "Software Update"),
 ]  # fmt: skip
 

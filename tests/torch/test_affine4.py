@@ -237,7 +237,7 @@ def test_no_more_than_one_weight_is_unpacked_at_a_time(load, tmp_path, monkeypat
             seen.append(weakref.ref(numbers))
         return numbers
 
-    monkeypatch.setattr(affine, "dequantize", watched)
+    monkeypatch.setattr(AffineLayer, "unpack", staticmethod(watched))
     engine.forward_backward(BATCH, divisor=BATCH.num_targets)
     least = 14 + 1 + 11  # forward, head, and backward: below the first three adapters nothing is asked for
     assert len(others) >= least and max(others) == 0

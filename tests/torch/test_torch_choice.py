@@ -17,7 +17,7 @@ from dualtune.testing.tiny_models import pack, random_batch
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from dualtune_torch.kernels import choose, compiled  # noqa: E402
+from dualtune_torch.kernels import attention, choose, compiled  # noqa: E402
 
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 PACKED = pack(DOCUMENTS, [[2, 0, 3], [1]])
@@ -159,6 +159,37 @@ def test_a_window_that_attention_is_not_told_of_is_found_out(load, monkeypatch):
     )
 
 
+def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    return query
+
+
+def of_torch_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):  # fmt: skip
+    return query
+
+
+def of_torch_2_12(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    assert (scale, window_size, enable_gqa, k.shape[1]) == (0.5, (-1, 0), True, 1)
+    return q
+
+
+@pytest.mark.parametrize(
+    ("varlen_attn", "lacking"),
+    [(of_torch_2_10, "scale, window_size, enable_gqa"), (of_torch_2_11, "enable_gqa"), (of_torch_2_12, None)],
+)
+def test_an_older_torch_has_no_attention_for_ragged_rows(varlen_attn, lacking, monkeypatch):
+    """The signatures are those of torch's releases."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    where = attention.DocumentBorders.of(np.ones((1, 4), np.int32), torch.tensor([0, 4]), lambda function: function)
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 1, 4, 8)
+    if lacking is None:
+        assert torch.equal(attention._varlen(q, k, k, where, 0.5, None), q.transpose(1, 2))
+        return
+    with pytest.raises(attention.NotCovered, match=f"without {lacking}, .*pip install --upgrade 'torch>=2.12'"):
+        attention._varlen(q, k, k, where, 0.5, None)
+
+
 def test_generation_goes_on_with_the_model_s_own_attention(load):
     prompt = DOCUMENTS.tokens_BT[1]
     texts = []
@@ -198,7 +229,7 @@ def kept_bytes(engine):
 
     engine._dropout_seeds.seeds_BT = torch.from_numpy(PACKED.dropout_seeds_BT.view(np.int32))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        loss = engine._loss_sum(PACKED)
+        loss = engine._loss_sum(engine._inputs(PACKED))
     weights = {w.untyped_storage().data_ptr() for w in engine.model.state_dict().values()}
     assert loss.requires_grad
     return sum(size for pointer, size in kept.items() if pointer not in weights)

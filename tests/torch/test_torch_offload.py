@@ -109,7 +109,7 @@ def test_a_forward_pass_without_a_backward_pass_leaves_nothing(engine):
     expected = gradient(engine)
     gc.collect()
     before = {id(each) for each in gc.get_objects() if type(each) is OffloadedInput}
-    engine._loss_sum(DOCUMENTS)
+    engine._loss_sum(engine._inputs(DOCUMENTS))
     gc.collect()
     assert {id(each) for each in gc.get_objects() if type(each) is OffloadedInput} <= before
     assert torch.equal(gradient(engine), expected)

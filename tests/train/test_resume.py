@@ -168,7 +168,7 @@ def test_every_key_is_either_refused_or_without_effect():
 def test_what_does_not_change_the_result_may_change(lab, stopped, weights_of):
     straight = lab.run("straight", **RUN)
     stopped("run", 5, **RUN)
-    free = {"run__eval_every": 4, "run__log_every": 3, "run__save_every": 4, "run__keep": 5}
+    free = {"run__eval_every": 4, "run__log_every": 3, "run__save_every": 4, "run__keep": 5, "run__deterministic": True}
     assert weights_of(lab.run(**RUN | free).run_dir) == weights_of(straight.run_dir)
 
 

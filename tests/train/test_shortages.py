@@ -35,6 +35,9 @@ def request_for(model):
         ("torch", "can't start new thread"),
         ("torch", "CUDA out of memory. Tried to allocate 20.00 MiB"),
         ("torch", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        ("torch", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        ("torch", "CUDA driver error: out of memory"),
+        ("torch", "Triton Error [CUDA]: out of memory"),
         ("mlx", "[malloc] Unable to allocate 1073741824 bytes."),
         ("mlx", "[metal::malloc] Attempting to allocate 48736917632 bytes which is greater than the maximum allowed"),
         ("mlx", "[METAL] Command buffer execution failed: Insufficient Memory "

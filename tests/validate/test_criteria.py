@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from dualtune.backend import MemoryStats
 from dualtune.hooks import StepRecord
 from dualtune.validate.criteria import MEASURES, Criterion, judge, shown
 from dualtune.validate.tiers import TIERS, criteria_of
-from dualtune.validate.watch import Observed
+from dualtune.validate.watch import Observed, Watch
 
 WEIGHTS = {"layers": 2, "four_bit": 2, "parameters": 1000, "bytes": 516}
 
@@ -73,7 +74,10 @@ TABLE = [
         {"loss": lambda step: 2.0 if step <= 10 else 1.41},
         {"loss": lambda step: math.nan if step == 500 else 1 / step}, {"count": 19},
     ]),
-    ("peak_bytes", "quick", {"peak_bytes": 256_000_000}, [{"peak_bytes": 256_000_001}, {"steps": ()}]),
+    ("peak_bytes", "quick", {"peak_bytes": lambda step: 300_000_000 if step == 1 else 256_000_000}, [
+        {"peak_bytes": lambda step: 256_000_001 if step == 2 else 1}, {"peak_bytes": 256_000_001, "count": 1},
+        {"steps": ()},
+    ]),
     ("peak_bytes", "convergence", {"peak_bytes": 256_000_000}, [{"peak_bytes": 256_000_001}]),
     ("peak_bytes", "memory", {"peak_bytes": 1_999_999_999}, [{"peak_bytes": 2_000_000_000}]),
     ("peak_bytes", "extended", {"peak_bytes": 1_999_999_999}, [{"peak_bytes": 2_000_000_000}]),
@@ -129,6 +133,28 @@ def test_a_number_that_is_not_judged_is_shown_with_the_reason():
 
 def test_on_a_cpu_the_memory_that_the_process_had_before_does_not_count():
     assert observed(peak_bytes=900_000_000, before_bytes=800_000_000).peak_bytes == 100_000_000
+
+
+class Compiling:
+    """A backend whose peak is that of a first step which compiles, until it is reset."""
+
+    peak_bytes = 300_000_000
+
+    def memory(self):
+        return MemoryStats(90_000_000, self.peak_bytes, 10**9)
+
+    def reset_peak_memory(self):
+        assert self.peak_bytes == 300_000_000, "reset again"
+        self.peak_bytes = 100_000_000
+
+
+def test_what_compilation_takes_is_not_the_peak_of_a_run():
+    backend = Compiling()
+    watch = Watch(backend)
+    for step in steps(3):
+        watch.on_step(replace(step, peak_bytes=backend.memory().peak_bytes))
+    assert [step.peak_bytes for step in watch.steps] == [300_000_000, 100_000_000, 100_000_000]
+    assert observed(steps=tuple(watch.steps)).peak_bytes == 100_000_000
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ CARD = Card(
         "memory.resident_layers": ("all", NUMBER),
         "memory.sharding": ("auto", "none"),
         "memory.limit": ("auto", SIZE),
+        "run.deterministic": (False, True),
     },
+    pieces=("lora", "loss", "attention", "compiled step"),
     package=Package(framework="mlx", extra="mlx", recorded=("mlx", "mlx-lm"), detected=("mlx", "mlx-lm")),
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
     memory=MemoryFormulas(memory.parts, borders=(ATTENTION_CHUNK,)),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from dualtune.checks import Check
 from dualtune.platform.machine import Machine
 from dualtune.preflight.problems import KnownProblem, dotted, found_on, row_or_problem
 from dualtune.preflight.thresholds import version
+from dualtune_mlx.card.chips import TF32, emulates_bfloat16, tf32_setting
 
 LEAST_MACOS = (14,)  # ml-explore.github.io/mlx/build/html/install.html
 
@@ -18,7 +21,15 @@ def problems(machine: Machine) -> list[Check]:
 def environment(machine: Machine) -> list[Check]:
     """Return the rows of `dualtune check-env` for a Mac with Apple silicon."""
     system = Check("macOS", "ok" if machine.macos else "skipped", machine.macos or "its version was not found")
-    return [row_or_problem(system, "macOS", problems(machine))]
+    found, native = problems(machine), Check("bfloat16", "ok", f"{machine.cpu} computes it")
+    return [row_or_problem(system, "macOS", found), row_or_problem(native, "bfloat16", found), _float32()]
+
+
+def _float32() -> Check:
+    if tf32_setting() == "0":
+        return Check("float32", "ok", f"its products are exact ({TF32}=0)")
+    found = f"{TF32}={os.environ.get(TF32)}: an M5 rounds the factors of float32 products"
+    return Check("float32", "advice", found, f"unset {TF32}, and dualtune sets it to 0")
 
 
 def _rosetta(machine: Machine) -> str | None:
@@ -37,10 +48,22 @@ def _old_macos(machine: Machine) -> str | None:
     return f"macOS is {machine.macos}; MLX needs {dotted(LEAST_MACOS)} or newer"
 
 
+def _emulated_bfloat16(machine: Machine) -> str | None:
+    if not machine.is_mac_with_apple_silicon or not emulates_bfloat16(machine.cpu):
+        return None
+    return f"{machine.cpu} has none and computes it in float32; model.dtype: auto takes it all the same, for its range"
+
+
 PROBLEMS = (
     KnownProblem(
         "Python", "fail", _rosetta, "Install Python for arm64 (brew install python@3.12), and run ./setup_m4.sh"
     ),
     KnownProblem("macOS", "fail", _old_macos, "System Settings > General > Software Update"),
     KnownProblem("MLX", "fail", _no_mlx, "pip install 'dualtune[mlx]'"),
+    KnownProblem(
+        "bfloat16",
+        "advice",
+        _emulated_bfloat16,
+        "dualtune bench config.yaml --set model.dtype=float16 measures the faster one; its numbers end at 65504",
+    ),
 )

@@ -1,1 +1,1 @@
-"""What comes from the host instead of being computed."""
+"""What comes from the host instead of being computed, and what is written there."""

@@ -9,6 +9,8 @@ Legend: B rows, T tokens of a row, H heads, d head size, C queries of a chunk, K
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -33,15 +35,23 @@ def pieces_of(segments_BT: np.ndarray) -> Pieces:
     return [(int(stop - start), bool(segments_BT.flat[start])) for start, stop in pairwise(starts)]
 
 
+def reach_of(pieces: Pieces, chunk: int = ATTENTION_CHUNK) -> int:
+    """Return how many tokens before it a token of these documents may see, rounded up to a power of two of chunks."""
+    longest = max((length for length, is_document in pieces if is_document), default=1)
+    return chunk << max(0, -(-longest // chunk) - 1).bit_length()
+
+
 class Attention:
     """Replaces mlx-lm's `scaled_dot_product_attention` in a model.
 
     `pieces` are the documents of the current micro-batch. They are not set in compiled code, which would be recompiled
-    for each layout of documents. Without them, rows longer than a chunk are computed in chunks.
+    for each layout of documents. Without them, rows longer than a chunk are computed in chunks, of packed rows with the
+    keys within `reach` alone, for each of whose few values code is compiled.
     """
 
     def __init__(self) -> None:
         self.pieces: Pieces | None = None
+        self.reach: int | None = None
 
     def replaces(self, plain: Callable[..., mx.array]) -> Callable[..., mx.array]:
         """Return the function to call instead of `plain`. It calls `plain` for windows, sinks, and generation with a
@@ -57,7 +67,8 @@ class Attention:
                 if self.pieces is not None and sum(length for length, _ in self.pieces) == B * T:
                     return by_document(queries, keys, values, scale, self.pieces)
                 if T > ATTENTION_CHUNK:
-                    return chunked(queries, keys, values, scale, cache.segments_BT if packed else None)
+                    segments_BT, reach = (cache.segments_BT, self.reach) if packed else (None, None)
+                    return chunked(queries, keys, values, scale, segments_BT, reach=reach)
             return plain(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
 
         return attend
@@ -87,47 +98,63 @@ def _in_one_row(x_BHTd: mx.array) -> mx.array:
 
 def chunked(
     q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array, scale: float, segments_BT: mx.array | None = None,
-    *, chunk: int = ATTENTION_CHUNK,
+    *, chunk: int = ATTENTION_CHUNK, reach: int | None = None,
 ) -> mx.array:  # fmt: skip
     """Causal attention, inside segments if they are given, with the scores of one chunk of queries at a time.
 
-    Keys after the chunk are skipped, which halves the work of a long row. The backward pass recomputes the scores, so
-    O(T · C) of them are in memory instead of O(T²): Rabe & Staats, Self-attention Does Not Need O(n²) Memory,
-    arXiv 2112.05682.
+    Keys after the chunk are skipped, which halves the work of a long row, and so are those more than `reach` tokens
+    before it, if no segment that matters is longer. The backward pass recomputes the scores, so O(C · K) of them are in
+    memory instead of O(T²): Rabe & Staats, Self-attention Does Not Need O(n²) Memory, arXiv 2112.05682.
     """
     T = q_BHTd.shape[2]
-    spans = [(start, min(start + chunk, T)) for start in range(0, T, chunk)]
-
-    def attend(q_BHCd: mx.array, k_BHKd: mx.array, v_BHKd: mx.array) -> mx.array:
-        mask = "causal" if segments_BT is None else _mask(segments_BT, q_BHCd.shape[2], k_BHKd.shape[2])
-        return mx.fast.scaled_dot_product_attention(q_BHCd, k_BHKd, v_BHKd, scale=scale, mask=mask)
-
-    if len(spans) == 1:
-        return attend(q_BHTd, k_BHTd, v_BHTd)
+    chunks = [Chunk(0 if reach is None else max(0, i - reach), i, min(i + chunk, T)) for i in range(0, T, chunk)]
+    if len(chunks) == 1:
+        return _attend(q_BHTd, k_BHTd, v_BHTd, scale=scale, segments_BT=segments_BT, part=chunks[0])
 
     @mx.custom_function
     def all_chunks(q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array) -> mx.array:
-        parts: list[mx.array] = []
-        for i, j in spans:
-            inputs = [q_BHTd[:, :, i:j], k_BHTd[:, :, :j], v_BHTd[:, :, :j]]
-            parts.append(attend(*_after(parts[-1:], inputs)))
-        return mx.concatenate(parts, axis=2)
+        attended: list[mx.array] = []
+        for part in chunks:
+            inputs = _after(attended[-1:], part.of(q_BHTd, k_BHTd, v_BHTd))
+            attended.append(_attend(*inputs, scale=scale, segments_BT=segments_BT, part=part))
+        return mx.concatenate(attended, axis=2)
 
     @all_chunks.vjp
     def _(primals: tuple[mx.array, ...], slope_BHTd: mx.array, _: mx.array) -> tuple[mx.array, ...]:
         q_BHTd, k_BHTd, v_BHTd = primals
         dq_parts: list[mx.array] = []
         dk_BHTd, dv_BHTd = (mx.zeros(x.shape, mx.float32) for x in (k_BHTd, v_BHTd))
-        for i, j in spans:
-            inputs = [q_BHTd[:, :, i:j], k_BHTd[:, :, :j], v_BHTd[:, :, :j]]
-            inputs = _after([*dq_parts[-1:], dk_BHTd, dv_BHTd], inputs)
-            dq, dk, dv = mx.vjp(attend, inputs, [slope_BHTd[:, :, i:j]])[1]
+        for part in chunks:
+            attend = partial(_attend, scale=scale, segments_BT=segments_BT, part=part)
+            inputs = _after([*dq_parts[-1:], dk_BHTd, dv_BHTd], part.of(q_BHTd, k_BHTd, v_BHTd))
+            dq, dk, dv = mx.vjp(attend, inputs, [slope_BHTd[:, :, part.start : part.stop]])[1]
             dq_parts.append(dq)
-            behind = [(0, 0), (0, 0), (0, T - j), (0, 0)]
-            dk_BHTd, dv_BHTd = dk_BHTd + mx.pad(dk, behind), dv_BHTd + mx.pad(dv, behind)
+            around = [(0, 0), (0, 0), (part.first_key, T - part.stop), (0, 0)]
+            dk_BHTd, dv_BHTd = dk_BHTd + mx.pad(dk, around), dv_BHTd + mx.pad(dv, around)
         return mx.concatenate(dq_parts, axis=2), dk_BHTd.astype(k_BHTd.dtype), dv_BHTd.astype(v_BHTd.dtype)
 
     return cast(mx.array, all_chunks(q_BHTd, k_BHTd, v_BHTd))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of queries [start, stop), which see keys from `first_key` on."""
+
+    first_key: int
+    start: int
+    stop: int
+
+    def of(self, q_BHTd: mx.array, k_BHTd: mx.array, v_BHTd: mx.array) -> list[mx.array]:
+        """Return the queries, and the keys and values that they may see."""
+        keys = slice(self.first_key, self.stop)
+        return [q_BHTd[:, :, self.start : self.stop], k_BHTd[:, :, keys], v_BHTd[:, :, keys]]
+
+
+def _attend(
+    q_BHCd: mx.array, k_BHKd: mx.array, v_BHKd: mx.array, *, scale: float, segments_BT: mx.array | None, part: Chunk
+) -> mx.array:
+    mask = "causal" if segments_BT is None else _mask(segments_BT, part)
+    return mx.fast.scaled_dot_product_attention(q_BHCd, k_BHKd, v_BHKd, scale=scale, mask=mask)
 
 
 def _after(results: list[mx.array], inputs: list[mx.array]) -> list[mx.array]:
@@ -135,8 +162,9 @@ def _after(results: list[mx.array], inputs: list[mx.array]) -> list[mx.array]:
     return mx.depends(inputs, results) if results else inputs
 
 
-def _mask(segments_BT: mx.array, num_queries: int, num_keys: int) -> mx.array:
-    """Which of the first K tokens each of the last C of them sees: bool [B, 1, C, K]."""
-    first = num_keys - num_queries
-    is_same_BCK = segments_BT[:, first:num_keys, None] == segments_BT[:, None, :num_keys]
-    return (is_same_BCK & (mx.arange(first, num_keys)[:, None] >= mx.arange(num_keys)))[:, None]
+def _mask(segments_BT: mx.array, part: Chunk) -> mx.array:
+    """Which of its K keys each of the C queries of a chunk sees: bool [B, 1, C, K]."""
+    queries, keys = slice(part.start, part.stop), slice(part.first_key, part.stop)
+    is_same_BCK = segments_BT[:, queries, None] == segments_BT[:, None, keys]
+    is_before_CK = mx.arange(part.start, part.stop)[:, None] >= mx.arange(part.first_key, part.stop)
+    return (is_same_BCK & is_before_CK)[:, None]

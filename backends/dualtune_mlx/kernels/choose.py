@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 
 from dualtune.errors import ConfigError
+from dualtune_mlx.card import CARD
 from dualtune_mlx.kernels import attention, compiled, cross_entropy
 from dualtune_mlx.kernels.attention import Attention
+from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.kernels.cross_entropy import Head
 
 
@@ -24,43 +27,62 @@ class Kernels:
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why
 
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, compiled if that was chosen."""
+        if not self.compiles:
+            return function
+        return Compiled(function, state=lambda: self.attention and self.attention.reach)
+
     def __str__(self) -> str:
         """Return one line for logs."""
         return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
 
 
-def choose(model: nn.Module, kernels: str, *, streams: bool = False) -> Kernels:
+def choose(model: nn.Module, kernels: str, *, pieces: Collection[str] | None = None, streams: bool = False) -> Kernels:
     """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
 
-    `streams`: its layers are read from files while it computes, which compiled code cannot do.
+    `pieces`: use these of the card's alone. `streams`: its layers are read from files while it computes, which compiled
+    code cannot do.
     """
-    chosen = Kernels()
+    chosen, wanted = Kernels(), CARD.pieces if pieces is None else pieces
     if kernels == "reference":
         return chosen
-    chosen.used.append("lora")
-    parts = cross_entropy.split(model)
-    if isinstance(parts, str):
-        chosen.plain.append(f"loss plain: {parts}")
-    else:
-        chosen.loss = parts
-        chosen.used.append("loss")
-    chosen.attention = Attention()
-    if attention.install(model, chosen.attention):
-        chosen.used.append("attention")
-    else:
-        chosen.attention = None
-        chosen.plain.append("attention plain: this model does not call mlx-lm's function")
-    reason = compiled.why_not() if kernels == "fused" else compiled.why_not_worth_it()
-    if streams:
-        reason = "its layers are read while it computes (memory.resident_layers)"
-    if reason is None:
-        chosen.compiles = True
-        chosen.used.append("compiled step")
-    else:
-        chosen.plain.append(f"nothing is compiled: {reason}")
+    if "lora" in wanted:
+        chosen.used.append("lora")
+    if "loss" in wanted:
+        _add_loss(model, chosen)
+    if "attention" in wanted:
+        _add_attention(model, chosen)
+    if "compiled step" in wanted:
+        reason = compiled.why_not() if kernels == "fused" or pieces is not None else compiled.why_not_worth_it()
+        if streams:
+            reason = "its layers are read while it computes (memory.resident_layers)"
+        if reason is None:
+            chosen.compiles = True
+            chosen.used.append("compiled step")
+        else:
+            chosen.plain.append(f"nothing is compiled: {reason}")
     if kernels == "fused" and chosen.plain:
         raise ConfigError(
             f"model.kernels: got fused, but not all fast kernels work for this model ({type(model).__module__}): "
             f"{'; '.join(chosen.plain)}. Set auto to use those that work"
         )
     return chosen
+
+
+def _add_loss(model: nn.Module, chosen: Kernels) -> None:
+    parts = cross_entropy.split(model)
+    if isinstance(parts, str):
+        chosen.plain.append(f"loss plain: {parts}")
+    else:
+        chosen.loss = parts
+        chosen.used.append("loss")
+
+
+def _add_attention(model: nn.Module, chosen: Kernels) -> None:
+    found = Attention()
+    if attention.install(model, found):
+        chosen.attention = found
+        chosen.used.append("attention")
+    else:
+        chosen.plain.append("attention plain: this model does not call mlx-lm's function")

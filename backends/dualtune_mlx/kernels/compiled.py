@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 import mlx.core as mx
@@ -20,16 +20,22 @@ MAX_SHAPES = 32
 
 
 class Compiled:
-    """A function of arrays, or of dictionaries of arrays, compiled for each combination of their shapes."""
+    """A function of arrays, or of dictionaries of arrays, compiled for each combination of their shapes.
 
-    def __init__(self, function: Callable[..., Any], max_shapes: int = MAX_SHAPES) -> None:
+    `state`: what else the function depends on; it is compiled for each of its values, too.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], max_shapes: int = MAX_SHAPES, state: Callable[[], Hashable] = lambda: None
+    ) -> None:
         self._function = function
+        self._state = state
         self._max_shapes = max_shapes
         self._by_shape: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
 
     def __call__(self, *inputs: Any) -> Any:
         leaves = cast(list[tuple[str, Any]], tree_flatten(inputs))
-        key = tuple((name, a.shape, a.dtype) for name, a in leaves)
+        key = self._state(), *((name, a.shape, a.dtype) for name, a in leaves)
         if key in self._by_shape:
             self._by_shape.move_to_end(key)
         else:

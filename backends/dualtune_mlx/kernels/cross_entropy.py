@@ -134,6 +134,17 @@ def target_logprobs(
     return -mx.concatenate([losses_n1.squeeze(-1) for (losses_n1,) in done])
 
 
+def most_probable(
+    hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head, *, chunk_elements: int | None = None
+) -> mx.array:
+    """The first index of the largest logit at the targets, uint32 [N]; the logits of a chunk at a time."""
+    rows_NH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N]
+    done: list[tuple[mx.array, ...]] = []
+    for rows in _chunk_rows(labels_N, head, chunk_elements):
+        done.append((head.logits(_after(done, rows_NH[rows])).argmax(axis=-1),))
+    return mx.concatenate([tokens_n for (tokens_n,) in done])
+
+
 def _chunk_rows(labels_N: mx.array, head: Head, chunk_elements: int | None) -> Iterator[slice]:
     if chunk_elements is None:
         chunk_elements = LOSS_LOGITS["metal" if on_gpu() else "cpu"]

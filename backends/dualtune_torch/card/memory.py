@@ -172,11 +172,7 @@ def _num_whole(decoder: Decoder, ask: Ask) -> int:
 
 def _layer(decoder: Decoder, ask: Ask) -> int:
     """Bytes per token of a layer that is kept."""
-    if ask.kernels == "reference":
-        return _plain_layer(decoder, ask)
-    # Rows with one document each share positions, and every layer copies their angles.
-    has_angles = not ask.packing and ask.cells > ask.max_length
-    return _fused_layer(decoder, ask) + _angles(decoder, ask) * has_angles
+    return _plain_layer(decoder, ask) if ask.kernels == "reference" else _fused_layer(decoder, ask)
 
 
 def _angles(decoder: Decoder, ask: Ask) -> int:
@@ -249,7 +245,7 @@ def _num_adapted(decoder: Decoder, ask: Ask) -> int:
 
 
 def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
-    return ask.kernels == "fused" or (ask.kernels == "auto" and decoder.num_parameters >= WORTH_COMPILING)
+    return ask.kernels == "fused" or (ask.kernels in ("auto", "graph") and decoder.num_parameters >= WORTH_COMPILING)
 
 
 # --- the moments with the most additional memory ----------------------------------------------------------------------

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from dualtune.adapter.frozen_layers import more_than_states, num_below
 from dualtune_torch.checkpointing import decoder_layers
+from dualtune_torch.host.inputs import to_device
 
 
 class FrozenLayers:
@@ -82,6 +83,6 @@ def _to_numpy(x: Tensor) -> np.ndarray:
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(array).to(device)
+    is_bfloat16 = array.dtype == np.uint16
+    (given,) = to_device([array.view(np.int16) if is_bfloat16 else array], device)
+    return given.view(torch.bfloat16) if is_bfloat16 else given

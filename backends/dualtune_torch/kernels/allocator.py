@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,10 +26,13 @@ LARGEST_KEPT, LARGEST_KEPT_PACKED = 1 << 30, 1 << 21  # bytes; of a plain base, 
 LARGE = 140_000_000  # weights: the room for all of them unpacked matters more than the time of page faults
 SMALLEST_RETURNED = 1 << 17  # glibc's default, which glibc raises by itself unless it is set…
 LARGEST_RAISED = 1 << 25  # …up to this, and its threshold for the end of the heap to twice as much
-# In the messages of errors that have no class of their own: from torch's allocator on a CPU, C++, Python, and CUDA.
+HAS_FABRIC = (9, 0)  # compute capability
+# In the messages of errors that have no class of their own: from torch's allocator on a CPU, C++, Python, CUDA (and its
+# driver, which growing segments ask directly), Triton's launcher, cuBLAS, and cuDNN, whose release 9 has two names.
 SHORTAGES = (
     "DefaultCPUAllocator: ", "std::bad_alloc", "can't start new thread",
-    "CUDA out of memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED",
+    "CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED",
 )  # fmt: skip
 
 
@@ -49,7 +53,7 @@ def limit_memory(limit_bytes: int | None, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         share = 1.0 if limit_bytes is None else min(1.0, limit_bytes / total)
-        torch.cuda.set_per_process_memory_fraction(share, device)
+        torch.cuda.set_per_process_memory_fraction(share)  # of the current GPU, which is ours; refuses a bare "cuda"
     elif sys.platform == "linux":
         import resource
 
@@ -66,6 +70,19 @@ def _limits_at_first() -> tuple[int, int]:
     import resource
 
     return resource.getrlimit(resource.RLIMIT_DATA)
+
+
+def grow_segments() -> None:
+    """Let CUDA's caching allocator enlarge a segment where it would reserve another one.
+
+    Micro-batches of many sizes leave gaps in fixed segments. Nothing changes if the user has set the allocator, or on a
+    GPU before Hopper: torch 2.13 asks NVML for the fabric of the GPU then, and ends if the driver does not know it.
+    """
+    by_user = not os.environ.keys().isdisjoint(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if by_user or sys.platform != "linux" or torch.cuda.get_device_capability() < HAS_FABRIC:
+        return
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # older torch has another name
+    (configure or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def free_memory() -> None:

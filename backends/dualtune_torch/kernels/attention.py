@@ -12,8 +12,10 @@ R = H / G · Q queries of all the heads that share a key/value head.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from dualtune.errors import ConfigError
+from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.sizes import ATTENTION_BLOCK
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
 EVERYTHING = 1 << 30  # the window of a model without one
+VARLEN_OPTIONS = ("scale", "window_size", "enable_gqa")  # torch 2.10 has none of them, 2.11 the first two
 # Arguments of an attention function that make no difference to this one.
 IRRELEVANT_OPTIONS = {
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits", "return_dict",
@@ -41,28 +46,33 @@ class NotCovered(Exception):
 class DocumentBorders:
     """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
 
-    spans: tuple[tuple[int, int, int], ...]  # row, first token, end; without padding
-    cu_seqlens: Tensor | None  # on a GPU: the borders in the flattened rows, int32; padding counts as documents
+    spans: tuple[tuple[int, int, int], ...] | None  # row, first token, end; without padding. None: only on the device
+    cu_seqlens: Tensor  # `borders_in` on the device
     longest: int
     maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
     windows: set[int | None] = field(default_factory=set)  # filled by `attend`: the windows that the model uses
 
     @classmethod
-    def of(cls, segments_BT: np.ndarray, device: torch.device, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
-        B, T = segments_BT.shape
-        rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
-        borders = np.append(rows * T + starts, B * T)  # in the concatenated rows; the end of a row is also a border
+    def of(cls, segments_BT: np.ndarray, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
+        T, borders = segments_BT.shape[1], borders_in(segments_BT)
         lengths = np.diff(borders)
         spans = tuple(
-            (row, start, start + length)
-            for row, start, length in zip(rows.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-            if segments_BT[row, start]
+            (start // T, start % T, start % T + length)
+            for start, length in zip(borders.tolist(), lengths.tolist(), strict=False)
+            if segments_BT.flat[start]
         )
-        cu_seqlens = None
-        if device.type == "cuda":
-            cu_seqlens = torch.from_numpy(borders.astype(np.int32)).pin_memory().to(device, non_blocking=True)
-        longest = int(lengths.max())
-        return cls(spans, cu_seqlens, longest, maybe_compile)
+        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile)
+
+    @classmethod
+    def on_device(cls, longest: int, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
+        """Documents of up to `longest` tokens, the borders of which may change after this."""
+        return cls(None, cu_seqlens, longest, maybe_compile)
+
+
+def borders_in(segments_BT: np.ndarray) -> np.ndarray:
+    """Return where each document starts in the concatenated rows, and their end, int32; padding counts as documents."""
+    rows, starts = np.nonzero(np.diff(segments_BT, axis=1, prepend=-1))
+    return np.append(rows * segments_BT.shape[1] + starts, segments_BT.size).astype(np.int32)
 
 
 def attend(
@@ -91,8 +101,13 @@ def attend(
         raise NotCovered(f"{type(module).__name__} needs more than causal attention ({what})")
     documents.windows.add(sliding_window)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if documents.cu_seqlens is not None and query.dtype != torch.float32 and softcap is None:
+    if query.is_cuda and query.dtype != torch.float32 and softcap is None:
         return _varlen(query, key, value, documents, scale, sliding_window), None
+    if documents.spans is None:
+        raise ConfigError(
+            "model.kernels: got graph, but attention in float32, or with a soft cap, is launched document by document; "
+            "allowed here: auto, fused, reference; or set model.dtype: bfloat16"
+        )
     window = EVERYTHING if sliding_window is None else sliding_window
     return DocumentAttention.apply(
         query, key, value, documents.spans, scale, window, softcap, documents.maybe_compile
@@ -107,15 +122,26 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    if lacking := _lacking(varlen_attn):
+        raise NotCovered(
+            f"torch {torch.__version__} has FlashAttention without {', '.join(lacking)}, torch {RAGGED_TORCH} has it "
+            f"with them. Run: pip install --upgrade 'torch>={RAGGED_TORCH}'"
+        )
     B, _, T, _ = q_BHTd.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTd, k_BGTd, v_BGTd))
-    cu_seqlens: Any = where.cu_seqlens  # a tensor wherever this is called
     out = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, where.longest, where.longest, scale=scale,
+        q, k, v, where.cu_seqlens, where.cu_seqlens, where.longest, where.longest, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=q_BHTd.shape[1] != k_BGTd.shape[1],
     )  # fmt: skip
     assert isinstance(out, Tensor)
     return out.unflatten(0, (B, T))
+
+
+@cache  # it is asked in every layer of every step
+def _lacking(varlen_attn: Callable[..., Any]) -> list[str]:
+    """Return the arguments that this torch's function does not have."""
+    known = inspect.signature(varlen_attn).parameters
+    return [name for name in VARLEN_OPTIONS if name not in known]
 
 
 def reference(

@@ -87,6 +87,11 @@ def rotated(x_NHd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
 
+def rotated_back(x_NHd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
+    """Undo `rotated`. The sines are negated in the same loop."""
+    return rotated(x_NHd, cos_Nr, -sin_Nr)
+
+
 class Rotate(torch.autograd.Function):
     """`rotated` for [B, H, T, d], laid out by token. Its gradient is the inverse rotation."""
 
@@ -94,17 +99,17 @@ class Rotate(torch.autograd.Function):
     def forward(ctx: Any, x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, maybe_compile: Compile) -> Tensor:
         ctx.save_for_backward(cos_Nr, sin_Nr)
         ctx.maybe_compile = maybe_compile
-        return _rotate(x_BHTd, cos_Nr, sin_Nr, maybe_compile)
+        return _by_token(maybe_compile(rotated), x_BHTd, cos_Nr, sin_Nr)
 
     @staticmethod
     def backward(ctx: Any, grad_BHTd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos_Nr, sin_Nr = ctx.saved_tensors
-        return _rotate(grad_BHTd, cos_Nr, -sin_Nr, ctx.maybe_compile), None, None, None
+        return _by_token(ctx.maybe_compile(rotated_back), grad_BHTd, cos_Nr, sin_Nr), None, None, None
 
 
-def _rotate(x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor, maybe_compile: Compile) -> Tensor:
+def _by_token(rotate: Callable[..., Tensor], x_BHTd: Tensor, cos_Nr: Tensor, sin_Nr: Tensor) -> Tensor:
     x_BTHd = x_BHTd.detach().transpose(1, 2)
-    return maybe_compile(rotated)(x_BTHd.flatten(0, 1), cos_Nr, sin_Nr).view(x_BTHd.shape).transpose(1, 2)
+    return rotate(x_BTHd.flatten(0, 1), cos_Nr, sin_Nr).view(x_BTHd.shape).transpose(1, 2)
 
 
 def rotate_both(

@@ -5,7 +5,7 @@ Legend: B rows, T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.errors import ConfigError
+from dualtune_torch.card import CARD
 from dualtune_torch.card.sizes import WORTH_COMPILING
+from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
-from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
+from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
+from dualtune_torch.kernels.gpu import select
 from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
 from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
@@ -48,40 +51,55 @@ class Kernels:
     head: FrozenLinear | None = None  # the output head, if it is computed together with the loss…
     cap: float | None = None  # …and the soft cap of its logits
     groups: bool = False  # of LoRA layers
+    lora: select.LoRAPieces = field(default_factory=select.LoRAPieces)  # the Triton kernels of a group
     maybe_compile: Callable[[Any], Any] = lambda function: function  # or `compiled.compile_function`
     used: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)  # what stayed plain, and why
+    remarks: list[str] = field(default_factory=list)  # what is not used by choice
 
     def __str__(self) -> str:
         """Return one line for logs."""
-        return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain])
+        return "; ".join([f"fused: {', '.join(self.used)}" if self.used else "reference", *self.plain, *self.remarks])
 
 
-def choose(model: PreTrainedModel, kernels: str, *, largest_kept: int = allocator.LARGEST_KEPT) -> Kernels:
+def choose(
+    model: PreTrainedModel,
+    kernels: str,
+    *,
+    pieces: Collection[str] | None = None,
+    largest_kept: int = allocator.LARGEST_KEPT,
+) -> Kernels:
     """Install the kernels that work on this model. Raises ConfigError if `kernels` is "fused" and one does not.
 
-    On a CPU the allocator then keeps freed blocks of up to `largest_kept` bytes.
+    `pieces`: use these of the card's alone, and compile them however small the model is. On a CPU the allocator then
+    keeps freed blocks of up to `largest_kept` bytes.
     """
     chosen = Kernels()
+    select.choice()  # an unknown one is an error also where it makes no difference
     if kernels == "reference":
         return chosen
     if model.device.type == "cpu" and largest_kept:
         allocator.keep_memory(largest_kept)
-    if kernels == "auto" and num_parameters(model) < WORTH_COMPILING:
+    wanted = CARD.pieces if pieces is None else pieces
+    if kernels != "fused" and pieces is None and num_parameters(model) < WORTH_COMPILING:
         chosen.plain.append("nothing is compiled for so small a model")
     elif reason := compiled.why_not(model.device):
         chosen.plain.append(f"nothing is compiled ({reason})")
     else:
         chosen.maybe_compile = compiled.compile_function
     expected = _separate(model)
-    if not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
+    if "lora" in wanted and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
         chosen.groups = True
         chosen.used.append("lora")
-    _try_attention(model, chosen, expected)
-    _try_head(model, chosen, expected)
+    if "attention" in wanted:
+        _try_attention(model, chosen, expected)
+    if "loss" in wanted:
+        _try_head(model, chosen, expected)
     if chosen.maybe_compile is compiled.compile_function:
         for name, install in BLOCKS.items():
-            _try_block(model, chosen, expected, name, install)
+            if name in wanted:
+                _try_block(model, chosen, expected, name, install)
+    _add_triton(model, chosen, pieces)
     if kernels == "fused" and chosen.plain:
         raise ConfigError(
             f"model.kernels: got fused, but not all fast kernels work for this model ({type(model).__name__}): "
@@ -166,6 +184,14 @@ def _try_block(
         chosen.used.append(name)
 
 
+def _add_triton(model: PreTrainedModel, chosen: Kernels, pieces: Collection[str] | None) -> None:
+    found = select.install(model, pieces)
+    chosen.lora = found.lora
+    chosen.used += found.used
+    chosen.plain += found.plain
+    chosen.remarks += [found.remark] if found.remark else []
+
+
 # --- the trial --------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +226,8 @@ def _tokens(model: nn.Module) -> Tensor:
 
 def _documents(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
     segments_1T = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS)[None]
-    return DocumentBorders.of(segments_1T, model.device, maybe_compile)
+    (cu_seqlens,) = to_device([borders_in(segments_1T)], model.device)
+    return DocumentBorders.of(segments_1T, cu_seqlens, maybe_compile)
 
 
 def _has_window(model: PreTrainedModel) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dualtune_torch.card.sizes import LOSS_ROWS
 from dualtune_torch.kernels.attention import GRANULE, capped
+from dualtune_torch.kernels.products import add_product
 
 
 def reference(
@@ -94,6 +95,21 @@ def _padded_logits(hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None) ->
     return F.linear(F.pad(hidden_RD, (0, 0, 0, -len(hidden_RD) % GRANULE)), head_VD, bias_V)
 
 
+class TargetRows(torch.autograd.Function):
+    """The rows with a target, x[where]. No row occurs twice, so the backward pass writes them, and adds nothing up."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, where_M: Tensor) -> Tensor:
+        ctx.save_for_backward(where_M)
+        ctx.rows = len(x_ND)
+        return x_ND.index_select(0, where_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (where_M,) = ctx.saved_tensors
+        return grad_MD.new_zeros(ctx.rows, grad_MD.shape[1]).index_copy_(0, where_M, grad_MD), None
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """`reference`, with the gradient of `hidden` computed in the forward pass.
 
@@ -148,7 +164,4 @@ def _add_outer(total_VD: Tensor, slopes_RV: Tensor, hidden_RD: Tensor, weights_R
     """Add Σ weight · slopes ⊗ hidden over the rows of a chunk; the products in their dtype, the sum in float32."""
     if weights_R is not None:
         hidden_RD = (hidden_RD * weights_R[:, None]).to(hidden_RD.dtype)
-    if slopes_RV.dtype == total_VD.dtype:
-        total_VD.addmm_(slopes_RV.T, hidden_RD)
-    else:
-        total_VD += slopes_RV.T @ hidden_RD
+    add_product(total_VD, slopes_RV.T, hidden_RD)

@@ -24,16 +24,24 @@ from torch import Tensor
 from dualtune.adapter.dropout import input_of
 from dualtune.adapter.spec import tensor_name
 from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.kernels.gpu.select import LoRAPieces
+from dualtune_torch.kernels.products import add_product
 from dualtune_torch.lora import LoRALinear, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
+
+PLAIN = LoRAPieces()  # no Triton kernel
 
 
 class LoRAGroup:
     """Layers that are called with the same tensor, one after another. The first call computes all of them."""
 
     def __init__(
-        self, layers: Mapping[str, LoRALinear], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]
+        self,
+        layers: Mapping[str, LoRALinear],
+        adapter: AdapterBuffer,
+        maybe_compile: Callable[[Any], Any],
+        gpu: LoRAPieces,
     ) -> None:
         """Become the `group` of the layers, which come by module path in the order of the buffer."""
         self.layers = list(layers.values())
@@ -42,6 +50,7 @@ class LoRAGroup:
         self.B_Or = [adapter.compute[tensor_name(path, "B")] for path in layers]
         self.dB_Or = [adapter.grads[tensor_name(path, "B")] for path in layers]
         self.maybe_compile = maybe_compile
+        self.gpu = gpu  # Triton kernels in place of some of the code below
         # Recomputes the input of the next call, which then need not be kept. Set by the code that can do so.
         self.recompute: Callable[[], Tensor] | None = None
         self.input_is_kept = False  # by another operation anyway, before dropout
@@ -69,14 +78,17 @@ class LoRAGroup:
 
 
 def add_groups(
-    layers: Mapping[str, AdaptedLayer], adapter: AdapterBuffer, maybe_compile: Callable[[Any], Any]
+    layers: Mapping[str, AdaptedLayer],
+    adapter: AdapterBuffer,
+    maybe_compile: Callable[[Any], Any],
+    gpu: LoRAPieces = PLAIN,
 ) -> list[LoRAGroup]:
     """Compute every plain LoRA layer by a group. Most groups have one layer."""
     groups: dict[str, dict[str, LoRALinear]] = {}
     for path, layer in sorted(layers.items()):
         if isinstance(layer, LoRALinear) and layer.grouped:
             groups.setdefault(input_of(path), {})[path] = layer
-    return [LoRAGroup(group, adapter, maybe_compile) for group in groups.values()]
+    return [LoRAGroup(group, adapter, maybe_compile, gpu) for group in groups.values()]
 
 
 def forget_outputs(layers: Iterable[AdaptedLayer]) -> None:
@@ -108,7 +120,7 @@ class _GroupedLoRA(torch.autograd.Function):
         x_MI = x_BTI.reshape(-1, x_BTI.shape[-1])
         seeds_M = dropout_seeds_BT.flatten() if dropout_seeds_BT is not None and group.layers[0].dropout else None
         kept_MI = _after_dropout(x_MI, group, seeds_M)
-        u_MS = kept_MI @ group.A_SI.T
+        u_MS = _down(kept_MI, group, seeds_M)
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(r, dim=1), strict=True):
             y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
@@ -121,7 +133,7 @@ class _GroupedLoRA(torch.autograd.Function):
     def backward(ctx: Any, *grads_BTO: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         kept_MI, u_MS, seeds_M = ctx.saved_tensors
         group: LoRAGroup = ctx.group
-        first, r = group.layers[0], group.B_Or[0].shape[1]
+        r = group.B_Or[0].shape[1]
         if kept_MI is None:
             recompute, ctx.recompute = ctx.recompute, None  # the graph outlives this call, what it keeps need not
             x_BTI = recompute()
@@ -133,28 +145,52 @@ class _GroupedLoRA(torch.autograd.Function):
             group.layers, group.B_Or, group.dB_Or, grads_BTO, u, v, strict=True
         ):
             g_MO = g_BTO.reshape(len(kept_MI), -1)
-            v_Mr.copy_(g_MO @ B_Or).mul_(layer.scale)
-            dB_Or.add_(g_MO.T @ u_Mr, alpha=layer.scale)
+            (group.gpu.back_g or back_g)(g_MO, B_Or, u_Mr, layer.scale, v_Mr, dB_Or)
             if ctx.needs_input_grad[0]:
                 # Not bound to a name, so that only one unpacked weight exists at a time.
                 if dx_MI is None:
                     dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
                 else:
                     dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
-        group.dA_SI += v_MS.T @ kept_MI
+        _add_dA(v_MS, kept_MI, group, seeds_M)
         if dx_MI is None:
             return None, None, None, None
         if seeds_M is None:
             dx_MI.addmm_(v_MS, group.A_SI)
+        elif group.gpu.add_dx is not None:
+            group.gpu.add_dx(dx_MI, v_MS, group.A_SI, *_mask(group, seeds_M))
         else:
-            dx_MI = group.maybe_compile(add_after_dropout)(
-                dx_MI, v_MS @ group.A_SI, seeds_M, first.keys_I, *drop_rule(first.dropout)
-            )
+            dx_MI = group.maybe_compile(add_after_dropout)(dx_MI, v_MS @ group.A_SI, *_mask(group, seeds_M))
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
 
 
+def back_g(g_MO: Tensor, B_Or: Tensor, u_Mr: Tensor, scale: float, v_Mr: Tensor, dB_Or: Tensor) -> None:
+    """Write v = s · g B, and add s · gᵀ u to dB."""
+    v_Mr.addmm_(g_MO, B_Or, beta=0, alpha=scale)
+    add_product(dB_Or, g_MO.T, u_Mr, scale)
+
+
 def _after_dropout(x_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Tensor:
-    first = group.layers[0]
-    if seeds_M is None:
+    """What the backward pass keeps: x after dropout, or x if the kernels apply the mask themselves."""
+    if seeds_M is None or group.gpu.down is not None:
         return x_MI
-    return group.maybe_compile(dropped)(x_MI, seeds_M, first.keys_I, *drop_rule(first.dropout))
+    return group.maybe_compile(dropped)(x_MI, *_mask(group, seeds_M))
+
+
+def _down(kept_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> Tensor:
+    if seeds_M is None or group.gpu.down is None:
+        return kept_MI @ group.A_SI.T
+    return group.gpu.down(kept_MI, group.A_SI, *_mask(group, seeds_M))
+
+
+def _add_dA(v_MS: Tensor, kept_MI: Tensor, group: LoRAGroup, seeds_M: Tensor | None) -> None:
+    if seeds_M is None or group.gpu.add_dA is None:
+        add_product(group.dA_SI, v_MS.T, kept_MI)
+    else:
+        group.gpu.add_dA(group.dA_SI, v_MS, kept_MI, *_mask(group, seeds_M))
+
+
+def _mask(group: LoRAGroup, seeds_M: Tensor) -> tuple[Tensor, Tensor, int, float]:
+    """What `dropped` is given besides the numbers."""
+    first = group.layers[0]
+    return seeds_M, first.keys_I, *drop_rule(first.dropout)

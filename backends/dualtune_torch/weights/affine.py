@@ -12,6 +12,7 @@ bytes of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ class AffineLayer(PackedLayer):
     """A frozen matrix with MLX's tensors and names."""
 
     parts = ("weight", "scales", "biases")
+    unpack: Callable[[Packed], Tensor] = staticmethod(dequantize)  # or a kernel that gives the same bits
     scales: Tensor
     biases: Tensor
 
@@ -102,7 +104,7 @@ class AffineLayer(PackedLayer):
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
         """The dtype is that of the scales, which were cast to the compute dtype."""
-        return dequantize(self.packed)
+        return self.unpack(self.packed)
 
 
 class AffineLinear(AffineLayer):
@@ -128,5 +130,5 @@ class AffineEmbedding(AffineLayer):
         self.register_buffer("factor", factor, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = dequantize(Packed(self.weight[tokens], self.scales[tokens], self.biases[tokens]))
+        rows = self.unpack(Packed(self.weight[tokens], self.scales[tokens], self.biases[tokens]))
         return rows if self.factor is None else rows * self.factor.to(rows.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dualtune_torch.weights import nf4
 from dualtune_torch.weights.affine import AffineLayer, AffineLinear
 from dualtune_torch.weights.int8 import Int8Linear
 from dualtune_torch.weights.packed import PackedLayer
@@ -32,13 +33,9 @@ def weight_of(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in] of a linear layer, in the compute dtype of the model."""
     if isinstance(layer, PackedLayer):
         return layer.unpacked(dtype)
-    weight: Any = layer.weight
-    state = getattr(weight, "quant_state", None)
-    if state is None:
-        return as_stored(layer, weight)
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(weight.data, state).to(dtype)
+    if nf4.is_nf4(layer):
+        return nf4.unpacked(layer, dtype)
+    return as_stored(layer, cast(Tensor, layer.weight))
 
 
 def as_stored(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -49,7 +46,7 @@ def as_stored(layer: nn.Module, weight: Tensor) -> Tensor:
 def is_four_bit(layer: nn.Module) -> bool:
     if isinstance(layer, PackedLayer):
         return layer.bits == 4
-    return getattr(layer.weight, "quant_state", None) is not None
+    return nf4.is_nf4(layer)
 
 
 def stored_bytes(layer: nn.Module) -> int:

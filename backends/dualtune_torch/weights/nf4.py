@@ -8,7 +8,8 @@ Legend: O output and I input features of a weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from dualtune_torch.weights.by_module import frozen, own
-from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE
+from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, product
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
 
@@ -66,6 +67,32 @@ def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
         packed_scales, shape=weight_OI.shape, code=parts[0][1].code, blocksize=BLOCK_SIZE, quant_type="nf4",
         dtype=dtype, offset=offset, state2=state2,
     )  # fmt: skip
+
+
+def is_nf4(module: nn.Module) -> bool:
+    """Return whether a module is bitsandbytes' linear layer with packed weights."""
+    return getattr(getattr(module, "weight", None), "quant_state", None) is not None
+
+
+def unpacked(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Return the weight [out, in] of an NF4 layer, by bitsandbytes or as `unpack_by` says."""
+    weight: Any = layer.weight
+    if (unpack := layer.__dict__.get("unpack")) is None:
+        from bitsandbytes.functional import dequantize_4bit as unpack
+    return unpack(weight.data, weight.quant_state).to(dtype)
+
+
+def unpack_by(layer: nn.Module, unpack: Callable[[Tensor, Any], Tensor]) -> None:
+    """Let a layer unpack its weight by a function of codes and QuantState, in the forward and the backward pass."""
+    changed: Any = layer
+    changed.unpack, changed.unpacked = unpack, MethodType(unpacked, layer)
+    changed.forward = MethodType(_forward, layer)
+
+
+def _forward(self: Any, x: Tensor) -> Tensor:
+    if x.numel() == x.shape[-1]:  # one token: bitsandbytes multiplies by the packed weight, which reads a ninth
+        return type(self).forward(self, x)
+    return product(x, self)
 
 
 def config(dtype: torch.dtype) -> BitsAndBytesConfig:

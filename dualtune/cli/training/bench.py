@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,7 @@ from dualtune import interrupt
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.output.terminal import say
+from dualtune.cli.training import bench_lora
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend
@@ -28,7 +29,18 @@ PHASES = {
 }
 
 
-@click.command("bench")
+class BenchCommand(click.Command):
+    """`dualtune bench CONFIG`, and `dualtune bench lora-backward`, which is a command of its own."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == [bench_lora.command.name]:
+            return bench_lora.command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command("bench", cls=BenchCommand)
 @config_argument
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many steps to measure.")
 @click.option(
@@ -62,6 +74,8 @@ def command(
 
     The run directory is not touched. With model.init=random no weights are needed: only their shapes matter.
     --predict computes the time of a step instead, from the limits of a machine, which need not be here.
+
+    `dualtune bench lora-backward` times the backward pass of one LoRA layer instead; it has a help of its own.
     """
     if machine is not None:
         from dualtune.cli.training.bench_predict import predict_for

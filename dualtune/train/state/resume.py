@@ -56,6 +56,7 @@ RULES: dict[str, Rule] = {
     "guards.early_stopping": "recorded",
     "guards.restore_best": "recorded",
     "run.dir": "free",
+    "run.deterministic": "free",  # the same mathematics, rounded otherwise
     "run.log_every": "free",
     "run.eval_every": "free",
     "run.save_every": "free",

@@ -1,0 +1,1 @@
+"""What of MLX itself is checked and set before it computes: its version, its memory, its precision."""

@@ -1,0 +1,1 @@
+"""What of torch itself is set while an engine computes."""

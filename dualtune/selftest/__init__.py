@@ -1,0 +1,1 @@
+"""The self-test of a device: what only it can show, in one archive to send back."""

@@ -1,0 +1,48 @@
+"""The training steps that are counted. Two layers each: every further layer adds the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dualtune.memory.shapes import KNOWN
+
+SMOLLM, TINYLLAMA, QWEN3 = "HuggingFaceTB/SmolLM2-135M", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "Qwen/Qwen3-8B"
+MIXTURE = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32000,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A model, and micro-batches of `rows` rows with `documents` documents each."""
+
+    model: str | dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
+    quantization: str = "none"
+    rows: int = 1
+    tokens: int = 2048
+    documents: int = 8
+    dropout: float = 0.0
+    checkpointing: bool = False
+    fused: bool = True
+    deterministic: bool = False
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json of the model."""
+        return {**(KNOWN[self.model] if isinstance(self.model, str) else self.model), **self.changes}
+
+
+SHAPES = {
+    "padded": StepShape(SMOLLM, rows=4, tokens=512, documents=1),
+    "dropout": StepShape(SMOLLM, dropout=0.05),
+    "dropout, 3 layers": StepShape(SMOLLM, changes={"num_hidden_layers": 3}, dropout=0.05),
+    "checkpointing": StepShape(SMOLLM, dropout=0.05, checkpointing=True),
+    "nf4": StepShape(TINYLLAMA, quantization="nf4"),
+    "affine4": StepShape(TINYLLAMA, quantization="affine4"),
+    "qwen3": StepShape(QWEN3),
+    "mixture": StepShape(MIXTURE, changes={}),
+    "reference": StepShape(SMOLLM, fused=False, documents=1),
+}

@@ -1,0 +1,291 @@
+"""What each check says of a device that is as it should be, and of one that was broken on purpose."""
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from dualtune.backend import OptimizerState
+from dualtune.card import card_of
+from dualtune.selftest.checks import memory, resume, speed, waits
+from dualtune.selftest.checks.device import multiply
+from dualtune.selftest.checks.finding import judged
+from dualtune.selftest.checks.kernels import SWITCH, KernelCase, compare, kernel_checks
+from dualtune.selftest.checks.listed import checks_for
+from dualtune.selftest.checks.resume import resume_and_compare
+from dualtune.train import run as train_run
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+ALL_PLAIN_CODE = KernelCase("lora", "float32", ("lora", "loss"), dropout=0.1)  # fused without a compiler
+
+
+def test_fused_pieces_pass_and_say_what_was_used(site_of):
+    found = compare(ALL_PLAIN_CODE, site_of("torch"))
+    assert (found.outcome, found.figures["kernels"]) == ("passed", "fused: lora, loss")
+    assert 0 < found.figures["gradient"] < found.tolerance["gradient"]
+
+
+def test_a_wrong_scale_in_a_backward_pass_fails(site_of, monkeypatch):
+    """The engine's own trial runs forward only, so nothing but the gradient can show it."""
+    site = site_of("torch")
+    from dualtune_torch.kernels.lora import _GroupedLoRA
+
+    right = _GroupedLoRA.backward
+
+    def wrong(ctx, *gradients):
+        return right(ctx, *(1.01 * each for each in gradients))
+
+    monkeypatch.setattr(_GroupedLoRA, "backward", staticmethod(wrong))
+    found = compare(ALL_PLAIN_CODE, site)
+    assert found.outcome == "failed" and found.figures["gradient"] > 1e-3 > found.figures["loss"]
+
+
+def test_a_wrong_forward_pass_is_refused_by_the_engine_and_fails(site_of, monkeypatch):
+    site = site_of("torch")
+    from dualtune_torch.kernels import choose
+
+    monkeypatch.setattr(choose, "ROUNDING", dict.fromkeys(choose.ROUNDING, -1.0))
+    found = compare(KernelCase("loss", "float32", ("loss",), kernels="fused"), site)
+    assert found.outcome == "failed" and "loss plain: computes different logits" in found.words
+
+
+def test_a_piece_that_stays_plain_is_skipped_with_its_reason(site_of, monkeypatch):
+    site = site_of("torch")
+    from dualtune_torch.kernels import compiled
+
+    monkeypatch.setattr(compiled, "why_not", lambda device: "no C++ compiler")
+    found = compare(KernelCase("norms", "float32", ("norms",), kernels="fused"), site)
+    assert (found.outcome, found.words) == ("skipped", "nothing is compiled (no C++ compiler)")
+
+
+def test_fused_pieces_pass_on_mlx(site_of):
+    found = compare(ALL_PLAIN_CODE, site_of("mlx"))
+    assert (found.outcome, found.figures["kernels"]) == ("passed", "fused: lora, loss")
+
+
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_each_piece_of_a_card_is_one_of_the_engine(name, site_of):
+    """The list in the card is what the choice of kernels looks at: an unknown piece would be compared with itself."""
+    site = site_of(name)
+    for piece in site.card.pieces:
+        if piece in ("norms", "mlp", "rotary", "compiled step"):
+            continue  # the command compiles them
+        found = compare(KernelCase(piece, "float32", (piece,), kernels="fused"), site)
+        assert found.figures["kernels"] == f"fused: {piece}"
+
+
+def test_sixteen_bits_are_judged_by_what_the_plain_code_rounds(site_of):
+    found = compare(replace(ALL_PLAIN_CODE, dtype="bfloat16"), site_of("torch"))
+    assert found.outcome == "passed"
+    assert found.tolerance["gradient"] == pytest.approx(2 * found.figures["plain gradient"])
+
+
+def test_a_piece_that_is_not_in_use_is_not_compared_with_itself(site_of):
+    found = compare(
+        KernelCase("nf4_dequant", "float32", ("lora", "nf4_dequant"), piece="nf4_dequant"), site_of("torch")
+    )
+    assert (found.outcome, found.words) == ("skipped", "not used here: fused: lora")
+
+
+def test_the_kernels_of_a_gpu_are_asked_for_and_skipped_where_there_is_none(site_of, monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    case = KernelCase("lora_back_g", "float32", ("lora", "lora_back_g"), piece="lora_back_g", is_small=True)
+    found = compare(case, site_of("torch"))
+    assert found.outcome == "skipped" and "got triton, but the device is cpu" in found.words
+    assert SWITCH not in os.environ
+
+
+def test_the_card_names_the_kernels_of_a_gpu():
+    select = pytest.importorskip("dualtune_torch.kernels.gpu.select")
+    assert [*select.KERNELS] == [*card_of("torch").device("cuda").pieces]
+    choose = pytest.importorskip("dualtune_torch.kernels.choose")
+    assert {"lora", "attention", "loss", *choose.BLOCKS} == {*card_of("torch").pieces}
+
+
+def test_every_device_has_its_checks():
+    """Also those of devices that are not here: nothing of them is loaded."""
+    names = {
+        kind: {check.name for check in checks_for(card_of(backend), card_of(backend).device(kind))}
+        for backend, kind in (("torch", "cuda"), ("mlx", "metal"), ("torch", "cpu"))
+    }
+    assert {"kernels/graph", "kernels/norms bfloat16", "kernels/nf4", "recorded/bfloat16"} <= names["cuda"]
+    assert {"kernels/compiled step bfloat16", "kernels/affine4"} <= names["metal"]
+    assert not {"kernels/graph", "kernels/nf4"} & names["metal"]
+    assert {"kernels/lora_back_g", "resume/deterministic"} <= names["cuda"]
+    assert "recorded/bfloat16" not in names["cpu"] and "resume/usual" in names["cpu"]
+    assert not kernel_checks(card_of("numpy"), card_of("numpy").device("cpu"))
+
+
+def test_what_is_not_a_number_is_not_within_a_tolerance():
+    assert [judged({"x": x}, {"x": 1.0}) for x in (1.0, 1.1, float("nan"))] == ["passed", "failed", "failed"]
+
+
+# --- waits -----------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A backend that says where the host waited."""
+
+    def __init__(self, backend, places):
+        self._backend, self._places = backend, places
+
+    @contextmanager
+    def counted_waits(self):
+        found = []
+        yield found
+        found += self._places
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+def test_waits_fail_with_their_places(site_of, monkeypatch):
+    site = site_of("torch")
+    monkeypatch.setattr(type(site), "card", replace(site.card, pieces=("lora",)))  # nothing is compiled
+    none = waits.count("none", replace(site, backend=Waiting(site.backend, [])))
+    some = waits.count("none", replace(site, backend=Waiting(site.backend, ["engine.py:206"] * 3)))
+    assert (none.outcome, some.outcome) == ("passed", "failed")
+    assert some.words == "waits in 3 steps: 3 at engine.py:206" and some.figures == {"waits": 3}
+
+
+def test_waits_are_skipped_where_nobody_counts_them(site_of):
+    assert waits.count("none", site_of("torch")).words.startswith("a CPU computes at once")
+
+
+def test_waits_are_skipped_for_a_backend_that_does_not_say(site_of):
+    found = waits.count("none", site_of("numpy"))
+    assert (found.outcome, "does not say" in found.words) == ("skipped", True)
+
+
+def test_torch_reports_waits_as_warnings_and_the_mode_is_put_back(monkeypatch):
+    """Without a GPU the mode is a stand-in: it remembers what it is set to, and work inside the block warns."""
+    torch = pytest.importorskip("torch")
+    import warnings
+
+    from dualtune_torch.host.waits import MESSAGE, counted_waits
+
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with counted_waits() as places:
+        assert modes[-1] == "warn"
+        warnings.warn(MESSAGE, stacklevel=1)
+        warnings.warn(MESSAGE, stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert modes[-1] == 0
+    assert [place.partition(":")[0] for place in places] == ["test_selftest_checks.py"] * 2
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_that_is_off_fails(site_of, monkeypatch):
+    site = site_of("torch")
+    (shape,) = site.sizes.memory
+    assert memory.measure(shape, site).outcome == "passed"
+    right = memory.estimate
+
+    def half(decoder, ask):
+        found = right(decoder, ask)
+        return replace(found, parts=tuple(replace(part, bytes=part.bytes // 2) for part in found.parts))
+
+    monkeypatch.setattr(memory, "estimate", half)
+    wrong = memory.measure(shape, site)
+    assert wrong.outcome == "failed" and wrong.figures["over"] > 0.5
+
+
+class Counting:
+    """A backend whose allocator counts, as on a GPU."""
+
+    def __init__(self, backend, peak, cached):
+        self._backend, self._peak, self._cached = backend, peak, cached
+
+    def memory(self):
+        return replace(
+            self._backend.memory(), used_bytes=0, peak_bytes=self._peak, total_bytes=1 << 50, cached_bytes=self._cached
+        )
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize(
+    ("peak", "kept", "outcome"), [(1.0, 1.1, "passed"), (1.3, 1.3, "failed"), (1.0, 1.5, "failed")]
+)
+def test_an_allocator_is_judged_by_its_peak_and_by_what_it_keeps(site_of, monkeypatch, peak, kept, outcome):
+    site = site_of("torch")
+    (shape,) = site.sizes.memory
+    site = replace(site, device=replace(site.device, kind="cuda"))
+    expected = memory._estimated(shape, site)
+    arrays, reserve = memory._arrays(expected), expected[memory.RESERVE]
+    backend = Counting(site.backend, int(peak * arrays + (reserve if peak > 1 else 0)), int(kept * arrays + reserve))
+    assert memory.measure(shape, replace(site, backend=backend)).outcome == outcome
+
+
+def test_what_does_not_fit_is_skipped(site_of):
+    site = site_of("torch")
+    (shape,) = site.sizes.memory
+    device = replace(site.backend.devices()[0], total_bytes=1 << 20)
+    small = Counting(site.backend, 0, 0)
+    small.devices = lambda: [device]
+    found = memory.measure(shape, replace(site, backend=small))
+    assert found.outcome == "skipped" and "the device has 1.0 MiB" in found.words
+
+
+# --- device and speed ------------------------------------------------------------------------------------------------
+
+
+def test_device_and_speed_are_measured(site_of, monkeypatch):
+    site = site_of("torch")
+    found = multiply(site)
+    assert found.outcome == "passed" and found.figures["flops_per_s"]["float32"] > 0
+    found = speed.measure(site)
+    assert found.outcome == "passed" and found.figures["tokens_per_s"] > 0
+    assert found.figures["predicted_tokens_per_s"] is None and found.words.endswith("no prediction")
+    monkeypatch.setattr(speed, "predicted_tokens_per_s", lambda site, shape: 10**9)
+    monkeypatch.setattr(speed, "train_on", lambda *given: 1.0)
+    assert speed.measure(site).words.endswith("of the predicted 1,000,000,000")
+    monkeypatch.setattr(speed, "train_on", lambda *given: float("nan"))
+    assert speed.measure(site).outcome == "failed"
+
+
+# --- resume ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_bitwise(site_of):
+    found = resume_and_compare(False, site_of("numpy"))
+    assert found.outcome == "passed" and found.figures["bitwise"] and found.figures["straight_runs_bitwise"]
+
+
+def _without_moments(right, engine, saved):
+    empty = {slot: {n: np.zeros_like(x) for n, x in each.items()} for slot, each in saved.optimizer.slots.items()}
+    right(engine, replace(saved, optimizer=OptimizerState(saved.optimizer.step, empty)))
+
+
+def test_a_changed_optimizer_state_fails(site_of, monkeypatch):
+    site = site_of("numpy")
+    monkeypatch.setattr(train_run, "restore", partial(_without_moments, train_run.restore))
+    found = resume_and_compare(False, site)
+    assert found.outcome == "failed" and not found.figures["bitwise"]
+    assert "two straight runs agree to the bit" in found.words
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("cpu", "failed"), ("cuda", "passed")])
+def test_noise_is_allowed_on_a_gpu_alone_and_said(site_of, monkeypatch, kind, outcome):
+    site = site_of("numpy")
+    site = replace(site, device=replace(site.device, kind=kind, auto_dtype="bfloat16"))
+    noise = np.random.default_rng(0)
+    right = resume.short_run
+
+    def noisy(*args, **kwargs):
+        found = right(*args, **kwargs)
+        return replace(found, losses=[loss + noise.normal(0, 1e-4) for loss in found.losses])
+
+    monkeypatch.setattr(resume, "short_run", noisy)
+    found = resume_and_compare(False, site)
+    assert found.outcome == outcome
+    assert "not bitwise" in found.words and "two straight runs differ as well" in found.words
