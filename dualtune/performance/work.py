@@ -71,7 +71,8 @@ def pieces_of(decoder: Decoder, ask: Ask, costs: StepCosts, documents: StepDocum
         *_base_products(step), *_lora_products(step), *_attention(step, counts), *_unpacking(step, counts),
         *_head(step), _update(step), *_by_card(step, counts),
     ]  # fmt: skip
-    return [*pieces, *_recomputed(step, pieces), *_transfers(step)]
+    pieces += [*_recomputed(step, pieces), *_transfers(step)]
+    return _recorded(pieces, step.micro_batches) if ask.kernels == "graph" else pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +317,12 @@ def _recomputed(step: _Step, pieces: list[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         if share and not piece.is_backward and piece.part in again:
             yield piece.times(share, RECOMPUTATION)
+
+
+def _recorded(pieces: list[Piece], micro_batches: int) -> list[Piece]:
+    """Let the host launch each micro-step as one: model.kernels: graph replays all of it but the optimizer."""
+    replayed = [piece if piece.part == OPTIMIZER else replace(piece, launches=0.0) for piece in pieces]
+    return [*replayed, Piece(REST, False, launches=micro_batches)]
 
 
 def _transfers(step: _Step) -> Iterator[Piece]:

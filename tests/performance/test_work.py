@@ -27,7 +27,7 @@ from dualtune_torch.kernels import choose, compiled  # noqa: E402
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 160,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 192,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256,
     "max_position_embeddings": 4096, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -41,7 +41,7 @@ NO_LAUNCH = {
 }  # fmt: skip
 
 
-class LaunchCounter(TorchDispatchMode):
+class OperatorCounter(TorchDispatchMode):
     """Counts operators, and their operations by torch's own formulas.
 
     What `maybe_compile` gets counts as one call forward and one backward, as compiled code.
@@ -96,7 +96,7 @@ def step_of(open_backend, tmp_path, monkeypatch):
     """(a step of the real engine on documents of these lengths, its launch counter, the predicted pieces)."""
 
     def build(lengths, *, dropout=0.05, quantization="none", **changes):
-        counter, config = LaunchCounter(), CONFIG | changes
+        counter, config = OperatorCounter(), CONFIG | changes
         monkeypatch.setattr(compiled, "compile_function", counter.as_one)
         monkeypatch.setattr(compiled, "why_not", lambda device: None)
         monkeypatch.setattr(choose, "WORTH_COMPILING", 0)
@@ -153,7 +153,7 @@ def test_attention_multiplies_blocks_and_flash_attention_only_what_is_seen():
 
 def test_the_bytes_of_the_base_products_are_their_operands_and_results():
     tokens, layers = 208, 3
-    widths = [(64, 64), (32, 64), (32, 64), (64, 64), (160, 64), (160, 64), (64, 160)]
+    widths = [(64, 64), (32, 64), (32, 64), (64, 64), (192, 64), (192, 64), (64, 192)]
     each = [4 * (tokens * (out + in_) + out * in_) for out, in_ in widths]
     below_lowest = sum(each[:3])  # q, k, v of the first layer: no gradient of their input
     found = sum(piece.bytes for piece in pieces([100, 108]) if piece.part == BASE)

@@ -14,7 +14,7 @@ EXPONENTIAL, HASH = 20, 12  # elementwise operations
 
 LAUNCHES: PassCosts = {
     "base products": {"linear": (1, 1)},
-    "LoRA products": {"group": (1, 2), "adapted": (2, 4)},
+    "LoRA products": {"group": (2, 3), "adapted": (1, 2)},
     "dropout": {"group": (1, 1)},
     "norms and residuals": {"layer": (4, 4)},
     "rotary": {"layer": (2, 2)},
