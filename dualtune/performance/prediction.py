@@ -106,6 +106,7 @@ def predict(decoder: Decoder, ask: Ask, documents: StepDocuments, limits: Machin
     pieces = pieces_of(decoder, ask, costs, documents)
     parts = [_part(name, [piece for piece in pieces if piece.part == name], ask.dtype, limits) for name in PARTS]
     launches, waits = sum(piece.launches for piece in pieces), costs.waits * len(documents.rows)
+    peak_flops = limits.product_flops[ask.dtype]
     device_s = sum(_seconds(piece, ask.dtype, limits)[0] for piece in pieces)
     host_s = launches * limits.launch_s
     transfer_s = sum(_moved_s(piece, limits) for piece in pieces)
@@ -113,7 +114,7 @@ def predict(decoder: Decoder, ask: Ask, documents: StepDocuments, limits: Machin
         device_s += host_s
     return StepTime(
         tuple(part for part in parts if part is not None), documents.tokens, documents.source, device_s, host_s,
-        transfer_s, waits, waits * limits.wait_s, _model_flops(decoder, ask, documents), limits.product_flops[ask.dtype],
+        transfer_s, waits, waits * limits.wait_s, _model_flops(decoder, ask, documents), peak_flops,
     )  # fmt: skip
 
 

@@ -182,8 +182,8 @@ def computed_blocks(step: _Step) -> int:
 def _blocks(step: _Step) -> list[tuple[int, int]]:
     """(queries, keys) of each block of equal size: the keys after a block are skipped."""
     documents, at_most = step.documents, step.costs.attention_block
-    rows = [[width] * len(group) for width, group in zip(documents.widths, documents.rows, strict=True)]
-    lengths = sum(rows, []) if step.costs.attention == "rows" else documents.lengths.tolist()
+    rows = [width for width, group in zip(documents.widths, documents.rows, strict=True) for _ in group]
+    lengths = rows if step.costs.attention == "rows" else documents.lengths.tolist()
     sizes = [(length, -(-length // -(-length // at_most))) for length in lengths]
     return [
         (min(size, length - start), min(start + size, length))

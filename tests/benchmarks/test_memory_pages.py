@@ -1,6 +1,7 @@
 """The tables of the memory pages are what their scripts compute today. To update a page, run its script."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_the_figures_beside_the_documents_are_ours(script):
     found = module.figures()
     page = (DOCS / "VALIDATION_RESULTS.md").read_text(encoding="utf-8")
     assert script("page_tables").filled(page, module.tables(found)) == page
+
+
+def test_predicted_times_are_what_the_formulas_say_today(script):
+    module = script("predict")
+    found = json.loads((ROOT / "benchmarks" / "results" / "predict.json").read_text(encoding="utf-8"))
+    page = (DOCS / "bench.md").read_text(encoding="utf-8")
+    tables = {"validated": module.validated(found), "machines": module.machines()}
+    assert script("page_tables").filled(page, tables) == page
+    assert len(found["cases"]) >= 5 and all(abs(case["ratio"] - 1) <= 0.2 for case in found["cases"].values())
 
 
 def test_gpt2_has_the_published_number_of_parameters(script):

@@ -10,12 +10,17 @@ import pytest
 
 from dualtune.backend import OptimizerState
 from dualtune.card import card_of
-from dualtune.selftest.checks import memory, resume, speed, waits
+from dualtune.memory.estimate import estimate
+from dualtune.memory.shapes import decoder_of
+from dualtune.platform.machines import named
+from dualtune.selftest.checks import memory, prediction, resume, speed, waits
 from dualtune.selftest.checks.device import multiply
+from dualtune.selftest.checks.engines import ask_for
 from dualtune.selftest.checks.finding import judged
 from dualtune.selftest.checks.kernels import SWITCH, KernelCase, compare, kernel_checks
 from dualtune.selftest.checks.listed import checks_for
 from dualtune.selftest.checks.resume import resume_and_compare
+from dualtune.selftest.checks.sizes import SIZES
 from dualtune.train import run as train_run
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ def test_an_allocator_is_judged_by_its_peak_and_by_what_it_keeps(site_of, monkey
     site = site_of("torch")
     (shape,) = site.sizes.memory
     site = replace(site, device=replace(site.device, kind="cuda"))
-    expected = memory._estimated(shape, site)
+    expected = estimate(decoder_of(dict(shape.config)), ask_for(site, shape))
     arrays, reserve = memory._arrays(expected), expected[memory.RESERVE]
     backend = Counting(site.backend, int(peak * arrays + (reserve if peak > 1 else 0)), int(kept * arrays + reserve))
     assert memory.measure(shape, replace(site, backend=backend)).outcome == outcome
@@ -251,6 +256,16 @@ def test_device_and_speed_are_measured(site_of, monkeypatch):
     assert speed.measure(site).words.endswith("of the predicted 1,000,000,000")
     monkeypatch.setattr(speed, "train_on", lambda *given: float("nan"))
     assert speed.measure(site).outcome == "failed"
+
+
+def test_the_speed_of_a_gpu_is_predicted_if_its_limits_are_known(site_of, monkeypatch):
+    site = site_of("torch")
+    shape, site = SIZES["cuda"].speed, replace(site, device=replace(site.device, kind="cuda", auto_dtype="bfloat16"))
+    monkeypatch.setattr(prediction, "detect", lambda: named("h100-80"))
+    most = 989e12 / (4 * 1.03e9)  # TinyLlama's products alone
+    assert 0.2 * most < prediction.predicted_tokens_per_s(site, shape) < 0.8 * most
+    monkeypatch.setattr(prediction, "detect", lambda: named("rtx-4000-ada-20"))
+    assert prediction.predicted_tokens_per_s(site, shape) is None
 
 
 # --- resume ----------------------------------------------------------------------------------------------------------

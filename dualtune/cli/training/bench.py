@@ -130,7 +130,7 @@ def _beside(settings: Config, platform: str, result: BenchResult) -> str:
     except DualtuneError as error:
         return f"predicted   nothing: {error}"
     ratio = found.tokens_per_s / result.tokens_per_s
-    return f"predicted   {found.tokens_per_s:,.0f} tokens/s for this machine, computed; a token took {ratio:.2f} times as long"
+    return f"predicted   {found.tokens_per_s:,.0f} tokens/s here, computed; a token took {ratio:.2f} times as long"
 
 
 def _lines(result: BenchResult) -> Iterator[str]:

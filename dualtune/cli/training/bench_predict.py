@@ -72,14 +72,18 @@ def _lines(settings: Config, name: str, memory: MemoryNeed, found: StepTime, lim
     ]  # fmt: skip
     yield in_columns([header, *rows])
     peak, has = in_bytes(memory.estimate.total_bytes), in_bytes(memory.budget.bytes)
-    overlap = (
-        f"device {1e3 * found.device_s:.2f}, host {1e3 * found.host_s:.2f}, transfers {1e3 * found.transfer_s:.2f}"
-    )
+    times = f"device {_ms(found.device_s)}, host {_ms(found.host_s)}, transfers {_ms(found.transfer_s)}"
+    waits = f"{found.waits} waits, {_ms(found.waits_s)}"
+    share = f"{found.utilisation:.1%} of {found.peak_flops / 1e12:.4g} TFLOP/s (MFU)"
     yield ""
     yield in_columns([
-        ("step", f"{found.step_s:.4g} s, bound by {found.bound}: {overlap} ms; {found.waits} waits, {1e3 * found.waits_s:.2f} ms"),
-        ("speed", f"{found.tokens_per_s:,.0f} tokens/s, {found.utilisation:.1%} of {found.peak_flops / 1e12:.4g} TFLOP/s (MFU)"),
+        ("step", f"{found.step_s:.4g} s, bound by {found.bound}: {times}; {waits}"),
+        ("speed", f"{found.tokens_per_s:,.0f} tokens/s, {share}"),
         ("memory", f"{peak} at the peak, has {has}" + ("" if memory.plan.fits else ": it does not fit")),
         ("step of", f"{found.tokens:,} tokens; lengths: {found.documents}"),
         ("limits", f"{limits.source}; the shares that are reached are assumptions of dualtune/platform/rates.py"),
     ])  # fmt: skip
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

@@ -12,6 +12,7 @@ import numpy as np
 
 from dualtune.adapter.spec import AdapterSpec, Tensors
 from dualtune.backend import Batch, Engine, LoadRequest
+from dualtune.memory.ask import Ask
 from dualtune.optimizer import OptimizerSpec
 from dualtune.selftest.checks.finding import Site
 from dualtune.selftest.checks.sizes import TrainedShape
@@ -77,6 +78,14 @@ def step_of(site: Site, request: LoadRequest, batches: Sequence[Batch]) -> tuple
 def distance(a: Tensors, b: Tensors) -> float:
     """Return the norm of the difference, as a share of the norm of `b`."""
     return norm_of({name: a[name].astype(np.float64) - b[name] for name in b}) / norm_of(b)
+
+
+def ask_for(site: Site, shape: TrainedShape) -> Ask:
+    """Return the training setup of `loaded_shape`, for an estimate or a prediction."""
+    return Ask(
+        site.backend.name, site.device.kind, shape.quantization, site.device.auto_dtype, RANK, "all-linear",
+        micro_batch_tokens=max(map(sum, shape.lengths)), max_length=max(map(max, shape.lengths)),
+    )  # fmt: skip
 
 
 def loaded_shape(site: Site, shape: TrainedShape, *, dropout: float = 0.05) -> tuple[Engine, list[Batch]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from dualtune.backend import Batch, Engine
-from dualtune.memory.ask import Ask, Estimate
+from dualtune.memory.ask import Estimate
 from dualtune.memory.estimate import estimate
 from dualtune.memory.shapes import decoder_of
-from dualtune.selftest.checks.engines import RANK, loaded_shape, train_on
+from dualtune.selftest.checks.engines import ask_for, loaded_shape, train_on
 from dualtune.selftest.checks.finding import CheckFinding, DeviceCheck, Site, judged
 from dualtune.selftest.checks.sizes import Sizes, TrainedShape
 from dualtune.text.show import in_bytes
@@ -38,7 +38,7 @@ def _described(shape: TrainedShape) -> str:
 
 def measure(shape: TrainedShape, site: Site) -> CheckFinding:
     """Train on the micro-batches of a shape and compare the peak with the estimate."""
-    expected = _estimated(shape, site)
+    expected = estimate(decoder_of(dict(shape.config)), ask_for(site, shape))
     total = site.backend.devices()[0].total_bytes
     if expected.total_bytes > SHARE_OF_DEVICE * total:
         needs, has = in_bytes(expected.total_bytes), in_bytes(total)
@@ -65,15 +65,6 @@ def _off(peak: int, arrays: int, reserve: int = 0) -> dict[str, float]:
     """Return the bytes, and by which share the peak is above and below the estimate."""
     off = {"over": (peak - reserve) / arrays - 1, "under": 1 - peak / arrays}
     return {"estimated": arrays, "reserve": reserve, "peak": peak, **off}
-
-
-def _estimated(shape: TrainedShape, site: Site) -> Estimate:
-    longest = max(map(max, shape.lengths))
-    asked = Ask(
-        site.backend.name, site.device.kind, shape.quantization, site.device.auto_dtype, RANK, "all-linear",
-        micro_batch_tokens=max(map(sum, shape.lengths)), max_length=longest,
-    )  # fmt: skip
-    return estimate(decoder_of(dict(shape.config)), asked)
 
 
 def _arrays(expected: Estimate) -> int:
