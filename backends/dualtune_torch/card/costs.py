@@ -37,12 +37,13 @@ NUMBERS: PassCosts = {
     "rotary": {"heads": (2, 2), "kv": (2, 2)},
     "activation": {"inner": (3, 3 + 5)},  # computed again in the backward pass
     "dropout": {"inputs": (2, 3), "inner inputs": (0, 2)},
-    "head and loss": {"logits": (5, 0)},  # written, read twice and replaced by their gradient, which is read
 }
-ATTENTION_NUMBERS: dict[str, PassCosts] = {
+NUMBERS_OF: dict[str, PassCosts] = {
     # Forward: keys and values repeated, the output copied. Backward: zeros, sums; scores, probabilities, gradients.
-    "cpu": {"attention": {"heads": (10, 9), "kv": (2, 8), "scores": (0, 11)}},
-    "cuda": {"attention": {"heads": (2, 8), "kv": (2, 6)}},
+    # Logits: written; read for maximum, sum and gradient, which is written, copied over them and read.
+    "cpu": {"attention": {"heads": (10, 9), "kv": (2, 8), "scores": (0, 11)}, "head and loss": {"logits": (8, 0)}},
+    # Logits: written, read twice and replaced by their gradient, which is read.
+    "cuda": {"attention": {"heads": (2, 8), "kv": (2, 6)}, "head and loss": {"logits": (5, 0)}},
 }
 OPERATIONS: PassCosts = {
     "activation": {"inner": (EXPONENTIAL, 3 * EXPONENTIAL)},  # again, and its gradient
@@ -62,7 +63,7 @@ UNPACKING: dict[str, dict[str, tuple[float, float, float]]] = {
 def _costs(kind: str) -> StepCosts:
     return StepCosts(
         launches={**LAUNCHES, **ATTENTION_LAUNCHES[kind]},
-        numbers={**NUMBERS, **ATTENTION_NUMBERS[kind]},
+        numbers={**NUMBERS, **NUMBERS_OF[kind]},
         operations=OPERATIONS,
         loss_rows=lambda vocab: LOSS_ROWS[kind],
         attention="flash" if kind == "cuda" else "documents",

@@ -252,13 +252,17 @@ def _is_compiled(decoder: Decoder, ask: Ask) -> bool:
 
 
 def loss(decoder: Decoder, ask: Ask) -> MemoryPart:
-    """A chunk of logits, and its gradient. Plain: the logits of all tokens, in float32, and their gradient."""
+    """A chunk of logits, and its gradient. Plain: the logits of all tokens, in float32, and their gradient.
+
+    Compiled code for a GPU writes the gradient over the logits.
+    """
     c, T, V = ask.item_bytes, ask.cells, decoder.vocab
     if has_plain_loss(decoder, ask):
         return MemoryPart("loss", 8 * T * V, f"{T:,} tokens × {V:,} logits × 2 × 4 B")
     rows = min(LOSS_ROWS[ask.device], T)
     # The plain code has two temporaries in float32, and a copy from which they are computed.
-    each = 2 * c if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
+    compiled = c if ask.device == "cuda" else 2 * c
+    each = compiled if _is_compiled(decoder, ask) else c + (12 if c < MASTER_BYTES else 8)
     unpacked = c * V * decoder.hidden if ask.quantization in AFFINE_BITS else 0
     head = MASTER_BYTES * V * decoder.hidden if ask.trains_model else 0
     chunk = rows * V * each

@@ -69,6 +69,20 @@ def loss_and_gradient(
     return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
 
 
+def loss_and_gradient_in_place(
+    logits_RV: Tensor, labels_R: Tensor, cap: float | None, weights_R: Tensor | None = None
+) -> Tensor:
+    """`loss_and_gradient` for a GPU: comparing all elements costs nothing there, and the last kernel writes over the
+    logits. After a scatter the compiler would copy them."""
+    x_RV = capped(logits_RV.float(), cap)
+    lse_R1 = x_RV.logsumexp(-1, keepdim=True)
+    losses_R1 = lse_R1 - x_RV.gather(-1, labels_R[:, None])
+    is_label_RV = torch.arange(x_RV.shape[-1], device=x_RV.device) == labels_R[:, None]
+    grad_RV = (x_RV - lse_R1).exp() - is_label_RV.float()
+    logits_RV.copy_(grad_RV if cap is None else grad_RV * (1 - (x_RV / cap).square()))
+    return (losses_R1 if weights_R is None else losses_R1 * weights_R[:, None]).sum()
+
+
 def target_logprobs(
     hidden_MD: Tensor,
     head_VD: Tensor,
@@ -135,6 +149,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), device=hidden_MD.device)
         grad_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         grad_VD = None if total_VD is None or grad_MD is None else torch.zeros_like(total_VD)
+        compute = loss_and_gradient_in_place if hidden_MD.is_cuda else loss_and_gradient
         for rows in _chunks(hidden_MD):
             labels_R = labels_M[rows]
             R, weights = len(labels_R), () if weights_M is None else (weights_M[rows],)
@@ -142,7 +157,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if grad_MD is None:
                 loss += maybe_compile(loss_of_logits)(logits_PV[:R], labels_R, cap, *weights)
             else:
-                loss += maybe_compile(loss_and_gradient)(logits_PV[:R], labels_R, cap, *weights)
+                loss += maybe_compile(compute)(logits_PV[:R], labels_R, cap, *weights)
                 grad_MD[rows] = (logits_PV @ head_VD)[:R]
                 if grad_VD is not None:
                     _add_outer(grad_VD, logits_PV[:R], hidden_MD[rows], *weights)

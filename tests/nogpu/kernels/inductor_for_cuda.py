@@ -1,6 +1,7 @@
 """A program: Inductor's code for an H100 of the functions that dualtune compiles, made without a GPU and without CUDA.
 
-It prints a JSON table for `test_inductor.py`: function -> pass -> names of the kernels.
+It prints a JSON table for `test_inductor.py`: function -> pass -> names of the kernels, and the number of new matrices
+with as many rows as there are tokens.
 
 Each function is traced on the CPU, forward and backward. Before Inductor chooses its loops, every tensor of the graph
 is said to be on a GPU, and Inductor and Triton are told what the GPU is. The code is read and thrown away, and nothing
@@ -34,8 +35,9 @@ H100 = {  # what Inductor asks of a GPU; NVIDIA H100 data sheet and CUDA C++ pro
 }  # fmt: skip
 GPU = torch.device("cuda", 0)
 KERNEL = re.compile(r"async_compile\.triton\('triton_([a-z]+)_fused")
+MATRIX = re.compile(r"empty_strided_cuda\(\(s\d+, (?!1\b)")
 
-found: dict[str, dict[str, list[str]]] = {}
+found: dict[str, dict[str, list[str | int]]] = {}
 now = ""  # the function that is being compiled
 
 
@@ -75,7 +77,8 @@ def pretend():
 
 
 def keep_code(graph, code):
-    found[now]["backward" if graph.is_backward else "forward"] = KERNEL.findall(code.value)
+    kernels, matrices = KERNEL.findall(code.value), len(MATRIX.findall(code.value))
+    found[now]["backward" if graph.is_backward else "forward"] = [*kernels, matrices]
     raise WrittenCode
 
 
@@ -118,8 +121,8 @@ def main():
         "gated": (blocks.gated, torch.nn.SiLU(), new(70, 256, needs_grad=True), new(70, 256, needs_grad=True)),
         "rotated": (blocks.rotated, new(70, 4, 64), new(70, 64), new(70, 64)),
         "add_after_dropout": (lora.add_after_dropout, new(70, 256), new(70, 256), *mask),
-        "loss_and_gradient": (
-            cross_entropy.loss_and_gradient, new(70, 512), torch.zeros(70, dtype=torch.int64), None
+        "loss_and_gradient_in_place": (
+            cross_entropy.loss_and_gradient_in_place, new(70, 512), torch.zeros(70, dtype=torch.int64), None
         ),
     }  # fmt: skip
     for now, (function, *arguments) in pieces.items():

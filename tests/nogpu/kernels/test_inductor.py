@@ -13,13 +13,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dualtune[dev]' on Linux")
 
-# Kinds of Inductor's kernels: poi one value at a time, per a row at a time, red in several passes over a row.
+# Kinds of Inductor's kernels: poi one value at a time, per a row at a time, red in several passes over a row. Last, how
+# many matrices are made: the results, and none for the loss, whose gradient is written over the logits.
 KERNELS = {
-    "norm": {"forward": ["per"], "backward": ["per"]},
-    "gated": {"forward": ["poi"], "backward": ["poi"]},
-    "rotated": {"forward": ["poi"]},
-    "add_after_dropout": {"forward": ["poi"]},
-    "loss_and_gradient": {"forward": ["red", "red", "poi"]},  # the last copies the gradient over the logits
+    "norm": {"forward": ["per", 1], "backward": ["per", 1]},
+    "gated": {"forward": ["poi", 1], "backward": ["poi", 2]},
+    "rotated": {"forward": ["poi", 1]},
+    "add_after_dropout": {"forward": ["poi", 1]},
+    "loss_and_gradient_in_place": {"forward": ["red", "red", "poi", 0]},
 }
 
 
