@@ -40,7 +40,7 @@ DATACENTRE, CONSUMER = 0.8, 0.9
 # repository's figures); it uses no instruction that is newer than the A100's.
 FLASH_NEW, FLASH = 0.32, 0.6
 STREAMED = 0.88  # of memory's bandwidth: an H200 copies with 4.3 of 4.8 TB/s
-# Assumed: Python, autograd, the checks of compiled code and the driver. benchmarks/predict.py measured 53 µs on
+# Assumed: Python, autograd, the checks of compiled code and the driver. benchmarks/predict.py measured 70 µs on
 # a shared server core, on which a plain operator alone takes 5; a core of its own is two to three times as fast.
 LAUNCH_S = 20e-6
 WAIT_S = 30e-6  # assumed: a synchronization, and the launches until the device is busy again
@@ -89,9 +89,9 @@ _APPLE: dict[str, tuple[float, float, float]] = {  # short name without memory -
 
 # A CPU is measured when it is asked for. What that takes too long to measure keeps the proportions of the machine of
 # benchmarks/results/predict.json, one thread of an x86 processor with AVX2.
-CPU_SIDE_SHARES: Mapping[int, float] = {16: 0.49, 48: 0.77, 64: 0.84, 128: 0.92, 256: 0.98, 576: 1.0}
-CPU_ELEMENTWISE = 0.16  # of the rate of products in float32
-CPU_LAUNCH_S = 53e-6
+CPU_SIDE_SHARES: Mapping[int, float] = {16: 0.46, 48: 0.76, 64: 0.82, 128: 0.90, 256: 0.97, 576: 1.0}
+CPU_ELEMENTWISE = 0.17  # of the rate of products in float32
+CPU_LAUNCH_S = 70e-6
 
 
 def _of_card(name: str) -> MachineLimits:

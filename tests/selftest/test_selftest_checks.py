@@ -51,9 +51,9 @@ def test_a_wrong_scale_in_a_backward_pass_fails(site_of, monkeypatch):
 
 def test_a_wrong_forward_pass_is_refused_by_the_engine_and_fails(site_of, monkeypatch):
     site = site_of("torch")
-    from dualtune_torch.kernels import choose
+    from dualtune_torch.kernels import trial
 
-    monkeypatch.setattr(choose, "ROUNDING", dict.fromkeys(choose.ROUNDING, -1.0))
+    monkeypatch.setattr(trial, "ROUNDING", dict.fromkeys(trial.ROUNDING, -1.0))
     found = compare(KernelCase("loss", "float32", ("loss",), kernels="fused"), site)
     assert found.outcome == "failed" and "loss plain: computes different logits" in found.words
 

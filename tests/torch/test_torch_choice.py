@@ -134,6 +134,17 @@ def test_a_piece_that_computes_something_else_is_found_out(load, monkeypatch):
     assert_same(engine, load("Llama", "reference"))
 
 
+def test_a_piece_whose_backward_pass_is_wrong_is_found_out(load, monkeypatch):
+    right = attention.DocumentAttention.backward
+    monkeypatch.setattr(attention.DocumentAttention, "backward", lambda *args: [
+        each * 1.1 if isinstance(each, torch.Tensor) else each for each in right(*args)
+    ])  # fmt: skip
+    engine = load("Llama")
+    assert used(engine) == ALL - {"attention"}
+    assert "attention plain: computes different gradients (by" in engine.description.kernels
+    assert_same(engine, load("Llama", "reference"))
+
+
 def test_a_block_that_computes_something_else_is_taken_out_again(load, monkeypatch):
     from dualtune_torch.kernels import blocks
 

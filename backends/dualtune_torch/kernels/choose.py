@@ -1,7 +1,4 @@
-"""Choose the fast kernels for a model. Each is tested on the model itself, against the model's own code, before use.
-
-Legend: B rows, T tokens, D hidden size, V vocabulary.
-"""
+"""Choose the fast kernels for a model. Each is tested on the model itself, against the model's own code, before use."""
 
 from __future__ import annotations
 
@@ -10,27 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from dualtune.errors import ConfigError
 from dualtune_torch.card import CARD
 from dualtune_torch.card.sizes import WORTH_COMPILING
-from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
-from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
+from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.kernels.gpu import select
+from dualtune_torch.kernels.trial import TrialResults, compare, document_borders, own_results, packed
 from dualtune_torch.sharding import class_of
 from dualtune_torch.weights.affine import AffineLinear
-from dualtune_torch.weights.frozen import FrozenLinear, compute_dtype, num_parameters
+from dualtune_torch.weights.frozen import FrozenLinear, num_parameters
 
-# How much a fast kernel may change a logit, relative to the largest one. Rounding changes logits by a tenth of that, a
-# wrong computation by far more.
-ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-LENGTHS = (5, 3, 6)  # tokens of the documents of the test, all in one row
-HIGHEST_TOKEN = 100
 TRIAL_ERRORS = (
     NotCovered,
     TypeError,
@@ -87,7 +77,7 @@ def choose(
         chosen.plain.append(f"nothing is compiled ({reason})")
     else:
         chosen.maybe_compile = compiled.compile_function
-    expected = _separate(model)
+    expected = own_results(model)
     if "lora" in wanted and not any(parameter.requires_grad for parameter in model.get_input_embeddings().parameters()):
         chosen.groups = True
         chosen.used.append("lora")
@@ -110,7 +100,7 @@ def choose(
 
 def trial_run(model: PreTrainedModel, chosen: Kernels) -> None:
     """Run the model once on the test documents by the chosen kernels, with gradients."""
-    _packed(model.base_model, _documents(model, chosen.maybe_compile) if chosen.attention else None)
+    packed(model.base_model, _documents(model, chosen))
 
 
 @contextmanager
@@ -126,14 +116,14 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
         model.set_attn_implementation(attention.NAME)
 
 
-def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
-    chosen.own_attention, where = model.config._attn_implementation, _documents(model, chosen.maybe_compile)
-    chosen.attention = True
+def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:
+    chosen.own_attention, chosen.attention = model.config._attn_implementation, True
+    where = document_borders(model, chosen.maybe_compile)
     try:
         if not model._supports_attention_backend:
             raise NotCovered("does not use transformers' attention interface")
         model.set_attn_implementation(attention.NAME)
-        _compare(model, _packed(model, where), expected)
+        compare(model, lambda: packed(model, where), expected)
         if not where.windows:
             raise NotCovered("did not call transformers' attention interface")
         if _has_window(model) and where.windows == {None}:
@@ -147,16 +137,16 @@ def _try_attention(model: PreTrainedModel, chosen: Kernels, expected: Tensor) ->
         chosen.used.append("attention")
 
 
-def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None:
+def _try_head(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -> None:
     head = model.get_output_embeddings()
     try:
         if head is None or class_of(head) not in (nn.Linear, AffineLinear) or model.base_model is model:
             raise NotCovered("the output head is adapted, or not a plain linear layer")
         if head.bias is not None and head.bias.requires_grad:
             raise NotCovered("the bias of the output head is trained")
-        hidden_BTD = _packed(model.base_model, _documents(model, chosen.maybe_compile) if chosen.attention else None)
+        where = _documents(model, chosen)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        _compare(model, attention.capped(head(hidden_BTD), cap), expected)
+        compare(model, lambda: attention.capped(head(packed(model.base_model, where)), cap), expected)
     except TRIAL_ERRORS as error:
         _check_memory(error)
         chosen.plain.append(f"loss plain: {_first_line(error)}")
@@ -166,13 +156,18 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: Tensor) -> None
 
 
 def _try_block(
-    model: PreTrainedModel, chosen: Kernels, expected: Tensor, name: str, install: Callable[[nn.Module, Any], bool]
+    model: PreTrainedModel,
+    chosen: Kernels,
+    expected: TrialResults,
+    name: str,
+    install: Callable[[nn.Module, Any], bool],
 ) -> None:
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     try:
         if not install(model, chosen.maybe_compile):
             raise NotCovered("of unknown form")
-        _compare(model, _packed(model, _documents(model, chosen.maybe_compile) if chosen.attention else None), expected)
+        where = _documents(model, chosen)
+        compare(model, lambda: packed(model, where), expected)
     except TRIAL_ERRORS as error:
         _check_memory(error)
         for module, forward in before.items():
@@ -192,42 +187,8 @@ def _add_triton(model: PreTrainedModel, chosen: Kernels, pieces: Collection[str]
     chosen.remarks += [found.remark] if found.remark else []
 
 
-# --- the trial --------------------------------------------------------------------------------------------------------
-
-
-def _separate(model: PreTrainedModel) -> Tensor:
-    """Return the logits of each test document in a separate row, by the model's own code: [1, T, V]."""
-    parts = _tokens(model).split(LENGTHS, dim=1)
-    with torch.no_grad():
-        return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
-
-
-def _packed(model: nn.Module, where: DocumentBorders | None) -> Tensor:
-    """Return logits, or the last hidden state of a model without a head, of all test documents in one row.
-
-    Gradients are on, so that this compiles the code that training runs.
-    """
-    options = {} if where is None else {"documents": where}
-    positions_1T = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(_tokens(model).device)
-    output = model(_tokens(model), position_ids=positions_1T, use_cache=False, **options)
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state
-
-
-def _compare(model: PreTrainedModel, logits: Tensor, expected: Tensor) -> None:
-    gap = float((logits.detach().float() - expected.float()).abs().max() / expected.float().abs().max())
-    if not gap <= ROUNDING[compute_dtype(model)]:  # also true for NaN
-        raise NotCovered(f"computes different logits (by {gap:.1e} of the largest)")
-
-
-def _tokens(model: nn.Module) -> Tensor:
-    device = next(model.parameters()).device
-    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.vocab_size)[None]  # type: ignore[union-attr]
-
-
-def _documents(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
-    segments_1T = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS)[None]
-    (cu_seqlens,) = to_device([borders_in(segments_1T)], model.device)
-    return DocumentBorders.of(segments_1T, cu_seqlens, maybe_compile)
+def _documents(model: PreTrainedModel, chosen: Kernels) -> DocumentBorders | None:
+    return document_borders(model, chosen.maybe_compile) if chosen.attention else None
 
 
 def _has_window(model: PreTrainedModel) -> bool:

@@ -64,7 +64,8 @@ def accept_trials() -> None:
     from dualtune_torch.kernels import blocks, choose, compiled
     from dualtune_torch.kernels.gpu import select
 
-    choose._compare = select._compare = select._compare_bits = lambda *_: None
+    choose.compare = lambda model, run, expected: run()
+    select._compare = select._compare_bits = lambda *_: None
     blocks._rotates_alike = lambda _: True
     compiled.why_not = lambda _: None
 

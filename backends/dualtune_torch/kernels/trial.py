@@ -1,0 +1,121 @@
+"""The trial of a fast kernel: logits of short documents and their gradient, against the model's own code.
+
+Legend: B rows, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dualtune_torch.host.inputs import to_device
+from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.attention import DocumentBorders, NotCovered, borders_in
+from dualtune_torch.sharding import is_split
+from dualtune_torch.weights.frozen import compute_dtype
+
+# How much a fast kernel may change a logit, relative to the largest one. Rounding changes logits by a tenth of that, a
+# wrong computation by far more.
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# How much it may change the gradient, relative to its norm. It passes through all layers twice.
+ROUNDING_OF_GRADIENT = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 5e-2}
+LENGTHS = (5, 3, 6)  # tokens of the documents, all in one row
+HIGHEST_TOKEN = 100
+
+
+@dataclass(frozen=True)
+class TrialResults:
+    """What the model computes of the documents."""
+
+    logits_1TV: Tensor
+    gradient_1TD: Tensor | None  # of a weighted sum of the logits by the embeddings; None: the model cannot say
+
+
+def own_results(model: PreTrainedModel) -> TrialResults:
+    """Compute each document in a separate row, by the model's own code."""
+    parts = _tokens(model).split(LENGTHS, dim=1)
+
+    def run() -> Tensor:
+        return torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+
+    try:
+        return _differentiated(model, run)
+    except (RuntimeError, NotImplementedError) as error:  # a model that can be used, and not trained
+        if allocator.is_out_of_memory(error):
+            raise
+    with torch.no_grad():
+        return TrialResults(run(), None)
+
+
+def packed(model: nn.Module, where: DocumentBorders | None) -> Tensor:
+    """Return logits, or the last hidden state of a model without a head, of all documents in one row.
+
+    Gradients are on, so that this compiles the code that training runs.
+    """
+    options = {} if where is None else {"documents": where}
+    positions_1T = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(_tokens(model).device)
+    output = model(_tokens(model), position_ids=positions_1T, use_cache=False, **options)
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+
+def document_borders(model: PreTrainedModel, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
+    """Return where the documents are, for the fast attention."""
+    segments_1T = np.repeat(np.arange(1, 1 + len(LENGTHS)), LENGTHS)[None]
+    (cu_seqlens,) = to_device([borders_in(segments_1T)], model.device)
+    return DocumentBorders.of(segments_1T, cu_seqlens, maybe_compile)
+
+
+def compare(model: PreTrainedModel, run: Callable[[], Tensor], expected: TrialResults) -> None:
+    """Raise NotCovered if `run` returns other logits, or has another gradient, than the model's own code."""
+    found = TrialResults(run(), None) if expected.gradient_1TD is None else _differentiated(model, run)
+    dtype = compute_dtype(model)
+    _judge("logits", "largest", _largest(found.logits_1TV, expected.logits_1TV), ROUNDING[dtype])
+    if found.gradient_1TD is not None and expected.gradient_1TD is not None:
+        gap = _distance(found.gradient_1TD, expected.gradient_1TD)
+        _judge("gradients", "norm", gap, ROUNDING_OF_GRADIENT[dtype])
+
+
+def _differentiated(model: PreTrainedModel, run: Callable[[], Tensor]) -> TrialResults:
+    """Return the logits that `run` returns, and the gradient of a weighted sum of them by the embeddings."""
+    embeddings: list[Tensor] = []
+
+    def begin_here(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1]
+
+    hook = model.get_input_embeddings().register_forward_hook(begin_here)
+    try:
+        with torch.enable_grad():
+            logits_1TV = run()
+            if not embeddings or is_split(model):
+                return TrialResults(logits_1TV.detach(), None)
+            V = logits_1TV.shape[-1]
+            weights_V = torch.linspace(-1, 1, V, device=logits_1TV.device) / V**0.5
+            gradients = torch.autograd.grad((logits_1TV.float() * weights_V).sum(), embeddings)
+    finally:
+        hook.remove()
+    return TrialResults(logits_1TV.detach(), torch.cat(gradients, dim=1))
+
+
+def _largest(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def _judge(what: str, of: str, gap: float, most: float) -> None:
+    if not gap <= most:  # also true for NaN
+        raise NotCovered(f"computes different {what} (by {gap:.1e} of the {of})")
+
+
+def _tokens(model: nn.Module) -> Tensor:
+    device = next(model.parameters()).device
+    return (torch.arange(sum(LENGTHS), device=device) * 37 % HIGHEST_TOKEN % model.config.vocab_size)[None]  # type: ignore[union-attr]
