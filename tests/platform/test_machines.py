@@ -20,7 +20,7 @@ H100, RTX24, RTX16 = "training_config_h100.yaml", "rtx_24gb.yaml", "rtx_16gb.yam
 MAC, MAC16 = "training_config_m4.yaml", "training_config_m4_16gb.yaml"
 CPU, CHAT = "cpu_smoke.yaml", "lora_chat.yaml"
 L70, Q32, Q14, Q8 = "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-32B", "Qwen/Qwen3-14B", "Qwen/Qwen3-8B"
-L8, MISTRAL, Q4 = "meta-llama/Llama-3.1-8B-Instruct", "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen3-4B"
+MISTRAL, Q7, Q4 = "mistralai/Mistral-7B-Instruct-v0.3", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-4B"
 L3, L1 = "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"
 
 PLAIN = [  # name, label, exit code, config, largest model, its length
@@ -30,7 +30,7 @@ PLAIN = [  # name, label, exit code, config, largest model, its length
     ("a100-80", "H100 class", 0, H100, L70, 2048),
     ("rtx-6000-ada-48", "adequate", 0, H100, Q32, 1920),
     ("l40s", "adequate", 0, H100, Q32, 1664),
-    ("a100-40", "adequate", 0, H100, Q32, 1280),
+    ("a100-40", "adequate", 0, H100, Q32, 1408),
     ("h100-mig-3g.40gb", "adequate", 0, H100, Q32, 1280),
     ("v100-32", "adequate", 0, RTX24, Q14, 3328),
     ("rtx-5090-32", "adequate", 0, RTX24, Q14, 3328),
@@ -41,15 +41,17 @@ PLAIN = [  # name, label, exit code, config, largest model, its length
     ("rtx-4000-ada-20", "low", 0, RTX24, Q14, 1280),
     ("v100-16", "low", 0, RTX16, Q8, 1920),
     ("rtx-4080-16", "low", 0, RTX16, Q8, 1920),
-    ("rtx-5080-16", "low", 0, RTX16, Q8, 1792),
+    ("rtx-5080-16", "low", 0, RTX16, Q8, 1920),
     ("t4", "low", 0, RTX16, Q8, 1664),
-    ("rtx-3060-12", "low", 0, RTX16, L8, 1152),
-    ("rtx-2080-ti-11", "low", 0, RTX16, MISTRAL, 1408),
+    ("rtx-3060-12", "low", 0, RTX16, Q8, 1024),
+    ("rtx-2080-ti-11", "low", 0, RTX16, Q7, 1024),
     ("h100-mig-1g.10gb", "low", 0, RTX16, MISTRAL, 1024),
-    ("rtx-4060-8", "low", 0, CHAT, L3, 1792),
+    ("rtx-4060-8", "low", 0, CHAT, Q4, 1024),
     ("p100", "no accelerator", 4, CPU, L70, 1408),  # compute capability 6.0: its host's memory is left
     ("m2-ultra-192", "good", 0, MAC, L70, 2560),
     ("m4-max-128", "good", 0, MAC, L70, 1408),
+    ("m4-max-64", "good", 0, MAC, Q14, 3072),
+    ("m4-pro-48", "good", 0, MAC, Q14, 2048),
     ("m1-max-64", "good", 0, MAC, Q14, 3072),
     ("m3-pro-36", "good", 0, MAC, Q14, 1024),
     ("m4-32", "good", 0, MAC, Q8, 1792),

@@ -161,6 +161,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 grad_MD[rows] = (logits_PV @ head_VD)[:R]
                 if grad_VD is not None:
                     _add_outer(grad_VD, logits_PV[:R], hidden_MD[rows], *weights)
+            del logits_PV  # before those of the next chunk are made
         ctx.save_for_backward(grad_MD, weights_M)
         ctx.grad_VD, ctx.total_VD = grad_VD, total_VD
         return loss
