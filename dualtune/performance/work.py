@@ -123,27 +123,29 @@ class _Step:
 # --- units ------------------------------------------------------------------------------------------------------------
 
 
-def units(step: _Step) -> dict[str, tuple[float, float]]:
+def units(step: _Step) -> Counts:
     """Return how many there are of each unit of a card in a step: calls, and numbers of the widths of all tokens."""
     decoder, m, cells = step.decoder, step.micro_batches, step.cells
     forward, backward = step.layers
     linears, documents = len(decoder.linears()), len(step.documents.lengths)
     groups, pairs = step.groups(), (computed_pairs(step), computed_blocks(step))
-    calls = {
+    input_groups = m * len(groups) * step.adapted_layers
+    inner_groups = m * ("inner" in groups) * step.adapted_layers
+    calls: dict[str, tuple[float, float]] = {
         "micro-batch": (m, m),
         "step": (0.0, 1.0),
         "layer": (m * forward, m * backward),
         "linear": (m * forward * linears, m * (backward * linears - _below_lowest(step))),
-        "adapted": (m * len(step.on.shapes),) * 2,
-        "group": (m * len(groups) * step.adapted_layers,) * 2,
-        "inner group": (m * ("inner" in groups) * step.adapted_layers,) * 2,
+        "adapted": (m * len(step.on.shapes), m * len(step.on.shapes)),
+        "group": (input_groups, input_groups),
+        "inner group": (inner_groups, inner_groups),
         "document": (documents * forward, documents * backward),
         "block": (pairs[1] * forward, pairs[1] * backward),
         "chunk": (step.chunks, 0.0),
     }
     inputs = cells * step.adapted_layers * sum(group[0].in_ for group in groups.values())
     inner = cells * step.adapted_layers * decoder.inner * ("inner" in groups)
-    numbers = {
+    numbers: dict[str, tuple[float, float]] = {
         "hidden": _by_pass(step, cells * decoder.hidden),
         "heads": _by_pass(step, cells * decoder.width),
         "kv": _by_pass(step, cells * decoder.kv_width),

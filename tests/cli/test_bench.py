@@ -183,7 +183,7 @@ def test_a_prediction_names_every_part_and_what_bounds_it(dualtune_main):
     rows = {line[:20].strip(): line.split() for line in result.stdout.splitlines()[3:14]}
     assert rows["base products"][-1] == "compute" and rows["norms and residuals"][-1] == "memory"
     assert {"LoRA products", "attention", "dropout", "unpacking", "head and loss", "optimizer"} <= rows.keys()
-    assert "50.7 GiB at the peak, has 79.1 GiB" in result.stdout
+    assert "47.0 GiB at the peak, has 79.1 GiB" in result.stdout
 
 
 def test_a_prediction_as_json_adds_up(dualtune_main, config_file):

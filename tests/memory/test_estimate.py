@@ -74,12 +74,22 @@ def test_who_asks_for_more_gets_a_larger_estimate(asked, more):
     assert estimate(MISTRAL, replace(asked, **more)).total_bytes > estimate(MISTRAL, asked).total_bytes
 
 
-@pytest.mark.parametrize("asked", [H100, MAC])
 @pytest.mark.parametrize(
-    "less", [{"targets": ("q_proj", "v_proj")}, {"dropout": False}], ids=lambda less: next(iter(less))
+    ("asked", "less"),
+    [(H100, {"targets": ("q_proj", "v_proj")}), (MAC, {"targets": ("q_proj", "v_proj")}), (MAC, {"dropout": False})],
 )
 def test_who_asks_for_less_gets_a_smaller_estimate(asked, less):
     assert estimate(MISTRAL, replace(asked, **less)).total_bytes < estimate(MISTRAL, asked).total_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "takes"),
+    [({}, False), ({"dtype": "float32"}, True), ({"kernels": "reference"}, True), ({"device": "cpu"}, True)],
+)
+def test_dropout_takes_memory_where_its_mask_is_not_applied_in_registers(changes, takes):
+    asked = replace(H100, **changes)
+    without = estimate(MISTRAL, replace(asked, dropout=False)).total_bytes
+    assert (estimate(MISTRAL, asked).total_bytes > without) == takes
 
 
 def test_nothing_is_kept_below_the_lowest_adapter():

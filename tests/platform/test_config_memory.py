@@ -24,7 +24,7 @@ CASES = {
     ("rtx-3060-12", "model.quantization=none"): "model.quantization",
     ("rtx-4060-8", "model.quantization=none"): "model.quantization train.micro_batch_tokens",
     ("rtx-4060-8", "data.max_length=32768 train.micro_batch_tokens=32768"): "data.max_length train.micro_batch_tokens",
-    ("rtx-4060-8", "data.max_length=8192"): "train.optimizer train.micro_batch_tokens memory.offload",
+    ("rtx-4060-8", "data.max_length=8192"): "train.micro_batch_tokens memory.offload",
 }  # fmt: skip
 
 

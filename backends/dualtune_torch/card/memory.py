@@ -25,7 +25,13 @@ from dualtune.memory.ask import (
     optimizer,
 )
 from dualtune.memory.shapes import Decoder
-from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, UPDATE_CHUNK, WORTH_COMPILING
+from dualtune_torch.card.sizes import (
+    ATTENTION_BLOCK,
+    FEATURES_IN_REGISTERS,
+    LOSS_ROWS,
+    UPDATE_CHUNK,
+    WORTH_COMPILING,
+)
 
 # bitsandbytes' NF4 with double quantization: 4-bit codes; a scale of 8 bits for 64 of them, one of 32 for 256 of these
 # scales; for every matrix an offset and the two code books. Dettmers et al., QLoRA, arXiv 2305.14314.
@@ -193,7 +199,7 @@ def _fused_layer(decoder: Decoder, ask: Ask) -> int:
     if not _norms_are_remade(decoder, ask):
         kept += c * d * (("before attention" in reads) + ("before feed-forward" in reads))  # their input, dropped
     kept += c * (q + 2 * kv) + c * q + 4 * decoder.heads  # q, k, v; the output of attention, its log-sum-exp
-    kept += c * q * ("heads" in reads and ask.dropout and not ask.checkpointing.remade)
+    kept += c * q * ("heads" in reads and _drops(decoder, ask) and not ask.checkpointing.remade)
     if decoder.is_gpt2:
         kept += c * i * (GELU + ("inner" in reads))
     else:
@@ -237,6 +243,13 @@ def _norms(decoder: Decoder, ask: Ask, *, is_compiled: bool) -> int:
 def _normalized(decoder: Decoder, ask: Ask) -> bool:
     """Whether an RMS norm keeps what its weight is multiplied by: for the gradient of the weight, in the plain code."""
     return ask.trains_model and not decoder.is_gpt2 and (ask.kernels == "reference" or not _is_compiled(decoder, ask))
+
+
+def _drops(decoder: Decoder, ask: Ask) -> bool:
+    """Whether inputs after dropout are in memory: Triton's kernels apply the mask as they read the input."""
+    narrowest = min((in_ for _, in_ in adapted_by(decoder, ask).shapes), default=0)
+    in_registers = ask.device == "cuda" and ask.item_bytes < MASTER_BYTES and narrowest >= FEATURES_IN_REGISTERS
+    return ask.dropout and not (in_registers and ask.kernels != "reference")
 
 
 def _num_adapted(decoder: Decoder, ask: Ask) -> int:
@@ -307,7 +320,7 @@ def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
 def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:
     """The backward pass of a layer's down_proj, or of the code between it and its neighbours."""
     c, T, i = ask.item_bytes, ask.cells, decoder.inner
-    drops = ask.dropout and "inner" in adapted_by(decoder, ask).reads
+    drops = _drops(decoder, ask) and "inner" in adapted_by(decoder, ask).reads
     each = 3 * c
     if drops:  # the recomputed input, before and after dropout; three gradients. Plain: two, and three integers (hash)
         each = 5 * c if _is_compiled(decoder, ask) else 2 * c + 12

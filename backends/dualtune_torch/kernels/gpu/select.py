@@ -3,7 +3,7 @@
 | kernel | chosen, on an NVIDIA GPU | because |
 |---|---|---|
 | nf4_dequant, affine_dequant | always | one launch instead of three or seven, no matrix in between |
-| lora_down, lora_dx, lora_da | with dropout, in 16 bits, from `LEAST_FEATURES` on | dropout(x), v A are not written |
+| lora_down, lora_dx, lora_da | with dropout, in 16 bits, from 2,048 features on | dropout(x), v A are not written |
 | lora_back_g | in 16 bits, if `pays` says so for the sizes of the call | g is read once instead of twice |
 
 DUALTUNE_KERNELS=torch takes none of them; =triton takes all that can run. Each is tried on the model before it is used,
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.errors import ConfigError
+from dualtune_torch.card.sizes import FEATURES_IN_REGISTERS
 from dualtune_torch.kernels import allocator
 from dualtune_torch.lora import LoRALinear, drop_rule
 from dualtune_torch.sharding import is_split
@@ -33,9 +34,6 @@ from dualtune_torch.weights.frozen import compute_dtype
 VARIABLE, CHOICES = "DUALTUNE_KERNELS", ("auto", "triton", "torch")
 DTYPES = (torch.bfloat16, torch.float16)  # of products: in float32, a kernel without TF32 would lose to cuBLAS
 LEAST_CAPABILITY = (8, 0)  # of those that the kernels are compiled for ahead of time
-# dropout(x) of 2,048 tokens is then 8 MB, written and read in 6 µs by an H100 (3 TB/s): two launches, which is what the
-# kernels add for each group.
-LEAST_FEATURES = 2048
 TRIAL_TOKENS = 70  # not a multiple of any block
 TRIAL_ROWS = 64
 LARGEST_GAP = 2e-2  # of the largest number: sixteen bits round by a fifth of it, a wrong mask changes far more
@@ -153,8 +151,8 @@ def _one_of_each(layers: list[Any], device: torch.device, kind: Callable[[Any], 
 
 
 def _compare_bits(found: Tensor, expected: Tensor) -> None:
-    if not torch.equal(found, expected):
-        raise ValueError(f"unpacks {int((found != expected).sum())} of {found.numel()} weights differently")
+    if differing := int((found != expected).sum()):
+        raise ValueError(f"unpacks {differing} of {found.numel()} weights differently")
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------
@@ -167,7 +165,7 @@ def masks_in_registers(model: PreTrainedModel) -> Pieces | None:
     dtype, layers = compute_dtype(model), [layer for layer in _lora_layers(model) if layer.dropout]
     if dtype not in DTYPES or not layers:
         return None
-    if choice() != "triton" and min(len(layer.keys_I) for layer in layers) < LEAST_FEATURES:
+    if choice() != "triton" and min(len(layer.keys_I) for layer in layers) < FEATURES_IN_REGISTERS:
         return None
     for layer in layers:
         in_dim, r = len(layer.keys_I), len(layer.lora_A)
