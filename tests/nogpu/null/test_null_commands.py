@@ -1,0 +1,41 @@
+"""The command line on a null GPU: a run with evaluation and checkpoints, its resume, and what it says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import dualtune as package
+
+DEMO = Path(package.__file__).parent / "demo"
+CONFIG = {
+    "model": {"name": str(DEMO / "model")}, "data": {"train": str(DEMO / "data" / "train.jsonl")},
+    "train": {"steps": 6}, "run": {"dir": "run", "save_every": 2, "eval_every": 3},
+}  # fmt: skip
+
+
+def dualtune(directory, *arguments):
+    program = [sys.executable, "-m", "dualtune", *arguments]
+    return subprocess.run(program, cwd=directory, capture_output=True, text=True)
+
+
+def test_a_run_trains_evaluates_saves_and_resumes(tmp_path):
+    """On the card with which torch does not prefer cuDNN, which is the real one here. All numbers are 0: training goes
+    to its end, and only then is the adapter refused."""
+    (tmp_path / "config.yaml").write_text(json.dumps(CONFIG))
+    for begins in ("eval        0  loss 0.0000", "resume"):
+        run = dualtune(tmp_path, "train", "config.yaml", "--platform", "cuda:1")
+        assert begins in run.stdout, run.stdout + run.stderr
+        assert "engine      torch on cuda:1, bfloat16" in run.stdout
+        assert "kernels     fused: lora, attention, loss, lora_back_g" in run.stdout
+        assert "A and B are all zeros; nothing is written" in run.stderr
+    assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) >= 2
+
+
+def test_both_cards_are_listed(tmp_path):
+    found = dualtune(tmp_path, "check-gpu")
+    assert found.returncode == 0, found.stdout
+    assert (
+        "GPU 0          Null GPU 9.0, 79.6 GiB" in found.stdout
+        and "GPU 1          Null GPU 8.6, 24.0 GiB" in found.stdout
+    )
