@@ -128,7 +128,10 @@ GPT2 = {  # of each example: compute dtype, and whether all layers but the last 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*GPT2][:2] + [pytest.param(each, marks=pytest.mark.slow) for each in [*GPT2][2:]])
+ONE = "gpt2_memory_optimized"  # for every push: it recomputes, in bfloat16
+
+
+@pytest.mark.parametrize("name", [ONE, *(pytest.param(each, marks=pytest.mark.long) for each in GPT2 if each != ONE)])
 def test_a_tiny_gpt2_is_trained_whole_beside_its_plan(open_backend, python, tmp_path, name):
     """In a process of its own, because a limit of the memory stays."""
     open_backend("torch")

@@ -46,6 +46,7 @@ def test_the_lines_of_the_commands_are_those_of_their_help(dualtune_main):
         assert f"Usage: dualtune {command} [OPTIONS] {' '.join(arguments)}" in dualtune_main(command, "--help").stdout
 
 
+@pytest.mark.long  # test_journey.py travels the same way for every push
 @pytest.mark.journey
 def test_the_walk_can_be_followed(cluster, tmp_path, open_backend):
     for backend in ("mlx", "torch"):
