@@ -36,8 +36,9 @@ TAKES_LONG = (  # at least half a minute; only the order of files depends on it
     "memory/test_estimate_torch.py", "validate/test_twins.py", "journey/test_journey.py", "memory/test_process.py",
     "test_readme.py", "cli/test_demo.py", "conformance/test_conformance.py", "train/test_resume.py",
     "memory/test_estimate_mlx.py", "test_examples.py", "parity/test_parity.py", "torch/test_torch_kernels.py",
-    "cli/test_memory_ablate.py", "nogpu/test_fake_steps.py", "chaos/test_chaos.py", "distributed/test_torch_runs.py", "faults/test_memory.py", "memory/test_loading.py",
-    "parity/test_interchange.py", "train/test_out_of_memory.py", "faults/test_signals.py", "faults/test_kills.py",
+    "cli/test_memory_ablate.py", "nogpu/test_fake_steps.py", "chaos/test_chaos.py", "distributed/test_torch_runs.py",
+    "faults/test_memory.py", "memory/test_loading.py", "parity/test_interchange.py", "train/test_out_of_memory.py",
+    "faults/test_signals.py", "faults/test_kills.py",
 )  # fmt: skip
 PATIENCE_S = 1800  # until a process counts as hanging: a safety net on a machine of any load, never a judgement
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
