@@ -13,7 +13,6 @@ from dualtune_torch.card.sizes import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILIN
 
 # Elementwise operations. A 32-bit integer product takes several; positions are compared as 64-bit integers.
 EXPONENTIAL, HASH, MASK = 20, 24, 40
-WAITS = {"cpu": 0, "cuda": 0}
 
 # Operator calls: kernels/lora.py, attention.py, blocks.py, cross_entropy.py. Each compiled function is one call.
 LAUNCHES: PassCosts = {
