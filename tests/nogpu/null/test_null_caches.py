@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytest.importorskip("null_gpu", reason="needs the null GPU: make test-null-gpu")
+
 PROGRAM = """
 from null_engines import SMOLLM, batch, load, shape, step
 engine = load(shape(SMOLLM, layers=2), kernels="fused", quantization="affine4")

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import dualtune as package
+
+pytest.importorskip("null_gpu", reason="needs the null GPU: make test-null-gpu")
 
 DEMO = Path(package.__file__).parent / "demo"
 CONFIG = {
