@@ -17,7 +17,7 @@ from dualtune.testing.tiny_models import pack, random_batch
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from dualtune_torch.kernels import attention, choose, compiled  # noqa: E402
+from dualtune_torch.kernels import attention, choose, compiled, trial  # noqa: E402
 
 DOCUMENTS = random_batch([9, 16, 5, 12], 96)
 PACKED = pack(DOCUMENTS, [[2, 0, 3], [1]])
@@ -134,7 +134,9 @@ def test_a_piece_that_computes_something_else_is_found_out(load, monkeypatch):
     assert_same(engine, load("Llama", "reference"))
 
 
-def test_a_piece_whose_backward_pass_is_wrong_is_found_out(load, monkeypatch):
+def test_a_piece_whose_backward_pass_is_wrong_is_found_out_on_a_gpu(load, monkeypatch):
+    monkeypatch.setattr(trial, "DEVICES_OF_GRADIENT", ("cpu",))
+    assert used(load("Llama")) == ALL
     right = attention.DocumentAttention.backward
     monkeypatch.setattr(attention.DocumentAttention, "backward", lambda *args: tuple(
         each * 1.1 if isinstance(each, torch.Tensor) else each for each in right(*args)

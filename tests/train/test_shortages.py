@@ -57,7 +57,7 @@ def test_torch_knows_a_shortage_that_the_system_reports(open_backend):
     assert not backend.is_out_of_memory(OSError(errno.ENOENT, "No such file or directory"))
 
 
-@pytest.mark.parametrize("place", ["_packed", "_compare"])
+@pytest.mark.parametrize("place", ["packed", "compare"])
 def test_no_shortage_is_taken_for_a_model_with_other_code(open_backend, tiny_llama, monkeypatch, place):
     backend = open_backend("torch")
     import torch
