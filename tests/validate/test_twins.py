@@ -15,7 +15,7 @@ from dualtune.backend import StepOutput
 from dualtune.hooks import Hook
 from dualtune.validate.tiers import TIERS
 
-BOTH = pytest.mark.parametrize("name", ["torch", "mlx"])
+BOTH = pytest.mark.parametrize("name", ["torch", pytest.param("mlx", marks=pytest.mark.long)])
 
 
 def failed(result) -> set[str]:
@@ -27,7 +27,7 @@ def measured(result, name: str) -> float:
 
 
 # Tiers whose criteria another one has too, or which a run with a fault passes below, but for what finds its fault.
-HELD_TOO = {("convergence", "mlx"), ("memory", "mlx"), ("extended", "torch"), ("full", "torch")}
+HELD_TOO = {("convergence", "mlx"), ("memory", "mlx"), ("extended", "mlx"), ("full", "mlx")}
 ALL = [(tier, name) for tier in TIERS for name in ("torch", "mlx")]
 
 
