@@ -42,16 +42,13 @@ OPERATIONS: PassCosts = {
 }
 
 
-def _costs(kind: str) -> StepCosts:
-    return StepCosts(
-        launches=LAUNCHES,
-        numbers=NUMBERS,
-        operations=OPERATIONS,
-        loss_rows=lambda vocab: max(1, LOSS_LOGITS[kind] // vocab),
-        attention="rows" if kind == "metal" else "documents",  # a compiled step does not know the documents
-        attention_block=ATTENTION_CHUNK,
-        unpacking={"int8": (1.0, 0.0, 2.0)},  # affine weights are multiplied as they are stored
-    )
-
-
-COSTS = {"metal": _costs("metal")}  # MLX's build for CPUs multiplies by a scalar library: no limit describes it
+METAL = StepCosts(
+    launches=LAUNCHES,
+    numbers=NUMBERS,
+    operations=OPERATIONS,
+    loss_rows=lambda vocab: max(1, LOSS_LOGITS["metal"] // vocab),
+    attention="rows",  # a compiled step does not know the documents
+    attention_block=ATTENTION_CHUNK,
+    unpacking={"int8": (1.0, 0.0, 2.0)},  # affine weights are multiplied as they are stored
+)
+COSTS = {"metal": METAL}  # MLX's build for CPUs multiplies by a scalar library: no limit describes it

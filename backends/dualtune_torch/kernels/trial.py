@@ -78,7 +78,7 @@ def compare(model: PreTrainedModel, run: Callable[[], Tensor], expected: TrialRe
     """Raise NotCovered if `run` returns other logits, or has another gradient, than the model's own code."""
     found = TrialResults(run().detach(), None) if expected.gradient_1TD is None else _differentiated(model, run)
     dtype = compute_dtype(model)
-    _judge("logits", "largest", _largest(found.logits_1TV, expected.logits_1TV), ROUNDING[dtype])
+    _judge("logits", "largest", largest_gap(found.logits_1TV, expected.logits_1TV), ROUNDING[dtype])
     if found.gradient_1TD is not None and expected.gradient_1TD is not None:
         gap = _distance(found.gradient_1TD, expected.gradient_1TD)
         _judge("gradients", "norm", gap, ROUNDING_OF_GRADIENT[dtype])
@@ -104,7 +104,8 @@ def _differentiated(model: PreTrainedModel, run: Callable[[], Tensor]) -> TrialR
     return TrialResults(logits_1TV.detach(), torch.cat(gradients, dim=1))
 
 
-def _largest(found: Tensor, expected: Tensor) -> float:
+def largest_gap(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected number."""
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 

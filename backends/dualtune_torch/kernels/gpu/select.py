@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from dualtune.errors import ConfigError
 from dualtune_torch.card.sizes import FEATURES_IN_REGISTERS
 from dualtune_torch.kernels import allocator
+from dualtune_torch.kernels.trial import largest_gap
 from dualtune_torch.lora import LoRALinear, drop_rule
 from dualtune_torch.sharding import is_split
 from dualtune_torch.weights import nf4
@@ -238,8 +239,7 @@ def _random(layer: LoRALinear, *size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _compare(found: Tensor, expected: Tensor) -> None:
-    gap = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-    if not gap <= LARGEST_GAP:  # also true for NaN
+    if not (gap := largest_gap(found, expected)) <= LARGEST_GAP:  # also true for NaN
         raise ValueError(f"computes something else (by {gap:.1e} of the largest number)")
 
 
