@@ -14,7 +14,7 @@ else
     wheel=$(ls "$work"/dist/*.whl)
 fi
 "$python" -m venv "$work/venv"
-pip=("$work/venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$root/constraints.txt")
+pip=("$work/venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$root/constraints.txt")
 if [ "$BACKEND" = torch ]; then "${pip[@]}" torch; fi
 "${pip[@]}" "${wheel}[$BACKEND]"
 

@@ -28,8 +28,10 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
 
-hypothesis.settings.register_profile("patient", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("patient")
+# Without a deadline: a busy machine is no failure. `make test-long` takes the second profile.
+hypothesis.settings.register_profile("push", deadline=None, max_examples=25)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=200)
+hypothesis.settings.load_profile("push")
 
 ROOT = Path(__file__).parents[1]
 TAKES_LONG = (  # at least half a minute; only the order of files depends on it
@@ -76,8 +78,8 @@ def _signals_as_before():
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     """Layers with random weights are the same in every run: MLX starts from the time, torch from the test before."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if "torch" in sys.modules:  # `torch.manual_seed` also takes a traceback for each kind of device that is absent
+        sys.modules["torch"].default_generator.manual_seed(0)
     if "mlx.core" in sys.modules:
         sys.modules["mlx.core"].random.seed(0)
 

@@ -7,6 +7,7 @@ they are found only through the environment or after their name.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -71,11 +72,15 @@ def secret_in_file(path: Path) -> str | None:
 
 def environment_secrets() -> list[str]:
     """Return the values of the environment variables with names of secrets, longest first."""
-    names = (name for name in os.environ if _SECRET_NAME.search(name) and name not in _NOT_SECRET)
-    values = {os.environ[name].strip() for name in names}
+    values = {os.environ[name].strip() for name in os.environ if _names_a_secret(name)}
     # GOOGLE_APPLICATION_CREDENTIALS and similar ones name a file, which messages must be able to name too.
     secrets = [value for value in values if len(value) >= MIN_LENGTH and not os.path.exists(value)]  # noqa: PTH110
     return sorted(secrets, key=lambda value: (-len(value), value))
+
+
+@functools.lru_cache(maxsize=1024)  # every row of metrics asks for every variable
+def _names_a_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and name not in _NOT_SECRET
 
 
 def _environment_spellings() -> list[str]:

@@ -199,7 +199,7 @@ KEYS = (
 )
 
 
-@settings(max_examples=100, report_multiple_bugs=False)
+@settings(report_multiple_bugs=False)
 @example(key="r", value=10**400, kind="peft", inside=False)
 @example(key="scale", value=10**400, kind="mlx", inside=True)
 @given(

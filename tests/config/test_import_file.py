@@ -185,7 +185,7 @@ values = st.recursive(
 
 @pytest.mark.parametrize("name", TRAINERS)
 @given(data=st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_values_give_a_config_or_one_clear_error(name, data, tmp_path):
     keys = sorted(
         {key.replace("*", "x").partition(".")[0] for each, rule in RULES if each == name for key in rule.names}

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.data.chat.conversations import Message
@@ -162,7 +162,6 @@ def test_what_a_normalizer_makes_a_control_token_is_one(tiny_llama, tmp_path):
     assert row.control_token == "<|im_end|>" and controls(row.documents[0][0].tolist()).count(END) == 2
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.sampled_from(["<|im_end|>", "<|im_start|>", "</s>", "<s>", "<|im", "_end|>", "=7", "é語", " ", "\n", "<"])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dualtune.data.chat.formats import Example, Message
@@ -298,7 +298,6 @@ ORACLES = {
 }  # fmt: skip
 
 
-@settings(max_examples=150)
 @given(turns=conversations())
 @pytest.mark.parametrize("name", ORACLES)
 def test_exactly_the_answers_of_any_conversation_are_learned(tokenizers, name, turns):

@@ -218,7 +218,7 @@ def test_padding_names_a_token(pieces, tmp_path, assert_same, name, pad):
 TOKENS = st.sampled_from(["<s>", "</s>", "<extra>", "Hi", "<new>", EXTRA, EXTRA | {"content": "</s>"}, None])
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     model_type=st.sampled_from(TYPES), name=st.sampled_from(CLASSES), which=st.booleans(),
     config=st.fixed_dictionaries({}, optional={
