@@ -89,10 +89,7 @@ def needs_positions(batch: Batch, num_positions: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """The sum of −w·log p over the targets, still on the device, and the number of targets.
-
-    The logarithm is natural; w is the loss weight of the target.
-    """
+    """The sum of −w·ln p over the targets, w their loss weights, still on the device; and the number of targets."""
 
     on_device: SupportsFloat
     num_targets: int
@@ -333,6 +330,10 @@ class Backend(Protocol):
         """Return whether the error, raised by this backend or NumPy, says that memory could not be allocated."""
         ...
 
+    def is_device_fault(self, error: BaseException) -> bool:
+        """Return whether the error says that this process can use the device no more. A shortage of memory is none."""
+        ...
+
     def load(self, request: LoadRequest) -> Engine: ...
 
     def world(self) -> World:
@@ -348,10 +349,7 @@ class Backend(Protocol):
         ...
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
-        """Call `work` once under the framework's profiler, which writes its trace into the directory.
-
-        Without a profiler, `work` is not called and the profile says why.
-        """
+        """Call `work` once under a profiler that writes its trace into the directory; without one, only say why."""
         ...
 
 

@@ -62,6 +62,12 @@ class LockedError(DualtuneError):
     exit_code = 9
 
 
+class DeviceFault(DualtuneError):
+    """The GPU or its driver failed: this process can compute nothing more, a new one perhaps can."""
+
+    exit_code = 10
+
+
 class Preempted(DualtuneError):
     """A signal stopped the run, and its state is saved: run the same command again."""
 

@@ -64,7 +64,13 @@ def main() -> int:
     collector = Collector()
     tests = ROOT / "tests" / "faults"
     options = ["--collect-only", "-qqq"] if check else ["-q"]
-    options += ["-p", "no:cacheprovider", f"--ignore={tests / 'test_table.py'}"]  # it checks the table written here
+    options += [
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        f"--ignore={tests / 'test_table.py'}",
+    ]  # it checks the table written here
     code = pytest.main([str(tests), *options], [collector])
     page = PAGE.read_text(encoding="utf-8")
     figures = {"chaos": chaos_table(), "overhead": overhead_table()}

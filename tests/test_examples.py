@@ -173,7 +173,7 @@ def test_the_notebook_is_one_without_outputs():
             assert (cell["outputs"], cell["execution_count"]) == ([], None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs_from_top_to_bottom(open_backend, python, tmp_path):
     """Its code cells one after another in one process, as a kernel runs them."""
     open_backend("torch")

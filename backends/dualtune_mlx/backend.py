@@ -30,6 +30,8 @@ DEVICES = ("auto", "cpu")
 # with SIGSEGV.
 SHORTAGES = ("[malloc] Unable to allocate", "[metal::malloc]", "kIOGPUCommandBufferCallbackErrorOutOfMemory")
 
+DEVICE_FAULT = "[METAL] Command buffer execution failed"  # such as a GPU timeout, or a GPU that was reset
+
 
 @cache
 def _machine_bytes() -> int:
@@ -69,6 +71,9 @@ class MlxBackend:
         if isinstance(error, MemoryError):
             return True
         return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
+
+    def is_device_fault(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and DEVICE_FAULT in str(error) and not self.is_out_of_memory(error)
 
     def load(self, request: LoadRequest) -> MlxEngine:
         # Late, after check_features: mlx-lm does not import beside an MLX that is too old for it.

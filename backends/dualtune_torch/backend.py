@@ -30,6 +30,8 @@ from dualtune_torch.runtime import numerics
 from dualtune_torch.sharding import Shards
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
+# In the messages of a GPU's errors that have no class of their own: from cuBLAS, cuDNN and Triton's launcher.
+DEVICE_FAULTS = ("CUDA error: ", "CUDA driver error: ", "cuDNN error: ", "Triton Error [CUDA]: ")
 
 
 class TorchBackend:
@@ -80,6 +82,10 @@ class TorchBackend:
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return allocator.is_out_of_memory(error)
+
+    def is_device_fault(self, error: BaseException) -> bool:
+        is_known = isinstance(error, RuntimeError) and any(text in str(error) for text in DEVICE_FAULTS)
+        return is_known and not self.is_out_of_memory(error)
 
     def load(self, request: LoadRequest) -> TorchEngine:
         allocator.limit_memory(request.memory_limit_bytes, self.device)

@@ -1,4 +1,7 @@
-"""What to say when memory ran out and nothing else could be tried: what takes the memory, and what takes less."""
+"""What to say when memory ran out and nothing else could be tried: what takes the memory, and what takes less.
+
+And when the device failed.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dualtune.backend import Backend
 from dualtune.base_model import read_config, resolve_model
 from dualtune.card import card_of
 from dualtune.config import Config
-from dualtune.errors import DualtuneError, OutOfMemory
+from dualtune.errors import DeviceFault, DualtuneError, OutOfMemory
 from dualtune.evaluate.recovery import first_line
 from dualtune.memory.ask import Ask, tokens_at_once
 from dualtune.memory.estimate import ask_of, estimate
@@ -23,16 +26,25 @@ SAME_RUN, NEW_RUN = "the run resumes with the same result", "another run: choose
 
 @contextlib.contextmanager
 def explained(backend: Backend, config: Config, what: str) -> Generator[None]:
-    """Raise OutOfMemory in place of the backend's own error. `what` was done when memory ran out."""
+    """Raise OutOfMemory or DeviceFault in place of the backend's own error. `what` was done at that moment."""
     try:
         yield
         return
     except Exception as error:
+        reason = first_line(error)
+        if backend.is_device_fault(error):
+            raise _device_fault(what, reason) from None
         if not backend.is_out_of_memory(error):
             raise
-        reason = first_line(error)
     # Outside of the block the traceback is gone, and with it what its frames held: the message needs some memory too.
     raise OutOfMemory(explanation(backend, config, f"{what} ({reason})"))
+
+
+def _device_fault(what: str, reason: str) -> DeviceFault:
+    return DeviceFault(
+        f"the device failed {what} ({reason}), so this process can compute nothing more. Run the same command again: a "
+        "run continues after its newest checkpoint. If it fails again, docs/troubleshooting.md has the causes"
+    )
 
 
 def explanation(backend: Backend, config: Config, what: str) -> str:

@@ -1,8 +1,8 @@
-"""Supervise a run of one process: if a signal kills it, restart it from its last checkpoint, with less memory.
+"""Supervise a run of one process: restart it from its last checkpoint, with less memory if a signal has killed it.
 
 This is the recovery where memory that runs out raises no error: MLX then ends with SIGSEGV on Linux, a Metal command
-may abort the process on a Mac, and the system's own guards against a shortage kill with SIGKILL. Whatever ends with an
-exit code is not restarted.
+may abort the process on a Mac, and the system's own guards against a shortage kill with SIGKILL. Of the runs that end
+with an exit code, only one whose device failed is restarted: a new process may be able to use it again.
 
 The parent does nothing but wait. The process that trains is in a session of its own, so that a Ctrl-C reaches it once,
 like every other signal: forwarded by the parent. Its output goes where the parent's goes.
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from dualtune import interrupt
-from dualtune.errors import ConfigError
+from dualtune.errors import ConfigError, DeviceFault
 from dualtune.launch.worker import Work, verdict
 from dualtune.train.state.restart import RestartNote, read_restart, write_restart
 
@@ -45,14 +45,15 @@ def supervise_alone(work: Work, *, max_restarts: int, tell: Tell) -> int:
     child = _Child()
     with tempfile.TemporaryDirectory(prefix="dualtune-") as place, child.forwarding():
         path = Path(place) / "restart.json"
-        while (death := child.run([*work.command(resume), *options])) and restarts < max_restarts:
+        while (end := child.run([*work.command(resume), *options])) and restarts < max_restarts:
             restarts, resume = restarts + 1, work.next_resume()
-            note = read_restart(path)
-            write_restart(path, replace(note, killed_by=death) if note else RestartNote(death))
-            options = ["--restart-note", str(path)]
-            tell(f"restart     {restarts} of {max_restarts}: killed by {death}, as when memory runs out")
-    if death:
-        tell(f"failed      killed by {death} after {restarts} restarts; the same command resumes the run")
+            if child.code < 0:
+                note = read_restart(path)
+                write_restart(path, replace(note, killed_by=child.death) if note else RestartNote(child.death))
+                options = ["--restart-note", str(path)]
+            tell(f"restart     {restarts} of {max_restarts}: {end}")
+    if end:
+        tell(f"failed      {end}, after {restarts} restarts; the same command resumes the run")
     return verdict({0: child.code}, asked=child.is_asked)
 
 
@@ -65,16 +66,25 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: list[int] = []  # signals that have come before there was a process
 
+    @property
+    def death(self) -> str:
+        """The name of the signal that killed it."""
+        return signal.Signals(-self.code).name
+
     def run(self, command: Sequence[str]) -> str:
-        """Run a process to its end. Return the name of the signal if it died as when memory runs out, else nothing."""
+        """Run a process to its end. Return how it ended if another attempt may do better, else nothing."""
         self._process = subprocess.Popen(command, start_new_session=True)
         self._forward()
         self.code = self._process.wait()
-        if self.is_asked or -self.code not in DEATHS:
+        if self.is_asked:
+            return ""
+        if self.code == DeviceFault.exit_code:
+            return "the device failed"
+        if -self.code not in DEATHS:
             return ""
         if os.isatty(2):  # the progress line had hidden it
             os.write(2, SHOW_CURSOR)
-        return signal.Signals(-self.code).name
+        return f"killed by {self.death}, as when memory runs out"
 
     @contextlib.contextmanager
     def forwarding(self) -> Generator[None]:

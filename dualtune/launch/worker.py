@@ -11,6 +11,7 @@ from pathlib import Path
 from dualtune.errors import (
     ConfigError,
     DataError,
+    DeviceFault,
     DiskError,
     EnvironmentFault,
     FormatError,
@@ -24,8 +25,9 @@ from dualtune.train.state.run_dir import CHECKPOINTS, check_usable
 # Exit codes with a reason in the worker itself: a restart would end the same.
 _OWN = (ConfigError, DataError, DiskError, FormatError, NonFiniteError, OutOfMemory, LockedError)
 OWN_REASONS = tuple(error.exit_code for error in _OWN)
-# Exit codes that a restart may avoid: of a bug that is rarely hit, and of waiting for a process that was gone.
-WORTH_A_RESTART = (1, EnvironmentFault.exit_code)
+# Exit codes that a restart may avoid: of a bug that is rarely hit, of a device that works again in a new process, and
+# of waiting for a process that was gone.
+WORTH_A_RESTART = (1, DeviceFault.exit_code, EnvironmentFault.exit_code)
 _ENDED_BY_US = (-signal.SIGTERM, -signal.SIGUSR1)  # before the worker had its signal handlers
 
 
@@ -64,7 +66,8 @@ class Work:
 def verdict(codes: Mapping[int, int], *, asked: bool) -> int:
     """Return the exit code of a run from those of its processes by rank (negative: killed by that signal).
 
-    A reason in a worker itself comes first, then a signal that killed one, then what followed in the others. `asked`:
+    A reason in a worker itself comes first, then a signal that killed one, a device that failed, and what followed in
+    the others. `asked`:
     they were asked to save and stop; one that this signal killed had nothing to save.
     """
     failed = [code for _, code in sorted(codes.items()) if code != 0]
@@ -73,8 +76,9 @@ def verdict(codes: Mapping[int, int], *, asked: bool) -> int:
     own = [code for code in failed if code in OWN_REASONS]
     killed = [code for code in failed if code < 0 and code not in _ENDED_BY_US]
     stopped = [code for code in failed if code == Preempted.exit_code or (asked and code in _ENDED_BY_US)]
+    device = [code for code in failed if code == DeviceFault.exit_code]
     others = [code for code in failed if code > 0]
-    code = (own or killed or (stopped and [Preempted.exit_code]) or others or failed)[0]
+    code = (own or killed or device or (stopped and [Preempted.exit_code]) or others or failed)[0]
     return code if code > 0 else 128 - code
 
 

@@ -66,6 +66,9 @@ class NumpyBackend:
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError)
 
+    def is_device_fault(self, error: BaseException) -> bool:
+        return False  # its device is the CPU that runs this
+
     def load(self, request: LoadRequest) -> NumpyEngine:
         config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] != MODEL_TYPE:

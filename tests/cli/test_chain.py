@@ -15,6 +15,7 @@ def last_eval(run_dir) -> dict:
     return [row for row in rows if "eval_loss" in row][-1]
 
 
+@pytest.mark.long  # the steps of the chain have tests of their own, and README and quickstart are followed
 def test_from_a_config_to_a_converted_adapter(dualtune, dualtune_main, config_file, tiny_llama, tmp_path):
     """On torch, in processes of their own. transformers and PEFT generate the same text with the converted adapter."""
     torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))

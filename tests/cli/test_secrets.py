@@ -50,6 +50,7 @@ def test_the_commands_leave_no_secret_on_disk_or_screen(canary, config_file, tin
     assert "Show what this machine is" in canary(0, "--help")
 
 
+@pytest.mark.long  # the core writes what is written
 def test_training_on_torch_leaves_no_secret(canary, config_file, tiny_llama):
     pytest.importorskip("torch")
     canary(0, "train", config_file({"model.name": tiny_llama, "train.steps": 1}), "--platform", "cpu")

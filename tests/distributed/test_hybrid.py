@@ -52,6 +52,7 @@ def test_every_process_has_the_loss_of_every_document(open_backend, make_config,
         assert found[0] == pytest.approx(alone, abs=1e-6)
 
 
+@pytest.mark.long  # the threads above share the same code
 def test_two_processes_predict_alike(make_config, write_rows, start, tmp_path):
     from dualtune.config import to_yaml
 

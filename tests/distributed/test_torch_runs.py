@@ -111,6 +111,7 @@ def assert_near(found, expected):
         np.testing.assert_allclose(found[name], tensor, atol=tolerances.RESUMED_LOSS, err_msg=name)
 
 
+@pytest.mark.long
 def test_the_first_process_fills_the_activation_cache_for_all(job):
     """And the run is that of one process without a cache."""
     cached = {
@@ -188,7 +189,11 @@ def test_an_error_in_one_process_ends_both_with_its_reason(job, sharding, where)
     assert "process 1 of 2 has failed: RuntimeError: an illegal memory access" in ended[0].output
 
 
-@pytest.mark.parametrize(("where", "call"), [(FORWARD, 6), (EVALUATE, 11)], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("where", "call"),
+    [(FORWARD, 6), pytest.param(EVALUATE, 11, marks=pytest.mark.long)],
+    ids=["training", "evaluation"],
+)
 def test_memory_that_runs_out_in_one_process_makes_the_cut_smaller_in_both(job, where, call):
     leave = LEAVE_ADAPTER.format(place=str(job.home))
     raise_ = OUT_OF_MEMORY + f"enter({where!r}, {call}, throw(error))\n"
@@ -212,7 +217,7 @@ def test_memory_that_never_suffices_in_one_process_ends_both_with_8(job):
         assert f"out of memory: {reason}" in process.output and process.output.count("--set") == 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_memory_that_runs_out_with_a_split_base_ends_both_with_8_and_loses_no_step(job, rank):
     raise_ = OUT_OF_MEMORY + f"enter({INSIDE!r}, 20, throw(error))\n"
     changes = {"memory_sharding": "full", "train_micro_batch_tokens": 256, "run_save_every": None}

@@ -33,7 +33,9 @@ def same_losses(mine, its):
     expected=SAME,
 )
 @pytest.mark.parametrize(
-    ("box", "name"), [("numpy", "SIGSEGV"), ("numpy", "SIGKILL"), ("mlx", "SIGSEGV")], indirect=["box"]
+    ("box", "name"),
+    [("numpy", "SIGSEGV"), ("numpy", "SIGKILL"), pytest.param("mlx", "SIGSEGV", marks=pytest.mark.long)],
+    indirect=["box"],
 )
 def test_a_killed_run_is_restarted_from_its_checkpoint_with_smaller_micro_batches(box, name):
     box.settings |= {"train.documents_per_step": 8, "train.micro_batch_tokens": 256, "train.steps": 4, "data.eval": 0}

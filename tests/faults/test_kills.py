@@ -102,7 +102,7 @@ def test_half_a_removed_checkpoint_is_never_seen_as_one(box):
     injection="SIGKILL between two micro-batches; `DUALTUNE_FAULT=step:<n>` behind an update",
     expected="adapter bitwise equal, every row of metrics.jsonl there once",
 )
-@pytest.mark.parametrize("box", ["numpy", "cpu"], indirect=True)
+@pytest.mark.parametrize("box", ["numpy", pytest.param("cpu", marks=pytest.mark.long)], indirect=True)
 @pytest.mark.parametrize("how", ["between micro-batches", "behind the update", "before any checkpoint"])
 def test_a_run_killed_in_a_step_goes_on_bitwise(box, how):
     straight = box.straight()

@@ -4,7 +4,7 @@ import pytest
 
 from dualtune.errors import OutOfMemory
 
-BOTH = pytest.mark.parametrize("box", ["numpy", "cpu"], indirect=True)
+BOTH = pytest.mark.parametrize("box", ["numpy", pytest.param("cpu", marks=pytest.mark.long)], indirect=True)
 ERROR = {
     "numpy": "error = MemoryError('Unable to allocate 8.00 EiB')\n",
     "cpu": 'error = RuntimeError("DefaultCPUAllocator: can\'t allocate memory: you tried to allocate 8 EiB")\n',

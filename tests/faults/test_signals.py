@@ -30,7 +30,7 @@ def stops(box, inject, steps, name="SIGTERM"):
 @pytest.mark.fault(
     row=4, fault="SIGTERM in training", injection="the process signals itself between two micro-batches", expected=SAVED
 )
-@pytest.mark.parametrize("box", ["numpy", "cpu"], indirect=True)
+@pytest.mark.parametrize("box", ["numpy", pytest.param("cpu", marks=pytest.mark.long)], indirect=True)
 def test_sigterm_in_a_step_saves_the_steps_before_it(box):
     box.settings |= UNSCHEDULED
     result = stops(box, f"enter({box.forward!r}, 19, send('SIGTERM'))", [4])

@@ -32,8 +32,13 @@ def test_a_death_as_when_memory_runs_out_is_restarted_so_many_times(program, nam
     assert code == 128 + signal.Signals[name] and len(work.resumed) == 3
     assert told == [
         *(f"restart     {i} of 2: killed by {name}, as when memory runs out" for i in (1, 2)),
-        f"failed      killed by {name} after 2 restarts; the same command resumes the run",
+        f"failed      killed by {name}, as when memory runs out, after 2 restarts; the same command resumes the run",
     ]
+
+
+def test_a_run_whose_device_failed_is_restarted_with_the_memory_it_had(program):
+    work = program("import sys; assert '--restart-note' not in sys.argv; sys.exit(10 if sys.argv[1] == '1' else 0)")
+    assert supervised(work) == (0, ["restart     1 of 2: the device failed"]) and len(work.resumed) == 2
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGFPE", "SIGINT"])

@@ -54,7 +54,7 @@ def test_a_process_takes_what_was_planned(benchmark, case):
     assert_planned(benchmark, case)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_freed_blocks_of_unpacked_matrices_do_not_add_up(with_half_the_layers):
     assert_planned(with_half_the_layers, WIDE)
 

@@ -146,7 +146,8 @@ def _material(model_dir: Path, rows: list[dict[str, str]], directory: Path, **li
     return Material(model_dir, rows, path, **limits)
 
 
-@pytest.fixture(scope="session", params=["tiny", "stories"])
+# The pretrained model of every push is that of test_parity.py, beside the other tests of each machine's kernels.
+@pytest.fixture(scope="session", params=["tiny", pytest.param("stories", marks=pytest.mark.long)])
 def material(request) -> Material:
     return request.getfixturevalue(request.param)
 

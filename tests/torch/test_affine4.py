@@ -203,7 +203,7 @@ def test_the_adapter_and_the_scales_have_the_compute_dtype(load, tmp_path, dtype
     assert np.isfinite(engine.logprobs(BATCH)).all()
 
 
-@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.parametrize("init", [pytest.param("pretrained", marks=pytest.mark.long), "random"])
 def test_no_more_than_one_plain_matrix_is_alive_at_a_time(load, tmp_path, monkeypatch, init):
     """A plain 7B model may not fit where the quantized one does."""
 

@@ -118,7 +118,7 @@ def numbers(rows):
 def test_a_run_that_runs_out_of_memory_is_that_with_the_smaller_cut(
     lab, monkeypatch, rows_of, weights_of, where, packing, seed
 ):
-    if lab.backend.name == "torch" and (seed > 1 or not (packing or where == "backward")):
+    if lab.backend.name == "torch" and (where, packing, seed) != ("backward", True, 1):
         pytest.skip("quicker on NumPy")
     straight, clean = run_with(lab, monkeypatch, where, (), "straight", data__packing=packing)
     calls = random.Random(f"{where} {packing} {seed}").sample(range(1, clean.calls + 1), 2)

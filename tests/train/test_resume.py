@@ -62,7 +62,13 @@ def untimed(rows):
 
 
 @pytest.mark.parametrize("lab", ["numpy", "torch", "mlx"], indirect=True)
-@pytest.mark.parametrize(("dropout", "optimizer"), [(0, "adamw"), (0.3, "adamw"), (0.3, "adamw_8bit"), (0.3, "sgd")])
+@pytest.mark.parametrize(
+    ("dropout", "optimizer"),
+    [
+        (0.3, "adamw"), (0.3, "adamw_8bit"),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((0, "adamw"), (0.3, "sgd"))),
+    ],
+)  # fmt: skip
 def test_resume_is_bitwise(lab, stopped, weights_of, rows_of, dropout, optimizer):
     settings = RUN | {"adapter__dropout": dropout, "train__optimizer": optimizer}
     if optimizer == "sgd":

@@ -12,8 +12,8 @@ import pytest
 from dualtune.adapter.spec import AdapterSpec
 from dualtune.backend import LoadRequest
 from dualtune.base_model import read_config
-from dualtune.errors import OutOfMemory
-from dualtune.evaluate.shortage import explanation
+from dualtune.errors import DeviceFault, OutOfMemory
+from dualtune.evaluate.shortage import explained, explanation
 from dualtune.memory.estimate import ask_of, estimate
 from dualtune.memory.shapes import decoder_of
 from dualtune.optimizer import OptimizerSpec
@@ -49,6 +49,29 @@ def test_a_backend_knows_its_own_shortages(open_backend, name, text):
     assert backend.is_out_of_memory(RuntimeError(text)) and backend.is_out_of_memory(MemoryError())
     assert not backend.is_out_of_memory(ValueError(text))
     assert not backend.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torch", "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in …"),
+        ("torch", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(…)`"),
+        ("torch", "Triton Error [CUDA]: an illegal memory access was encountered"),
+        ("mlx", "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
+                "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)"),
+    ],
+)  # fmt: skip
+def test_a_backend_knows_the_faults_of_its_device(open_backend, tiny_llama, make_config, name, text):
+    backend = open_backend(name)
+    assert backend.is_device_fault(RuntimeError(text)) and not backend.is_out_of_memory(RuntimeError(text))
+    for other in ("CUDA error: out of memory", "[METAL] … kIOGPUCommandBufferCallbackErrorOutOfMemory", "shapes"):
+        assert not backend.is_device_fault(RuntimeError(other))
+    with (
+        pytest.raises(DeviceFault, match="the device failed in training") as caught,
+        explained(backend, make_config("unused"), "in training"),
+    ):
+        raise RuntimeError(text)
+    assert text.splitlines()[0] in str(caught.value)
 
 
 def test_torch_knows_a_shortage_that_the_system_reports(open_backend):
@@ -196,6 +219,7 @@ def test_a_real_shortage_on_a_cpu_is_recovered_from(real, tiny_llama, tmp_path):
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_real_shortage_for_a_single_document_ends_with_8(real):
     result, rows = real(10, 3000)
     assert result.returncode == OutOfMemory.exit_code, result.stderr

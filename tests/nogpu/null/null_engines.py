@@ -41,7 +41,7 @@ def load(
         )
 
 
-def batch(tokens: int, *, rows: int = 1, documents: int = 8, seed: int = 0) -> Batch:
+def batch(tokens: int, *, rows: int = 1, documents: int = 8, prompts: bool = True, seed: int = 0) -> Batch:
     """Rows of documents of equal length, a few tokens of padding at the end of each row."""
     random = np.random.default_rng(seed)
     segments, positions = np.zeros((rows, tokens), np.int32), np.zeros((rows, tokens), np.int32)
@@ -49,7 +49,8 @@ def batch(tokens: int, *, rows: int = 1, documents: int = 8, seed: int = 0) -> B
     for number, (start, end) in enumerate(pairwise(borders), 1):
         segments[:, start:end], positions[:, start:end] = number, np.arange(end - start)
     ids = random.integers(0, 90, (rows, tokens)).astype(np.int32)
-    labels = np.where((segments > 0) & (positions > tokens // documents // PROMPT_SHARE), ids, -100).astype(np.int32)
+    first = tokens // documents // PROMPT_SHARE if prompts else -1
+    labels = np.where((segments > 0) & (positions > first), ids, -100).astype(np.int32)
     return Batch(ids, labels, segments, positions, random.integers(0, 1 << 32, (rows, tokens), np.uint32))
 
 

@@ -48,6 +48,11 @@ def set_memory(size: int, device: int = 0) -> None:
     _library().null_gpu_set_memory(device, size)
 
 
+def set_failing(value: bool) -> None:
+    """Let every launch, copy and wait fail from now on, as after a fault of the device; or end that."""
+    _library().null_gpu_set_failing(value)
+
+
 def used_memory(device: int = 0) -> int:
     """Return the bytes that are allocated on a device."""
     return _library().null_gpu_used_memory(device)

@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 import dualtune as package
+from dualtune.config import parse_config
+from dualtune.errors import DeviceFault, FormatError
+from dualtune.hooks import Hook
+from dualtune.train.run import run
+from dualtune_torch.backend import TorchBackend
 
-pytest.importorskip("null_gpu", reason="needs the null GPU: make test-null-gpu")
+null_gpu = pytest.importorskip("null_gpu", reason="needs the null GPU: make test-null-gpu")
 
 DEMO = Path(package.__file__).parent / "demo"
 CONFIG = {
@@ -34,6 +39,37 @@ def test_a_run_trains_evaluates_saves_and_resumes(tmp_path):
         assert "kernels     fused: lora, attention, loss, lora_back_g" in run.stdout
         assert "A and B are all zeros; nothing is written" in run.stderr
     assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) >= 2
+
+
+def steps():
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if "loss" in row]
+
+
+class FailsAfter(Hook):
+    """Lets the card fail when a step has been recorded."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, record):
+        if record.step == self.step:
+            null_gpu.set_failing(True)
+
+
+def test_a_card_that_fails_in_training_ends_the_run_and_the_same_command_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, backend = parse_config(json.dumps(CONFIG)), TorchBackend("cuda:1")
+    try:
+        with pytest.raises(DeviceFault, match=r"in training \(CUDA error: unspecified launch failure\)"):
+            run(config, backend, [FailsAfter(3)])
+    finally:
+        null_gpu.set_failing(False)  # as in a new process
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
+    assert steps() == [1, 2, 3]
+    with pytest.raises(FormatError, match="A and B are all zeros"):
+        run(config, backend)
+    assert steps() == [*range(1, 7)]
 
 
 def test_both_cards_are_listed(tmp_path):

@@ -6,6 +6,7 @@
 
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -168,6 +169,10 @@ EXPORT cudaError_t cudaSetDevice(int device) {
   current_device = device;
   return cudaSuccess;
 }
+static std::atomic<bool> failing{false};
+bool null_gpu::is_failing() { return failing; }
+EXPORT void null_gpu_set_failing(int value) { failing = value; }
+
 EXPORT cudaError_t cudaGetLastError() {
   auto error = last_error;
   last_error = cudaSuccess;
@@ -181,6 +186,7 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
     case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing stream";
+    case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorNotSupported: return "operation not supported (by the null GPU)";
     default: return "another error (of the null GPU)";
   }

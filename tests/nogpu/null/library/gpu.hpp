@@ -35,6 +35,10 @@ void note(const std::string& kind, const std::string& what, double amount = 1);
 void missing(const std::string& what);  // counted as "not implemented", and said, because an error follows
 cudaError_t failed(cudaError_t error);  // remembered for cudaGetLastError
 
+// --- a device that fails: every later call gives the same error, as after a fault in a kernel (CUDA Runtime API,
+// cudaErrorLaunchFailure: "this leaves the process in an inconsistent state")
+bool is_failing();
+
 // --- streams
 // Count work of a stream, or add it to the graph that the stream records.
 cudaError_t submit(cudaStream_t stream, const std::string& kind, const std::string& what, double amount = 1);

@@ -59,6 +59,7 @@ bool concerns_this_thread(const Recording* recording) {
 // Wait for a stream, or with nullptr for the device.
 cudaError_t wait(const char* name, Recording* recorded, bool is_device) {
   std::lock_guard guard(mutex);
+  if (is_failing()) return failed(cudaErrorLaunchFailure);
   if (is_device && !recordings.empty()) recorded = *recordings.begin();
   if (recorded) return forbid(recorded, name, cudaErrorStreamCaptureUnsupported);
   if (auto error = refuse_while_recording(name)) return error;
@@ -78,6 +79,7 @@ cudaError_t null_gpu::refuse_while_recording(const char* name) {
 
 cudaError_t null_gpu::submit(cudaStream_t stream, const std::string& kind, const std::string& what, double amount) {
   std::lock_guard guard(mutex);
+  if (is_failing()) return failed(cudaErrorLaunchFailure);
   if (Recording* recording = recording_of(stream)) {
     if (recording->is_spoiled) return failed(cudaErrorStreamCaptureInvalidated);
     recording->graph->nodes.push_back({kind, what});
