@@ -1,5 +1,6 @@
 """README.md, followed: its commands in their order and its Python, with the demo's model in place of a download."""
 
+import io
 import re
 import runpy
 import shlex
@@ -57,6 +58,7 @@ def commands() -> list[list[str]]:
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DUALTUNE_DEVICE", "cpu")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Why?\n"))  # what is typed to `dualtune chat`
     return tmp_path
 
 

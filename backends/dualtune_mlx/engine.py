@@ -26,16 +26,16 @@ from dualtune.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
-    check_mergeable,
-    check_slots,
-    check_state,
     needs_positions,
 )
+from dualtune.backend.checks import check_mergeable, check_slots, check_state
+from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune.errors import ConfigError
 from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
+from dualtune_mlx.host.generation import cropped
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.merged import write_weights
 from dualtune_mlx.kernels import cross_entropy
@@ -198,16 +198,21 @@ class MlxEngine:
         logits_BTV = self._apply(self.model, self._inputs(batch)).astype(mx.float32)
         return np.array(logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True))
 
-    def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
-        cache = make_prompt_cache(self.model)
-        tokens_1T = mx.array(prompt[None].astype(np.int32))
+    def generate(
+        self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
+    ) -> Iterator[int]:
+        cache = cache or GenerationCache()
+        start = cropped(cache, cache.num_shared(prompt))
+        new = prompt[start:].tolist()
         while True:
-            logits_V = self.model(tokens_1T, cache=cache)[0, -1].astype(mx.float32)
-            token = choose(np.array(logits_V))
+            held = cache.take() or make_prompt_cache(self.model)
+            logits_V = np.array(self.model(mx.array([new]), cache=held)[0, -1].astype(mx.float32))
+            cache.tokens, cache.on_device = [*cache.tokens, *new], held
+            token = choose(logits_V)
             if token is None:
                 return
             yield token
-            tokens_1T = mx.array([[token]])
+            new = [token]
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)

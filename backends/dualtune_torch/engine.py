@@ -26,15 +26,15 @@ from dualtune.backend import (
     LossSum,
     OptimizerState,
     StepOutput,
-    check_mergeable,
-    check_slots,
-    check_state,
     needs_positions,
 )
+from dualtune.backend.checks import check_mergeable, check_slots, check_state
+from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
+from dualtune_torch.host.generation import cropped
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
@@ -247,17 +247,23 @@ class TorchEngine:
         with torch.no_grad(), self._together():
             return _numpy(self._logits(self._inputs(batch)).float().log_softmax(-1))
 
-    def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
-        cache = DynamicCache(config=self.model.config)
-        (tokens_1T,) = to_device([prompt[None].astype(np.int64)], self.model.device)
+    def generate(
+        self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
+    ) -> Iterator[int]:
+        cache = cache or GenerationCache()
+        start = cropped(cache, cache.num_shared(prompt))
+        new = prompt[start:].tolist()
         while True:
+            (tokens_1T,) = to_device([np.array([new])], self.model.device)
+            held = cache.take() or DynamicCache(config=self.model.config)
             with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
-                logits_V = self.model(tokens_1T, past_key_values=cache, use_cache=True).logits[0, -1]
+                logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True).logits[0, -1]
+            cache.tokens, cache.on_device = [*cache.tokens, *new], held
             token = choose(_numpy(logits_V.float()))
             if token is None:
                 return
             yield token
-            tokens_1T = torch.full_like(tokens_1T[:, :1], token)
+            new = [token]
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)

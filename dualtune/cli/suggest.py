@@ -11,7 +11,8 @@ WORDS = {
     word: answer
     for answer, words in {
         "train": "finetune fine-tune tune fit learn sft lora qlora run start resume continue",
-        "generate": "chat infer inference predict complete completion prompt ask sample",
+        "chat": "talk repl converse interactive",
+        "generate": "infer inference predict complete completion prompt ask sample",
         "eval": "evaluate evaluation score perplexity ppl test accuracy",
         "preview": "show view look inspect-data tokenize dry-run",
         "runs": "ls list status history experiments logs",

@@ -16,6 +16,7 @@ from dualtune.adapter.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
 from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.adapter.spec import AdapterSpec, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
+from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import position_table_size, read_config, resolve_model
 from dualtune.data.chat.formats import Example
 from dualtune.data.tokens.control_tokens import Policy
@@ -48,26 +49,34 @@ def load_model(
     kernels: str = "auto",
     init: str = "pretrained",
     seed: int = 0,
+    spec: AdapterSpec | None = None,
 ) -> LoadedModel:
     """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
 
     `template` is as in data.template, but "auto" is the template of the adapter's training, if known. With `init`
-    "random", the weights are those that training with the same seed starts from on this backend.
+    "random", the weights are those that training with the same seed starts from on this backend. With a `spec`, the
+    engine is made for it, and the caller loads the tensors of its adapter.
     """
     adapter = adapter_directory(adapter) if adapter else None
     start, own = read_adapter(adapter) if adapter else None, ""
-    spec = BASE_ONLY
+    own_spec = BASE_ONLY
     if start is not None and adapter is not None:
-        spec = replace(start.spec, dropout=0.0, targets=tuple(modules_of(start.tensors)))
+        own_spec = inference_spec(start)
         template, own = _template_for(start, adapter, template), str(adapter / TEMPLATE_FILE)
     model_dir = resolve_model(name, weights=init == "pretrained")
     tokenizer = Tokenizer(model_dir, template, special_tokens_in_text)
-    request = LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
-    engine = backend.load(request)
-    if start is not None:
+    engine = backend.load(
+        LoadRequest(model_dir, dtype, quantization, init, spec or own_spec, OptimizerSpec(), seed=seed, kernels=kernels)
+    )
+    if start is not None and spec is None:
         load_adapter(engine, start, name)
     note = mismatch(start.template_hash, tokenizer.template_hash) if start and template != own else None
     return LoadedModel(engine, tokenizer, note, position_table_size(read_config(model_dir)))
+
+
+def inference_spec(adapter: Adapter) -> AdapterSpec:
+    """Return what an engine needs to know of an adapter that is not trained."""
+    return replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)))
 
 
 def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
@@ -94,10 +103,12 @@ def stream_text(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    cache: GenerationCache | None = None,
 ) -> Iterator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy.
 
-    Generation ends where a table of positions ends; ConfigError for a longer prompt.
+    `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends where a table
+    of positions ends; ConfigError for a longer prompt.
     """
     if model.positions is not None:
         if len(prompt) > model.positions:
@@ -108,7 +119,7 @@ def stream_text(
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     shown = model.tokenizer.decode(ids)
-    for token in model.engine.generate(prompt, choose=choose):
+    for token in model.engine.generate(prompt, choose=choose, cache=cache):
         interrupt.poll()
         ids.append(token)
         text = model.tokenizer.decode(ids)

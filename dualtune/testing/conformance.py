@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from dualtune.adapter.spec import parse_name
 from dualtune.backend import CLIP_EPS, IGNORE_INDEX, Batch, EngineDescription
+from dualtune.backend.generation_cache import GenerationCache
 from dualtune.capabilities import BACKEND_KEYS
 from dualtune.optimizer import SLOT_BYTES
 from dualtune.optimizer.averaging import OFFSET
@@ -307,6 +309,22 @@ def check_greedy_generation_follows_logprobs(case: Case) -> None:
         filled = np.ones_like(row)
         batch = Batch(row, filled * IGNORE_INDEX, filled, np.arange(row.size)[None], filled.astype(np.uint32))
         assert token == int(np.argmax(engine.logprobs(batch)[0, -1]))
+
+
+def check_a_cache_changes_no_token(case: Case) -> None:
+    """A prompt that begins like the text in the cache, or differs early, is continued as without a cache."""
+    engine, cache = case.engine(), GenerationCache()
+    tokens = case.batch().tokens_BT[0]
+
+    def continued(prompt: np.ndarray, cache: GenerationCache | None) -> list[int]:
+        words = engine.generate(prompt, choose=lambda logits_V: int(np.argmax(logits_V)), cache=cache)
+        return [*islice(words, 4)]
+
+    first = tokens[:5]
+    answer = continued(first, cache)
+    longer = np.array([*first, *answer, *tokens[5:8]], np.int32)
+    for prompt in (longer, longer, tokens[:7], first[:1], tokens[3:8]):
+        assert continued(prompt, cache) == continued(prompt, None)
 
 
 def check_merge_equals_adapter(case: Case) -> None:

@@ -34,9 +34,9 @@ from dualtune.backend import (
     OptimizerState,
     Profile,
     StepOutput,
-    check_slots,
-    check_state,
 )
+from dualtune.backend.checks import check_slots, check_state
+from dualtune.backend.generation_cache import GenerationCache
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.testing.numpy_card import CARD
 from dualtune.world import Alone
@@ -248,8 +248,10 @@ class NumpyEngine:
         logp = self._forward(batch.tokens_BT.ravel())["logp"]
         return logp.reshape(*batch.tokens_BT.shape, -1).astype(np.float32)
 
-    def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
-        last = int(prompt[-1])
+    def generate(
+        self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
+    ) -> Iterator[int]:
+        last = int(prompt[-1])  # on which alone the next token depends: there is nothing to cache
         while (token := choose(self._forward(np.array([last]))["logp"][0].astype(np.float32))) is not None:
             yield token
             last = token

@@ -12,7 +12,7 @@ from typing import Any
 from dualtune.card import card_of
 from dualtune.checks import Check, exit_code
 from dualtune.config import Config
-from dualtune.errors import EnvironmentFault, NonFiniteError, OutOfMemory
+from dualtune.errors import DeviceFault, EnvironmentFault, NonFiniteError, OutOfMemory
 from dualtune.hooks import Hook
 from dualtune.platform.detect import detect
 from dualtune.train.run import environment, run
@@ -100,7 +100,13 @@ def _train(run: Callable[[], object]) -> str | None:
     """Return why a run ended early, if criteria judge that reason: numbers, memory, the device."""
     try:
         run()
-    except (NonFiniteError, OutOfMemory, MemoryError, RuntimeError) as error:  # a device's faults are RuntimeErrors
+    except (
+        NonFiniteError,
+        OutOfMemory,
+        DeviceFault,
+        MemoryError,
+        RuntimeError,
+    ) as error:  # a device's faults are RuntimeErrors
         reason = str(error).strip().splitlines()
         return f"{type(error).__name__}: {reason[0] if reason else 'no message'}"
     return None

@@ -15,7 +15,7 @@ from dualtune.cli.suggest import WORDS
         ("check_config", "dualtune check-config"),
         ("fuse", "dualtune adapter merge"),
         ("mrege", "dualtune adapter merge"),
-        ("chat", "dualtune generate"),
+        ("talk", "dualtune chat"),
         ("finetune", "dualtune train"),
         ("export", "dualtune adapter convert"),
         ("doctor", "dualtune check-env"),

@@ -62,7 +62,7 @@ def test_pieces_join_to_the_whole_and_split_no_character():
             return bytes(ids).decode(errors="replace")
 
     class Engine:
-        def generate(self, prompt, *, choose):
+        def generate(self, prompt, *, choose, cache):
             yield from "aé€!".encode()
 
     model = LoadedModel(Engine(), Bytes())
@@ -138,7 +138,7 @@ def test_the_end_of_the_answer_is_not_shown(torch_model, stop):
     answer = [*torch_model.tokenizer.encode("ok", special=False), torch_model.tokenizer.encode(stop, special=False)[0]]
 
     class Scripted:
-        def generate(self, prompt, *, choose):
+        def generate(self, prompt, *, choose, cache):
             for wanted in [*answer, *answer]:
                 token = choose(np.eye(262, dtype=np.float32)[wanted])
                 if token is None:

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from dualtune.adapter.spec import Tensors
-from dualtune.backend import CLIP_EPS, OptimizerState, StepOutput, check_slots, check_state
+from dualtune.backend import CLIP_EPS, OptimizerState, StepOutput
+from dualtune.backend.checks import check_slots, check_state
 from dualtune.bench.digits.data import Images
 from dualtune.optimizer import OptimizerSpec
 

@@ -29,7 +29,8 @@ import numpy as np
 
 from dualtune import faults
 from dualtune.adapter.spec import Tensors
-from dualtune.backend import Engine, OptimizerState, check_state
+from dualtune.backend import Engine, OptimizerState
+from dualtune.backend.checks import check_state
 from dualtune.data.batching.order import MAX_STEPS
 from dualtune.errors import DiskError, FormatError, NonFiniteError
 from dualtune.io import fields

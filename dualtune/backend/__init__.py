@@ -22,6 +22,7 @@ import numpy as np
 
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec, Tensors
+from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import BaseWeights, find_weights
 from dualtune.card import BACKENDS_GROUP, backend_names, card_of
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -291,10 +292,13 @@ class Engine(Protocol):
         """Return log p of the whole vocabulary after every token, float32 [B, T, V]. To verify small batches."""
         ...
 
-    def generate(self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None]) -> Iterator[int]:
+    def generate(
+        self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
+    ) -> Iterator[int]:
         """Continue a prompt (int32 [T]): yield `choose(logits_V float32)` until it returns None.
 
-        Temperature, random numbers, stop tokens and length are up to `choose`, so all backends sample alike.
+        Temperature, random numbers, stop tokens and length are up to `choose`, so all backends sample alike. With a
+        cache, what it shares with the prompt is not computed again, and it then holds the prompt and what was yielded.
         """
         ...
 
@@ -368,31 +372,3 @@ def get_backend(name: str, device: str = "auto") -> Backend:
             ) from error
         return factory(device)
     raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
-
-
-def check_state(current: Tensors, given: Tensors, what: str) -> None:
-    """Raise ValueError unless both have the same names and shapes: the contract of the `load_*_state` methods."""
-    missing, foreign = sorted(current.keys() - given.keys()), sorted(given.keys() - current.keys())
-    reshaped = [n for n in current.keys() & given.keys() if current[n].shape != given[n].shape]
-    for problem, names in (("missing", missing), ("not in this model", foreign), ("of another shape", reshaped)):
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise ValueError(f"{what}: tensors {problem}: {shown}")
-
-
-def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState) -> None:
-    """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
-    if {*state.slots} != {*optimizer.slots}:
-        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.slots))
-        raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
-    for slot, tensors in state.slots.items():
-        check_state(adapter, tensors, f"optimizer {slot}")
-
-
-def check_mergeable(description: EngineDescription) -> None:
-    """Raise ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
-    if description.quantization != "none":
-        raise ConfigError(
-            f"merge: the base is quantized ({description.quantization}), and merging into packed weights loses the "
-            "adapter. Load the plain base with model.quantization: none"
-        )

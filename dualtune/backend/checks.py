@@ -1,0 +1,36 @@
+"""Checks that all engines share: tensors that fit, the slots of the optimizer, a base that can be merged."""
+
+from __future__ import annotations
+
+from dualtune.adapter.spec import Tensors
+from dualtune.backend import EngineDescription, OptimizerState
+from dualtune.errors import ConfigError
+from dualtune.optimizer import OptimizerSpec
+
+
+def check_state(current: Tensors, given: Tensors, what: str) -> None:
+    """Raise ValueError unless both have the same names and shapes: the contract of the `load_*_state` methods."""
+    missing, foreign = sorted(current.keys() - given.keys()), sorted(given.keys() - current.keys())
+    reshaped = [n for n in current.keys() & given.keys() if current[n].shape != given[n].shape]
+    for problem, names in (("missing", missing), ("not in this model", foreign), ("of another shape", reshaped)):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"{what}: tensors {problem}: {shown}")
+
+
+def check_slots(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState) -> None:
+    """Raise ValueError unless the state has the slots of this optimizer, with the adapter's names and shapes."""
+    if {*state.slots} != {*optimizer.slots}:
+        got, needed = (", ".join(sorted(slots)) or "none" for slots in (state.slots, optimizer.slots))
+        raise ValueError(f"optimizer {optimizer.name}: got the slots {got}, it has {needed}")
+    for slot, tensors in state.slots.items():
+        check_state(adapter, tensors, f"optimizer {slot}")
+
+
+def check_mergeable(description: EngineDescription) -> None:
+    """Raise ConfigError if the base is quantized: rounding it again would erase what the adapter adds."""
+    if description.quantization != "none":
+        raise ConfigError(
+            f"merge: the base is quantized ({description.quantization}), and merging into packed weights loses the "
+            "adapter. Load the plain base with model.quantization: none"
+        )

@@ -1,0 +1,217 @@
+"""`dualtune chat`: talk to a model, with its adapters and without."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+import click
+
+from dualtune import interrupt
+from dualtune.cli.options import dtype_option, platform_option, quantization_option
+from dualtune.cli.output.terminal import pass_on, say
+
+if TYPE_CHECKING:
+    from dualtune.evaluate.chat import Chat
+
+MOST_LINE = 2**20  # characters of a message
+LEAST_COLUMN = 36  # of two side by side
+HELP = """\
+/adapter NAME  answer with this adapter   /base          answer without an adapter
+/reset         forget the conversation    /save FILE     append it to FILE as a row of training data
+/help          show this                  /exit          end, as Ctrl-D does; Ctrl-C stops an answer"""
+
+
+@click.command("chat")
+@click.argument("model")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="An adapter directory of any layout, or a run; repeatable. The first one answers.",
+)
+@click.option("--compare", is_flag=True, help="Let the base and each adapter answer, side by side.")
+@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option(
+    "--template",
+    default="auto",
+    show_default=True,
+    metavar="auto|FILE",
+    help="The chat template; auto is the first adapter's, or else the model's own.",
+)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of each answer.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@dtype_option
+@quantization_option
+@platform_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which stops an answer
+def command(
+    model: str, adapters: tuple[str, ...], compare: bool, system: str | None, template: str, temperature: float,
+    top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
+) -> None:  # fmt: skip
+    """Talk to MODEL (a directory or a hub id). The model is loaded once, and only what is new is computed each turn.
+
+    Messages are lines of standard input, answers go to standard output. /help lists the commands of the conversation.
+    """
+    from dualtune.cli.options import backend_for
+    from dualtune.cli.output.screen import phases
+
+    directories = _named(adapters)
+    if compare and not directories:
+        raise click.UsageError("--compare needs an --adapter: there is nothing to compare the base with.")
+    with phases(err=True) as shown:
+        shown.begin("importing", "the backend")
+        from dualtune.capabilities import check_value
+        from dualtune.evaluate.adapter_set import load_adapter_set
+        from dualtune.evaluate.chat import Chat, Sampling
+
+        backend = backend_for(platform, err=True)
+        check_value(backend, "model.dtype", dtype)
+        check_value(backend, "model.quantization", quantization)
+        shown.begin("loading", "the model")
+        found = load_adapter_set(backend, model, directories, dtype=dtype, quantization=quantization, template=template)
+        sampling = Sampling(max_tokens, temperature, top_p, seed)
+        names = found.names if compare else found.names[1:2] or found.names
+        chats = [Chat(found, name, sampling, system) for name in names]
+    if found.model.note:
+        say(f"template    {found.model.note}", err=True)
+    say(f"answering   {', '.join(names)}; there are: {', '.join(found.names)}. /help, /exit", err=True)
+    Conversation(chats, found.names).run()
+
+
+class Conversation:
+    """The lines that a user types, and what each of them does."""
+
+    def __init__(self, chats: Sequence[Chat], names: Sequence[str]) -> None:
+        self._chats, self._names = chats, names
+
+    def run(self) -> None:
+        """Answer until the end of the input or /exit."""
+        from dualtune.errors import DualtuneError, Preempted
+
+        for line in _lines():
+            word, _, rest = line.partition(" ")
+            if word == "/exit":
+                return
+            try:
+                if line.startswith("/"):
+                    self._obey(word, rest.strip())
+                else:
+                    self._answer(line)
+            except Preempted:
+                raise
+            except KeyboardInterrupt:
+                pass_on("\n")
+            except DualtuneError as error:  # the conversation goes on
+                say(f"Error: {error}", err=True)
+
+    def _obey(self, word: str, rest: str) -> None:
+        if word == "/reset":
+            for chat in self._chats:
+                chat.reset()
+            say("the conversation is forgotten", err=True)
+        elif word == "/save":
+            self._save(rest)
+        elif word in ("/base", "/adapter"):
+            self._switch("base" if word == "/base" else rest)
+        else:
+            say(HELP if word == "/help" else f"{word}: there is no such command\n{HELP}", err=True)
+
+    def _switch(self, name: str) -> None:
+        if len(self._chats) > 1:
+            say("with --compare all answer; leave it out to choose one", err=True)
+        elif name not in self._names:
+            say(f"/adapter: got '{name}', there are: {', '.join(self._names)}", err=True)
+        else:
+            self._chats[0].name = name
+            say(f"answering   {name}", err=True)
+
+    def _save(self, name: str) -> None:
+        if not name:
+            return say("/save needs the name of a file", err=True)
+        try:
+            with Path(name).expanduser().open("a", encoding="utf-8") as file:
+                for chat in self._chats:
+                    row = {"messages": [{"role": each.role, "content": each.content} for each in chat.messages]}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            return say(f"/save: {name}: {error.strerror}", err=True)
+        return say(f"appended to {name}", err=True)
+
+    def _answer(self, text: str) -> None:
+        if len(self._chats) == 1:
+            for piece in self._chats[0].ask(text):
+                pass_on(piece)
+            return pass_on("\n")
+        answers = [(chat.name, "".join(chat.ask(text))) for chat in self._chats]
+        return pass_on("\n".join(side_by_side(answers, _width())) + "\n")
+
+
+def side_by_side(answers: Sequence[tuple[str, str]], width: int) -> list[str]:
+    """Return the lines of named texts in columns, or one below the other where columns would be too narrow."""
+    import textwrap
+    from itertools import zip_longest
+
+    column = (width - 3 * (len(answers) - 1)) // len(answers)
+    if column < LEAST_COLUMN:
+        return [line for name, text in answers for line in (f"[{name}]", text)]
+    wrapped = [
+        [f"[{name}]"[:column], *(part for line in text.splitlines() for part in textwrap.wrap(line, column) or [""])]
+        for name, text in answers
+    ]
+    rows = zip_longest(*wrapped, fillvalue="")
+    return [" | ".join(part.ljust(column) for part in row).rstrip() for row in rows]
+
+
+def _named(adapters: Sequence[str]) -> dict[str, Path]:
+    """Return the directories by name. UsageError for a name that comes twice, or that is the base's."""
+    found: dict[str, Path] = {}
+    for given in adapters:
+        name, equals, directory = given.rpartition("=")
+        path = Path(directory if equals else given).expanduser()
+        name = name or (path.parent.name if path.name in ("adapter", "") else path.name)
+        if name in found or name == "base":
+            raise click.UsageError(f"--adapter {given}: the name '{name}' is taken. Give another one: NAME={path}")
+        found[name] = path
+    return found
+
+
+def _width() -> int:
+    from dualtune.cli.output.screen import is_live, width
+
+    return width() if is_live(sys.stdout) else 0
+
+
+def _lines() -> Iterator[str]:
+    """Yield the messages; on a terminal with a prompt, editing and history."""
+    if cast("TextIO | None", sys.stdin) is None:  # closed by the program that started this one
+        return
+    is_typed = sys.stdin.isatty()
+    if is_typed:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # gives `input` a history
+    while line := _next_line(is_typed):
+        if len(line) > MOST_LINE:
+            raise click.UsageError(f"a message has more than {MOST_LINE} characters.")
+        if line.strip():
+            yield line.strip()
+
+
+def _next_line(is_typed: bool) -> str:
+    """Return a line with its end; an empty text at the end of the input."""
+    if not is_typed:
+        return sys.stdin.readline(MOST_LINE + 1)
+    try:
+        return input("> ") + "\n"
+    except EOFError:
+        return ""
+    except KeyboardInterrupt:  # of a line that is not finished
+        return "\n"

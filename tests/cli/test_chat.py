@@ -1,0 +1,160 @@
+"""`dualtune chat`: what a user types, and what the model has to compute for it."""
+
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.cli.adapters.chat import side_by_side
+from dualtune.errors import ConfigError
+from dualtune.evaluate.adapter_set import load_adapter_set
+from dualtune.evaluate.chat import Chat, Sampling
+from dualtune.evaluate.inference import load_model
+from dualtune.testing.tiny_models import random_batch
+
+NUMPY = ("--platform", "numpy")
+SHAPES = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 64)}  # out, in
+SPECS = {  # ranks, scales and modules that differ
+    "one": AdapterSpec(2, 3.0, 0.0, ("self_attn.q_proj",)),
+    "two": AdapterSpec(4, 20.0, 0.0, ("self_attn.q_proj", "mlp.down_proj")),
+}
+
+
+def write_random(path, spec, shapes, seed=0):
+    """An adapter that changes much."""
+    rng = np.random.default_rng(seed)
+    tensors = {
+        name: value if "lora_A" in name else rng.normal(0, 0.3, value.shape).astype(np.float32)
+        for name, value in init_adapter(shapes, spec.rank, seed).items()
+    }
+    write_adapter(path, Adapter(replace(spec, targets=(*shapes,)), tensors))
+    return path
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """Adapters of `tiny_llama`."""
+    found = {}
+    for name, spec in SPECS.items():
+        shapes = {f"model.layers.{i}.{module}": SHAPES[module] for i in range(2) for module in spec.targets}
+        found[name] = write_random(tmp_path_factory.mktemp("adapters") / name, spec, shapes, seed=len(found))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_each_adapter_of_a_set_is_the_function_that_it_is_alone(open_backend, tiny_llama, directories, backend):
+    backend, batch = open_backend(backend), random_batch([7, 5], vocab=262)
+    found = load_adapter_set(backend, str(tiny_llama), directories, dtype="float32")
+    assert found.names == ("base", "one", "two")
+    alone = {
+        name: load_model(backend, str(tiny_llama), directories.get(name), dtype="float32").engine.logprobs(batch)
+        for name in found.names
+    }
+    assert abs(alone["one"] - alone["base"]).max() > 0.1 < abs(alone["one"] - alone["two"]).max()
+    for name in ("two", "base", "one", "base"):
+        found.use(name)
+        np.testing.assert_allclose(found.model.engine.logprobs(batch), alone[name], atol=1e-5)
+    with pytest.raises(ConfigError, match="got 'three', allowed: base, one, two"):
+        found.use("three")
+
+
+def test_an_adapter_of_another_model_is_refused(open_backend, tiny_llama, tmp_path):
+    wide = write_random(tmp_path / "wide", SPECS["one"], {"model.layers.0.self_attn.q_proj": (48, 48)})
+    with pytest.raises(ConfigError, match="the adapter does not fit the model"):
+        load_adapter_set(open_backend("torch"), str(tiny_llama), {"wide": wide})
+
+
+def test_a_turn_computes_only_what_is_new_and_answers_as_without_a_cache(open_backend, tiny_llama, directories):
+    found = load_adapter_set(open_backend("torch"), str(tiny_llama), directories, dtype="float32")
+    sampling, engine, question = (
+        Sampling(max_tokens=6),
+        found.model.engine,
+        "Hello, this is a long question, is it not?",
+    )
+    chat, computed, forward = Chat(found, "one", sampling, "Be brief."), [], engine.model.forward
+    engine.model.forward = lambda tokens, **options: computed.append(tokens.shape[1]) or forward(tokens, **options)
+    first, start = "".join(chat.ask(question)), computed[0]
+    computed.clear()
+    second = "".join(chat.ask("Hi"))
+    assert computed[0] < start, "the first turn was computed again"
+    fresh = Chat(found, "one", sampling, "Be brief.")
+    for text, answer in ((question, first), ("Hi", second)):
+        found.use("one").clear()
+        assert "".join(fresh.ask(text)) == answer
+    assert [message.content for message in fresh.messages] == ["Be brief.", question, first, "Hi", second]
+    fresh.reset()
+    assert [message.role for message in fresh.messages] == ["system"]
+
+
+def test_an_answer_that_is_stopped_is_remembered_as_far_as_it_was_read(open_backend, tiny_llama):
+    chat = Chat(load_adapter_set(open_backend("torch"), str(tiny_llama), {}), "base", Sampling(max_tokens=20))
+    pieces = chat.ask("Hi")
+    said = next(piece for piece in pieces if piece)
+    pieces.close()
+    assert [message.content for message in chat.messages] == ["Hi", said]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(dualtune_main, config_file, tmp_path):
+    assert dualtune_main("train", config_file(), *NUMPY).returncode == 0
+    return tmp_path / "runs" / "a" / "adapter"
+
+
+@pytest.fixture
+def talk(dualtune_main, monkeypatch, tiny_softmax):
+    def run(lines, *options):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return dualtune_main("chat", tiny_softmax, "--max-tokens", 5, *options, *NUMPY)
+
+    return run
+
+
+def test_a_conversation_by_pipe(talk, adapter, tmp_path):
+    saved = tmp_path / "talk.jsonl"
+    lines = ["1 plus 1?", "", "/base", "1 plus 1?", f"/save {saved}", "/nothing", "/adapter no", "/exit", "more"]
+    result = talk(lines, "--adapter", adapter)
+    assert result.returncode == 0, result.stderr
+    assert "answering   a; there are: base, a. /help, /exit" in result.stderr
+    assert "/nothing: there is no such command" in result.stderr and "got 'no', there are: base, a" in result.stderr
+    (row,) = map(json.loads, saved.read_text().splitlines())
+    assert [each["role"] for each in row["messages"]] == ["user", "assistant"] * 2
+    assert "".join(each["content"] + "\n" for each in row["messages"][1::2]) == result.stdout
+
+
+def test_base_and_adapter_answer_side_by_side_each_with_its_own_history(talk, adapter, tmp_path):
+    saved = tmp_path / "talk.jsonl"
+    lines = ["1 plus 1?", f"/save {saved}", "/reset", f"/save {saved}"]
+    result = talk(lines, "--adapter", f"tuned={adapter}", "--compare", "--system", "S")
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stdout.splitlines() if line.startswith("[")] == ["[base]", "[tuned]"]
+    rows = [json.loads(line)["messages"] for line in saved.read_text().splitlines()]
+    assert [len(row) for row in rows] == [3, 3, 1, 1] and rows[2][0] == {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--compare"], "--compare needs an --adapter"),
+        (["--adapter", "x/one", "--adapter", "y/one"], "the name 'one' is taken. Give another one: NAME=y/one"),
+        (["--adapter", "base=x"], "the name 'base' is taken"),
+        (["--template", "none"], "the model has no chat template"),
+    ],
+)
+def test_what_cannot_be_done_is_said(talk, options, message):
+    result = talk(["Hi"], *options)
+    assert result.returncode == 2 and message in result.stderr
+
+
+def test_columns_share_the_width_and_a_narrow_terminal_has_none():
+    answers = [("base", "one two three " * 6), ("tuned", "four\n\nfive")]
+    lines = side_by_side(answers, 79)
+    assert max(map(len, lines)) <= 79 and lines[0] == "[base]".ljust(38) + " | [tuned]"
+    assert " ".join(line.split("|")[0].strip() for line in lines[1:]) == answers[0][1].strip()
+    assert side_by_side(answers, 70) == ["[base]", answers[0][1], "[tuned]", answers[1][1]]
