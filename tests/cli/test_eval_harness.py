@@ -44,8 +44,10 @@ def test_loglikelihood_is_the_sum_over_the_continuation(loaded, model):
     found = logprobs(llm, ids)
     expected = sum(found[t - 1, ids[t]] for t in range(len(ids) - len(continuation), len(ids)))
     best = "".join(llm.tokenizer.decode([int(found[len(ids) - len(continuation) - 1].argmax())]))
-    (logprob, is_greedy), (_, best_is_greedy), _ = model.loglikelihood(
-        [asked(context, continuation), asked(context, best), asked("", "x")]
+    _, (_, best_is_greedy), (logprob, is_greedy) = (
+        model.loglikelihood(  # shortest first: they are computed longest first
+            [asked("", "x"), asked(context, best), asked(context, continuation)]
+        )
     )
     assert logprob == pytest.approx(expected, rel=1e-5) and not is_greedy
     assert best_is_greedy
@@ -91,6 +93,13 @@ def test_generation_ends_before_the_first_stop_text(loaded, model):
          asked("abc", {"until": whole[0]})]
     )  # fmt: skip
     assert cut == one == whole[: whole.index(stop)] and none == ""
+
+
+def test_of_two_stop_texts_in_one_piece_the_first_counts(model, monkeypatch):
+    from dualtune.evaluate.scoring import harness
+
+    monkeypatch.setattr(harness, "stream_text", lambda *_, **__: iter(["ab|cd", "#ef", "never read"]))
+    assert model.generate_until([asked("x", {"until": ["d", "|"]})]) == ["ab"]
 
 
 def test_without_lm_eval_it_is_one_clear_line(dualtune_main, config_file, monkeypatch):

@@ -53,6 +53,9 @@ def make_best(run, step):
 def test_the_last_and_the_best_checkpoint_stay(trained, clean, runs):
     assert trained() == 0 and steps(runs / "done") == [1, 2, 3, 4, 5, 6]
     make_best(runs / "done", 3)
+    lock = runs / "done" / "lock"
+    note = json.loads(lock.read_text()) | {"started": "2026-01-02T03:04:05+00:00"}
+    lock.write_text(json.dumps(note, indent=2) + "\n")
     before = {path: path.read_bytes() for path in (runs / "done").rglob("*") if path.is_file()}
     said = clean()
     assert said.endswith("Nothing was deleted: give --yes to delete them\n") and "4 directories" in said

@@ -89,7 +89,7 @@ def test_only_what_differs_is_compared(two, dualtune_main):
 
 def test_another_program_gets_ascii(two, dualtune_main):
     said = dualtune_main("runs", "compare", *two).stdout
-    assert said.isascii() and max(map(len, said.splitlines())) <= 100
+    assert said.isascii() and max(map(len, said.splitlines())) <= 80
     plot = said.splitlines()[-HEIGHT:]
     assert any("AA" in line for line in plot) and any("BB" in line for line in plot)
 

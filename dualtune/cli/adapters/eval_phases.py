@@ -214,7 +214,7 @@ class EvalRun:
         for i, example in enumerate(examples[: self._options.limit]):
             asked = question(model, example)
             texts = {name: side.answers[i] for name, side in sides.items()}
-            right = is_right(self._metrics, main.scores[i])
+            right = is_right(main.scores[i])
             if main.exact is not None:
                 right = bool(main.exact[i]) if right is None else right and bool(main.exact[i])
             loss = mean_loss(*main.losses[i].tolist())

@@ -33,6 +33,7 @@ def drawn(curves: Mapping[str, Points], columns: int, *, plain: bool) -> list[li
     plot = importlib.import_module("plotext")
     plot.clear_figure()
     plot.theme("clear")
+    plot.limit_size(False, False)  # else by the size of a terminal, which may not be the target
     plot.plotsize(columns, HEIGHT)
     plot.xlabel("step")
     for i, (name, points) in enumerate(finite):

@@ -33,11 +33,10 @@ Scorer = Callable[[str, str], Score]  # of the expected text and the answer; Dat
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A named metric. One that `decides` is part of whether an answer counts as right, if it says true or false."""
+    """A named metric."""
 
     name: str
     scorer: Scorer
-    decides: bool = True
 
     def score(self, where: str, expected: str, got: str) -> Score:
         """Return the score of an answer. DataError, which names the row, if it cannot be scored."""
@@ -47,10 +46,9 @@ class Metric:
             raise DataError(f"{where}: {error}") from error.__cause__
 
 
-def is_right(metrics: Sequence[Metric], scores: Sequence[Score]) -> bool | None:
-    """Return whether all deciding metrics that say true or false say true; None if there is none."""
-    decided = [score for metric, score in zip(metrics, scores, strict=True) if metric.decides]
-    verdicts = [score for score in decided if isinstance(score, bool)]
+def is_right(scores: Sequence[Score]) -> bool | None:
+    """Return whether all metrics that say true or false say true; None if there is none."""
+    verdicts = [score for score in scores if isinstance(score, bool)]
     return all(verdicts) if verdicts else None
 
 
@@ -68,7 +66,7 @@ def pattern_metrics(pattern: re.Pattern[str]) -> list[Metric]:
         found, wanted = last_match(pattern, got), _wanted(pattern, expected)
         return _same(last_match(_NUMBER, got) or "" if found is None else found, wanted)
 
-    return [Metric(RIGHT, strict), Metric(LENIENT, lenient, decides=False)]
+    return [Metric(RIGHT, strict), Metric(LENIENT, lenient)]
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
