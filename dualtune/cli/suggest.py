@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
+from typing import Any
 
 import click
 
@@ -15,7 +17,7 @@ WORDS = {
         "generate": "infer inference predict complete completion prompt ask sample",
         "eval": "evaluate evaluation score perplexity ppl test accuracy",
         "preview": "show view look inspect-data tokenize dry-run",
-        "runs": "ls list status history experiments logs",
+        "runs": "ls list status history experiments logs curves clean gc",
         "config": "init new template defaults schema example",
         "check-gpu": "gpu gpus device devices info machine",
         "check-env": "doctor env environment setup diagnose",
@@ -66,3 +68,21 @@ class SuggestingGroup(click.Group):
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             ctx.fail(f"No such command '{name}'. {advice(name, self.list_commands(ctx), ctx.command_path)}")
         return super().resolve_command(ctx, args)
+
+
+class CommandWithOthers(click.Command):
+    """A command with an argument of its own, and with others below it, each a command: `runs DIR`, `runs clean DIR`.
+
+    A directory with the name of one of them is given as ./clean.
+    """
+
+    def __init__(self, *args: Any, others: Sequence[click.Command] = (), **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._others = {other.name: other for other in others}
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and (other := self._others.get(args[0])) is not None:
+            return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)

@@ -111,6 +111,10 @@ class Documents(Sequence[Document]):
         """Return V16 [N]: a digest of each document. Equal documents have equal digests."""
         return self._column("digest")
 
+    def rows(self) -> np.ndarray:
+        """Return int64 [N]: the number of each document's row in its source."""
+        return self._column("row")
+
     def row_lengths(self) -> np.ndarray:
         """Return int32 [N]: the number of tokens of each document's row before truncation."""
         return self._column("row_length")
@@ -279,6 +283,14 @@ class Data:
         wanted = documents.lines()
         found = (e for opened in self._eval or self.train for e in opened.trainable() if isinstance(e, Example))
         return [example for example in found if (example.path, example.line) in wanted]
+
+    def training_examples(self, held_out: Documents) -> Iterator[Example]:
+        """Yield the examples to train on: without those of `held_out`, if a share of the same rows is held out."""
+        left_out: set[tuple[str, int]] = set() if self._eval else held_out.lines()
+        for opened in self.train:
+            for example in opened.trainable():
+                if isinstance(example, Example) and (example.path, example.line) not in left_out:
+                    yield example
 
     def _store(self, opened: OpenedSource, tokenizer: Tokenizer, show: Show = lambda what, share: None) -> TokenStore:
         source, files = opened.source, opened.files

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dualtune import interrupt
-from dualtune.backend import IGNORE_INDEX, Batch, Engine, LossSum
+from dualtune.backend import Batch, Engine, LossSum
 from dualtune.config import Config
-from dualtune.data.batching.batches import SequenceLayout, make_batch, micro_batches, share
+from dualtune.data.batching.batches import SequenceLayout, make_batch, share
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Documents, tokenize
 from dualtune.distributed.team import Team
+from dualtune.evaluate.by_document import by_document, greedy, losses
 from dualtune.evaluate.inference import LoadedModel
 from dualtune.evaluate.recovery import Recovery
 from dualtune.hooks import EvalRecord
@@ -76,19 +76,38 @@ def exact_match(
     model: LoadedModel, examples: Sequence[Example], max_length: int,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> float:  # fmt: skip
-    """Return the share of examples with a last answer that greedy decoding reproduces exactly, end token included.
+    """Return the share of examples with a last answer that greedy decoding reproduces exactly, end token included."""
+    return float(exact_answers(model, examples, max_length, show).mean())
+
+
+def exact_answers(
+    model: LoadedModel, examples: Sequence[Example], max_length: int,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> np.ndarray:  # fmt: skip
+    """Return bool [examples]: whether greedy decoding reproduces the last answer exactly, end token included.
 
     Greedy decoding gives an answer if and only if every token of it is the most probable one after those before it, so
     one forward pass is enough. Rows truncated to `max_length` count as wrong.
     """
     documents = tokenize(examples, model.tokenizer, "last", max_length)
-    whole = np.flatnonzero(documents.lengths < max_length)
-    exact = 0
-    batches = micro_batches(documents, whole.tolist(), SequenceLayout(AUTO_MICRO_BATCH_TOKENS), seed=0, step=0)
-    for done, batch in enumerate(batches):
-        show(done, len(batches))
-        interrupt.poll()
-        is_target_BT = batch.labels_BT != IGNORE_INDEX
-        is_right_BT = model.engine.most_probable(batch) == batch.labels_BT
-        exact += int(np.all(is_right_BT | ~is_target_BT, axis=1).sum())
-    return exact / len(examples)
+    recovery = Recovery(None, model.engine, SequenceLayout(AUTO_MICRO_BATCH_TOKENS))
+    is_exact = by_document(documents, recovery, greedy(model.engine), show)
+    whole = documents.lengths < max_length
+    found = np.zeros(len(examples), bool)
+    found[documents.rows()[whole]] = is_exact[whole]
+    return found
+
+
+def losses_of_examples(
+    engine: Engine, documents: Documents, examples: Sequence[Example], recovery: Recovery,
+    show: Callable[[int, int], None] = lambda done, total: None,
+) -> np.ndarray:  # fmt: skip
+    """Return float64 [examples, 2]: the sum of −w·log p over the targets of each example, and its total weight.
+
+    The documents are those of the examples; one that was dropped gives no document, and 0 for both.
+    """
+    place = {example.where: i for i, example in enumerate(examples)}
+    found = np.zeros((len(examples), 2))
+    by_row = by_document(documents, recovery, losses(engine), show)
+    np.add.at(found, [place[documents[i].where] for i in range(len(documents))], by_row)
+    return found

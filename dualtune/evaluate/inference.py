@@ -21,7 +21,7 @@ from dualtune.base_model import position_table_size, read_config, resolve_model
 from dualtune.data.chat.formats import Example
 from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.errors import ConfigError
+from dualtune.errors import ConfigError, DataError
 from dualtune.optimizer import OptimizerSpec
 
 BASE_ONLY = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
@@ -162,6 +162,28 @@ def _sample(logits_V: np.ndarray, temperature: float, top_p: float, rng: np.rand
 
 
 @dataclass(frozen=True, slots=True)
+class AskedQuestion:
+    """What an example asks for its last answer."""
+
+    prompt: str  # as people read it: the last message before the answer, or the plain prompt
+    expected: str
+    ids: np.ndarray  # int32 [T]: what the model continues
+
+
+def question(model: LoadedModel, example: Example) -> AskedQuestion:
+    """Return the question of an example. DataError for a conversation without a chat template, which it needs."""
+    tokenizer = model.tokenizer
+    if tokenizer.template is not None and example.messages:
+        *before, last = example.messages
+        shown = before[-1].content if before else ""
+        return AskedQuestion(shown, last.content, tokenizer.encode_chat(before, tools=example.tools))
+    if example.completion is None:
+        raise DataError(f"{example.where}: a conversation needs a chat template. Set data.template to a Jinja file")
+    prompt = example.prompt or ""
+    return AskedQuestion(prompt, example.completion, tokenizer.encode_text(prompt))
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     prompt: str
     expected: str
@@ -170,13 +192,5 @@ class Answer:
 
 def answer(model: LoadedModel, example: Example, max_tokens: int = 256) -> Answer:
     """Generate the last answer of an example greedily."""
-    tokenizer = model.tokenizer
-    if tokenizer.template is not None and example.messages:
-        *before, last = example.messages
-        ids = tokenizer.encode_chat(before, tools=example.tools)
-        shown, expected = before[-1].content, last.content
-    else:
-        assert example.prompt is not None and example.completion is not None
-        shown, expected = example.prompt, example.completion
-        ids = tokenizer.encode_text(shown)
-    return Answer(shown, expected, "".join(stream_text(model, ids, max_tokens=max_tokens)))
+    asked = question(model, example)
+    return Answer(asked.prompt, asked.expected, "".join(stream_text(model, asked.ids, max_tokens=max_tokens)))

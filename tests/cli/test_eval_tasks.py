@@ -61,7 +61,9 @@ def test_an_answer_pattern_works_on_any_data(trained, write_rows, dualtune_main)
     [
         (("--task", "gsm8k", "--answer-pattern", "x"), "Give --task or --answer-pattern, not both"),
         (("--answer-pattern", "("), "which is not a regular expression"),
-        (("--limit", "3"), "--limit is for --task or --answer-pattern"),
+        (("--limit", "3"), "--limit is for generated answers and --harness"),
+        (("--base", "--compare"), "Give --base or --compare, not both"),
+        (("--harness", "arc_easy", "--exact-match"), "--harness measures the tasks alone"),
         (("--task", "mmlu"), "'mmlu' is not 'gsm8k'"),
     ],
 )

@@ -18,6 +18,7 @@ SUBCOMMANDS = [
     *(["adapter", name] for name in ("inspect", "convert", "import", "diff", "merge")),
     ["memory", "ablate"],
     ["bench", "lora-backward"],
+    *(["runs", name] for name in ("compare", "clean")),
     *(["bundle", name] for name in ("pack", "inspect", "unpack")),
 ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtune.cli.training.runs import table
+from dualtune.cli.runs.runs import table
 from dualtune.train.state.listing import list_runs
 
 NUMPY = ["--platform", "numpy"]
@@ -63,7 +63,7 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
 
     header, *lines = dualtune_main("runs", tmp_path / "runs").stdout.splitlines()
     assert header.split() == [
-        "run", "state", "verdict", "step", "loss", "eval", "best", "lr", "model", "date", "time", "saved",
+        "run", "state", "verdict", "step", "loss", "eval", "best", "lr", "model", "start", "date", "time", "saved",
     ]  # fmt: skip
     assert [line.split()[1] for line in lines if not line.startswith(" ")] == ["done", "failed", "killed", "preempted"]
 
@@ -194,7 +194,7 @@ def test_the_table_fits_the_terminal(made, tmp_path, columns):
     needed = max(columns, 12 + len("  unreadable  2  1.5000"))
     assert max(map(len, lines)) <= needed, lines
     assert lines[0].split()[:2] == ["run", "state"] and "loss" in lines[0]
-    assert any("too narrow for: saved, time" in line for line in lines) == (columns < 120 or "model" not in lines[0])
+    assert any("too narrow for: start" in line for line in lines) == (columns < 120 or "model" not in lines[0])
 
 
 def test_a_long_metrics_file_is_not_read_whole(made, states, monkeypatch):

@@ -1,1 +1,1 @@
-"""Commands that train, and that look at runs."""
+"""Commands that train, and that look at one run."""

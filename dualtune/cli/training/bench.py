@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +12,7 @@ from dualtune import interrupt
 from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.output.terminal import say
+from dualtune.cli.suggest import CommandWithOthers
 from dualtune.cli.training import bench_lora
 
 if TYPE_CHECKING:
@@ -29,18 +30,7 @@ PHASES = {
 }
 
 
-class BenchCommand(click.Command):
-    """`dualtune bench CONFIG`, and `dualtune bench lora-backward`, which is a command of its own."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        if args[:1] == [bench_lora.command.name]:
-            return bench_lora.command.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
-
-
-@click.command("bench", cls=BenchCommand)
+@click.command("bench", cls=CommandWithOthers, others=[bench_lora.command])
 @config_argument
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many steps to measure.")
 @click.option(

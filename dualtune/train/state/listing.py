@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from dualtune.config.reader import BadYaml, read_yaml
 from dualtune.errors import ConfigError, FormatError
 from dualtune.io.untrusted import read_json
 from dualtune.train.state import checkpoint
+from dualtune.train.state.configs import read_flat
 from dualtune.train.state.lock import LOCK_FILE, LockRecord, read_note
 from dualtune.train.state.metrics import History, last_rows, read_rows
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, is_run_dir
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, METRICS, is_run_dir
 
 MAX_METRICS_BYTES = 16 << 20
-MAX_CONFIG_CHARACTERS = 1 << 18
 T = TypeVar("T", int, float)
 
 MAX_DEPTH = 4  # of run directories below the given one
@@ -40,6 +39,7 @@ class RunSummary:
     best_eval_loss: float | None = None  # of those after the first step
     model: str | None = None
     learning_rate: float | None = None
+    start: str | None = None  # when it began, ISO 8601, if it runs, was killed, or its rows have the time
     date: str | None = None  # when it ended, or began if it is running or was killed; ISO 8601
     seconds: float | None = None  # spent in steps; not summed for a very long file
     checkpoint: int | None = None  # step of the newest checkpoint; only `dualtune checkpoints` verifies
@@ -58,11 +58,16 @@ class CheckpointSummary:
 
 def list_runs(directory: Path) -> list[RunSummary]:
     """Return every run directory at or below a directory, by name; an unreadable one with the reason."""
+    return [_summary(path) if problem is None else _unreadable(path, problem) for path, problem in _readable(directory)]
+
+
+def _readable(directory: Path) -> Iterator[tuple[Path, str | None]]:
+    """Yield what `_find` does. ConfigError if there is no such directory."""
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: this directory does not exist. Give the one that contains your run directories"
         )
-    return [_summary(path) if problem is None else _unreadable(path, problem) for path, problem in _find(directory)]
+    yield from _find(directory)
 
 
 def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
@@ -70,10 +75,27 @@ def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
     if not is_run_dir(run_dir):
         raise ConfigError(f"{run_dir}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
     found = checkpoint.entries(run_dir / CHECKPOINTS)
+    best = best_of(run_dir, found)
+    return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in found]
+
+
+def best_of(run_dir: Path, found: Sequence[checkpoint.CheckpointEntry]) -> int | None:
+    """Return the step of the checkpoint with the best evaluation; None if none was evaluated."""
     evals = History(read_rows(run_dir / METRICS)).evals
     judged = [e.step for e in found if e.step in evals and math.isfinite(evals[e.step].eval_loss)]
-    best = min(judged, key=lambda step: evals[step].eval_loss, default=None)
-    return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in found]
+    return min(judged, key=lambda step: evals[step].eval_loss, default=None)
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """Return the run directories at or below a directory, by name; links are not followed. ConfigError without one."""
+    return [path for path, problem in _readable(directory) if problem is None]
+
+
+def summary_of(run_dir: Path) -> RunSummary:
+    """Return the summary of one run directory. ConfigError if it is none."""
+    if not is_run_dir(run_dir):
+        raise ConfigError(f"{run_dir}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+    return _summary(run_dir)
 
 
 def _find(directory: Path, depth: int = MAX_DEPTH) -> Iterator[tuple[Path, str | None]]:
@@ -102,14 +124,15 @@ def _unreadable(path: Path, problem: str) -> RunSummary:
 
 
 def _read_summary(path: Path) -> RunSummary:
-    rows, is_complete = _rows(path / METRICS)
+    rows, is_complete = rows_of(path)
     history = History(rows)
     steps = checkpoint.steps(path / CHECKPOINTS)
     newest = steps[0] if steps else None
     saved = {} if newest is None else _table(checkpoint.path_of(path / CHECKPOINTS, newest) / "state.json")
     note, is_held = read_note(path)
     state, reason = _state_of(path, note, is_held, newest)
-    model, rate = _model_and_rate(path / CONFIG)
+    config = read_flat(path)
+    model, rate = config.get("model.name"), config.get("train.learning_rate")
     return RunSummary(
         path=str(path),
         state=state,
@@ -120,8 +143,9 @@ def _read_summary(path: Path) -> RunSummary:
         loss=history.loss,
         eval_loss=history.eval_loss,
         best_eval_loss=_best(history, _number(saved, "guards", "best_loss", float)),
-        model=model,
-        learning_rate=rate,
+        model=model if isinstance(model, str) else None,
+        learning_rate=float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None,
+        start=_start(note, rows),
         date=_date(path, note),
         seconds=_seconds(rows) if is_complete else None,
         checkpoint=newest,
@@ -142,8 +166,9 @@ def _state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | 
     return note.state, note.reason
 
 
-def _rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+def rows_of(run_dir: Path) -> tuple[list[dict[str, Any]], bool]:
     """Return the rows, and whether they are complete: of a very long file only the last rows are read."""
+    path = run_dir / METRICS
     is_short = not path.is_file() or path.stat().st_size <= MAX_METRICS_BYTES
     return (read_rows(path), True) if is_short else (last_rows(path), False)
 
@@ -159,6 +184,18 @@ def _seconds(rows: list[dict[str, Any]]) -> float | None:
     return math.fsum(spent) if spent else None
 
 
+def _start(note: LockRecord | None, rows: list[dict[str, Any]]) -> str | None:
+    """Return when it began: a run that is over has replaced the note, so its first row says it."""
+    written: Any = rows[0].get("time") if rows else None
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        if isinstance(written, int | float) and not isinstance(written, bool):
+            return datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
+        if isinstance(written, str) or (note is not None and note.state == "running"):
+            begun = written if isinstance(written, str) else note.started if note else ""
+            return datetime.fromisoformat(begun).astimezone(UTC).isoformat(timespec="seconds")
+    return None
+
+
 def _date(path: Path, note: LockRecord | None) -> str | None:
     if note is not None:
         with contextlib.suppress(ValueError):
@@ -166,18 +203,6 @@ def _date(path: Path, note: LockRecord | None) -> str | None:
     if not (path / METRICS).is_file():
         return None
     return datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC).isoformat(timespec="seconds")
-
-
-def _model_and_rate(path: Path) -> tuple[str | None, float | None]:
-    """Return model and learning rate from config.yaml, without the schema, which differs between versions."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            table: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data
-    except (OSError, ValueError, BadYaml):
-        return None, None
-    table = cast("dict[str, Any]", table) if isinstance(table, dict) else {}
-    model: Any = _inner(table, "model").get("name")
-    return (model if isinstance(model, str) else None), _number(table, "train", "learning_rate", float)
 
 
 def _number(table: Mapping[str, Any], section: str, key: str, kind: type[T]) -> T | None:

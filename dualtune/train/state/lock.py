@@ -65,6 +65,11 @@ class Lock:
             raise DiskError(f"run.dir: {self._path} cannot be written: {error.strerror}") from error
 
     @property
+    def before(self) -> LockRecord | None:
+        """The note of the holder before this one."""
+        return self._before
+
+    @property
     def holder_was_killed(self) -> bool:
         """Return whether the process before left no word about its end."""
         return self._before is not None and self._before.state == "running"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dualtune as package
 from dualtune.config import parse_config
@@ -67,8 +68,11 @@ def test_a_card_that_fails_in_training_ends_the_run_and_the_same_command_resumes
         null_gpu.set_failing(False)  # as in a new process
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
     assert steps() == [1, 2, 3]
-    with pytest.raises(FormatError, match="A and B are all zeros"):
-        run(config, backend)
+    try:
+        with pytest.raises(FormatError, match="A and B are all zeros"):
+            run(config, backend)
+    finally:
+        torch.cuda.set_device(0)
     assert steps() == [*range(1, 7)]
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dualtune.cli.options import json_option
+from dualtune.cli.runs import clean, compare
+from dualtune.cli.suggest import CommandWithOthers
 
 if TYPE_CHECKING:
     from dualtune.train.state.listing import RunSummary
@@ -25,20 +27,32 @@ ORDERS: dict[str, Callable[[RunSummary], Any]] = {
     "time": lambda run: _lowest_first(None if run.seconds is None else -run.seconds),
 }
 # The columns that a narrow terminal omits, in this order.
-LEAST_IMPORTANT = ("saved", "time", "model", "lr", "best", "date", "eval", "verdict")
+LEAST_IMPORTANT = ("start", "saved", "time", "model", "lr", "best", "date", "eval", "verdict")
 MIN_NAME = 12
+STATES = ("running", "done", "preempted", "killed", "failed", "unreadable")
 NO_LIMIT = 10_000  # columns, for output to a file or another program
 
 
-@click.command("runs")
+@click.command("runs", cls=CommandWithOthers, others=[compare.command, clean.command])
 @click.argument("directory", type=click.Path(path_type=Path), default="runs")
 @click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="The column to sort by.")
+@click.option("--state", "states", type=click.Choice(STATES), multiple=True, help="Only runs in this state. Repeatable.")
+@click.option("--model", metavar="TEXT", help="Only runs whose model has this in its name.")
+@click.option(
+    "--where", "conditions", multiple=True, metavar="KEY=VALUE",
+    help="Only runs whose config has this value, e.g. learning_rate=1e-4; also !=, <, <=, >, >=. Repeatable.",
+)  # fmt: skip
 @json_option
-def command(directory: Path, sort: str, as_json: bool) -> None:
+def command(
+    directory: Path, sort: str, states: tuple[str, ...], model: str | None, conditions: tuple[str, ...], as_json: bool
+) -> None:
     """List the run directories at or below DIRECTORY (default: runs), with their numbers and their verdict.
 
     A run is running, done, preempted or killed (run its command again), failed, or unreadable. `time` is the time spent
     in steps, `date` the end (the start, if it runs or was killed), `saved` the step of the last checkpoint.
+
+    `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is not needed any
+    more; both have a help of their own.
     """
     import json
     import sys
@@ -46,13 +60,22 @@ def command(directory: Path, sort: str, as_json: bool) -> None:
 
     from dualtune.cli.output.screen import is_live, width
     from dualtune.cli.output.terminal import say
+    from dualtune.train.state.configs import Condition, read_flat
     from dualtune.train.state.listing import list_runs
 
-    found = sorted(list_runs(directory), key=ORDERS[sort])
+    wanted = [Condition(text) for text in conditions]
+    found = [
+        run
+        for run in sorted(list_runs(directory), key=ORDERS[sort])
+        if (not states or run.state in states)
+        and (model is None or model.lower() in (run.model or "").lower())
+        and (not wanted or all(condition.holds(read_flat(Path(run.path))) for condition in wanted))
+    ]
     if as_json:
         return say(json.dumps([asdict(run) for run in found], indent=2))
     if not found:
-        return say(f"there is no run in {directory}")
+        is_filtered = states or model or conditions
+        return say(f"there is no {'such ' if is_filtered else ''}run in {directory}")
     return say("\n".join(table(found, width() if is_live(sys.stdout) else NO_LIMIT)))
 
 
@@ -96,7 +119,8 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "best": _loss(run.best_eval_loss),
         "lr": "-" if run.learning_rate is None else f"{run.learning_rate:g}",
         "model": shown(Path(run.model).name, 30) if run.model else "-",
-        "date": run.date[:16].replace("T", " ") if run.date else "-",
+        "start": _minute(run.start),
+        "date": _minute(run.date),
         "time": _duration(run.seconds),
         "saved": _number(run.checkpoint),
     }
@@ -109,6 +133,10 @@ def _width(columns: Sequence[dict[str, str]]) -> int:
 
 def _tail(text: str, length: int) -> str:
     return text if len(text) <= length else "…" + text[1 - length :]
+
+
+def _minute(date: str | None) -> str:
+    return date[:16].replace("T", " ") if date else "-"
 
 
 def _number(value: int | None) -> str:

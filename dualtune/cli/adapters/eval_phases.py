@@ -1,0 +1,261 @@
+"""The phases of `dualtune eval`, one after another, and its report."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.backend import Backend
+from dualtune.capabilities import check_capabilities
+from dualtune.cli.adapters.eval import EvalOptions
+from dualtune.cli.output.screen import Phases
+from dualtune.cli.output.terminal import say
+from dualtune.config import Config
+from dualtune.data.chat.formats import Example
+from dualtune.data.documents import Data, Documents
+from dualtune.errors import DataError
+from dualtune.evaluate.evaluation import evaluate, exact_answers, layout_of, losses_of_examples
+from dualtune.evaluate.fingerprints import without_adapter
+from dualtune.evaluate.inference import LoadedModel, answer, load_model, question
+from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.scoring import harness
+from dualtune.evaluate.scoring.compare import PairedComparison, compare_losses, compare_scores
+from dualtune.evaluate.scoring.leaks import find_leaks
+from dualtune.evaluate.scoring.metrics import LENIENT, RIGHT, Metric, Score, is_right
+from dualtune.evaluate.scoring.predictions import PREDICTIONS, PredictedRow, mean_loss, write_predictions
+from dualtune.evaluate.shortage import explanation
+from dualtune.text.show import in_columns
+
+EXACT = "exact_match"
+BASE, TUNED = "base", "adapter"
+
+
+@dataclass(slots=True)
+class Side:
+    """What was measured of the base or of the adapter, by row. What was not asked for is empty or None."""
+
+    losses: np.ndarray | None = None  # float64 [rows, 2], as `losses_of_examples` returns them
+    exact: np.ndarray | None = None  # bool [rows]
+    answers: list[str] = field(default_factory=lambda: [])  # of the first rows, up to --limit
+    scores: list[list[Score]] = field(default_factory=lambda: [])  # of these, by metric
+
+
+class EvalRun:
+    """One call of the command."""
+
+    def __init__(
+        self, settings: Config, options: EvalOptions, adapter: Path | None, backend: Backend,
+        metrics: Sequence[Metric], shown: Phases,
+    ) -> None:  # fmt: skip
+        check_capabilities(backend, settings)
+        self._settings, self._options, self._adapter = settings, options, adapter
+        self._backend, self._metrics, self._shown = backend, metrics, shown
+
+    def report(self) -> dict[str, Any]:
+        """Measure, write the predictions, and return the results by their names in the JSON."""
+        with self._phase("loading", "loaded", "the model"):
+            sources = None if self._options.harness else Data(self._settings, _text(self._options.data))
+            model = self._load(trained=not self._options.base)
+        if model.note:
+            say(f"template    {model.note}", err=True)
+        if sources is None:
+            return {"adapter": _text(self._adapter), "harness": self._harness(model)}
+        documents, examples = self._held_out(sources, model)
+        with self._phase("evaluating", "evaluated", "loss"):
+            result = evaluate(model.engine, documents, self._recovery(model, documents), show=self._shown.update)
+        report: dict[str, Any] = {
+            "adapter": _text(self._adapter),
+            "loss": result.eval_loss,
+            "perplexity": math.exp(result.eval_loss),
+            "targets": result.eval_targets,
+            "rows": len(examples),
+        }
+        sides = {BASE if self._options.base else TUNED: self._side(model, documents, examples)}
+        if self._options.compare:
+            with self._base_of(model) as base:
+                sides[BASE] = self._side(base, documents, examples)
+        report |= self._means(sides.get(TUNED) or sides[BASE])
+        if self._options.compare:
+            report["compare"] = [asdict(row) | {"verdict": row.verdict} for row in self._compared(sides)]
+        if (path := self._predictions_file()) is not None:
+            write_predictions(path, self._predictions(model, examples, sides))
+            report["predictions"] = str(path)
+        if self._options.leaks:
+            report["leaks"] = self._leaks(sources, documents, examples)
+        return report
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    def _load(self, *, trained: bool) -> LoadedModel:
+        """Load the model with the adapter, or the one that was trained whole; or else the base."""
+        model, directory = self._settings.model, Path(self._settings.run.dir).expanduser() / "model"
+        is_whole = trained and self._settings.adapter.trains_model
+        return load_model(
+            self._backend, str(directory) if is_whole else model.name, self._adapter, dtype=model.dtype,
+            quantization=model.quantization, template=self._settings.data.template,
+            special_tokens_in_text=self._settings.data.special_tokens_in_text, kernels=model.kernels,
+            init="pretrained" if is_whole else model.init, seed=self._settings.run.seed,
+        )  # fmt: skip
+
+    def _base_of(self, model: LoadedModel) -> AbstractContextManager[LoadedModel]:
+        """Return the base: the same model with its adapter switched off, or another model if it was trained whole."""
+        if self._settings.adapter.trains_model:
+            with self._phase("loading", "loaded", "the base"):
+                return contextlib.nullcontext(self._load(trained=False))
+
+        @contextlib.contextmanager
+        def switched_off() -> Generator[LoadedModel]:
+            with without_adapter(model.engine):
+                yield model
+
+        return switched_off()
+
+    def _recovery(self, model: LoadedModel, documents: Documents) -> Recovery:
+        return Recovery(
+            self._backend, model.engine, layout_of(self._settings), documents.longest,
+            tell=lambda event: say(f"memory      ran out: {event.message}", err=True),
+            explain=lambda _, reason: explanation(self._backend, self._settings, reason),
+        )  # fmt: skip
+
+    # --- measuring ----------------------------------------------------------------------------------------------------
+
+    def _held_out(self, sources: Data, model: LoadedModel) -> tuple[Documents, list[Example]]:
+        self._shown.begin("tokenizing", "the evaluation data")
+        documents = sources.held_out_only(model.tokenizer)
+        if not documents.num_rows:
+            raise DataError("data.eval: the config has no held-out data. Give --data FILE")
+        if not len(documents):
+            raise DataError("the evaluation data has no target token within data.max_length")
+        return documents, sources.held_out_examples(documents)
+
+    def _side(self, model: LoadedModel, documents: Documents, examples: list[Example]) -> Side:
+        """Measure one model on every row."""
+        options, side = self._options, Side()
+        if options.compare or options.generates:
+            with self._phase("evaluating", "evaluated", "rows"):
+                recovery = self._recovery(model, documents)
+                side.losses = losses_of_examples(model.engine, documents, examples, recovery, self._shown.update)
+        if options.exact:
+            with self._phase("evaluating", "evaluated", "exact match"):
+                side.exact = exact_answers(model, examples, self._settings.data.max_length, self._shown.update)
+        if options.generates:
+            with self._phase("generating", "generated", "answers"):
+                for example in examples[: options.limit]:
+                    found = answer(model, example, options.max_tokens)
+                    side.answers.append(found.got)
+                    side.scores.append([m.score(example.where, found.expected, found.got) for m in self._metrics])
+                    self._shown.update(len(side.answers), len(examples[: options.limit]))
+        return side
+
+    def _harness(self, model: LoadedModel) -> dict[str, dict[str, Any]]:
+        tasks = [task.strip() for task in (self._options.harness or "").split(",") if task.strip()]
+        with self._phase("evaluating", "evaluated", "tasks of lm-eval"):
+            return harness.run(
+                model, self._settings.model.name, self._backend, tasks, limit=self._options.limit,
+                show=self._shown.update,
+            )  # fmt: skip
+
+    def _leaks(self, sources: Data, documents: Documents, examples: list[Example]) -> dict[str, Any]:
+        with self._phase("comparing", "compared", "with the training data"):
+            return asdict(find_leaks(examples, sources.training_examples(documents)))
+
+    @contextlib.contextmanager
+    def _phase(self, doing: str, done: str, what: str) -> Generator[None]:
+        self._shown.begin(doing, what)
+        yield
+        self._shown.finish(done)
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _means(self, side: Side) -> dict[str, Any]:
+        """Return the mean of each metric, those of a pattern under their own keys."""
+        found: dict[str, Any] = {} if side.exact is None else {EXACT: float(side.exact.mean())}
+        if not self._metrics:
+            return found
+        means = {name: float(scores.astype(np.float64).mean()) for name, scores in self._scores(side)}
+        own = {name: mean for name, mean in means.items() if name not in (RIGHT, LENIENT)}
+        known = {name: means[name] for name in (RIGHT, LENIENT) if name in means}
+        return found | {"answers": len(side.answers)} | known | ({"metrics": own} if own else {})
+
+    def _scores(self, side: Side) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each metric with its scores by row: bool, or float64 if one of them is a number."""
+        for metric, scores in zip(self._metrics, zip(*side.scores, strict=True), strict=True):
+            yield metric.name, np.array(scores, bool if all(isinstance(x, bool) for x in scores) else np.float64)
+
+    def _compared(self, sides: Mapping[str, Side]) -> Iterator[PairedComparison]:
+        base, tuned = sides[BASE], sides[TUNED]
+        if base.losses is not None and tuned.losses is not None:
+            yield compare_losses(base.losses, tuned.losses)
+        if base.exact is not None and tuned.exact is not None:
+            yield compare_scores(EXACT, base.exact, tuned.exact)
+        if self._metrics:
+            for (name, before), (_, after) in zip(self._scores(base), self._scores(tuned), strict=True):
+                yield compare_scores(name, before, after)
+
+    def _predictions_file(self) -> Path | None:
+        """Return where predictions are written. By default only those of the run's own adapter are kept with it."""
+        options = self._options
+        if options.predictions or not options.generates or options.base or options.adapter or options.data:
+            return options.predictions
+        return Path(self._settings.run.dir).expanduser() / PREDICTIONS
+
+    def _predictions(
+        self, model: LoadedModel, examples: Sequence[Example], sides: Mapping[str, Side]
+    ) -> Iterator[PredictedRow]:
+        main = sides.get(TUNED) or sides[BASE]
+        assert main.losses is not None
+        for i, example in enumerate(examples[: self._options.limit]):
+            asked = question(model, example)
+            texts = {name: side.answers[i] for name, side in sides.items()}
+            right = is_right(main.scores[i])
+            if main.exact is not None:
+                right = bool(main.exact[i]) if right is None else right and bool(main.exact[i])
+            loss = mean_loss(*main.losses[i].tolist())
+            yield PredictedRow(asked.prompt, asked.expected, texts.get(BASE), texts.get(TUNED), right, loss)
+
+
+def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report for people."""
+    tables = {"metrics": _metric_lines, "leaks": _leak_lines, "compare": _compare_lines, "harness": _harness_lines}
+    for name, value in report.items():
+        yield from tables[name](value) if name in tables else [f"{name:<13} {_shown(value)}"]
+
+
+def _metric_lines(means: Mapping[str, float]) -> Iterator[str]:
+    return (f"{name:<13} {_shown(mean)}" for name, mean in means.items())
+
+
+def _leak_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    first = f", the first: {found['first'][0]} and {found['first'][1]}" if found["first"] else ""
+    counted = f"{found['exact']} exactly and {found['near']} nearly of {found['rows']} held-out rows"
+    yield f"{'leaks':<13} {counted} are in the training data{first}"
+
+
+def _compare_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield in_columns([("", BASE, TUNED, "difference", "95 % interval", ""), *map(_compared, rows)])
+
+
+def _harness_lines(tasks: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    rows = [(task, key, _shown(number)) for task, numbers in tasks.items() for key, number in numbers.items()]
+    yield in_columns([("task", "metric", "value"), *rows])
+
+
+def _compared(row: Mapping[str, Any]) -> tuple[str, ...]:
+    interval = "-" if row["low"] is None else f"{row['low']:+.4f} to {row['high']:+.4f}"
+    numbers = (f"{row[BASE]:.4f}", f"{row[TUNED]:.4f}", f"{row['difference']:+.4f}")
+    return row["metric"], *numbers, interval, row["verdict"]
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path) if path else None

@@ -1,0 +1,1 @@
+"""How good answers are: metrics, predictions, base against adapter, leaks of held-out rows, tasks of lm-eval."""

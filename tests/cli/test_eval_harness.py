@@ -1,0 +1,137 @@
+"""The engine as a model of lm-eval: against log-probabilities computed directly, and in the real package."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dualtune.backend import IGNORE_INDEX, Batch
+from dualtune.errors import EnvironmentFault
+from dualtune.evaluate.inference import load_model
+from dualtune.evaluate.scoring.harness import HarnessModel, check_installed
+
+NUMPY = ("--platform", "numpy")
+
+
+@pytest.fixture(scope="module")
+def loaded(open_backend, tiny_softmax):
+    backend = open_backend("numpy")
+    return load_model(backend, str(tiny_softmax)), backend
+
+
+@pytest.fixture
+def model(loaded):
+    return HarnessModel(*loaded, max_tokens=64, show=lambda done, total: None)
+
+
+def asked(*args):
+    return SimpleNamespace(args=args)
+
+
+def logprobs(model, ids):
+    """log p of every token after those before it, of the whole vocabulary, by the engine itself."""
+    tokens = np.array([ids], np.int32)
+    ones = np.ones_like(tokens)
+    batch = Batch(tokens, ones * IGNORE_INDEX, ones, np.arange(len(ids), dtype=np.int32)[None], ones.astype(np.uint32))
+    return model.engine.logprobs(batch)[0]
+
+
+def test_loglikelihood_is_the_sum_over_the_continuation(loaded, model):
+    llm = loaded[0]
+    context, continuation = "2 plus 2 is", " 4!"
+    ids = llm.tokenizer.encode(context + continuation, special=True).tolist()
+    found = logprobs(llm, ids)
+    expected = sum(found[t - 1, ids[t]] for t in range(len(ids) - len(continuation), len(ids)))
+    best = "".join(llm.tokenizer.decode([int(found[len(ids) - len(continuation) - 1].argmax())]))
+    _, (_, best_is_greedy), (logprob, is_greedy) = (
+        model.loglikelihood(  # shortest first: they are computed longest first
+            [asked("", "x"), asked(context, best), asked(context, continuation)]
+        )
+    )
+    assert logprob == pytest.approx(expected, rel=1e-5) and not is_greedy
+    assert best_is_greedy
+
+
+def test_a_space_at_the_end_of_a_context_belongs_to_the_continuation(model):
+    (with_space, _), (without, _) = model.loglikelihood([asked("2 is ", "4"), asked("2 is", " 4")])
+    assert with_space == without
+
+
+def test_rolling_predicts_every_token_once_however_it_is_cut(loaded):
+    """This model sees the last token alone, so windows change nothing."""
+    text = "a text of 32 characters, or more"
+    whole, cut = (HarnessModel(*loaded, max_tokens=n, show=lambda *_: None) for n in (64, 7))
+    found = cut.loglikelihood_rolling([asked(text), asked(""), asked("b")])
+    ids = [1, *loaded[0].tokenizer.encode(text, special=False).tolist()]
+    table = logprobs(loaded[0], ids)
+    assert found[0] == pytest.approx(sum(table[t - 1, ids[t]] for t in range(1, len(ids))), rel=1e-5)
+    assert found == pytest.approx(whole.loglikelihood_rolling([asked(text), asked(""), asked("b")]))
+    assert found[1] == 0
+
+
+def test_the_windows_of_rolling_keep_their_context(loaded, monkeypatch):
+    """With 4 tokens a window: as the example in lm-eval's documentation, with the target inside the window."""
+    model = HarnessModel(*loaded, max_tokens=4, show=lambda *_: None)
+    seen = []
+    monkeypatch.setattr(
+        model, "_scored", lambda windows, with_greedy: (seen.extend(windows), np.zeros((len(windows), 2)))[1]
+    )
+    model.loglikelihood_rolling([asked("abcdefgh")])
+    ids = [1, *loaded[0].tokenizer.encode("abcdefgh", special=False).tolist()]
+    assert [(window.tolist(), start) for window, start in seen] == [
+        (ids[0:4], 1), (ids[3:7], 1), (ids[5:9], 2),
+    ]  # fmt: skip
+
+
+def test_generation_ends_before_the_first_stop_text(loaded, model):
+    whole, *_ = model.generate_until([asked("abc", {"until": [], "max_gen_toks": 12})])
+    assert len(whole) > 3
+    stop = whole[2:4]
+    cut, one, none = model.generate_until(
+        [asked("abc", {"until": ["never", stop], "max_gen_toks": 12}), asked("abc", {"until": stop}),
+         asked("abc", {"until": whole[0]})]
+    )  # fmt: skip
+    assert cut == one == whole[: whole.index(stop)] and none == ""
+
+
+def test_of_two_stop_texts_in_one_piece_the_first_counts(model, monkeypatch):
+    from dualtune.evaluate.scoring import harness
+
+    monkeypatch.setattr(harness, "stream_text", lambda *_, **__: iter(["ab|cd", "#ef", "never read"]))
+    assert model.generate_until([asked("x", {"until": ["d", "|"]})]) == ["ab"]
+
+
+def test_without_lm_eval_it_is_one_clear_line(dualtune_main, config_file, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(EnvironmentFault, match="lm-eval cannot be imported"):
+        check_installed()
+    result = dualtune_main("eval", config_file(), "--base", "--harness", "arc_easy", *NUMPY)
+    assert (result.returncode, result.stderr.count("\n")) == (4, 1)
+    assert "pip install 'dualtune[harness]'" in result.stderr
+
+
+def test_tasks_of_lm_eval_run_on_the_engine(dualtune_main, config_file, tmp_path, write_rows):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `harness`)")
+    docs = write_rows([{"q": f"{i} is", "choices": [" 4", " 5"], "label": i % 2} for i in range(6)], "docs.jsonl")
+    common = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: '{docs}'}}}}\ntest_split: test\n"
+    kinds = {
+        "choice": "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: choices\ndoc_to_target: label\n",
+        "rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{q}}'\n"
+        "metric_list: [{metric: bits_per_byte}]\n",
+        "generated": "output_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: '4'\n"
+        "generation_kwargs: {until: ['!'], max_gen_toks: 4}\nmetric_list: [{metric: exact_match}]\n",
+    }
+    files = [tmp_path / f"{kind}.yaml" for kind in kinds]
+    for file, text in zip(files, kinds.values(), strict=True):
+        file.write_text(f"task: {file.stem}\n{common}{text}")
+    result = dualtune_main("eval", config_file(), "--base", "--harness", ",".join(map(str, files)), "--json", *NUMPY)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)["harness"]
+    assert found.keys() == kinds.keys()
+    assert 0 <= found["choice"]["acc,none"] <= 1 and found["rolling"]["bits_per_byte,none"] > 0
+    assert found["generated"]["exact_match,none"] == 0
+    unknown = dualtune_main("eval", config_file(), "--base", "--harness", "no_such_task", *NUMPY)
+    assert (unknown.returncode, "lm-eval has no task 'no_such_task'" in unknown.stderr) == (2, True)
