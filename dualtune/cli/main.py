@@ -38,6 +38,7 @@ COMMANDS = {
     "eval": ("adapters.eval", "Measure an adapter on held-out data."),
     "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
     "runs": ("training.runs", "List run directories with their state, verdict, losses, model and date."),
+    "report": ("training.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
     "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
     "memory": ("training.memory", "Measure what each way to save memory saves and costs here, against the plan."),
     "hybrid": ("training.hybrid", "Compare predictive training, averages and schedule-free AdamW at equal cost."),

@@ -15,6 +15,7 @@ WORDS = {
         "eval": "evaluate evaluation score perplexity ppl test accuracy",
         "preview": "show view look inspect-data tokenize dry-run",
         "runs": "ls list status history experiments logs",
+        "report": "plot curves graph chart dashboard html compare-runs",
         "config": "init new template defaults schema example",
         "check-gpu": "gpu gpus device devices info machine",
         "check-env": "doctor env environment setup diagnose",

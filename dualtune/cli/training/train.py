@@ -104,6 +104,8 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None) -
             tell(f"no effect   {change.what}: {change.before} -> {change.now}: no step is left for it")
         tell(f"verdict     {result.verdict}")
     tell(f"{'model' if settings.adapter.trains_model else 'adapter':<11} {result.adapter_dir}")
+    if result.report is not None:
+        tell(f"report      {result.report}")
 
 
 def _describe(settings: Config, platform: str, resume: str) -> None:

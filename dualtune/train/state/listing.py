@@ -108,7 +108,7 @@ def _read_summary(path: Path) -> RunSummary:
     newest = steps[0] if steps else None
     saved = {} if newest is None else _table(checkpoint.path_of(path / CHECKPOINTS, newest) / "state.json")
     note, is_held = read_note(path)
-    state, reason = _state_of(path, note, is_held, newest)
+    state, reason = state_of(path, note, is_held, newest)
     model, rate = _model_and_rate(path / CONFIG)
     return RunSummary(
         path=str(path),
@@ -128,7 +128,8 @@ def _read_summary(path: Path) -> RunSummary:
     )
 
 
-def _state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | None) -> tuple[str, str]:
+def state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | None) -> tuple[str, str]:
+    """Return the state of a run, and why it is not done, from the note of its lock and its newest checkpoint."""
     if is_held:
         return "running", f"process {note.pid} on {note.host}" if note else ""
     if note is None:
