@@ -171,8 +171,8 @@ def test_the_environment_has_the_command_the_start_the_hardware_and_the_data(pla
 
 
 def test_a_held_out_row_that_is_a_training_row_is_a_leak(train, plain):
-    rows = plain.parent / "train.jsonl"
-    leaky = train("leaky", data__eval=str(rows), train__steps=1)
+    other = shutil.copy(plain.parent / "train.jsonl", plain.parent / "other.jsonl")
+    leaky = train("leaky", data__eval=str(other), train__steps=1)
     found = json.loads((leaky / "environment.json").read_text())["data"]
     assert (found["eval_documents"], found["eval_in_training"], found["duplicates"]) == (17, 17, 1)
 
