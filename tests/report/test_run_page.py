@@ -15,7 +15,7 @@ from dualtune.config import load_config
 from dualtune.errors import ConfigError, FormatError
 from dualtune.report import curves as curves_module
 from dualtune.report import run_files
-from dualtune.report.answers import read_predictions
+from dualtune.report.answers import answers, read_predictions
 from dualtune.report.curves import curves_of
 from dualtune.report.page import as_data, whole_page
 from dualtune.report.run_files import read_run
@@ -113,7 +113,10 @@ def test_the_smoothed_loss_is_an_average_that_forgets():
 def test_a_long_run_is_thinned_and_keeps_its_spikes():
     losses = [1 + i % 7 / 10 for i in range(30_000)]
     losses[12_345], losses[20_000] = 9.0, math.nan
-    found = curves_of(step(i + 1, loss) for i, loss in enumerate(losses)).as_json()
+    norms = {7_777: 50.0}
+    rows = (step(i + 1, loss, grad_norm=norms.get(i, 1.0)) for i, loss in enumerate(losses))
+    found = curves_of(rows).as_json()
+    assert 50.0 in found["series"]["grad_norm"]
     assert 1000 < len(found["x"]["step"]) <= curves_module.MAX_POINTS + 2
     assert 9.0 in found["series"]["loss"] and found["x"]["step"][-1] == 30_000
     json.dumps(found, allow_nan=False)
@@ -263,6 +266,16 @@ def test_records_of_any_shape_make_a_page(copy):
     page = run_page([copy])
     assert "[&#x27;&lt;b&gt;&#x27;]" in page
     assert "dropped: &lt;i&gt;" in page
+
+
+def test_of_many_answers_the_worst_of_each_kind_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("dualtune.report.answers.MAX_SHOWN", 2)
+    row = {"prompt": "p", "expected": "e", "base": None}
+    rows = [row | {"adapter": f"answer {i}", "right": i % 2 == 0, "loss": i} for i in range(8)]
+    (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    section = answers(tmp_path)
+    assert re.findall(r"answer \d", section) == ["answer 7", "answer 6", "answer 5", "answer 4"]
+    assert re.findall(r"(\w+) \(([^)]*)\)<", section) == [("all", "4 of 8"), ("wrong", "2 of 4"), ("right", "2 of 4")]
 
 
 def test_predictions_are_cut(tmp_path):
