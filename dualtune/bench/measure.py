@@ -21,7 +21,8 @@ from dualtune.errors import DiskError
 from dualtune.evaluate.shortage import explained
 from dualtune.io.disk import write_file
 from dualtune.train.prepare import Prepared
-from dualtune.train.run import environment, load_engine
+from dualtune.train.run import load_engine
+from dualtune.train.state.records import environment
 from dualtune.train.step import DATA, GRADIENT, OPTIMIZER, TrainingStep
 
 RESULT, TRACE = "result.json", "trace.json"

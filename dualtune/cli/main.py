@@ -39,6 +39,7 @@ COMMANDS = {
     "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
     "chat": ("adapters.chat", "Talk to a model, with its adapters and without."),
     "runs": ("runs.runs", "List run directories with their numbers and verdict; compare runs, clean up."),
+    "report": ("training.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
     "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
     "memory": ("training.memory", "Measure what each way to save memory saves and costs here, against the plan."),
     "hybrid": ("training.hybrid", "Compare predictive training, averages and schedule-free AdamW at equal cost."),

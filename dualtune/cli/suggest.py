@@ -18,6 +18,7 @@ WORDS = {
         "eval": "evaluate evaluation score perplexity ppl test accuracy",
         "preview": "show view look inspect-data tokenize dry-run",
         "runs": "ls list status history experiments logs curves clean gc",
+        "report": "plot curves graph chart dashboard html",
         "config": "init new template defaults schema example",
         "check-gpu": "gpu gpus device devices info machine",
         "check-env": "doctor env environment setup diagnose",
@@ -50,7 +51,7 @@ def advice(name: str, commands: list[str], group: str) -> str:
     word = name.lower().replace("_", "-")
     close = get_close_matches(word, commands, n=1, cutoff=0.7)
     known = word if word in WORDS else next(iter(get_close_matches(word, WORDS, n=1, cutoff=0.75)), None)
-    if close:
+    if close and word not in WORDS:  # `export` is not a typo of `report`
         return f"Did you mean '{group} {close[0]}'?"
     if known is None:
         return f"There are: {', '.join(commands)}."

@@ -326,6 +326,8 @@ class RunConfig(Section):
     """The number of optimizer steps between two checkpoints; null saves at the best evaluations and at the end."""
     keep: Count = 3
     """How many of the newest checkpoints are kept, at least two; the best one is kept too."""
+    report: bool = True
+    """Whether the run writes a page for a browser at its end: report.html."""
 
 
 class Config(BaseModel):

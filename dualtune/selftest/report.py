@@ -12,7 +12,7 @@ from dualtune.platform.machine import Machine
 from dualtune.selftest.anonymous import anonymous
 from dualtune.selftest.process import CheckResult
 from dualtune.selftest.verdict import verdict
-from dualtune.train.run import recorded_packages
+from dualtune.train.state.records import recorded_packages
 from dualtune.versions import VERSION, versions_of
 
 SCHEMA_VERSION = 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +19,10 @@ from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import read_config
-from dualtune.card import by_preference
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
+from dualtune.data.preview.counts import counts
 from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
@@ -34,6 +33,7 @@ from dualtune.evaluate.weights import result_of, using, using_result
 from dualtune.hooks import Event, Hook, RunInfo, installed_hooks
 from dualtune.io.disk import remove_directory, write_file
 from dualtune.profiler.timeline import Timeline
+from dualtune.report.run_page import run_page
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.killed import suspected
@@ -47,11 +47,11 @@ from dualtune.train.remembered import entry_of, recovery_of, resume_smaller
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, read_rows
+from dualtune.train.state.records import environment, start
 from dualtune.train.state.resume import Change, table
-from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, TIMELINE, RunDir
+from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, REPORT, TIMELINE, RunDir
 from dualtune.train.state.together import open_together
 from dualtune.train.trainer import Job, fit
-from dualtune.versions import VERSION, versions_of
 from dualtune.watchers import Watchers
 
 
@@ -66,6 +66,7 @@ class TrainResult:
     eval_loss_before: float | None
     eval_loss: float | None
     verdict: RunVerdict
+    report: Path | None = None  # the page for a browser, if it was written
     was_finished: bool = False  # by an earlier call; this call did nothing…
     without_effect: tuple[Change, ...] = ()  # …although these keys have other values now
 
@@ -177,6 +178,8 @@ def execute(
             verdict = _verdict(log.history)
             log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
             _write_result(run_dir.result(config), prepared, engine, log, guards, recovery, num_steps)
+        if config.run.report and team.is_first:
+            _write_report(run_dir.path, log, num_steps)
     except Preempted as stop:
         raise (_stopped(stop, saver) if team.is_first else stop) from None
     finally:
@@ -214,7 +217,15 @@ def _has_ended(resumed: Resumed, result: Path) -> bool:
 
 def _result(run_dir: RunDir, config: Config, num_steps: int, history: History) -> TrainResult:
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history))
+    page = run_dir.path / REPORT if config.run.report else None
+    return TrainResult(
+        run_dir.path,
+        run_dir.result(config),
+        num_steps,
+        *losses,
+        _verdict(history),
+        page if page and page.is_file() else None,
+    )
 
 
 def _verdict(history: History) -> RunVerdict:
@@ -285,8 +296,10 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
 
 
 def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
-    found = environment(prepared.backend, engine.description.as_json())
+    found = environment(prepared.backend, engine.description.as_json()) | start()
     found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
+    found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval)
+    found["fingerprints"] = prepared.fingerprints
     run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
     if (
         prepared.model.tokenizer.template is not None
@@ -294,26 +307,6 @@ def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
         run_dir.records[TEMPLATE_FILE] = prepared.model.tokenizer.template.source
     for name, text in run_dir.records.items():
         write_file(run_dir.path / name, text)
-
-
-def recorded_packages() -> list[str]:
-    """Return the packages with versions that help to explain differences between two machines."""
-    of_backends = (name for card in by_preference() for name in card.package.recorded)
-    return ["dualtune", "numpy", "tokenizers", "transformers", *of_backends]
-
-
-def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts about the machine that a reader of the results needs; nothing about its user."""
-    return {
-        "dualtune": VERSION,
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "backend": backend.name,
-        "devices": [{"name": d.name, "kind": d.kind, "total_bytes": d.total_bytes} for d in backend.devices()],
-        "engine": dict(engine),
-        "packages": versions_of(recorded_packages()),
-    }
 
 
 def _write_result(
@@ -370,6 +363,14 @@ def _fingerprints(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     if prepared.spec.trains_model:
         return {"model": fingerprints(engine, tokenizer)}
     return {"base": base_fingerprints(engine, tokenizer), "adapter": fingerprints(engine, tokenizer)}
+
+
+def _write_report(path: Path, log: Metrics, step: int) -> None:
+    """Write the page of the run. The result is on disk, so a page that cannot be written is no reason to fail."""
+    try:
+        write_file(path / REPORT, run_page([path]))
+    except Exception as error:  # noqa: BLE001  whatever is wrong with the page, the run is done
+        log.event(Event(step, "report_failed", f"{REPORT} was not written: {type(error).__name__}: {error}"))
 
 
 def _finite(value: float | None) -> float | None:

@@ -15,7 +15,8 @@ from dualtune.config import Config
 from dualtune.errors import DeviceFault, EnvironmentFault, NonFiniteError, OutOfMemory
 from dualtune.hooks import Hook
 from dualtune.platform.detect import detect
-from dualtune.train.run import environment, run
+from dualtune.train.run import run
+from dualtune.train.state.records import environment
 from dualtune.validate.criteria import CriterionResult, judge
 from dualtune.validate.losses import Decrease, decrease_of
 from dualtune.validate.plan import Plan, ValidationSetup

@@ -16,7 +16,7 @@ from dualtune.errors import DualtuneError
 from dualtune.train.state import checkpoint
 
 MARK = "damaged-by-the-chaos-suite"  # a file in a checkpoint that we have damaged ourselves
-MEASURED = ("step_s", "tokens_per_s", "peak_bytes")
+MEASURED = ("time", "step_s", "tokens_per_s", "peak_bytes")
 _CHECKPOINT = re.compile(r"step-(\d{8})")
 
 

@@ -71,7 +71,8 @@ def test_train_says_what_it_does(dualtune_main, config_file, tmp_path):
     # "tokenized" comes where the cache does not have these rows from another test.
     heads = [line.split()[0] for line in result.stdout.splitlines() if not line.startswith("tokenized")]
     assert heads == ["platform", "imported", "model", "adapter", "train", "eval", "steps", "memory", "loaded", "engine",
-                     "checkpoints", "eval", "step", "step", "eval", "verdict", "saved", "adapter"]  # fmt: skip
+                     "checkpoints", "eval", "step", "step", "eval", "verdict", "saved",
+                     "report", "adapter"]  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     shown = [line for line in result.stdout.splitlines() if line.startswith("step ")]

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -47,12 +48,27 @@ def test_the_demo_teaches_what_it_says(demo, platform):
     assert float(before) <= 10
     assert float(after) >= 90
     assert (home / "runs/demo/adapter/adapter_model.safetensors").is_file()
-    _, *following = out[out.index("Next:") :].splitlines()
+    _, *following, empty, report = out[out.index("Next:") :].splitlines()
+    assert (empty, report) == ("", "report      runs/demo/report.html")
+    assert (home / "runs/demo/report.html").is_file()
     bare = {"PATH": "/usr/bin:/bin", "HOME": str(home)}  # no virtual environment is active
     assert len(following) == 5
     for line in following[:3]:  # the last one waits for a model and data to be named
         result = subprocess.run(["bash", "-c", line], cwd=home, env=bare, capture_output=True, text=True, check=False)
         assert result.returncode == 0, (line, result.stderr)
+
+
+def test_the_report_of_the_demo_opens_in_a_browser(demo):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium (Debian: chromium)")
+    _, home = demo("cpu")
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
+               "--enable-logging=stderr", f"--user-data-dir={home / 'profile'}",
+               (home / "runs/demo/report.html").as_uri()]  # fmt: skip
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 'aria-label="Loss. loss: 80 points' in shown.stdout and "The run has learned" in shown.stdout
+    assert ":CONSOLE" not in shown.stderr
 
 
 def labels(lines: list[str]) -> list[str]:

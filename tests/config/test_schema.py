@@ -84,6 +84,7 @@ DEFAULTS = {
         "eval_every": 100,
         "save_every": 100,
         "keep": 3,
+        "report": True,
     },
 }
 

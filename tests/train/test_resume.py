@@ -57,7 +57,7 @@ def stopped(lab):
 
 
 def untimed(rows):
-    measured = ("step_s", "tokens_per_s", "peak_bytes")
+    measured = ("time", "step_s", "tokens_per_s", "peak_bytes")
     return [{key: value for key, value in row.items() if key not in measured} for row in rows]
 
 
@@ -168,7 +168,7 @@ def seal(file):
 def test_every_key_is_either_refused_or_without_effect():
     assert {*WITHOUT_EFFECT, *LENGTH} <= RULES.keys()
     observing = {key for key, rule in RULES.items() if rule == "free"} & WITHOUT_EFFECT
-    assert observing == {"run.dir", "run.log_every", "run.eval_every", "run.save_every", "run.keep"}
+    assert observing == {"run.dir", "run.log_every", "run.eval_every", "run.save_every", "run.keep", "run.report"}
 
 
 def test_what_does_not_change_the_result_may_change(lab, stopped, weights_of):

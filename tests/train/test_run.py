@@ -18,9 +18,9 @@ from dualtune.testing.oracles import llama_oracle, loss_of, softmax_oracle
 from dualtune.testing.tiny_models import random_batch
 from dualtune.train.prepare import prepare
 
-STEP_KEYS = {"step", "epoch", "loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s",
+STEP_KEYS = {"time", "step", "epoch", "loss", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s",
              "peak_bytes", "skipped"}  # fmt: skip
-EVAL_KEYS = {"step", "eval_loss", "eval_targets"}
+EVAL_KEYS = {"time", "step", "eval_loss", "eval_targets"}
 
 
 class Recorder(Hook):
@@ -122,7 +122,8 @@ def test_the_run_directory_holds_what_is_documented_and_nothing_else(lab, rows_o
         ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors", "chat_template.jinja",
          "dualtune.json")
     }  # fmt: skip
-    beside = {"config.yaml", "environment.json", "chat_template.jinja", "metrics.jsonl", "memory.csv", "lock"}
+    beside = {"config.yaml", "environment.json", "chat_template.jinja", "metrics.jsonl", "memory.csv", "lock",
+              "report.html"}  # fmt: skip
     assert files == beside | checkpoints | adapter
     assert load_config(result.run_dir / "config.yaml") == lab.config(
         train__steps=3, run__save_every=1, run__keep=2, data__eval=0.25, train__tokens_per_step=16384

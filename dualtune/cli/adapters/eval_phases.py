@@ -29,9 +29,10 @@ from dualtune.evaluate.scoring import harness
 from dualtune.evaluate.scoring.compare import PairedComparison, compare_losses, compare_scores
 from dualtune.evaluate.scoring.leaks import find_leaks
 from dualtune.evaluate.scoring.metrics import LENIENT, RIGHT, Metric, Score, is_right
-from dualtune.evaluate.scoring.predictions import PREDICTIONS, PredictedRow, mean_loss, write_predictions
+from dualtune.evaluate.scoring.predictions import PredictedRow, mean_loss, write_predictions
 from dualtune.evaluate.shortage import explanation
 from dualtune.text.show import in_columns
+from dualtune.train.state.run_dir import PREDICTIONS
 
 EXACT = "exact_match"
 BASE, TUNED = "base", "adapter"

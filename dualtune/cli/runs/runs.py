@@ -36,7 +36,9 @@ NO_LIMIT = 10_000  # columns, for output to a file or another program
 @click.command("runs", cls=CommandWithOthers, others=[compare.command, clean.command])
 @click.argument("directory", type=click.Path(path_type=Path), default="runs")
 @click.option("--sort", type=click.Choice([*ORDERS]), default="name", show_default=True, help="The column to sort by.")
-@click.option("--state", "states", type=click.Choice(STATES), multiple=True, help="Only runs in this state. Repeatable.")
+@click.option(
+    "--state", "states", type=click.Choice(STATES), multiple=True, help="Only runs in this state. Repeatable."
+)
 @click.option("--model", metavar="TEXT", help="Only runs whose model has this in its name.")
 @click.option(
     "--where", "conditions", multiple=True, metavar="KEY=VALUE",

@@ -61,6 +61,8 @@ def show_demo(config: Config, backend: Backend, *, dry_run: bool) -> None:
     tell("Next:")
     for line in _next_steps(config, result.run_dir, held_out[0]):
         say(f"  {line}")
+    if result.report is not None:
+        tell(f"\nreport      {result.report}")
     return None
 
 

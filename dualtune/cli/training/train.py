@@ -103,6 +103,8 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None) -
         for change in result.without_effect:
             tell(f"no effect   {change.what}: {change.before} -> {change.now}: no step is left for it")
         tell(f"verdict     {result.verdict}")
+    if result.report is not None:
+        tell(f"report      {result.report}")
     tell(f"{'model' if settings.adapter.trains_model else 'adapter':<11} {result.adapter_dir}")
 
 

@@ -104,7 +104,7 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
     )
     control = train.with_control_text() + eval_.with_control_text()
     repeated = duplicates(train.digests())
-    leaks = _first_indices(train.digests(), eval_.digests())
+    leaks = first_indices(train.digests(), eval_.digests())
     leaked = np.flatnonzero(leaks >= 0)
     stores = {id(store): store for store in (*train.stores, *eval_.stores)}.values()  # a store may contain both
     return Survey(
@@ -119,7 +119,7 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         trained_tokens=train.num_targets,
         trained_share=train.num_targets / train.num_tokens,
         message_weights=train.has_message_weights,
-        lengths=_lengths(train.lengths),
+        lengths=lengths_of(train.lengths),
         histogram=histogram(train.lengths),
         max_length=config.data.max_length,
         over_long=train.num_truncated + train.num_split + train.dropped.get(REASONS[State.TOO_LONG], 0),
@@ -188,7 +188,7 @@ def by_source(sources: Sequence[OpenedSource], documents: Documents) -> list[Sou
         mine = documents.sources == s
         lengths = documents.lengths[mine]
         numbers = len(lengths), int(lengths.sum()), int(documents.targets[mine].sum())
-        found.append(SourceNumbers(opened.source.path, *numbers, _lengths(lengths) if len(lengths) else None))
+        found.append(SourceNumbers(opened.source.path, *numbers, lengths_of(lengths) if len(lengths) else None))
     return found
 
 
@@ -317,7 +317,8 @@ def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[s
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _lengths(lengths: np.ndarray) -> Lengths:
+def lengths_of(lengths: np.ndarray) -> Lengths:
+    """Return the statistics of at least one length."""
     p90 = int(np.percentile(lengths, 90, method="inverted_cdf"))
     return Lengths(int(lengths.min()), float(np.median(lengths)), float(lengths.mean()), p90, int(lengths.max()))
 
@@ -330,7 +331,7 @@ def duplicates(digests: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(again.tolist(), first[again].tolist(), strict=True))
 
 
-def _first_indices(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def first_indices(digests: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return int64 [N of wanted]: the index of each in `digests`, or -1."""
     known, first = np.unique(digests, return_index=True)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)

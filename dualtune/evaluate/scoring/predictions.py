@@ -17,8 +17,6 @@ from pathlib import Path
 
 from dualtune.io.disk import write_file
 
-PREDICTIONS = "predictions.jsonl"
-
 
 @dataclass(frozen=True, slots=True)
 class PredictedRow:

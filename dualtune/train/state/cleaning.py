@@ -16,10 +16,21 @@ from dualtune.io.disk import remove_directory
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import best_of, find_runs
 from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock, read_note
-from dualtune.train.state.run_dir import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TIMELINE
+from dualtune.train.state.run_dir import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PREDICTIONS, REPORT, TIMELINE
 
 # What a failed run without a checkpoint may consist of.
-OF_A_FAILED_RUN = {CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, TIMELINE, LOCK_FILE, CLAIM_FILE, "chat_template.jinja"}
+OF_A_FAILED_RUN = {
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    TIMELINE,
+    REPORT,
+    PREDICTIONS,
+    LOCK_FILE,
+    CLAIM_FILE,
+    "chat_template.jinja",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ def _read_summary(path: Path) -> RunSummary:
     newest = steps[0] if steps else None
     saved = {} if newest is None else _table(checkpoint.path_of(path / CHECKPOINTS, newest) / "state.json")
     note, is_held = read_note(path)
-    state, reason = _state_of(path, note, is_held, newest)
+    state, reason = state_of(path, note, is_held, newest)
     config = read_flat(path)
     model, rate = config.get("model.name"), config.get("train.learning_rate")
     return RunSummary(
@@ -152,7 +152,8 @@ def _read_summary(path: Path) -> RunSummary:
     )
 
 
-def _state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | None) -> tuple[str, str]:
+def state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | None) -> tuple[str, str]:
+    """Return the state of a run, and why it is not done, from the note of its lock and its newest checkpoint."""
     if is_held:
         return "running", f"process {note.pid} on {note.host}" if note else ""
     if note is None:
@@ -187,12 +188,9 @@ def _seconds(rows: list[dict[str, Any]]) -> float | None:
 def _start(note: LockRecord | None, rows: list[dict[str, Any]]) -> str | None:
     """Return when it began: a run that is over has replaced the note, so its first row says it."""
     written: Any = rows[0].get("time") if rows else None
-    with contextlib.suppress(ValueError, OverflowError, OSError):
-        if isinstance(written, int | float) and not isinstance(written, bool):
-            return datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds")
-        if isinstance(written, str) or (note is not None and note.state == "running"):
-            begun = written if isinstance(written, str) else note.started if note else ""
-            return datetime.fromisoformat(begun).astimezone(UTC).isoformat(timespec="seconds")
+    began = written or (note.started if note is not None and note.state == "running" else None)
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return datetime.fromisoformat(str(began)).astimezone(UTC).isoformat(timespec="seconds")
     return None
 
 

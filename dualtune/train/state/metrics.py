@@ -1,5 +1,7 @@
 """metrics.jsonl: one row per step, evaluation and event. Other programs read it; its keys are public.
 
+Each row begins with `time`, when it was written (ISO 8601, UTC); rows of older runs lack it.
+
 A number that is not finite is written as NaN or Infinity, as Python and pandas read it, and never filtered.
 """
 
@@ -11,8 +13,9 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +28,7 @@ from dualtune.text.redaction import redact
 from dualtune.watchers import Watchers
 
 TAIL_BYTES = 1 << 17
+MAX_LINE = 1 << 24  # characters; a row has some hundreds, one that lists the documents of a step some thousands
 _CHUNK = 1 << 20
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
@@ -177,7 +181,8 @@ class Metrics:
 
     def _write(self, row: dict[str, Any]) -> None:
         self.history.note(row)
-        self._unwritten += (json.dumps(row) + "\n").encode()
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._unwritten += (json.dumps({"time": now, **row}) + "\n").encode()
         problem = self._try_to_write()
         was_failing, self._is_failing = self._is_failing, problem is not None
         if self._is_failing and not was_failing:
@@ -196,10 +201,17 @@ class Metrics:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file, without a row that was truncated when a run was killed."""
+    return list(each_row(path))
+
+
+def each_row(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file one after another, because those of a long run are large together."""
     if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [row for line in lines if line.endswith("\n") and (row := _parse(line)) is not None]
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        while line := file.readline(MAX_LINE):
+            if line.endswith("\n") and (row := _parse(line)) is not None:
+                yield row
 
 
 def last_rows(path: Path) -> list[dict[str, Any]]:

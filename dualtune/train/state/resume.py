@@ -61,6 +61,7 @@ RULES: dict[str, Rule] = {
     "run.eval_every": "free",
     "run.save_every": "free",
     "run.keep": "free",
+    "run.report": "free",
 }
 
 

@@ -6,6 +6,8 @@ chat_template.jinja the chat template, if any: data.template may name a file tha
 metrics.jsonl       steps, evaluations, events
 memory.csv          the memory in use, by step and phase
 checkpoints/        step-00000100, …
+report.html         the page of `dualtune report`, written at the end
+predictions.jsonl   answers to the held-out prompts, by `dualtune eval`
 adapter/            the result; with adapter.method: full it is in model/
 lock                the current or last process, and how it ended
 checkpoint-now      created by you: a checkpoint is saved after the step, and the file is removed
@@ -32,6 +34,8 @@ CHECKPOINTS = "checkpoints"
 ADAPTER, MODEL = "adapter", "model"
 METRICS = "metrics.jsonl"
 TIMELINE = "memory.csv"
+REPORT = "report.html"
+PREDICTIONS = "predictions.jsonl"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 CHECKPOINT_NOW = "checkpoint-now"

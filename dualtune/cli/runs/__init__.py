@@ -1,0 +1,1 @@
+"""Commands about the runs of a directory: listed, compared, cleaned."""

@@ -1,0 +1,108 @@
+"""The page of `dualtune report`: what one run did, or several runs beside each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualtune.report.answers import answers
+from dualtune.report.comparison import comparison
+from dualtune.report.page import as_data, whole_page
+from dualtune.report.page import as_text as _text
+from dualtune.report.run_files import RunFiles, read_run
+from dualtune.report.run_sections import data, headline, next_commands, reproduce
+
+ASSETS = Path(__file__).parent
+# The plots: name of the element, what it shows. `run.js` has the same names.
+PLOTS = (
+    ("loss", "Loss"),
+    ("lr", "Learning rate"),
+    ("grad_norm", "Gradient norm, before clipping"),
+    ("tokens_per_s", "Tokens per second"),
+    ("memory", "Memory: the highest so far, in MiB"),
+)
+
+
+def run_page(paths: Sequence[Path]) -> str:
+    """Return the page of these run directories. ConfigError or FormatError if one cannot be read."""
+    runs = [read_run(path) for path in paths]
+    if len(runs) == 1:
+        (run,) = runs
+        title, body = run.name, headline(run) + _curves(runs) + answers(run.path) + data(run)
+        body += reproduce(run) + next_commands(run)
+    else:
+        title, body = f"{len(runs)} runs", comparison(runs) + _curves(runs) + "".join(map(_folded, runs))
+    style, scripts = _style(), (_asset("uplot/uPlot.iife.min.js"), _asset("run.js"))
+    return whole_page(title, style, f"{body}{_license()}", scripts)
+
+
+def _curves(runs: Sequence[RunFiles]) -> str:
+    """Return the places of the plots, the switch of their axis, the events, and the numbers that the script draws."""
+    if not any(run.curves.steps for run in runs):
+        return '<h2>Curves</h2>\n<p class="notice">No step has been recorded.</p>\n'
+    switch = "".join(
+        f'<label><input type="radio" name="x" value="{name}"{" checked" * (name == "step")}> {text}</label>\n'
+        for name, text in (("step", "step"), ("tokens", "tokens"), ("seconds", "wall-clock time"))
+    )
+    plots = "".join(
+        f'<figure id="figure-{name}"><figcaption id="caption-{name}">{text}</figcaption>'
+        f'<div class="plot" id="plot-{name}" role="img" aria-labelledby="caption-{name}" tabindex="0"></div></figure>\n'
+        for name, text in PLOTS
+    )
+    numbers = [{"name": run.name, **run.curves.as_json(), **_limits(run)} for run in runs]
+    return (
+        f'<h2 id="curves">Curves</h2>\n<fieldset>\n<legend>Over</legend>\n{switch}</fieldset>\n'
+        '<p class="hint">Drag to zoom, double-click to return. With the keyboard: arrows move the cursor.</p>\n'
+        f'<div class="plots">\n{plots}</div>\n<noscript><p class="notice">The curves need JavaScript.</p></noscript>\n'
+        f"{''.join(map(_events, runs))}{as_data('numbers', numbers)}"
+    )
+
+
+def _limits(run: RunFiles) -> dict[str, float | None]:
+    """Return the lines that a curve is compared with."""
+    planned, clip = run.recorded("memory").get("planned_bytes"), run.setting("train", "max_grad_norm")
+    return {
+        "clip": clip if type(clip) in (int, float) and 0 < clip < 1e300 else None,
+        "planned_bytes": planned if type(planned) is int and 0 < planned < 1 << 53 else None,
+    }
+
+
+def _events(run: RunFiles) -> str:
+    """Return the events of a run as a folded list."""
+    curves = run.curves
+    if not curves.events:
+        return ""
+    rows = "".join(
+        f"<tr><td>{mark.step:,}</td><th scope=row>{_text(mark.kind)}</th><td>{_text(mark.text)}</td></tr>\n"
+        for mark in curves.events
+    )
+    some = f"the last {len(curves.events)} of {curves.num_events:,}" if curves.num_events > len(curves.events) else ""
+    return (
+        f"<details class=events><summary>Events of {_text(run.name)}: {some or len(curves.events)}</summary>\n"
+        '<div class="scroll" role="region" aria-label="Events" tabindex="0"><table>\n'
+        "<thead><tr><th scope=col>step</th><th scope=col>event</th><th scope=col>what</th></tr></thead>\n"
+        f"<tbody>\n{rows}</tbody></table></div></details>\n"
+    )
+
+
+def _folded(run: RunFiles) -> str:
+    """Return what a page of its own would say of one of several runs."""
+    inner = headline(run) + data(run) + reproduce(run) + next_commands(run)
+    return f'<details class="run"><summary>{_text(run.name)}</summary>\n{inner}</details>\n'
+
+
+@functools.cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _style() -> str:
+    return _asset("uplot/uPlot.min.css") + "\n" + _asset("run.css")
+
+
+@functools.cache
+def _license() -> str:
+    text = _text(_asset("uplot/LICENSE"))
+    return f"<footer><details><summary>The curves are drawn by uPlot</summary><pre>{text}</pre></details></footer>\n"

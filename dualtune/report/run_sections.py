@@ -1,0 +1,230 @@
+"""What a report says of one run: its verdict and numbers, its data, how to repeat it, and what to do next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, cast
+
+from dualtune.report.page import as_text as _text
+from dualtune.report.run_files import RunFiles, as_table
+from dualtune.report.settings import changed
+from dualtune.text.show import in_bytes, in_time
+
+WORDS = {
+    "learning": "The run has learned.",
+    "still falling": "The run has learned, and its loss was still falling at the end.",
+    "flat": "The run has not learned anything that can be measured.",
+    "diverged": "The training has diverged.",
+    "overfitting": "The run overfits: it has learned its training data by heart.",
+    "too few steps": "There are too few steps for a verdict.",
+}
+Pairs = Sequence[tuple[str, str]]
+MAX_SOURCES = 50
+MAX_TEXT = 500  # characters of a value from a file
+
+
+def headline(run: RunFiles) -> str:
+    """Return the verdict in words, the state if the run is not done, and the most important numbers."""
+    verdict = run.verdict
+    notice = ""
+    if run.state != "done":
+        reason = f": {_cut(run.reason)}" if run.reason else ""
+        notice = f'<p class="notice"><b>{_text(run.state)}</b>{reason}. The numbers are those so far.</p>\n'
+    advice = f" {_text(verdict.advice)}." if verdict.advice else ""
+    tiles = "".join(f"<li><b>{_text(number)}</b> {_text(what)}</li>\n" for number, what in _tiles(run))
+    return (
+        f'{notice}<p class="verdict {verdict.word.replace(" ", "-")}"><b>{WORDS[verdict.word]}</b> '
+        f'{_text(verdict.because[:1].upper() + verdict.because[1:])}.{advice}</p>\n<ul class="tiles">\n{tiles}</ul>\n'
+    )
+
+
+def _tiles(run: RunFiles) -> list[tuple[str, str]]:
+    """Return (number, what it is)."""
+    curves, history = run.curves, run.curves.history
+    found = [(f"{history.step or 0:,}", "steps")]
+    if curves.steps:
+        found.append((loss_text(curves.smooth()[-1]), "training loss at the end, smoothed"))
+    if history.eval_loss_before is not None:
+        found.append((loss_text(history.eval_loss_before), "evaluation loss before"))
+    if history.eval_loss is not None:
+        found.append((loss_text(history.eval_loss), "evaluation loss, the last"))
+    if (best := curves.best) is not None:
+        found.append((loss_text(best.loss), f"the best evaluation, after step {best.step:,}"))
+    if curves.tokens:
+        found.append((f"{curves.tokens[-1]:,.0f}", "tokens trained on"))
+    if (speed := median_speed(run)) is not None:
+        found.append((f"{speed:,.0f}", "tokens per second, the median step"))
+    if curves.seconds and curves.seconds[-1] < 1e9:
+        found.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
+    if (peak := curves.peak_bytes) is not None and peak > 0:
+        planned = run.recorded("memory").get("planned_bytes")
+        beside = f", estimated {in_bytes(planned)}" if type(planned) is int and planned > 0 else ""
+        found.append((in_bytes(peak), f"peak memory{beside}"))
+    return found
+
+
+def loss_text(loss: float) -> str:
+    """Return a loss with the digits that matter; also one that is not finite."""
+    return f"{loss:.4f}" if not math.isfinite(loss) or abs(loss) < 1e6 else f"{loss:.3g}"
+
+
+def median_speed(run: RunFiles) -> float | None:
+    """Return the tokens per second of the median step, None before the first one."""
+    known = [speed for speed in run.curves.columns["tokens_per_s"] if math.isfinite(speed)]
+    return median(known) if known else None
+
+
+def data(run: RunFiles) -> str:
+    """Return the counts of the documents that the run recorded; nothing for a run that recorded none."""
+    found = run.recorded("data")
+    if not found:
+        return ""
+    lengths = as_table(found.get("lengths"))
+    text = f"{_count(lengths, 'min')} to {_count(lengths, 'max')}, median {_count(lengths, 'median')}"
+    pairs = [
+        ("rows", f"{_count(found, 'rows')}, {_count(found, 'bad_rows')} bad ones left out"),
+        ("documents", f"{_count(found, 'documents')} to train on, {_count(found, 'eval_documents')} held out"),
+        ("tokens", f"{_count(found, 'tokens')}, {_count(found, 'trained_tokens')} of them targets"),
+        ("tokens of a document", f"{text}, 90 % up to {_count(lengths, 'p90')}"),
+        ("over-long", f"{_count(found, 'cut')} cut, {_count(found, 'split')} split"),
+        *((f"dropped: {reason}", _count(found["dropped"], reason)) for reason in as_table(found.get("dropped"))),
+        ("duplicates", f"{_count(found, 'duplicates')} documents equal an earlier one"),
+        ("leaks", f"{_count(found, 'eval_in_training')} held-out documents are training documents, too"),
+    ]
+    return f"<h2>Data</h2>\n{_list(pairs)}{_histogram(found.get('histogram'))}{_sources(found.get('sources'))}"
+
+
+def _histogram(given: object) -> str:
+    bars = [bar for bar in _tables(given) if all(type(bar.get(k)) is int for k in ("first", "last", "documents"))]
+    most = max((bar["documents"] for bar in bars), default=0)
+    if not most:
+        return ""
+    rows = "".join(
+        f"<tr><th scope=row>{_range(bar['first'], bar['last'])}</th><td>{bar['documents']:,}</td>"
+        f'<td><svg aria-hidden="true"><rect height="100%" rx="2" width="{100 * bar["documents"] / most:.1f}%"/></svg>'
+        "</td></tr>\n"
+        for bar in bars
+    )
+    return (
+        '<table class="bars">\n<caption>Documents by their number of tokens.</caption>\n<thead><tr><th scope=col>tokens'
+        f"</th><th scope=col>documents</th><td></td></tr></thead>\n<tbody>\n{rows}</tbody></table>\n"
+    )
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def _sources(given: object) -> str:
+    rows = "".join(
+        f"<tr><th scope=row>{_cut(str(source.get('path', '')))}</th>"
+        f"{''.join(f'<td>{_count(source, key)}</td>' for key in ('documents', 'tokens', 'trained_tokens'))}</tr>\n"
+        for source in _tables(given)[:MAX_SOURCES]
+    )
+    heads = "".join(f"<th scope=col>{name}</th>" for name in ("source", "documents", "tokens", "targets"))
+    return (
+        '<div class="scroll" role="region" aria-label="Sources" tabindex="0"><table class="sources">\n'
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
+    )
+
+
+def reproduce(run: RunFiles) -> str:
+    """Return what somebody needs to repeat the run: the command, the config beside the defaults, versions, hashes."""
+    environment, machine = run.environment, run.recorded("hardware")
+    devices = [f"{one.get('name')} ({_bytes(one, 'total_bytes')})" for one in _tables(environment.get("devices"))]
+    processor = f"{machine.get('cpu')}, {machine.get('cores')} cores, {_bytes(machine, 'memory_bytes')}"
+    facts = [
+        ("started", environment.get("started") or run.curves.first_time),
+        ("last row", run.curves.last_time),
+        ("backend", environment.get("backend")),
+        ("devices", ", ".join(devices)),
+        ("processes", environment.get("processes")),
+        ("system", machine.get("system") or environment.get("system")),
+        ("processor", processor if machine else ""),
+        ("driver", machine.get("driver")),
+        ("python", environment.get("python")),
+        *run.recorded("packages").items(),
+    ]
+    command = environment.get("command")
+    rows = "".join(
+        f"<tr><th scope=row>{_cut(key)}</th><td>{_cut(value)}</td><td>{_cut(default)}</td></tr>\n"
+        for key, value, default in changed(run.config)
+    )
+    heads = "".join(f"<th scope=col>{name}</th>" for name in ("key", "value", "default"))
+    return (
+        "<h2>Reproduce</h2>\n"
+        + (_commands([("the command", str(command)[: 4 * MAX_TEXT])]) if command else "")
+        + '<div class="scroll" role="region" aria-label="Config" tabindex="0"><table class="settings">\n'
+        f"<caption>The config where it is not the default.</caption>\n<thead><tr>{heads}</tr></thead>\n"
+        f"<tbody>\n{rows}</tbody></table></div>\n<h3>Machine and versions</h3>\n"
+        + _list([(what, str(value)) for what, value in facts if value])
+        + "<h3>Fingerprints</h3>\n"
+        + _list([(what, str(value)) for what, value in run.recorded("fingerprints").items()])
+    )
+
+
+def next_commands(run: RunFiles) -> str:
+    """Return commands that go on from here, to be copied."""
+    return f"<h2>Next</h2>\n{_commands(_next(run))}"
+
+
+def _next(run: RunFiles) -> list[tuple[str, str]]:
+    config, model = str(run.path / "config.yaml"), str(run.setting("model", "name") or "MODEL")
+    at = ("train", config, "--set", f"run.dir={run.path}")
+    if run.result is None:
+        return [("continue", _command(*at))]
+    result, step = str(run.result), run.curves.history.step or 0
+    more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
+    again = ("measure again", _command("eval", config))
+    if run.result.name != "adapter":
+        return [again, more]
+    return [
+        ("talk to it", _command("chat", model, "--adapter", result, "--compare")),
+        ("continue a text", _command("generate", model, "--adapter", result, "--prompt", "Hello!")),
+        again,
+        ("check it on another machine", _command("verify", result, "--base", model)),
+        ("merge it into its base", _command("adapter", "merge", result, f"{run.path}-merged", "--base", model)),
+        ("publish it", _command("push", "hf://OWNER/NAME", str(run.path), "--adapter")),
+        more,
+    ]
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["dualtune", *words])
+
+
+def _commands(commands: Pairs) -> str:
+    """Return commands with a button that copies each; the script of the page makes it work."""
+    return "".join(
+        f'<div class="command"><p>{_text(what)}</p><pre tabindex="0"><code>{_text(command)}</code></pre>'
+        f'<button type="button" class="copy" aria-label="Copy: {_text(what)}" hidden>Copy</button></div>\n'
+        for what, command in commands
+    )
+
+
+def _list(pairs: Pairs) -> str:
+    rows = "".join(f"<dt>{_cut(what)}</dt><dd>{_cut(value)}</dd>\n" for what, value in pairs)
+    return f"<dl>\n{rows}</dl>\n" if pairs else ""
+
+
+def _cut(text: str) -> str:
+    return _text(text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…")
+
+
+def _tables(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list of JSON; of anything else none."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return [table for item in items if (table := as_table(item))]
+
+
+def _count(table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key)
+    return f"{value:,g}" if type(value) is float else f"{value:,}" if type(value) is int else "?"
+
+
+def _bytes(table: Mapping[str, Any], key: str) -> str:
+    value = table.get(key)
+    return in_bytes(value) if type(value) is int and 0 < value < 1 << 60 else "unknown memory"

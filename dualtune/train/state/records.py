@@ -1,0 +1,64 @@
+"""What a run records of the machine and of its start, for environment.json."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dualtune.backend import Backend
+from dualtune.card import by_preference
+from dualtune.platform.detect import detect
+from dualtune.text.redaction import redact
+from dualtune.versions import VERSION, versions_of
+
+MODULES = {"main.py", "__main__.py"}  # how `python -m dualtune` names itself
+
+
+def recorded_packages() -> list[str]:
+    """Return the packages with versions that help to explain differences between two machines."""
+    of_backends = (name for card in by_preference() for name in card.package.recorded)
+    return ["dualtune", "numpy", "tokenizers", "transformers", *of_backends]
+
+
+def environment(backend: Backend, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts about the machine that a reader of the results needs; nothing about its user."""
+    return {
+        "dualtune": VERSION,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "backend": backend.name,
+        "devices": [{"name": d.name, "kind": d.kind, "total_bytes": d.total_bytes} for d in backend.devices()],
+        "engine": dict(engine),
+        "packages": versions_of(recorded_packages()),
+    }
+
+
+def start() -> dict[str, Any]:
+    """Return when and by which command this process was started, and the hardware in full.
+
+    The end is in the last row of metrics.jsonl and in the lock, so that environment.json is never written again.
+    """
+    found = detect()
+    hardware = {
+        "system": platform.platform(),
+        "cpu": found.cpu,
+        "cores": found.cores,
+        "memory_bytes": found.memory_bytes,
+        "driver": found.driver,
+        "cuda": found.cuda,
+    }
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"started": now, "command": command_line(sys.argv), "hardware": hardware}
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command for a shell: secrets are redacted, and the program of dualtune is called dualtune."""
+    program = Path(arguments[0] if arguments else "")
+    is_ours = program.name in MODULES and "dualtune" in program.parts
+    return redact(shlex.join(["dualtune" if is_ours else program.name, *arguments[1:]]))

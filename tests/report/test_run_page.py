@@ -1,0 +1,313 @@
+"""The report of runs without a browser: its numbers against their definition, its limits, its command, and its end."""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualtune.config import load_config
+from dualtune.errors import ConfigError, FormatError
+from dualtune.report import curves as curves_module
+from dualtune.report import run_files
+from dualtune.report.answers import answers, read_predictions
+from dualtune.report.curves import curves_of
+from dualtune.report.page import as_data, whole_page
+from dualtune.report.run_files import read_run
+from dualtune.report.run_page import run_page
+from dualtune.report.settings import changed, differing
+from dualtune.train.state.metrics import read_rows
+from dualtune.train.state.records import command_line
+
+UPLOT = Path(run_files.__file__).parent / "uplot"
+
+
+@pytest.fixture(scope="module")
+def plain(train):
+    return train("plain")
+
+
+@pytest.fixture
+def copy(plain, tmp_path):
+    """A copy of the plain run that a test may damage."""
+    return Path(shutil.copytree(plain, tmp_path / "copy"))
+
+
+def step(number, loss=1.0, **more):
+    return {"step": number, "loss": loss, "grad_norm": 1.0, "num_tokens": 10, "step_s": 0.5, **more}
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_its_page_which_is_that_of_the_command(plain, dualtune_main, tmp_path):
+    written = (plain / "report.html").read_text()
+    result = dualtune_main("report", plain, "--output", tmp_path / "again.html")
+    assert (result.returncode, result.stdout) == (0, f"report      {tmp_path / 'again.html'}\n")
+    assert (tmp_path / "again.html").read_text() == written
+    assert "The numbers are those so far" not in written
+
+
+def test_the_policy_allows_the_page_s_own_scripts_by_hash_and_loads_nothing(plain):
+    page = run_page([plain])
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
+    texts = [re.search(r"<style>(.*?)</style>", page, re.S)[1], *re.findall(r"<script>(.*?)</script>", page, re.S)]
+    style, *scripts = (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts
+    )
+    assert len(scripts) == 2 and policy == (
+        f"default-src 'none'; style-src {style}; script-src {' '.join(scripts)}; base-uri 'none'; form-action 'none'"
+    )
+    for name in ("src", "href", "style", "onclick", "onerror"):
+        assert not re.search(rf"<[^>]*\s{name}=", page), name
+
+
+@pytest.mark.parametrize("script", ["a</script", "a</SCRIPT>", "<!--", "a\r\n"])
+def test_a_script_that_html_would_read_otherwise_is_refused(script):
+    with pytest.raises(ValueError, match="script"):
+        whole_page("t", "", "", [script])
+
+
+def test_data_in_a_script_cannot_end_it():
+    evil = {"</script><!--": "<script>\u2028&"}
+    text = as_data("numbers", evil)
+    inner = text.removeprefix('<script type="application/json" id="numbers">').removesuffix("</script>\n")
+    assert not set("<>&\u2028") & set(inner) and json.loads(inner) == evil
+
+
+def test_uplot_is_what_its_page_says():
+    named = re.findall(r"\| `([\w.]+)` \| `(\w{64})` \|", (UPLOT / "README.md").read_text())
+    assert len(named) == 3
+    assert [hashlib.sha256((UPLOT / name).read_bytes()).hexdigest() for name, _ in named] == [d for _, d in named]
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_those_of_the_run(plain):
+    rows = [row for row in read_rows(plain / "metrics.jsonl") if "loss" in row]
+    found = read_run(plain).curves.as_json()
+    assert found["x"]["step"] == [*range(1, 25)]
+    assert found["x"]["tokens"] == np.cumsum([row["num_tokens"] for row in rows]).tolist()
+    assert found["series"]["loss"] == pytest.approx([row["loss"] for row in rows], rel=1e-6)
+    assert [mark["step"] for mark in found["evals"]] == [0, 8, 16, 24]
+    best = min(found["evals"][1:], key=lambda mark: mark["loss"])
+    assert found["best"] == best
+
+
+def test_the_smoothed_loss_is_an_average_that_forgets():
+    losses = np.random.default_rng(0).normal(size=200)
+    keep = math.exp(-1 / 4)  # 200 steps: it looks back 4
+    weights = keep ** np.arange(199, -1, -1)
+    curves = curves_of(step(i + 1, loss) for i, loss in enumerate(losses.tolist()))
+    assert curves.time_constant == 4
+    assert curves.smooth()[-1] == pytest.approx((weights * losses).sum() / weights.sum())
+    assert curves.smooth()[0] == losses[0]
+
+
+def test_a_long_run_is_thinned_and_keeps_its_spikes():
+    losses = [1 + i % 7 / 10 for i in range(30_000)]
+    losses[12_345], losses[20_000] = 9.0, math.nan
+    norms = {7_777: 50.0}
+    rows = (step(i + 1, loss, grad_norm=norms.get(i, 1.0)) for i, loss in enumerate(losses))
+    found = curves_of(rows).as_json()
+    assert 50.0 in found["series"]["grad_norm"]
+    assert 1000 < len(found["x"]["step"]) <= curves_module.MAX_POINTS + 2
+    assert 9.0 in found["series"]["loss"] and found["x"]["step"][-1] == 30_000
+    json.dumps(found, allow_nan=False)
+
+
+def test_time_is_that_of_the_rows_and_of_old_rows_that_of_the_steps():
+    old = curves_of([step(1), step(2), {"step": 2, "eval_loss": 1.0, "eval_targets": 1}])
+    assert old.as_json()["x"]["seconds"] == [0.5, 1.0] and old.evals[0].seconds == 1.0
+    times = ["2026-01-01T00:00:00.000+00:00", "2026-01-01T01:00:00.000+00:00", "2026-01-01T00:30:00.000+00:00", "x"]
+    new = curves_of(step(i + 1, time=time) for i, time in enumerate(times))
+    assert new.as_json()["x"]["seconds"] == [0, 3600, 3600, 3600.5]  # never back
+
+
+def test_rows_begin_with_their_time(plain):
+    lines = (plain / "metrics.jsonl").read_text().splitlines()
+    assert all(re.match(r'\{"time": "\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", "step": ', line) for line in lines)
+
+
+def test_a_row_of_a_foreign_size_does_not_break_the_page():
+    rows = [step(10**30), step(-1), step(1, 1.0, grad_norm=10**400, lr=True), {"step": 1, "event": {"a": 1}}]
+    found = curves_of(rows).as_json()
+    assert found["x"]["step"] == [1] and found["series"]["grad_norm"] == [None]
+    events = curves_of({"step": 1, "event": "e", "message": "x" * 10_000} for _ in range(2000))
+    assert (len(events.events), events.num_events) == (curves_module.MAX_EVENTS, 2000)
+    assert max(len(mark.text) for mark in events.events) == curves_module.MAX_MESSAGE
+
+
+# --- what is recorded ------------------------------------------------------------------------------------------------
+
+
+def test_the_config_is_shown_where_it_is_not_the_default(plain):
+    found = {key: (value, default) for key, value, default in changed(read_run(plain).config)}
+    assert found["train.learning_rate"] == ("0.01", "0.0002") and found["data.eval"] == ("0.25", "0.1")
+    assert "train.optimizer" not in found and "adapter.alpha" not in found  # 32 is 32.0
+    assert found["model.name"][1] == ""
+
+
+def test_only_keys_that_differ_are_compared():
+    a, b = {"train": {"steps": 1, "epochs": 3}, "run": {"dir": "a"}}, {"train": {"steps": 2, "epochs": 3}}
+    assert differing([a, b]) == [("train.steps", ["1", "2"])]
+    assert differing([a, {"train": {"epochs": 3}}]) == [("train.steps", ["1", "–"])]
+
+
+def test_the_environment_has_the_command_the_start_the_hardware_and_the_data(plain):
+    found = json.loads((plain / "environment.json").read_text())
+    assert found["command"] and re.fullmatch(r"\d{4}-.*\+00:00", found["started"]) and found["hardware"]["cores"] >= 1
+    assert found["fingerprints"]["train documents"].startswith(f"{found['data']['documents']} documents, ")
+    data = found["data"]
+    assert (data["rows"], data["duplicates"], data["eval_documents"], data["eval_in_training"]) == (13, 1, 4, 0)
+    assert data["sources"] == [{
+        "path": load_config(plain / "config.yaml").data.train, "documents": data["documents"],
+        "tokens": data["tokens"], "trained_tokens": data["trained_tokens"],
+    }]  # fmt: skip
+    assert sum(bar["documents"] for bar in data["histogram"]) == data["documents"]
+
+
+def test_a_held_out_row_that_is_a_training_row_is_a_leak(train, plain):
+    other = shutil.copy(plain.parent / "train.jsonl", plain.parent / "other.jsonl")
+    leaky = train("leaky", data__eval=str(other), train__steps=1)
+    found = json.loads((leaky / "environment.json").read_text())["data"]
+    assert (found["eval_documents"], found["eval_in_training"], found["duplicates"]) == (17, 17, 1)
+
+
+def test_a_command_line_has_no_secret():
+    token = "hf_" + "aB3" * 12
+    assert command_line(["/x/dualtune/cli/main.py", "train", "a b.yaml", token]) == "dualtune train 'a b.yaml' hf_***"
+    assert command_line(["/home/somebody/bin/dualtune", "train"]) == "dualtune train"
+    assert command_line(["/home/somebody/main.py"]) == "main.py"
+
+
+# --- a run's end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_report_writes_none_and_a_failure_is_an_event(train, monkeypatch):
+    assert not (train("quiet", train__steps=2, run__report=False) / "report.html").exists()
+
+    def fail(paths):
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr("dualtune.train.run.run_page", fail)
+    run_dir = train("failing", train__steps=2)
+    assert not (run_dir / "report.html").exists() and (run_dir / "adapter").is_dir()
+    assert (
+        read_rows(run_dir / "metrics.jsonl")[-1]["message"] == "report.html was not written: RecursionError: too deep"
+    )
+
+
+def test_a_run_that_was_stopped_says_so_and_how_to_go_on(copy):
+    lock = json.loads((copy / "lock").read_text())
+    (copy / "lock").write_text(json.dumps(lock | {"state": "preempted", "reason": "stopped <b>"}))
+    shutil.rmtree(copy / "adapter")
+    page = run_page([copy])
+    assert "<b>preempted</b>: stopped &lt;b&gt;. The numbers are those so far." in page
+    assert f"dualtune train {copy}/config.yaml --set run.dir={copy}</code>" in page and "adapter merge" not in page
+
+
+# --- what is no run --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.yaml", b"model: [\n", "config.yaml: "),
+        ("config.yaml", b"\xff", "config.yaml: "),
+        ("config.yaml", b"a: 1\n" * 100_000, "config.yaml: more than 262144 bytes"),
+        ("environment.json", b"[]", "environment.json: got a JSON list"),
+        ("predictions.jsonl", b"{}\n", "predictions.jsonl:1: must have the texts"),
+        ("predictions.jsonl", b"\n[" * 3, "predictions.jsonl:2: got no JSON object"),
+    ],
+)
+def test_a_damaged_run_is_an_error_of_one_line(copy, dualtune_main, name, content, said):
+    (copy / name).write_bytes(content)
+    result = dualtune_main("report", copy)
+    assert result.returncode == FormatError.exit_code and said in result.stderr
+    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
+
+
+def test_metrics_that_are_no_file_or_too_long_are_refused(copy, monkeypatch):
+    monkeypatch.setattr(run_files, "MAX_METRICS_BYTES", 10)
+    with pytest.raises(FormatError, match=r"metrics\.jsonl: \d+ bytes, at most 10"):
+        read_run(copy)
+    (copy / "metrics.jsonl").unlink()
+    assert read_run(copy).curves.steps.tolist() == []
+    assert "No step has been recorded" in run_page([copy])
+    (copy / "metrics.jsonl").mkdir()
+    with pytest.raises(FormatError, match="is not a file"):
+        read_run(copy)
+
+
+def test_what_is_no_run_directory_is_said(tmp_path, dualtune_main):
+    result = dualtune_main("report", tmp_path)
+    assert result.returncode == ConfigError.exit_code and "is not a run directory" in result.stderr
+
+
+def test_records_of_any_shape_make_a_page(copy):
+    found = {
+        key: [1, {"name": 2}, None] for key in ("data", "hardware", "packages", "fingerprints", "memory", "devices")
+    }
+    found["data"] = {
+        "lengths": 3,
+        "histogram": [{"first": 1}, 2],
+        "sources": [{"path": ["<b>"]}],
+        "dropped": {"<i>": "x"},
+    }
+    (copy / "environment.json").write_text(json.dumps(found))
+    (copy / "config.yaml").write_text("model: 3\ntrain: {learning_rate: [1, {a: 2}], max_grad_norm: no}\nx: {y: z}\n")
+    page = run_page([copy])
+    assert "[&#x27;&lt;b&gt;&#x27;]" in page
+    assert "dropped: &lt;i&gt;" in page
+
+
+def test_of_many_answers_the_worst_of_each_kind_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("dualtune.report.answers.MAX_SHOWN", 2)
+    row = {"prompt": "p", "expected": "e", "base": None}
+    rows = [row | {"adapter": f"answer {i}", "right": i % 2 == 0, "loss": i} for i in range(8)]
+    (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    section = answers(tmp_path)
+    assert re.findall(r"answer \d", section) == ["answer 7", "answer 6", "answer 5", "answer 4"]
+    assert re.findall(r"(\w+) \(([^)]*)\)<", section) == [("all", "4 of 8"), ("wrong", "2 of 4"), ("right", "2 of 4")]
+
+
+def test_predictions_are_cut(tmp_path):
+    row = {"prompt": "p" * 5000, "expected": "", "base": None, "adapter": "", "right": None, "loss": math.inf}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    (found,) = read_predictions(tmp_path / "p.jsonl")
+    assert len(found.prompt) == 2001 and found.kind == "unjudged" and found.loss is None
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_are_written_where_they_lie(copy, plain, dualtune_main, tmp_path):
+    shutil.copytree(copy, tmp_path / "second")
+    result = dualtune_main("report", copy, tmp_path / "second")
+    assert result.stdout == f"report      {tmp_path / 'report.html'}\n"
+    assert "<h1>2 runs</h1>" in (tmp_path / "report.html").read_text()
+
+
+def test_open_opens_the_page_and_says_where_there_is_no_browser(copy, dualtune_main, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda uri: bool(opened.append(uri)) or len(opened) == 1)
+    assert dualtune_main("report", copy, "--open").returncode == 0
+    assert opened == [(copy / "report.html").as_uri()]
+    assert "no browser was found" in dualtune_main("report", copy, "--open").stderr
+
+
+def test_the_command_imports_no_framework(python, plain, tmp_path):
+    code = (
+        f"import sys\nsys.argv = ['dualtune', 'report', {str(plain)!r}, '--output', {str(tmp_path / 'r.html')!r}]\n"
+        "import atexit; atexit.register(lambda: print(*sys.modules))\nfrom dualtune.cli.main import main\nmain()"
+    )
+    modules = python("-c", code).stdout.splitlines()[-1].split()
+    assert "dualtune.report.run_page" in modules
+    assert not {"torch", "mlx", "transformers", "tokenizers"} & set(modules)
