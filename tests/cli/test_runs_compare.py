@@ -31,7 +31,9 @@ def made(tmp_path):
 def two(made):
     first = "{model: {name: org/Tiny}, train: {learning_rate: 1e-4, steps: 3, optimizer: adamw}, run: {dir: x}}"
     second = "{model: {name: org/other}, train: {learning_rate: 0.0003, steps: 3}, run: {dir: y}}"
-    return made("a", [3.0, 2.0, 1.0], first, time=1767322800.0), made("b", [3.0, 1.5, 1.25], second, "failed")
+    return made("a", [3.0, 2.0, 1.0], first, time="2026-01-02T03:00:00.000+00:00"), made(
+        "b", [3.0, 1.5, 1.25], second, "failed"
+    )
 
 
 @pytest.mark.parametrize(
