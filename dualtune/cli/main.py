@@ -38,6 +38,7 @@ COMMANDS = {
     "eval": ("adapters.eval", "Measure an adapter on held-out data."),
     "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
     "chat": ("adapters.chat", "Talk to a model, with its adapters and without."),
+    "serve": ("adapters.serve", "Answer HTTP requests in the form of OpenAI's API."),
     "runs": ("runs.runs", "List run directories with their numbers and verdict; compare runs, clean up."),
     "report": ("training.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
     "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),

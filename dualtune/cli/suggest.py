@@ -14,6 +14,7 @@ WORDS = {
     for answer, words in {
         "train": "finetune fine-tune tune fit learn sft lora qlora run start resume continue",
         "chat": "talk repl converse interactive",
+        "serve": "api server openai endpoint",
         "generate": "infer inference predict complete completion prompt ask sample",
         "eval": "evaluate evaluation score perplexity ppl test accuracy",
         "preview": "show view look inspect-data tokenize dry-run",
@@ -39,7 +40,6 @@ WORDS = {
         "Preference training is not supported yet: dualtune trains on answers, not on comparisons": (
             "dpo orpo kto rlhf ppo grpo reward"
         ),
-        "There is no server. Write a merged model with `dualtune adapter merge`, and serve that": ("api serve server"),
         "Quantization belongs to the config: model.quantization": "quantize quantise",
     }.items()
     for word in words.split()

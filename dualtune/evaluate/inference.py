@@ -5,7 +5,7 @@ The next token is chosen here, in NumPy, so that both backends sample alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,6 +95,14 @@ def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
     return NONE if choice == "auto" and adapter.template_hash == NONE else choice
 
 
+@dataclass(slots=True)
+class GenerationProgress:
+    """How far a generation is. After its end, fewer tokens than allowed mean that the model stopped by itself."""
+
+    num_tokens: int = 0
+    max_tokens: int = 0
+
+
 def stream_text(
     model: LoadedModel,
     prompt: np.ndarray,
@@ -104,7 +112,8 @@ def stream_text(
     top_p: float = 1.0,
     seed: int = 0,
     cache: GenerationCache | None = None,
-) -> Iterator[str]:
+    progress: GenerationProgress | None = None,
+) -> Generator[str]:
     """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy.
 
     `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends where a table
@@ -116,12 +125,15 @@ def stream_text(
                 f"the prompt has {len(prompt)} tokens, but this model has positions up to {model.positions}. Shorten it"
             )
         max_tokens = min(max_tokens, model.positions - len(prompt))
+    progress = progress or GenerationProgress()
+    progress.max_tokens = max_tokens
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
     ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
     shown = model.tokenizer.decode(ids)
     for token in model.engine.generate(prompt, choose=choose, cache=cache):
         interrupt.poll()
         ids.append(token)
+        progress.num_tokens += 1
         text = model.tokenizer.decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
             yield text[len(shown) :]

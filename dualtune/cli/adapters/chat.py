@@ -64,7 +64,7 @@ def command(
     from dualtune.cli.options import backend_for
     from dualtune.cli.output.screen import phases
 
-    directories = _named(adapters)
+    directories = named_directories(adapters)
     if compare and not directories:
         raise click.UsageError("--compare needs an --adapter: there is nothing to compare the base with.")
     with phases(err=True) as shown:
@@ -171,7 +171,7 @@ def side_by_side(answers: Sequence[tuple[str, str]], width: int) -> list[str]:
     return [" | ".join(part.ljust(column) for part in row).rstrip() for row in rows]
 
 
-def _named(adapters: Sequence[str]) -> dict[str, Path]:
+def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
     """Return the directories by name. UsageError for a name that comes twice, or that is the base's."""
     found: dict[str, Path] = {}
     for given in adapters:

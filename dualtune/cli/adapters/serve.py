@@ -1,0 +1,99 @@
+"""`dualtune serve`: answer HTTP requests in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import click
+
+from dualtune import interrupt
+from dualtune.cli.adapters.chat import named_directories
+from dualtune.cli.options import dtype_option, platform_option, quantization_option
+from dualtune.cli.output.terminal import say
+
+KEY_VARIABLE = "DUALTUNE_API_KEY"
+
+
+@click.command("serve")
+@click.argument("model")
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="[NAME=]DIR",
+    help="An adapter directory of any layout, or a run; repeatable. Clients choose one by its name, as their model.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
+@click.option(
+    "--template",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|FILE",
+    help="The chat template; auto is the first adapter's, or else the model's own.",
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="The most tokens of an answer."
+)
+@click.option("--queue", type=click.IntRange(min=1), default=128, show_default=True, help="How many requests may wait.")
+@click.option(
+    "--time-limit", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds of an answer."
+)
+@click.option("--quiet", is_flag=True, help="No line for each request.")
+@dtype_option
+@quantization_option
+@platform_option
+@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
+def command(
+    model: str, adapters: tuple[str, ...], host: str, port: int, template: str, max_tokens: int, queue: int,
+    time_limit: float, quiet: bool, dtype: str, quantization: str, platform: str,
+) -> None:  # fmt: skip
+    """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
+
+    The model "base" has no adapter. One request is computed at a time, the others wait. Another address than the
+    default needs a key in DUALTUNE_API_KEY, which clients send; nothing is encrypted.
+    """
+    from dualtune.cli.options import backend_for
+    from dualtune.cli.output.screen import phases
+    from dualtune.serve.server import LOOPBACK, CompletionServer
+
+    directories, key = named_directories(adapters), os.environ.get(KEY_VARIABLE)
+    if host not in LOOPBACK and not key:
+        raise click.UsageError(
+            f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
+        )
+    with phases(err=True) as shown:
+        shown.begin("importing", "the backend")
+        from dualtune.capabilities import check_value
+        from dualtune.errors import EnvironmentFault, Preempted
+        from dualtune.evaluate.adapter_set import load_adapter_set
+        from dualtune.serve.answers import Answers
+
+        backend = backend_for(platform, err=True)
+        check_value(backend, "model.dtype", dtype)
+        check_value(backend, "model.quantization", quantization)
+        shown.begin("loading", "the model")
+        found = load_adapter_set(backend, model, directories, dtype=dtype, quantization=quantization, template=template)
+    answers = Answers(
+        found, max_tokens=max_tokens, max_waiting=queue, time_limit_s=time_limit, is_fatal=backend.is_device_fault
+    )
+    try:
+        server = CompletionServer(
+            host, port, answers, key=key, tell=lambda text: None if quiet else say(text, err=True)
+        )
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EnvironmentFault(f"--host {host} --port {port}: {reason}. Choose another port") from error
+    with server:
+        threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
+        address = f"[{host}]" if ":" in host else host
+        say(f"serving     {', '.join(answers.names)} at http://{address}:{server.server_address[1]}/v1")
+        try:
+            while not interrupt.requested():
+                answers.answer_next()
+        except (KeyboardInterrupt, Preempted):
+            pass
+        finally:
+            server.shutdown()
+    say("stopped", err=True)

@@ -1,0 +1,252 @@
+"""The HTTP side: connections, their limits, and the JSON of answers and errors.
+
+Each connection has a thread, which only waits: for its request, then for the engine. A connection that has not sent a
+whole request in time is closed, so that slow clients do not keep others out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from dualtune.serve.answers import Answers, Finish, PendingAnswer
+from dualtune.serve.requests import MAX_BODY, BadRequest, CompletionRequest, read_request
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
+REQUEST_S = 30.0  # for a whole request, and for an idle connection
+MAX_CONNECTIONS = 256
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+Told = Callable[[str], None]
+
+
+class CompletionServer(ThreadingHTTPServer):
+    """A server whose requests are answered by `answers`. `tell` gets a line for each request."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, answers: Answers, *, key: str | None, tell: Told) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.answers, self.key, self.tell = answers, key, tell
+        self.is_local = host in LOOPBACK
+        self._reading: dict[socket.socket, float] = {}  # since when a connection has owed a request
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        super().__init__((host, port), Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, unless there are too many."""
+        if not self._connections.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        self.owes(request)
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.owes_nothing(request)
+            self._connections.release()
+
+    def owes(self, connection: socket.socket) -> None:
+        """Note that a connection owes a request from now on."""
+        with self._lock:
+            self._reading[connection] = time.monotonic()
+
+    def owes_nothing(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._reading.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Close the connections that have owed a request for too long. Called twice a second."""
+        with self._lock:
+            late = [each for each, since in self._reading.items() if time.monotonic() - since > REQUEST_S]
+        for connection in late:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Do nothing: a connection that breaks is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: CompletionServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "dualtune", ""
+    timeout = REQUEST_S
+
+    def do_GET(self) -> None:
+        """List the models, or say that the server is there."""
+        self._serve(self._get)
+
+    def do_POST(self) -> None:
+        """Answer a request."""
+        self._serve(self._post)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Do nothing: `_serve` tells more."""
+
+    def _serve(self, work: Callable[[], str]) -> None:
+        began = time.monotonic()
+        try:
+            self._check_client()
+            said = work()
+        except BadRequest as error:
+            said = f"{error.status} {error}"
+            with contextlib.suppress(OSError):
+                self._fail(error)
+        except OSError:
+            said, self.close_connection = "the client is gone", True
+        self.server.tell(f"{self.command} {self.path[:100]}  {said}  {time.monotonic() - began:.1f} s")
+        self.server.owes(self.connection)  # the next one
+
+    def _check_client(self) -> None:
+        """Refuse pages of other sites that a browser on this machine shows, and clients without the key."""
+        host = (self.headers.get("Host") or "").rpartition(":")[0].strip("[]") or self.headers.get("Host")
+        if self.server.is_local and host not in LOOPBACK:
+            raise BadRequest(403, "Host: this server answers its own machine, as localhost")
+        given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if self.server.key and not hmac.compare_digest(given.encode(), self.server.key.encode()):
+            raise BadRequest(401, "Authorization: the key is not that of this server")
+
+    def _get(self) -> str:
+        self.server.owes_nothing(self.connection)
+        if self.path == "/health":
+            self._send(200, {"status": "ok"})
+        elif self.path == "/v1/models":
+            models = [
+                {"id": n, "object": "model", "created": 0, "owned_by": "dualtune"} for n in self.server.answers.names
+            ]
+            self._send(200, {"object": "list", "data": models})
+        else:
+            raise BadRequest(404, f"there is no {self.path[:100]}. GET: /v1/models, /health. POST: {', '.join(PATHS)}")
+        return "200"
+
+    def _post(self) -> str:
+        body = self._body()
+        self.server.owes_nothing(self.connection)
+        if self.path not in PATHS:
+            raise BadRequest(404, f"there is no {self.path[:100]} to POST to, there are: {', '.join(PATHS)}")
+        request = read_request(body, is_chat=PATHS[self.path])
+        job = self.server.answers.submit(request)
+        try:
+            finish = self._stream(job) if request.stream else self._whole(job)
+        except BaseException:
+            job.is_cancelled = True
+            raise
+        return f"200 {request.model}: {finish.prompt_tokens} + {finish.completion_tokens} tokens, {finish.reason}"
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            self.close_connection = True
+            raise BadRequest(411, "Content-Length: is needed")
+        if len(length) > 9 or int(length) > MAX_BODY:
+            self.close_connection = True
+            raise BadRequest(413, f"the body has {length[:20]} bytes, allowed: {MAX_BODY}")
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise ConnectionAbortedError
+        # A page of another site may send a form or a text without asking first, but not this type.
+        if self.headers.get_content_type() != "application/json":
+            raise BadRequest(415, "Content-Type: must be application/json")
+        return body
+
+    def _whole(self, job: PendingAnswer) -> Finish:
+        text, finish = "", None
+        for piece in job.answer():
+            if isinstance(piece, Finish):
+                finish = piece
+            else:
+                text += piece
+        assert finish is not None
+        head, choice = _head(job.request), _choice(job.request, text, finish.reason)
+        self._send(200, head | {"choices": [choice], "usage": _usage(finish)})
+        return finish
+
+    def _stream(self, job: PendingAnswer) -> Finish:
+        """Send server-sent events: a piece of text each, then the end."""
+        request, pieces = job.request, job.answer()
+        first = next(pieces)  # an error that comes before the first piece still has its own status
+        self.send_response(200)
+        for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-store"),
+                            ("Transfer-Encoding", "chunked")):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        head = _head(request)
+        finish = None
+        for piece in _chained(first, pieces):
+            if isinstance(piece, Finish):
+                finish = piece
+                self._event(head | {"choices": [_delta(request, None, piece.reason)]})
+            else:
+                self._event(head | {"choices": [_delta(request, piece, None)]})
+        assert finish is not None
+        if request.include_usage:
+            self._event(head | {"choices": [], "usage": _usage(finish)})
+        self._chunk(b"data: [DONE]\n\n")
+        self._chunk(b"")
+        return finish
+
+    def _event(self, table: Mapping[str, Any]) -> None:
+        self._chunk(b"data: " + json.dumps(table).encode() + b"\n\n")
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    def _fail(self, error: BadRequest) -> None:
+        kind = ERROR_TYPES.get(error.status, "invalid_request_error")
+        self._send(error.status, {"error": {"message": str(error), "type": kind, "param": error.param, "code": None}})
+
+    def _send(self, status: int, table: Mapping[str, Any]) -> None:
+        data = json.dumps(table).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _chained(first: str | Finish, rest: Iterator[str | Finish]) -> Iterator[str | Finish]:
+    yield first
+    if not isinstance(first, Finish):
+        yield from rest
+
+
+def _head(request: CompletionRequest) -> dict[str, Any]:
+    kind = ("chat.completion.chunk" if request.stream else "chat.completion") if request.is_chat else "text_completion"
+    prefix = "chatcmpl" if request.is_chat else "cmpl"
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": request.model}
+
+
+def _choice(request: CompletionRequest, text: str, reason: str) -> dict[str, Any]:
+    said = {"message": {"role": "assistant", "content": text}} if request.is_chat else {"text": text}
+    return {"index": 0, **said, "finish_reason": reason, "logprobs": None}
+
+
+def _delta(request: CompletionRequest, text: str | None, reason: str | None) -> dict[str, Any]:
+    delta = {} if text is None else {"role": "assistant", "content": text}
+    said: dict[str, Any] = {"delta": delta} if request.is_chat else {"text": text or ""}
+    return {"index": 0, **said, "finish_reason": reason, "logprobs": None}
+
+
+def _usage(finish: Finish) -> dict[str, int]:
+    total = finish.prompt_tokens + finish.completion_tokens
+    numbers = (finish.prompt_tokens, finish.completion_tokens, total)
+    return dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), numbers, strict=True))

@@ -1,0 +1,109 @@
+"""What a server answers: the text of `dualtune generate`, in the form of OpenAI's API."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.evaluate.inference import load_model, stream_text
+from dualtune.serve.answers import StopTexts
+
+PROMPT = "1 plus 1?"
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """An adapter of `tiny_llama` that changes much."""
+    rng, shapes = np.random.default_rng(0), {"model.layers.0.self_attn.q_proj": (32, 32)}
+    tensors = {n: rng.normal(0, 0.5, t.shape).astype(np.float32) for n, t in init_adapter(shapes, 2, 0).items()}
+    write_adapter(tmp_path / "tuned", Adapter(AdapterSpec(2, 40.0, 0.0, (*shapes,)), tensors))
+    return tmp_path / "tuned"
+
+
+def generated(backend, model, adapter=None):
+    loaded = load_model(backend, str(model), adapter)
+    ids = loaded.tokenizer.encode_prompt(PROMPT)
+    return "".join(stream_text(loaded, ids, max_tokens=5)), len(ids)
+
+
+def test_the_openai_client_gets_what_generate_prints(serve, open_backend, tiny_llama, adapter):
+    openai = pytest.importorskip("openai")
+    served = serve("torch", tiny_llama, {"tuned": adapter})
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["base", "tuned"]
+    texts = {}
+    for name, directory in (("base", None), ("tuned", adapter), ("base", None)):
+        asked = {"model": name, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0}
+        found = client.chat.completions.create(**asked)
+        texts[name], length = generated(open_backend("torch"), tiny_llama, directory)
+        assert found.choices[0].message.content == texts[name]
+        assert (found.choices[0].finish_reason, found.usage.prompt_tokens) == ("length", length)
+        assert (found.usage.completion_tokens, found.usage.total_tokens) == (5, length + 5)
+        *parts, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == texts[name]
+        assert parts[-1].choices[0].finish_reason == "length" and last.usage.completion_tokens == 5
+    assert texts["base"] != texts["tuned"]
+    with pytest.raises(openai.NotFoundError, match="got 'other', there are: base, tuned"):
+        client.chat.completions.create(model="other", messages=[{"role": "user", "content": "x"}])
+
+
+def test_a_text_is_continued_and_ends_at_a_stop_text(serve):
+    served = serve()
+    asked = {"model": "base", "prompt": "ab", "max_tokens": 12, "temperature": 0}
+    status, found = served.ask(asked, "/v1/completions")
+    whole = found["choices"][0]["text"]
+    assert (status, found["object"], found["choices"][0]["finish_reason"]) == (200, "text_completion", "length")
+    asked["stop"] = [whole[4:6], "never"]
+    _, cut = served.ask(asked, "/v1/completions")
+    _, stream = served.ask(asked | {"stream": True}, "/v1/completions")
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in events]
+    expected = (whole[: whole.index(whole[4:6])], "stop")
+    assert (cut["choices"][0]["text"], cut["choices"][0]["finish_reason"]) == expected
+    assert ("".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]) == expected
+
+
+def test_samples_differ_by_seed_and_the_limit_of_the_server_holds(serve, hello):
+    served = serve(max_tokens=8)
+    sampled = hello | {"max_tokens": 100, "temperature": 2.0}
+    texts = [served.ask(sampled | {"seed": seed})[1]["choices"][0]["message"]["content"] for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+    assert served.ask(sampled)[1]["usage"]["completion_tokens"] <= 8
+
+
+def test_an_answer_ends_when_its_time_is_over(serve, hello):
+    _, found = serve(time_limit_s=0).ask(hello)
+    assert found["choices"][0]["finish_reason"] == "length" and found["usage"]["completion_tokens"] < 5
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_stop_text_is_found_however_the_text_is_cut(size):
+    text = "one two END three"
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for stops, expected in ((("END",), "one two "), (("EN ", "two END t"), "one "), (("ENDE",), text), ((), text)):
+        cut, shown = StopTexts(stops), ""
+        for piece in pieces:
+            shown += cut.feed(piece)
+            if cut.found:
+                break
+        assert shown + cut.rest() == expected and cut.found == (expected != text)
+
+
+def test_the_command_serves_until_it_is_asked_to_stop(tiny_softmax):
+    command = [sys.executable, "-m", "dualtune", "serve", str(tiny_softmax), "--port", "0", "--platform", "numpy"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        process.terminate()
+        assert line.startswith("serving     base at http://127.0.0.1:"), process.stderr.read()
+        assert process.wait() == 0 and "stopped" in process.stderr.read()
+
+
+def test_another_address_needs_a_key(dualtune_main, tiny_softmax, monkeypatch):
+    monkeypatch.delenv("DUALTUNE_API_KEY", raising=False)
+    result = dualtune_main("serve", tiny_softmax, "--host", "0.0.0.0", "--platform", "numpy")
+    assert result.returncode == 2 and "Set DUALTUNE_API_KEY to a key that clients must send" in result.stderr

@@ -1,0 +1,155 @@
+"""A server among bad, slow and many clients: each gets a status with a reason, and the others get their answers."""
+
+import json
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+
+from dualtune.serve import server as module
+from dualtune.serve.requests import MAX_BODY
+
+NO_NUMBER = b'{"model": "base", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        (b"{", 400, "body: is not JSON"), (b"[" * 100_000, 400, "body: is not JSON"), (b"[]", 400, "body: "),
+        (NO_NUMBER, 400, "temperature: "), ({"messages": None}, 400, "messages: "), ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: "),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"n": 2}, 400, "n: "), ({"tools": []}, 400, "tools: is not supported"), ({"max_tokens": "5"}, 400, "max_"),
+        ({"temperature": -1}, 400, "temperature: "), ({"top_p": 0}, 400, "top_p: "), ({"logprobs": True}, 400, "log"),
+        ({"stop": ["x"] * 9}, 400, "stop: got 9"), ({"stop": ""}, 400, "stop"), ({"seed": -1}, 400, "seed: "),
+        ({"model": "x" * 300}, 404, "model: got 'xxx"), ({"frequency_penalty": 0.5}, 400, "frequency_penalty: "),
+    ],
+)  # fmt: skip
+def test_a_request_that_is_wrong_names_the_key(serve, hello, change, status, message):
+    served = serve()
+    found, table = served.ask(change if isinstance(change, bytes) else hello | change)
+    assert found == status and table["error"]["message"].startswith(message), table
+    assert len(table["error"]["message"]) < 700
+    assert served.ask(hello)[0] == 200
+
+
+def test_what_other_clients_send_by_default_is_accepted(serve, hello):
+    zeros = {"frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "logprobs": False, "user": "me", "stream": False,
+             "temperature": 1, "top_p": 1, "stop": None, "max_completion_tokens": 3}  # fmt: skip
+    status, table = serve().ask(hello | zeros)
+    assert status == 200, table
+    assert table["usage"]["completion_tokens"] <= 3
+
+
+def test_wrong_paths_types_hosts_and_keys_are_refused(serve, hello):
+    served = serve(key="secret")
+    key = {"Authorization": "Bearer secret"}
+    assert served.ask(hello)[0] == 401 and served.ask(hello, headers={"Authorization": "Bearer x\xff"})[0] == 401
+    assert served.ask(hello, headers=key)[0] == 200
+    assert served.ask(hello, "/v1/embeddings", key)[0] == 404
+    assert served.request("GET", "/v1/chat/completions", headers=key)[0] == 404
+    assert served.request("GET", "/health", headers=key) == (200, {"status": "ok"})
+    assert served.ask(hello, headers=key | {"Content-Type": "text/plain"})[0] == 415
+    assert served.ask(hello, headers=key | {"Host": "evil.example:80"})[0] == 403
+    assert served.ask(hello, headers=key | {"Host": f"localhost:{served.port}"})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (b"", b"411"), (b"Content-Length: -1\r\n", b"411"), (b"Content-Length: 1e3\r\n", b"411"),
+        (b"Content-Length: %d\r\n" % (MAX_BODY + 1), b"413"), (b"Content-Length: 99999999999999999999\r\n", b"413"),
+        (b"X: " + b"y" * 70_000 + b"\r\n", b"431"), (b"X: y\r\n" * 200, b"431"),
+    ],
+)  # fmt: skip
+def test_a_body_or_a_head_of_any_size_is_refused(serve, headers, status):
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
+        assert connection.recv(4096).split(b" ", 2)[1] == status
+
+
+def test_a_slow_client_is_cut_off_and_keeps_nobody_waiting(serve, hello, monkeypatch):
+    monkeypatch.setattr(module, "REQUEST_S", 0.2)
+    served = serve()
+    slow = [socket.create_connection(("127.0.0.1", served.port), timeout=20) for _ in range(20)]
+    for i, connection in enumerate(slow):
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Le" if i % 2 else b"")
+    assert served.ask(hello)[0] == 200
+    assert all(connection.recv(1) == b"" for connection in slow)
+    for connection in slow:
+        connection.close()
+
+
+def test_more_than_may_wait_are_told_to_come_again(serve, hello):
+    served, gate, found = serve(max_waiting=1), threading.Event(), []
+    generate = served.engine.generate
+    served.engine.generate = lambda *args, **options: gate.wait(30) and generate(*args, **options)
+    threads = [threading.Thread(target=lambda: found.append(served.ask(hello)[0])) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    while found.count(429) < 4:  # one computes, one waits
+        time.sleep(0.01)
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [200, 200, 429, 429, 429, 429]
+
+
+def test_an_answer_that_fails_is_one_error_and_the_next_one_comes(serve, hello):
+    served = serve()
+    generate, served.engine.generate = served.engine.generate, lambda *args, **options: 1 / 0
+    status, table = served.ask(hello)
+    assert (status, table["error"]["message"]) == (500, "the answer failed: ZeroDivisionError")
+    served.engine.generate = generate
+    assert served.ask(hello)[0] == 200
+
+
+def test_a_client_that_leaves_stops_its_answer(serve, hello):
+    served, read = serve(max_tokens=1 << 20), []
+    generate = served.engine.generate
+
+    def endless(*args, **options):
+        for token in generate(*args, **options | {"choose": lambda logits: 70}):
+            read.append(token)
+            yield token
+
+    served.engine.generate = endless
+    body = json.dumps(hello | {"stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    served.engine.generate = generate
+    assert served.ask(hello)[0] == 200  # after the other one has ended, which would never end by itself
+    assert read and any("the client is gone" in line for line in served.told)
+
+
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.long)])
+def test_64_clients_at_once_each_get_their_own_answers(serve, seconds):
+    """Each asks for the continuation of a text of its own. Nothing is lost or mixed up, and no thread stays behind."""
+    served, process = serve(max_waiting=64), psutil.Process()
+    texts, ask = [f"{i}{'abcdefgh'[i % 8]}" for i in range(64)], {"model": "base", "max_tokens": 4, "temperature": 0}
+    expected = {t: served.ask(ask | {"prompt": t}, "/v1/completions")[1]["choices"][0]["text"] for t in texts}
+    assert len({*expected.values()}) > 1
+    counts, wrong = dict.fromkeys(texts, 0), []
+    threads_before, files_before, ends = threading.active_count(), process.num_fds(), time.monotonic() + seconds
+
+    def client(text):
+        while counts[text] == 0 or time.monotonic() < ends:
+            status, found = served.ask(ask | {"prompt": text}, "/v1/completions")
+            counts[text] += 1
+            if status != 200 or found["choices"][0]["text"] != expected[text]:
+                wrong.append((text, status, found))
+
+    clients = [threading.Thread(target=client, args=(text,)) for text in texts]
+    for each in clients:
+        each.start()
+    for each in clients:
+        each.join()
+    assert not wrong and min(counts.values()) > 0
+    while threading.active_count() > threads_before or process.num_fds() > files_before:
+        assert time.monotonic() < ends + 60, "threads or connections stay behind"
+        time.sleep(0.05)
