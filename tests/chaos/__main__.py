@@ -130,7 +130,7 @@ def _table(rows: dict[str, dict[str, Any]]) -> str:
 
 def _report(seed: int, rows: dict[str, dict[str, Any]], failed: list[Result]) -> dict[str, Any]:
     """What benchmarks/results keeps. No names of hosts, no paths."""
-    from dualtune.train.run import recorded_packages
+    from dualtune.train.state.records import recorded_packages
     from dualtune.versions import versions_of
 
     return {
