@@ -29,13 +29,13 @@ from dualtune.backend import (
     needs_positions,
 )
 from dualtune.backend.checks import check_mergeable, check_slots, check_state
-from dualtune.backend.generation_cache import GenerationCache
+from dualtune.backend.generation_cache import GenerationCache, continue_prompt
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune.errors import ConfigError
 from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
-from dualtune_mlx.host.generation import cropped
+from dualtune_mlx.host.generation import crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.merged import write_weights
 from dualtune_mlx.kernels import cross_entropy
@@ -201,18 +201,7 @@ class MlxEngine:
     def generate(
         self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
     ) -> Iterator[int]:
-        cache = cache or GenerationCache()
-        start = cropped(cache, cache.num_shared(prompt))
-        new = prompt[start:].tolist()
-        while True:
-            held = cache.take() or make_prompt_cache(self.model)
-            logits_V = np.array(self.model(mx.array([new]), cache=held)[0, -1].astype(mx.float32))
-            cache.tokens, cache.on_device = [*cache.tokens, *new], held
-            token = choose(logits_V)
-            if token is None:
-                return
-            yield token
-            new = [token]
+        return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
@@ -229,6 +218,11 @@ class MlxEngine:
             weights = gpt2.as_stored(weights)
         copy_without_weights(self._request.model_dir, path)
         write_weights(path / "model.safetensors", weights)
+
+    def _next_logits(self, tokens: list[int], held: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
+        """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
+        held = held or make_prompt_cache(self.model)
+        return np.array(self.model(mx.array([tokens]), cache=held)[0, -1].astype(mx.float32)), held
 
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 

@@ -29,12 +29,12 @@ from dualtune.backend import (
     needs_positions,
 )
 from dualtune.backend.checks import check_mergeable, check_slots, check_state
-from dualtune.backend.generation_cache import GenerationCache
+from dualtune.backend.generation_cache import GenerationCache, continue_prompt
 from dualtune.base_model import copy_without_weights, position_table_size, read_config
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.host.generation import cropped
+from dualtune_torch.host.generation import crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
@@ -250,20 +250,7 @@ class TorchEngine:
     def generate(
         self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
     ) -> Iterator[int]:
-        cache = cache or GenerationCache()
-        start = cropped(cache, cache.num_shared(prompt))
-        new = prompt[start:].tolist()
-        while True:
-            (tokens_1T,) = to_device([np.array([new])], self.model.device)
-            held = cache.take() or DynamicCache(config=self.model.config)
-            with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
-                logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True).logits[0, -1]
-            cache.tokens, cache.on_device = [*cache.tokens, *new], held
-            token = choose(_numpy(logits_V.float()))
-            if token is None:
-                return
-            yield token
-            new = [token]
+        return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
@@ -288,6 +275,14 @@ class TorchEngine:
         moves_weights = self._streamed is not None or is_split(self.model)
         check_recordable(self._kernels, is_full=self._is_full, moves_weights=moves_weights)
         return MicroStepGraphs(self.model.device)
+
+    def _next_logits(self, tokens: list[int], held: DynamicCache | None) -> tuple[np.ndarray, DynamicCache]:
+        """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
+        held = held or DynamicCache(config=self.model.config)
+        (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
+        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
+            logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True).logits[0, -1]
+        return _numpy(logits_V.float()), held
 
     def _trial_run(self) -> None:
         with self._together():

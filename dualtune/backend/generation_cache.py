@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,43 @@ class GenerationCache:
         differs = np.flatnonzero(np.asarray(self.tokens[:length], prompt.dtype) != prompt[:length])
         return int(differs[0]) if differs.size else length
 
-    def take(self) -> Any:
-        """Return the backend's part and hold nothing: an interrupted forward pass leaves no half of a token."""
-        held, self.on_device = self.on_device, None
-        return held
+    def crop(self, length: int, crop_on_device: Callable[[Any, int], bool]) -> int:
+        """Keep the first `length` tokens. Return how many are left: none if they cannot be cropped on the device."""
+        excess = len(self.tokens) - length
+        if self.on_device is None or (excess > 0 and not crop_on_device(self.on_device, excess)):
+            length = 0
+        self.tokens = self.tokens[:length]
+        if not length:
+            self.on_device = None
+        return length
 
     def clear(self) -> None:
         """Hold nothing, such as after the adapter has changed."""
         self.tokens, self.on_device = [], None
+
+
+def continue_prompt(
+    prompt: np.ndarray,
+    choose: Callable[[np.ndarray], int | None],
+    cache: GenerationCache | None,
+    *,
+    forward: Callable[[list[int], Any], tuple[np.ndarray, Any]],
+    crop_on_device: Callable[[Any, int], bool],
+) -> Iterator[int]:
+    """Yield the tokens of `Engine.generate`, with what only the backend can do given as functions.
+
+    `forward` gets new tokens and the backend's part of the cache (None: nothing is held), and returns the logits after
+    the last token (float32 [V]) and that part with the new tokens. `crop_on_device` removes a number of tokens from its
+    end, and returns whether it could.
+    """
+    cache = cache or GenerationCache()
+    new: list[int] = prompt[cache.crop(cache.num_shared(prompt), crop_on_device) :].tolist()
+    while True:
+        held, cache.on_device = cache.on_device, None  # an interrupted forward pass leaves no half of a token
+        logits_V, held = forward(new, held)
+        cache.tokens, cache.on_device = [*cache.tokens, *new], held
+        token = choose(logits_V)
+        if token is None:
+            return
+        yield token
+        new = [token]

@@ -40,6 +40,13 @@ quantization_option = click.option(
     default="auto",
     show_default=True,
 )
+temperature_option = click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."
+)
+top_p_option = click.option(
+    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True
+)
+seed_option = click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."
 )

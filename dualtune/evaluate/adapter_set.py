@@ -32,7 +32,7 @@ class AdapterSet:
         if spec is not None:
             empty = {name: np.zeros_like(value) for name, value in model.engine.adapter_state().items()}
             fitted = {name: fit(adapter, spec, empty) for name, adapter in adapters.items()}
-            self._tensors = {BASE: empty} | fitted
+            self._tensors = {BASE: model.engine.neutral_state()} | fitted
         self._current: str | None = None
 
     def use(self, name: str) -> GenerationCache:

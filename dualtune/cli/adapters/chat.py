@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, TextIO, cast
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import dtype_option, platform_option, quantization_option
+from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories
+from dualtune.cli.options import (
+    dtype_option,
+    platform_option,
+    quantization_option,
+    seed_option,
+    temperature_option,
+    top_p_option,
+)
 from dualtune.cli.output.terminal import pass_on, say
 
 if TYPE_CHECKING:
@@ -45,10 +53,10 @@ HELP = """\
     metavar="auto|FILE",
     help="The chat template; auto is the first adapter's, or else the model's own.",
 )
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@temperature_option
+@top_p_option
 @click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of each answer.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@seed_option
 @dtype_option
 @quantization_option
 @platform_option
@@ -61,28 +69,15 @@ def command(
 
     Messages are lines of standard input, answers go to standard output. /help lists the commands of the conversation.
     """
-    from dualtune.cli.options import backend_for
-    from dualtune.cli.output.screen import phases
-
     directories = named_directories(adapters)
     if compare and not directories:
         raise click.UsageError("--compare needs an --adapter: there is nothing to compare the base with.")
-    with phases(err=True) as shown:
-        shown.begin("importing", "the backend")
-        from dualtune.capabilities import check_value
-        from dualtune.evaluate.adapter_set import load_adapter_set
-        from dualtune.evaluate.chat import Chat, Sampling
+    from dualtune.evaluate.chat import Chat, Sampling
 
-        backend = backend_for(platform, err=True)
-        check_value(backend, "model.dtype", dtype)
-        check_value(backend, "model.quantization", quantization)
-        shown.begin("loading", "the model")
-        found = load_adapter_set(backend, model, directories, dtype=dtype, quantization=quantization, template=template)
-        sampling = Sampling(max_tokens, temperature, top_p, seed)
-        names = found.names if compare else found.names[1:2] or found.names
-        chats = [Chat(found, name, sampling, system) for name in names]
-    if found.model.note:
-        say(f"template    {found.model.note}", err=True)
+    found, _ = load_adapters(model, directories, platform, dtype=dtype, quantization=quantization, template=template)
+    sampling = Sampling(max_tokens, temperature, top_p, seed)
+    names = found.names if compare else found.names[1:2] or found.names
+    chats = [Chat(found, name, sampling, system) for name in names]
     say(f"answering   {', '.join(names)}; there are: {', '.join(found.names)}. /help, /exit", err=True)
     Conversation(chats, found.names).run()
 
@@ -169,19 +164,6 @@ def side_by_side(answers: Sequence[tuple[str, str]], width: int) -> list[str]:
     ]
     rows = zip_longest(*wrapped, fillvalue="")
     return [" | ".join(part.ljust(column) for part in row).rstrip() for row in rows]
-
-
-def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
-    """Return the directories by name. UsageError for a name that comes twice, or that is the base's."""
-    found: dict[str, Path] = {}
-    for given in adapters:
-        name, equals, directory = given.rpartition("=")
-        path = Path(directory if equals else given).expanduser()
-        name = name or (path.parent.name if path.name in ("adapter", "") else path.name)
-        if name in found or name == "base":
-            raise click.UsageError(f"--adapter {given}: the name '{name}' is taken. Give another one: NAME={path}")
-        found[name] = path
-    return found
 
 
 def _width() -> int:

@@ -8,7 +8,14 @@ from pathlib import Path
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import dtype_option, platform_option, quantization_option
+from dualtune.cli.options import (
+    dtype_option,
+    platform_option,
+    quantization_option,
+    seed_option,
+    temperature_option,
+    top_p_option,
+)
 from dualtune.cli.output.terminal import pass_on, say
 
 MOST_PROMPT = 2**22  # characters
@@ -28,10 +35,10 @@ MOST_PROMPT = 2**22  # characters
     metavar="auto|none|FILE",
     help="The chat template; auto is the adapter's, or else the model's own.",
 )
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
+@temperature_option
+@top_p_option
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@seed_option
 @dtype_option
 @quantization_option
 @platform_option

@@ -8,7 +8,7 @@ import threading
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.chat import named_directories
+from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories
 from dualtune.cli.options import dtype_option, platform_option, quantization_option
 from dualtune.cli.output.terminal import say
 
@@ -54,8 +54,8 @@ def command(
     The model "base" has no adapter. One request is computed at a time, the others wait. Another address than the
     default needs a key in DUALTUNE_API_KEY, which clients send; nothing is encrypted.
     """
-    from dualtune.cli.options import backend_for
-    from dualtune.cli.output.screen import phases
+    from dualtune.errors import EnvironmentFault, Preempted
+    from dualtune.serve.answers import Answers
     from dualtune.serve.server import LOOPBACK, CompletionServer
 
     directories, key = named_directories(adapters), os.environ.get(KEY_VARIABLE)
@@ -63,18 +63,9 @@ def command(
         raise click.UsageError(
             f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
         )
-    with phases(err=True) as shown:
-        shown.begin("importing", "the backend")
-        from dualtune.capabilities import check_value
-        from dualtune.errors import EnvironmentFault, Preempted
-        from dualtune.evaluate.adapter_set import load_adapter_set
-        from dualtune.serve.answers import Answers
-
-        backend = backend_for(platform, err=True)
-        check_value(backend, "model.dtype", dtype)
-        check_value(backend, "model.quantization", quantization)
-        shown.begin("loading", "the model")
-        found = load_adapter_set(backend, model, directories, dtype=dtype, quantization=quantization, template=template)
+    found, backend = load_adapters(
+        model, directories, platform, dtype=dtype, quantization=quantization, template=template
+    )
     answers = Answers(
         found, max_tokens=max_tokens, max_waiting=queue, time_limit_s=time_limit, is_fatal=backend.is_device_fault
     )
