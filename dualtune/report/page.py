@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from dualtune.text.escape import visible
 
 _IN_SCRIPT = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
+
+ASSETS = Path(__file__).parent
 
 
 def whole_page(title: str, style: str, body: str, scripts: Sequence[str] = ()) -> str:
@@ -33,6 +37,12 @@ def whole_page(title: str, style: str, body: str, scripts: Sequence[str] = ()) -
         f"<title>{title}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n"
         f"{body}</main>\n{''.join(f'<script>{script}</script>' for script in scripts)}</body>\n</html>\n"
     )
+
+
+@functools.cache
+def asset(name: str) -> str:
+    """Return a style or script of this folder."""
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def as_text(text: str) -> str:

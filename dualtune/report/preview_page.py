@@ -12,7 +12,7 @@ from dualtune.data.preview.samples import Kind, Sample, kinds_of
 from dualtune.data.preview.survey import Bar, ShownToken, SourceNumbers, Survey
 from dualtune.data.preview.turns import Turn, TurnPart
 from dualtune.report.page import as_text as _text
-from dualtune.report.page import whole_page
+from dualtune.report.page import asset, whole_page
 from dualtune.report.preview_style import STYLE, filter_style
 
 FOLDED = 600  # tokens: longer rows are collapsed
@@ -40,7 +40,7 @@ class Page:
 def preview_page(page: Page) -> str:
     """Return the whole page."""
     kinds = kinds_of(page.found)
-    style = STYLE + filter_style([kind.name for kind in kinds])
+    style = STYLE + asset("switch.css") + filter_style([kind.name for kind in kinds])
     body = "".join(
         [
             *(f'<p class="notice"><b>Warning:</b> {_text(warning)}</p>\n' for warning in page.warnings),

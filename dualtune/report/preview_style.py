@@ -42,14 +42,6 @@ thead th { border-bottom: 1px solid var(--line); font-size: .85rem }
 .bars svg { display: block; width: 100%; height: 1rem }
 rect { fill: var(--bar) } .late rect { fill: var(--late) }
 
-fieldset { display: flex; flex-wrap: wrap; gap: .4rem; margin: 0 0 .75rem; padding: 0; border: 0 }
-legend { padding: 0 0 .4rem; color: var(--dim); font-size: .9rem }
-fieldset label { position: relative; padding: .3rem .8rem; border: 1px solid var(--line); border-radius: 2rem;
-  background: var(--card); cursor: pointer }
-fieldset input { position: absolute; inset: 0; margin: 0; opacity: 0; cursor: pointer }
-fieldset label:has(:checked) { border-color: var(--accent); box-shadow: inset 0 0 0 1px var(--accent);
-  color: var(--accent); font-weight: 600 }
-fieldset label:has(:focus-visible) { outline: 3px solid var(--accent); outline-offset: 2px }
 .legend { display: flex; flex-wrap: wrap; gap: .35rem 1.1rem; margin-bottom: 1rem; font-size: .875rem }
 .legend span span { font: .85rem/1.6 ui-monospace, monospace }
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from dualtune.report.answers import answers
 from dualtune.report.comparison import comparison
-from dualtune.report.page import as_data, whole_page
+from dualtune.report.page import as_data, asset, whole_page
 from dualtune.report.page import as_text as _text
 from dualtune.report.run_files import RunFiles, read_run
 from dualtune.report.run_sections import data, headline, next_commands, reproduce
 
-ASSETS = Path(__file__).parent
 # The plots: name of the element, what it shows. `run.js` has the same names.
 PLOTS = (
     ("loss", "Loss"),
@@ -33,7 +32,7 @@ def run_page(paths: Sequence[Path]) -> str:
         body += reproduce(run) + next_commands(run)
     else:
         title, body = f"{len(runs)} runs", comparison(runs) + _curves(runs) + "".join(map(_folded, runs))
-    style, scripts = _style(), (_asset("uplot/uPlot.iife.min.js"), _asset("run.js"))
+    style, scripts = _style(), (asset("uplot/uPlot.iife.min.js"), asset("run.js"))
     return whole_page(title, style, f"{body}{_license()}", scripts)
 
 
@@ -93,16 +92,11 @@ def _folded(run: RunFiles) -> str:
 
 
 @functools.cache
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
-
-
-@functools.cache
 def _style() -> str:
-    return _asset("uplot/uPlot.min.css") + "\n" + _asset("run.css")
+    return "\n".join(asset(name) for name in ("uplot/uPlot.min.css", "switch.css", "run.css"))
 
 
 @functools.cache
 def _license() -> str:
-    text = _text(_asset("uplot/LICENSE"))
+    text = _text(asset("uplot/LICENSE"))
     return f"<footer><details><summary>The curves are drawn by uPlot</summary><pre>{text}</pre></details></footer>\n"
