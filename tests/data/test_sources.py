@@ -235,28 +235,36 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory, python):
-    """Evaluate an expression in a process that sees our hub, or, offline, the cache that was filled from it."""
+    """Evaluate an expression in a process that sees our hub, or, offline, the cache that was filled from it.
+
+    A process takes seconds, so `ask.each` evaluates several in one.
+    """
     pytest.importorskip("datasets")
     home = tmp_path_factory.mktemp("hub")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def evaluate(expression: str, offline: bool = False):
+    def evaluate_each(*expressions: str, offline: bool = False) -> list:
         code = f"""
 import json
 from dualtune.data.sources.readers import has_role, open_source
 from dualtune.errors import DualtuneError
-try:
-    print(json.dumps({expression}))
-except DualtuneError as error:
-    print(json.dumps([type(error).__name__, str(error)]))
+for expression in {expressions!r}:
+    try:
+        print(json.dumps(eval(expression)))
+    except DualtuneError as error:
+        print(json.dumps([type(error).__name__, str(error)]))
 """
         address = f"http://127.0.0.1:{server.server_port}"
         env = {"HF_ENDPOINT": address, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         out = python("-c", code, env=env | {"HF_HUB_OFFLINE": str(int(offline))}, cwd=home)
         assert out.returncode == 0, out.stderr
-        return json.loads(out.stdout)
+        return [json.loads(line) for line in out.stdout.splitlines()]
 
+    def evaluate(expression: str, offline: bool = False):
+        return evaluate_each(expression, offline=offline)[0]
+
+    evaluate.each = evaluate_each
     yield evaluate
     server.shutdown()
     server.server_close()
@@ -269,14 +277,19 @@ def test_a_dataset_of_the_hub_is_read_and_offline_from_its_cache(ask):
     tiny = "'me/tiny', subset='main'"
     expected = [["me/tiny", number, fields] for number, fields in enumerate(TRAIN, start=1)]
     assert ask(ROWS.format(tiny)) == expected
-    assert ask(ROWS.format(tiny), offline=True) == expected
-    assert ask(ROWS.format(f"{tiny}, role='valid'"), offline=True) == [["me/tiny", 1, {"q": "dev", "meta": None}]]
-    assert ask(ROWS.format(f"{tiny}, split='train[1:2]'"), offline=True) == [["me/tiny", 1, TRAIN[1]]]
-    assert ask("(told := [], list(open_source('me/tiny', subset='main').rows(told.append)))[0]", True) == [0.4, 0.8, 1]
-    assert ask("[has_role('me/tiny', role, 'main') for role in ('train', 'valid', 'test')]", True) == [
-        True,
-        True,
-        False,
+    offline = (
+        ROWS.format(tiny),
+        ROWS.format(f"{tiny}, role='valid'"),
+        ROWS.format(f"{tiny}, split='train[1:2]'"),
+        "(told := [], list(open_source('me/tiny', subset='main').rows(told.append)))[0]",
+        "[has_role('me/tiny', role, 'main') for role in ('train', 'valid', 'test')]",
+    )
+    assert ask.each(*offline, offline=True) == [
+        expected,
+        [["me/tiny", 1, {"q": "dev", "meta": None}]],
+        [["me/tiny", 1, TRAIN[1]]],
+        [0.4, 0.8, 1],
+        [True, True, False],
     ]
     assert not ask("has_role('me/tiny', 'valid', 'more')")  # a test split is not for validation
 
@@ -288,22 +301,21 @@ def test_the_identity_of_a_dataset_depends_on_the_split_and_not_on_the_network(a
     assert ask(identities, offline=True) == [train, valid]
 
 
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        ("'me/absent'", "Dataset 'me/absent' doesn't exist on the Hub or cannot be accessed."),
-        ("'me/tiny', subset='other'", "BuilderConfig 'other' not found. Available: ['main', 'more']"),
-        ("'me/tiny'", "Config name is missing. Please pick one among the available configs: ['main', 'more']"),
-        ("'me/tiny', subset='main', split='nope'", "Unknown split \"nope\". Should be one of ['train', 'dev']."),
-        ("'me/broken'", "An error occurred while generating the dataset: "),
-        ("'me/odd'", ""),
-    ],
-)
-def test_a_dataset_that_cannot_be_loaded_names_both_possibilities(ask, call, reason):
-    name = call.split("'")[1]
-    kind, message = ask(ROWS.format(call))
-    expected = f"{name}: no such file or directory, and it cannot be loaded as a dataset of the hub: {reason}"
-    assert (kind, message[: len(expected)]) == ("DataError", expected)
+REFUSED = {
+    "'me/absent'": "Dataset 'me/absent' doesn't exist on the Hub or cannot be accessed.",
+    "'me/tiny', subset='other'": "BuilderConfig 'other' not found. Available: ['main', 'more']",
+    "'me/tiny'": "Config name is missing. Please pick one among the available configs: ['main', 'more']",
+    "'me/tiny', subset='main', split='nope'": "Unknown split \"nope\". Should be one of ['train', 'dev'].",
+    "'me/broken'": "An error occurred while generating the dataset: ",
+    "'me/odd'": "",
+}
+
+
+def test_a_dataset_that_cannot_be_loaded_names_both_possibilities(ask):
+    for (call, reason), (kind, message) in zip(REFUSED.items(), ask.each(*map(ROWS.format, REFUSED)), strict=True):
+        name = call.split("'")[1]
+        expected = f"{name}: no such file or directory, and it cannot be loaded as a dataset of the hub: {reason}"
+        assert (kind, message[: len(expected)]) == ("DataError", expected)
 
 
 def test_a_split_that_is_missing_for_the_role_is_named_with_those_that_there_are(ask):

@@ -22,22 +22,29 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the stand-in is built for Linux"),
 ]
 BUDGET = json.loads(LAUNCHES.read_text())["torch"]
+ON_A_PUSH = ("dropout", "dropout, 3 layers", "nf4", "mixture")  # the others, and these, in `make test-long`
+EACH = [pytest.param(shape, marks=() if shape in ON_A_PUSH else pytest.mark.long) for shape in BUDGET]
 MOST_KERNELS = 1050  # of SmolLM2-135M with dropout, for a micro-batch of 2,048 tokens, besides matrix products
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, request):
+    """Counts of the shapes that the selected tests are about."""
+    of_this_file = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params["shape"] for item in of_this_file}
+    shapes = [shape for shape in BUDGET if shape in asked] or ON_A_PUSH
     output = tmp_path_factory.mktemp("fake") / "counts.json"
     # Another test of this process may have trained deterministically, and cuBLAS's variable stays.
     env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    run = subprocess.run([sys.executable, str(FAKE), "--output", str(output)], env=env, capture_output=True, text=True)
+    command = [sys.executable, str(FAKE), *shapes, "--output", str(output)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     counts = json.loads(output.read_text())
-    assert counts["shapes"].keys() == BUDGET.keys()
+    assert counts["shapes"].keys() == set(shapes) and set(counts["known"]) == BUDGET.keys()
     return counts
 
 
-@pytest.mark.parametrize("shape", BUDGET)
+@pytest.mark.parametrize("shape", EACH)
 def test_everything_is_on_the_gpu_and_nothing_waits(found, shape):
     counts = found["shapes"][shape]
     assert counts["devices"] == ["cuda:0"]
@@ -47,7 +54,7 @@ def test_everything_is_on_the_gpu_and_nothing_waits(found, shape):
     assert counts["step"]["copies"] == {}
 
 
-@pytest.mark.parametrize("shape", BUDGET)
+@pytest.mark.parametrize("shape", EACH)
 def test_the_dtypes_are_those_of_the_model(found, shape):
     counts = found["shapes"][shape]
     for work in ("micro_batch", "step", "evaluation"):
@@ -56,7 +63,7 @@ def test_the_dtypes_are_those_of_the_model(found, shape):
             assert counts[work]["product_dtypes"].keys() <= {"bfloat16", "bfloat16 float32"}  # float32: a total
 
 
-@pytest.mark.parametrize("shape", BUDGET)
+@pytest.mark.parametrize("shape", EACH)
 def test_launches_are_those_of_the_budget(found, shape):
     """A change needs a new line, with a reason: `python benchmarks/launches.py --reason "…"`."""
     counts, line = found["shapes"][shape], BUDGET[shape][-1]

@@ -46,7 +46,7 @@ def main() -> None:
     pretend.install()
     _replace_compiler()
     counts = {name: count(SHAPES[name]) for name in args.shapes or SHAPES}
-    found = {"shapes": counts, "faults": count_faults(), "settings": settings_of_a_step()}
+    found = {"known": [*SHAPES], "shapes": counts, "faults": count_faults(), "settings": settings_of_a_step()}
     args.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
