@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -107,17 +107,22 @@ def cpu_s(code: Path, config: Path, case: str) -> float:
         command = [sys.executable, "-c", program, arguments[0], str(config), *arguments[1:]]
     else:
         command = [sys.executable, "-c", program, str(config)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (code, code / "backends"))),
-        "DUALTUNE_CACHE": str(config.parent / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    process = subprocess.Popen(command, env=environment, cwd=code, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return child_cpu_s(
+        command, code, PYTHONPATH=os.pathsep.join(map(str, (code, code / "backends"))),
+        DUALTUNE_CACHE=str(config.parent / "cache"),
+    )  # fmt: skip
+
+
+def child_cpu_s(command: Sequence[str], folder: Path, **environment: str) -> float:
+    """Return the processor seconds of a command that is given no input. Its errors end the script."""
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment
+    process = subprocess.Popen(
+        command, env=settings, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     error = process.stderr.read() if process.stderr else b""
     _, status, usage = os.wait4(process.pid, 0)
     if os.waitstatus_to_exitcode(status) != 0:
-        sys.exit(f"{case} in {code} failed:\n{error.decode()[-3000:]}")
+        sys.exit(f"{' '.join(command)} failed:\n{error.decode()[-3000:]}")
     return usage.ru_utime + usage.ru_stime
 
 
