@@ -118,10 +118,15 @@ class Handler(BaseHTTPRequestHandler):
         """Refuse pages of other sites that a browser on this machine shows, and clients without the key."""
         host = (self.headers.get("Host") or "").rpartition(":")[0].strip("[]") or self.headers.get("Host")
         if self.server.is_local and host not in LOOPBACK:
-            raise BadRequest(403, "Host: this server answers its own machine, as localhost")
+            raise self._refusal(403, "Host: this server answers its own machine, as localhost")
         given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if self.server.key and not hmac.compare_digest(given.encode(), self.server.key.encode()):
-            raise BadRequest(401, "Authorization: the key is not that of this server")
+            raise self._refusal(401, "Authorization: the key is not that of this server")
+
+    def _refusal(self, status: int, text: str) -> BadRequest:
+        """End the connection too: the body has not been read, and would be taken for the next request."""
+        self.close_connection = True
+        return BadRequest(status, text)
 
     def _get(self) -> str:
         self.server.owes_nothing(self.connection)
@@ -153,11 +158,9 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
-            self.close_connection = True
-            raise BadRequest(411, "Content-Length: is needed")
+            raise self._refusal(411, "Content-Length: is needed")
         if len(length) > 9 or int(length) > MAX_BODY:
-            self.close_connection = True
-            raise BadRequest(413, f"the body has {length[:20]} bytes, allowed: {MAX_BODY}")
+            raise self._refusal(413, f"the body has {length[:20]} bytes, allowed: {MAX_BODY}")
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise ConnectionAbortedError

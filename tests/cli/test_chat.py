@@ -68,15 +68,18 @@ def test_an_adapter_of_another_model_is_refused(open_backend, tiny_llama, tmp_pa
         load_adapter_set(open_backend("torch"), str(tiny_llama), {"wide": wide})
 
 
-def test_a_turn_computes_only_what_is_new_and_answers_as_without_a_cache(open_backend, tiny_llama, directories):
-    found = load_adapter_set(open_backend("torch"), str(tiny_llama), directories, dtype="float32")
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_turn_computes_only_what_is_new_and_answers_as_without_a_cache(
+    open_backend, tiny_llama, directories, backend
+):
+    found = load_adapter_set(open_backend(backend), str(tiny_llama), directories, dtype="float32")
     sampling, engine, question = (
         Sampling(max_tokens=6),
         found.model.engine,
         "Hello, this is a long question, is it not?",
     )
-    chat, computed, forward = Chat(found, "one", sampling, "Be brief."), [], engine.model.forward
-    engine.model.forward = lambda tokens, **options: computed.append(tokens.shape[1]) or forward(tokens, **options)
+    chat, computed, forward = Chat(found, "one", sampling, "Be brief."), [], engine._next_logits
+    engine._next_logits = lambda tokens, held: computed.append(len(tokens)) or forward(tokens, held)
     first, start = "".join(chat.ask(question)), computed[0]
     computed.clear()
     second = "".join(chat.ask("Hi"))

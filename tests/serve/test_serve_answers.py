@@ -30,16 +30,17 @@ def generated(backend, model, adapter=None):
     return "".join(stream_text(loaded, ids, max_tokens=5)), len(ids)
 
 
-def test_the_openai_client_gets_what_generate_prints(serve, open_backend, tiny_llama, adapter):
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_the_openai_client_gets_what_generate_prints(serve, open_backend, tiny_llama, adapter, backend):
     openai = pytest.importorskip("openai")
-    served = serve("torch", tiny_llama, {"tuned": adapter})
+    served = serve(backend, tiny_llama, {"tuned": adapter})
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["base", "tuned"]
     texts = {}
     for name, directory in (("base", None), ("tuned", adapter), ("base", None)):
         asked = {"model": name, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0}
         found = client.chat.completions.create(**asked)
-        texts[name], length = generated(open_backend("torch"), tiny_llama, directory)
+        texts[name], length = generated(open_backend(backend), tiny_llama, directory)
         assert found.choices[0].message.content == texts[name]
         assert (found.choices[0].finish_reason, found.usage.prompt_tokens) == ("length", length)
         assert (found.usage.completion_tokens, found.usage.total_tokens) == (5, length + 5)
@@ -57,6 +58,8 @@ def test_a_text_is_continued_and_ends_at_a_stop_text(serve):
     status, found = served.ask(asked, "/v1/completions")
     whole = found["choices"][0]["text"]
     assert (status, found["object"], found["choices"][0]["finish_reason"]) == (200, "text_completion", "length")
+    asked["stop"] = [whole[-1] + "never"]  # what may be the beginning of a stop text is not lost
+    assert served.ask(asked, "/v1/completions")[1]["choices"][0]["text"] == whole
     asked["stop"] = [whole[4:6], "never"]
     _, cut = served.ask(asked, "/v1/completions")
     _, stream = served.ask(asked | {"stream": True}, "/v1/completions")

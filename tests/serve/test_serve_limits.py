@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from dualtune.serve import server as module
-from dualtune.serve.requests import MAX_BODY
+from dualtune.serve.answers import Answers
+from dualtune.serve.requests import MAX_BODY, BadRequest, read_request
 
 NO_NUMBER = b'{"model": "base", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
 
@@ -82,6 +83,27 @@ def test_a_slow_client_is_cut_off_and_keeps_nobody_waiting(serve, hello, monkeyp
         connection.close()
 
 
+def test_a_slow_second_request_is_cut_off_too(serve, hello, monkeypatch):
+    """However it comes: a byte now and then, which no time limit of a socket sees."""
+    monkeypatch.setattr(module, "REQUEST_S", 0.5)
+    with socket.create_connection(("127.0.0.1", serve().port), timeout=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        with pytest.raises(OSError):
+            for _ in range(2000):
+                connection.sendall(b"P")
+                time.sleep(0.02)
+
+
+def test_the_body_of_a_refused_request_is_not_read_as_the_next_one(serve):
+    body = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", serve(key="right").port), timeout=20) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 401") and answer.count(b"HTTP/1.1") == 1
+
+
 def test_more_than_may_wait_are_told_to_come_again(serve, hello):
     served, gate, found = serve(max_waiting=1), threading.Event(), []
     generate = served.engine.generate
@@ -107,8 +129,28 @@ def test_an_answer_that_fails_is_one_error_and_the_next_one_comes(serve, hello):
     assert served.ask(hello)[0] == 200
 
 
+def test_an_error_that_leaves_nothing_to_answer_with_ends_the_engine(serve, hello):
+    answers, request = serve().server.answers, read_request(json.dumps(hello).encode(), is_chat=True)
+    alone = Answers(answers._adapters, max_tokens=4, max_waiting=1, time_limit_s=60, is_fatal=lambda error: True)
+    alone._adapters.model.engine.generate = lambda *args, **options: 1 / 0
+    job = alone.submit(request)
+    with pytest.raises(ZeroDivisionError):
+        alone.answer_next()
+    with pytest.raises(BadRequest, match="the server is stopping"):
+        next(job.answer())
+
+
+def test_a_client_that_leaves_while_it_waits_gets_no_answer(serve, hello):
+    answers, request = serve().server.answers, read_request(json.dumps(hello).encode(), is_chat=True)
+    alone = Answers(answers._adapters, max_tokens=4, max_waiting=1, time_limit_s=60)
+    job = alone.submit(request)
+    job.is_cancelled = True
+    alone.answer_next()
+    assert job.pieces.empty()
+
+
 def test_a_client_that_leaves_stops_its_answer(serve, hello):
-    served, read = serve(max_tokens=1 << 20), []
+    served, read, many = serve(max_tokens=50_000, time_limit_s=1e9), [], {"stream": True, "max_tokens": 50_000}
     generate = served.engine.generate
 
     def endless(*args, **options):
@@ -117,14 +159,14 @@ def test_a_client_that_leaves_stops_its_answer(serve, hello):
             yield token
 
     served.engine.generate = endless
-    body = json.dumps(hello | {"stream": True}).encode()
+    body = json.dumps(hello | many).encode()
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     served.engine.generate = generate
-    assert served.ask(hello)[0] == 200  # after the other one has ended, which would never end by itself
-    assert read and any("the client is gone" in line for line in served.told)
+    assert served.ask(hello)[0] == 200  # after the other one has ended
+    assert 0 < len(read) < 50_000 and any("the client is gone" in line for line in served.told)
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.long)])
