@@ -28,6 +28,7 @@ def counts(config: Config, train: Documents, eval_: Documents) -> dict[str, Any]
         "trained_tokens": train.num_targets,
         "lengths": asdict(lengths_of(train.lengths)),
         "histogram": [asdict(bar) for bar in histogram(train.lengths)],
+        "left_out": dict(train.left_out),
         "duplicates": len(digests) - len(np.unique(digests)),
         "eval_documents": len(eval_),
         "eval_in_training": int((first_indices(digests, eval_.digests()) >= 0).sum()),
