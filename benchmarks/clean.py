@@ -6,7 +6,7 @@ found     4000 rows of GSM8K and a copy of each with 0 to 19 % of its words repl
           similarity is 0.8 or more are left out, and how many others. The truth is an exact comparison of each copy
           with its original. Beside it rensa, if --peer-python has it: its deduplicator at the same threshold, and its
           index with the bands of dualtune, of which the candidates are counted.
-speed     rows per second of the whole command's work (reading, comparing, writing) on rows of GSM8K made distinct by
+speed     rows per second of processor time of the whole command's work (reading, comparing, writing) on rows of GSM8K made distinct by
           a number, at 10 % of exact and 10 % of near duplicates; memory per row, between a quarter of the rows and all
           (Linux).
 template  the worst case: rows of which half is the same text, so that nearly all are candidates of all.
@@ -75,19 +75,19 @@ def found(rows: list[dict[str, str]], peer: str | None) -> dict[str, Any]:
         ]
         truth += [False, jaccard(*(shingles(text_of(each)) for each in pair)) >= NEAR]
         examples += pair
-    began = time.perf_counter()
+    began = time.process_time()
     with Repeats(NEAR) as repeats:
         for example in examples:
             repeats.add(example)
         flags = repeats.find()
-    ours = judged([i in flags for i in range(len(examples))], truth) | {"seconds": time.perf_counter() - began}
+    ours = judged([i in flags for i in range(len(examples))], truth) | {"cpu_seconds": time.process_time() - began}
     result: dict[str, Any] = {"rows": len(examples), "copies_near": sum(truth), "dualtune": ours}
     if peer:
         texts = "".join(f"{json.dumps(text_of(example))}\n" for example in examples)
         got = subprocess.run([peer, str(PEER), str(NEAR)], input=texts, capture_output=True, text=True, check=True)
         answer = json.loads(got.stdout)
-        result["rensa"] = judged(answer["flags"], truth) | {"seconds": answer["seconds"]}
-        candidates = judged(answer["candidate_flags"], truth) | {"seconds": answer["candidate_seconds"]}
+        result["rensa"] = judged(answer["flags"], truth) | {"cpu_seconds": answer["cpu_seconds"]}
+        candidates = judged(answer["candidate_flags"], truth) | {"cpu_seconds": answer["candidate_cpu_seconds"]}
         result["rensa_candidates"] = candidates
         version = "import importlib.metadata as m; print(m.version('rensa'))"
         result["rensa"]["version"] = subprocess.check_output([peer, "-c", version], text=True).strip()
@@ -128,27 +128,27 @@ def measure(path: Path) -> dict[str, Any]:
     source = SourceConfig.model_construct(
         path=str(path), format="auto", columns={"prompt": "question", "completion": "answer"}
     )
-    began = time.perf_counter()
+    began = time.process_time()
     cleaned = clean({"clean.jsonl": open_one(source, "train")}, path.with_suffix(""), NEAR)
-    seconds, (only,) = time.perf_counter() - began, cleaned.sources
+    seconds, (only,) = time.process_time() - began, cleaned.sources
     status = Path("/proc/self/status").read_text(encoding="ascii")  # ru_maxrss has the parent's peak, too
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
-    return {"rows": only.rows, "bytes": path.stat().st_size, "left_out": cleaned.left_out, "seconds": seconds,
-            "rows_per_s": only.rows / seconds, "peak_bytes": peak}  # fmt: skip
+    return {"rows": only.rows, "bytes": path.stat().st_size, "left_out": cleaned.left_out, "cpu_seconds": seconds,
+            "rows_per_cpu_s": only.rows / seconds, "peak_bytes": peak}  # fmt: skip
 
 
 def template(rows: list[dict[str, str]]) -> dict[str, Any]:
     """Rows that begin with the same text, as long as their own."""
     shared = " ".join(row["question"] for row in rows[:2])[:600]
-    began = time.perf_counter()
+    began = time.process_time()
     with Repeats(NEAR) as repeats:
         for i, row in enumerate(rows):
             own = f"{row['question']} {row['answer']}"[:600]
             repeats.add(Example("f", i, prompt="", completion=f"{shared} {own}"))
-        added = time.perf_counter() - began
+        added = time.process_time() - began
         left_out = len(repeats.find())
-    return {"rows": len(rows), "left_out": left_out, "seconds_to_read": added,
-            "seconds_to_compare": time.perf_counter() - began - added}  # fmt: skip
+    return {"rows": len(rows), "left_out": left_out, "cpu_seconds_to_read": added,
+            "cpu_seconds_to_compare": time.process_time() - began - added}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -113,6 +113,10 @@ def _template(given: Given) -> Settings:
     return {}
 
 
+def _dedup(given: Given) -> Settings:
+    return {"data.dedup": "exact"} if given.flag("dataset_exact_deduplication") else {}
+
+
 def _max_length(given: Given) -> Settings:
     length = given.count("sequence_len", 2)
     if (strategy := given.get("excess_length_strategy")) not in (None, "truncate"):
@@ -351,8 +355,9 @@ RULES = (
     translated("shuffle_merged_datasets", "", _order, "documents are always shuffled"),
     absent("curriculum_sampling group_by_length sample_packing_sequentially",
            "documents are shuffled anew in each epoch"),
-    absent("min_sample_len dataset_exact_deduplication dataset_shard_num dataset_shard_idx",
-           "rows are used as they are; `dualtune check-data` finds bad ones and `dualtune preview` duplicates"),
+    translated("dataset_exact_deduplication", "data.dedup", _dedup, "`true` is `exact`"),
+    absent("min_sample_len dataset_shard_num dataset_shard_idx",
+           "rows are used as they are; `dualtune check-data` finds bad ones"),
     absent("wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet trackio_* use_trackio swanlab_* use_swanlab "
            "use_tensorboard hf_mlflow_log_artifacts otel_* use_otel_metrics", _NO_TRACKER),
     absent("hub_model_id hub_strategy hub_revision push_dataset_to_hub", "`dualtune push hf://…` publishes an adapter"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import tempfile
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,24 +90,19 @@ class Repeats:
 
     def _near_ones(self, again: set[int], keep: Keep, protected: int) -> dict[int, Repeat]:
         """Return the near duplicates among the rows that are no exact ones."""
-        buckets = _buckets(self._sketch_of_rows, self._per_band)
-        rows: list[int] = [row for row in np.flatnonzero((buckets >= 0).any(axis=1)).tolist() if row not in again]
+        index = _Kept(self._sketch_of_rows, self._per_band)
+        rows: list[int] = [row for row in index.rows.tolist() if row not in again]
         if keep == "longest":
             lengths = np.diff(np.frombuffer(self._ends, np.int64), prepend=0)
             rows.sort(key=lambda row: (row >= protected, -lengths[row]))  # stable: of equal ones the first
-        kept: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         found: dict[int, Repeat] = {}
         for row in rows:
             interrupt.poll()
-            mine = [(band, bucket) for band, bucket in enumerate(buckets[row].tolist()) if bucket >= 0]
-            repeat = None
-            if row >= protected:
-                repeat = self._nearest(row, sorted({other for key in mine for other in kept.get(key, ())}))
-            if repeat is not None:
+            repeat = self._nearest(row, index.candidates(row)) if row >= protected else None
+            if repeat is None:
+                index.keep(row)
+            else:
                 found[row] = repeat
-                continue
-            for key in mine:
-                kept[key].append(row)
         return found
 
     def _nearest(self, row: int, others: Sequence[int]) -> Repeat | None:
@@ -147,13 +141,44 @@ def _first_equal(digests: np.ndarray) -> np.ndarray:
     return first[inverse]
 
 
-def _buckets(sketches: np.ndarray, per_band: int) -> np.ndarray:
-    """Return int32 [N, bands]: a number that the rows with the same hashes in a band share; -1 if it is one row."""
-    bands = HASHES // per_band
-    found = np.full((len(sketches), bands), -1, np.int32)
-    for band in range(bands):
-        mine = sketches[:, band * per_band : (band + 1) * per_band].astype(np.uint64)
-        keys = (mine * _MIX[:per_band]).sum(axis=1, dtype=np.uint64)  # equal by chance: one candidate more
-        _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        found[:, band] = np.where(counts[inverse] > 1, inverse, -1)
-    return found
+class _Kept:
+    """The rows that are kept so far, by the buckets of their sketches: rows with the same hashes in a band share one.
+
+    In arrays, because lists of Python take ten times as much: of each bucket the newest row, and of each row the one
+    before it in each of its buckets.
+    """
+
+    def __init__(self, sketches_NH: np.ndarray, per_band: int) -> None:
+        bands, num_buckets = HASHES // per_band, 0
+        self._buckets_NB = np.full((len(sketches_NH), bands), -1, np.int32)  # -1: no other row is in it
+        for band in range(bands):
+            mine = sketches_NH[:, band * per_band : (band + 1) * per_band].astype(np.uint64)
+            keys = (mine * _MIX[:per_band]).sum(axis=1, dtype=np.uint64)  # equal by chance: one candidate more
+            _, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+            is_shared = counts > 1
+            numbers = np.where(is_shared, num_buckets - 1 + np.cumsum(is_shared), -1)
+            self._buckets_NB[:, band] = numbers[inverse]
+            num_buckets += int(is_shared.sum())
+        self._newest = np.full(num_buckets, -1, np.int32)
+        self._before_NB = np.full_like(self._buckets_NB, -1)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows that share a bucket with another one; the others are near to none."""
+        return np.flatnonzero((self._buckets_NB >= 0).any(axis=1))
+
+    def keep(self, row: int) -> None:
+        bands = np.flatnonzero(self._buckets_NB[row] >= 0)
+        mine = self._buckets_NB[row, bands]
+        self._before_NB[row, bands] = self._newest[mine]
+        self._newest[mine] = row
+
+    def candidates(self, row: int) -> list[int]:
+        """Return the kept rows that share a bucket with this one, in their order."""
+        found: set[int] = set()
+        for band, bucket in enumerate(self._buckets_NB[row].tolist()):
+            other = int(self._newest[bucket]) if bucket >= 0 else -1
+            while other >= 0:
+                found.add(other)
+                other = int(self._before_NB[other, band])
+        return sorted(found)
