@@ -6,10 +6,12 @@ found     4000 rows of GSM8K and a copy of each with 0 to 19 % of its words repl
           similarity is 0.8 or more are left out, and how many others. The truth is an exact comparison of each copy
           with its original. Beside it rensa, if --peer-python has it: its deduplicator at the same threshold, and its
           index with the bands of dualtune, of which the candidates are counted.
-speed     rows per second of processor time of the whole command's work (reading, comparing, writing) on rows of GSM8K made distinct by
-          a number, at 10 % of exact and 10 % of near duplicates; memory per row, between a quarter of the rows and all
-          (Linux).
+speed     rows per second of processor time of the command's work (reading, comparing, writing) on rows of GSM8K made
+          distinct by a number, at 10 % of exact and 10 % of near duplicates; memory per row, between a quarter of the
+          rows and all (Linux).
 template  the worst case: rows of which half is the same text, so that nearly all are candidates of all.
+
+All times are processor time, because other programs may run here.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ def pair(prompt, completion, **more):
 
 
 ROWS = [
+    pair("B", " "),  # unusable
     pair("Naïve?", "Ω " + LONG, score=1.0, tags=["a", None], big=2**70),
     pair("A", "first " * 20),
-    pair("A", "FIRST " * 20),  # near line 2
-    {"completion": "Ω " + LONG, "prompt": "Naïve?"},  # line 1, its other columns apart
-    pair("B", " "),  # unusable
+    pair("A", "FIRST " * 20),  # near line 3
+    {"completion": "Ω " + LONG, "prompt": "Naïve?"},  # line 2, its other columns apart
     pair("C", "second " * 20, half="\ud800"),
 ]
 
@@ -53,14 +53,14 @@ def clean(dualtune_main, tmp_path):
 def test_clean_rows_keep_their_values_and_their_order(clean, write_rows):
     path = write_rows(ROWS)
     found, out, left_out = clean(path)
-    assert read(out / "train.jsonl") == [ROWS[0], ROWS[1], ROWS[5]]
+    assert read(out / "train.jsonl") == [ROWS[1], ROWS[2], ROWS[5]]
     assert "Naïve" in (out / "train.jsonl").read_text(encoding="utf-8"), "text stays text"
     same = {"file": str(path), "similarity": 1.0}
     assert left_out == [
-        same | {"line": 3, "why": "near duplicate", "duplicate_of": {"file": str(path), "line": 2}},
-        same | {"line": 4, "why": "exact duplicate", "duplicate_of": {"file": str(path), "line": 1}},
-        {"file": str(path), "line": 5, "why": "unusable",
+        {"file": str(path), "line": 1, "why": "unusable",
          "detail": "completion: is blank, so there is nothing to train on"},
+        same | {"line": 4, "why": "near duplicate", "duplicate_of": {"file": str(path), "line": 3}},
+        same | {"line": 5, "why": "exact duplicate", "duplicate_of": {"file": str(path), "line": 2}},
     ]  # fmt: skip
     assert found == {
         "sources": [{"path": str(path), "file": "train.jsonl", "rows": 6, "kept": 3}],
@@ -108,10 +108,10 @@ def test_parquet_gives_json_lines(clean, tmp_path, dualtune_main):
 
 def test_of_a_directory_held_out_rows_are_kept_first(clean, write_rows, tmp_path):
     (tmp_path / "data").mkdir()
-    write_rows([ROWS[1], pair("E", "own")], "data/train.jsonl")
-    write_rows([ROWS[2]], "data/valid.jsonl")
+    write_rows([ROWS[2], pair("E", "own")], "data/train.jsonl")
+    write_rows([ROWS[3]], "data/valid.jsonl")
     _, out, _ = clean(tmp_path / "data")
-    assert read(out / "valid.jsonl") == [ROWS[2]] and read(out / "train.jsonl") == [pair("E", "own")]
+    assert read(out / "valid.jsonl") == [ROWS[3]] and read(out / "train.jsonl") == [pair("E", "own")]
 
 
 @pytest.mark.parametrize(

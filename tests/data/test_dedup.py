@@ -1,6 +1,7 @@
 """data.dedup: what a run does not train on, that nothing else changes, and that the cache knows the difference."""
 
 import json
+import random
 
 import pytest
 
@@ -66,6 +67,15 @@ def test_evaluation_data_stay_whole_and_training_rows_like_them_are_left_out(doc
     third = write_rows([row(2, "x" * 40)], "third.jsonl")
     again = Data(make_config(path, {"data.dedup": "near", "data.eval": str(other)}), str(third))
     assert [example.line for example in again.training_examples(held_out)] == [1, 3]
+
+
+def test_evaluation_rows_that_repeat_each_other_are_all_compared(documents_of, write_rows):
+    text = "".join(random.Random(0).choices("abcdefgh", k=220))
+    windows = [{"text": text[at : at + 180]} for at in (0, 15, 30)]  # each is near to the next one alone
+    train, held_out = documents_of(
+        write_rows([windows[2], {"text": "?" * 9}]), dedup="near", eval=str(write_rows(windows[:2], "eval.jsonl"))
+    )
+    assert (lines(train), lines(held_out)) == ([2], [1, 2])
 
 
 def test_the_first_source_keeps_its_rows_and_bad_rows_do_not_shift_the_count(documents_of, write_rows):

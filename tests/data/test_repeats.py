@@ -145,6 +145,13 @@ def test_pairs_around_the_threshold_are_decided_exactly():
     assert all(repeat.of == row - 1 for row, repeat in found.items())
 
 
+def test_sketches_that_say_nothing_cost_time_and_no_answer(monkeypatch):
+    """All rows in the same buckets: every one that is kept is a candidate, not only the newest."""
+    monkeypatch.setattr("dualtune.data.similarity.repeats.sketch", lambda found: np.arange(64, dtype=np.uint64))
+    rows = examples([pair("Q", text) for text in (*PARAGRAPHS.values(), PARAGRAPHS["en"] + "!")])
+    assert {row: repeat.of for row, repeat in found_in(rows).items()} == {4: 0}
+
+
 def test_memory_is_that_of_the_sketches(monkeypatch):
     """The texts are not kept, however long they are."""
     monkeypatch.setattr("dualtune.data.similarity.repeats.sketch", lambda found: np.arange(64, dtype=np.uint64))
