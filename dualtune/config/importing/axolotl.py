@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-from dualtune.config.importing.axolotl_data import data
+from dualtune.config.importing.axolotl_data import data, dedup
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, shown, translated
 
 DEFAULTS: dict[str, Any] = {
@@ -111,10 +111,6 @@ def _template(given: Given) -> Settings:
         reason = "the tokenizer's own template is used; for another one, name a Jinja file in data.template"
         given.lose("chat_template", reason)
     return {}
-
-
-def _dedup(given: Given) -> Settings:
-    return {"data.dedup": "exact"} if given.flag("dataset_exact_deduplication") else {}
 
 
 def _max_length(given: Given) -> Settings:
@@ -355,7 +351,7 @@ RULES = (
     translated("shuffle_merged_datasets", "", _order, "documents are always shuffled"),
     absent("curriculum_sampling group_by_length sample_packing_sequentially",
            "documents are shuffled anew in each epoch"),
-    translated("dataset_exact_deduplication", "data.dedup", _dedup, "`true` is `exact`"),
+    translated("dataset_exact_deduplication", "data.dedup", dedup, "`true` is `exact`"),
     absent("min_sample_len dataset_shard_num dataset_shard_idx",
            "rows are used as they are; `dualtune check-data` finds bad ones"),
     absent("wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet trackio_* use_trackio swanlab_* use_swanlab "
