@@ -27,6 +27,7 @@ COMMANDS = {
     ),
     "plan": ("preflight.plan", "Plan the memory and time of a run, and the cheapest changes with which it fits."),
     "check-data": ("preflight.check_data", "List the rows of a file, or of a config's data, that cannot be used."),
+    "data": ("preflight.data", "Clean data sets: leave out rows that repeat others, report personal data."),
     "preview": ("preflight.preview", "Show what a config would train on, with statistics."),
     "train": ("training.train", "Train an adapter from a config, or run the demo."),
     "bench": ("training.bench", "Measure what a step of a config costs here, and where its time goes."),

@@ -156,6 +156,8 @@ class DataConfig(Section):
     """Whether several documents share a row, each seeing only itself."""
     loss_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens are targets of the loss: every assistant turn, everything, or the last assistant turn."""
+    dedup: Literal["off", "exact", "near"] = "off"
+    """Which rows to leave out that repeat an earlier training row or an evaluation row: none, equal ones, near ones."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What to do with rows that cannot be used: stop with an error that lists them, or skip them."""
     max_bad_rows: Fraction | Count = 0.01

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import overload
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from dualtune.config import Config
 from dualtune.config.schema import DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
+from dualtune.data.dedup import Dedup
 from dualtune.data.held_out import held_out_tokens
 from dualtune.data.sources.bad_rows import BadRows, check_bad_rows
 from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
@@ -43,6 +45,7 @@ class Documents(Sequence[Document]):
         self.weights = tuple(weights) or (1.0,) * len(stores)
         self.num_rows = sum(int(chosen.sum()) for chosen in rows)
         self.num_bad = sum(store.num_bad for store in stores)
+        self.left_out = sum((Counter(store.left_out) for store in stores), Counter[str]())  # by data.dedup, by kind
         self.hidden: HiddenStates | None = None  # what need not be computed of these documents, by index
         self.remark = ""  # a note if the held-out share differs from the requested one
         # The index entries of these rows, including dropped rows.
@@ -170,7 +173,15 @@ class Documents(Sequence[Document]):
             text += f"; {number} dropped: {reason}"
         if self.num_bad:
             text += f"; {self.num_bad} bad rows left out"
+        if self.left_out:
+            text += f"; {duplicates_left_out(self.left_out)}"
         return f"{text}; {self.remark}" if self.remark else text
+
+
+def duplicates_left_out(left_out: Mapping[str, int]) -> str:
+    """Say how many rows data.dedup has left out, by kind."""
+    kinds = ", ".join(f"{left_out[kind]} {kind}" for kind in ("exact", "near") if left_out.get(kind))
+    return f"{sum(left_out.values())} duplicates left out ({kinds})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +192,19 @@ class OpenedSource:
     files: SourceFiles
 
     def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
-        return to_examples(self.files.rows(tell), *self._layout)
+        return to_examples(self.files.rows(tell), *self.layout)
 
     def format(self) -> str:
         """Return the configured format, or the one detected from the first good row; "auto" if there is no good row."""
-        named, columns = self._layout
+        named, columns = self.layout
         if named != "auto":
             return named
         first = next((row for row in self.files.rows() if isinstance(row, RawRow)), None)
         return detect_format(first, columns) if first else "auto"
 
     @property
-    def _layout(self) -> tuple[str, Mapping[str, str]]:
+    def layout(self) -> tuple[str, Mapping[str, str]]:
+        """The format of its rows, and which columns have other names."""
         assert self.source.format is not None and self.source.columns is not None  # filled in by DataConfig
         return self.source.format, self.source.columns
 
@@ -238,6 +250,8 @@ class Data:
         self.train, self._eval = open_sources(config, eval_path)
         for opened in (*self.train, *self._eval):
             next(opened.trainable(), None)  # detects the format from the first row
+        # The evaluation data of the run, whatever data are evaluated now.
+        self._dedup = Dedup(config.data.dedup, self.train, lambda: open_sources(config)[1])
 
     @property
     def sources(self) -> list[OpenedSource]:
@@ -251,7 +265,7 @@ class Data:
 
         `data.eval` names separate data, a share of the training rows to hold out (chosen by the seed), or nothing.
         """
-        stores = [self._store(opened, tokenizer, show) for opened in self.train]
+        stores = [self._store(opened, tokenizer, show, number) for number, opened in enumerate(self.train)]
         weights = [opened.source.weight for opened in self.train]
         everything = [np.ones(store.num_rows, bool) for store in stores]
         if self._eval:
@@ -267,7 +281,8 @@ class Data:
         eval_rows = np.split(chosen, np.cumsum([len(rows) for rows in tokens])[:-1])
         train_rows = [~rows for rows in eval_rows]
         eval_ = Documents(stores, eval_rows)
-        eval_.num_bad = 0  # bad rows belong to neither part and are reported once
+        eval_.num_bad = 0  # bad rows and duplicates belong to neither part and are reported once
+        eval_.left_out = Counter()
         eval_.remark = remark
         return Documents(stores, train_rows, weights), eval_
 
@@ -281,18 +296,25 @@ class Data:
     def held_out_examples(self, documents: Documents) -> list[Example]:
         """Return the examples that these held-out documents come from, in order."""
         wanted = documents.lines()
-        found = (e for opened in self._eval or self.train for e in opened.trainable() if isinstance(e, Example))
-        return [example for example in found if (example.path, example.line) in wanted]
+        rows = chain.from_iterable(opened.trainable() for opened in self._eval) if self._eval else self._training()
+        return [e for e in rows if isinstance(e, Example) and (e.path, e.line) in wanted]
 
     def training_examples(self, held_out: Documents) -> Iterator[Example]:
         """Yield the examples to train on: without those of `held_out`, if a share of the same rows is held out."""
         left_out: set[tuple[str, int]] = set() if self._eval else held_out.lines()
-        for opened in self.train:
-            for example in opened.trainable():
-                if isinstance(example, Example) and (example.path, example.line) not in left_out:
-                    yield example
+        for example in self._training():
+            if isinstance(example, Example) and (example.path, example.line) not in left_out:
+                yield example
 
-    def _store(self, opened: OpenedSource, tokenizer: Tokenizer, show: Show = lambda what, share: None) -> TokenStore:
+    def _training(self) -> Iterator[Example | BadRow]:
+        for number, opened in enumerate(self.train):
+            yield from self._dedup.sift(number, opened.trainable())
+
+    def _store(
+        self, opened: OpenedSource, tokenizer: Tokenizer, show: Show = lambda what, share: None,
+        number: int | None = None,
+    ) -> TokenStore:  # fmt: skip
+        """Return the tokenized rows of a source. `number` is that of a training source, None for evaluation data."""
         source, files = opened.source, opened.files
         data = self._config.data
         key = {
@@ -304,10 +326,13 @@ class Data:
             "special_tokens_in_text": data.special_tokens_in_text,
             "max_length": data.max_length,
             "tokenizer": tokenizer.fingerprint(),
+            **({} if number is None else self._dedup.key(number)),
         }
 
         def build(writer: Writer, bad: BadRows) -> None:
             examples = opened.trainable(lambda share: show(files.name, min(share, 0.99)))
+            if number is not None:
+                examples = self._dedup.sift(number, examples, writer.left_out)
             for row in bad.sift(tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)):
                 writer.add(row)
             show(files.name, 1.0)

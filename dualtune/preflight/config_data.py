@@ -216,7 +216,8 @@ def _steps(config: Config, seen: list[Seen], order: Order | None, lengths: np.nd
     number = order.num_steps
     held_out_rows = sum(found.num_rows or 0 for found in seen) - len(lengths)
     held = f", {held_out_rows} rows held out" if held_out_rows else ""
-    found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}"
+    whole = "" if config.data.dedup == "off" else ", before duplicates are left out"
+    found = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held}{whole}"
     if train.warmup >= number:
         fix = f"--set train.warmup={max(1, number // 10)}"
         return Check("steps", "advice", f"{found}, but train.warmup takes {train.warmup}", fix)

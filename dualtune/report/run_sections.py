@@ -23,6 +23,7 @@ WORDS = {
 }
 Pairs = Sequence[tuple[str, str]]
 MAX_SOURCES = 50
+MAX_SAMPLES = 10
 MAX_TEXT = 500  # characters of a value from a file
 
 
@@ -91,10 +92,19 @@ def data(run: RunFiles) -> str:
         ("tokens of a document", f"{text}, 90 % up to {_count(lengths, 'p90')}"),
         ("over-long", f"{_count(found, 'cut')} cut, {_count(found, 'split')} split"),
         *((f"dropped: {reason}", _count(found["dropped"], reason)) for reason in as_table(found.get("dropped"))),
+        *_left_out(as_table(found.get("left_out"))),
         ("duplicates", f"{_count(found, 'duplicates')} documents equal an earlier one"),
         ("leaks", f"{_count(found, 'eval_in_training')} held-out documents are training documents, too"),
     ]
-    return f"<h2>Data</h2>\n{_list(pairs)}{_histogram(found.get('histogram'))}{_sources(found.get('sources'))}"
+    samples = [(str(row.get("where", "")), str(row.get("text", ""))) for row in _tables(found.get("samples"))]
+    shown = f"<h3>Sample rows</h3>\n{_list(samples[:MAX_SAMPLES])}" if samples else ""
+    return f"<h2>Data</h2>\n{_list(pairs)}{_histogram(found.get('histogram'))}{_sources(found.get('sources'))}{shown}"
+
+
+def _left_out(found: Mapping[str, Any]) -> Pairs:
+    """Return what data.dedup left out, if it was on and found any."""
+    parts = [f"{_count(found, kind)} {kind}" for kind in ("exact", "near") if found.get(kind)]
+    return [("duplicates left out", ", ".join(parts))] if parts else []
 
 
 def _histogram(given: object) -> str:

@@ -298,7 +298,8 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
 def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
     found = environment(prepared.backend, engine.description.as_json()) | start()
     found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
-    found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval)
+    decode = prepared.model.tokenizer.decode_all
+    found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval, decode)
     found["fingerprints"] = prepared.fingerprints
     run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
     if (

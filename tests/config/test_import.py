@@ -85,6 +85,7 @@ def test_a_plain_axolotl_config(translate):
         ({"warmup_steps": 0}, {"train.warmup": 0}),
         ({"warmup_ratio": 0.1}, {"train.warmup": 0.1}),
         ({"weight_decay": 0.1, "max_grad_norm": 0}, {"train.weight_decay": 0.1, "train.max_grad_norm": None}),
+        ({"dataset_exact_deduplication": True}, {"data.dedup": "exact"}),
         ({"val_set_size": 0.05}, {"data.eval": 0.05}),
         ({"test_datasets": [{"path": "e.jsonl", "type": "alpaca"}]},
          {"data.eval": [{"path": "e.jsonl", "format": "alpaca"}]}),

@@ -27,6 +27,7 @@ DEFAULTS = {
         "packing": True,
         "special_tokens_in_text": "text",
         "loss_on": "assistant",
+        "dedup": "off",
         "on_bad_row": "error",
         "max_bad_rows": 0.01,
     },

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import json
 import math
 import re
@@ -165,6 +166,7 @@ def test_the_environment_has_the_command_the_start_the_hardware_and_the_data(pla
     assert found["command"] and re.fullmatch(r"\d{4}-.*\+00:00", found["started"]) and found["hardware"]["cores"] >= 1
     assert found["fingerprints"]["train documents"].startswith(f"{found['data']['documents']} documents, ")
     data = found["data"]
+    assert len(data["samples"]) == 3 and data["samples"][0]["text"][:100] in html.unescape(run_page([plain]))
     assert (data["rows"], data["duplicates"], data["eval_documents"], data["eval_in_training"]) == (13, 1, 4, 0)
     assert data["sources"] == [{
         "path": load_config(plain / "config.yaml").data.train, "documents": data["documents"],
@@ -260,12 +262,16 @@ def test_records_of_any_shape_make_a_page(copy):
         "histogram": [{"first": 1}, 2],
         "sources": [{"path": ["<b>"]}],
         "dropped": {"<i>": "x"},
+        "samples": [{"where": "f:1", "text": "<u>" + "x" * 1000}, {}, 3],
+        "left_out": {"exact": 2, "near": "<s>"},
     }
     (copy / "environment.json").write_text(json.dumps(found))
     (copy / "config.yaml").write_text("model: 3\ntrain: {learning_rate: [1, {a: 2}], max_grad_norm: no}\nx: {y: z}\n")
     page = run_page([copy])
     assert "[&#x27;&lt;b&gt;&#x27;]" in page
     assert "dropped: &lt;i&gt;" in page
+    assert "<dt>f:1</dt><dd>&lt;u&gt;" + "x" * 497 + "…</dd>" in page
+    assert "<dt>duplicates left out</dt><dd>2 exact, ? near</dd>" in page
 
 
 def test_of_many_answers_the_worst_of_each_kind_are_shown(tmp_path, monkeypatch):

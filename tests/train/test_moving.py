@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +143,20 @@ def test_a_key_without_a_rule_is_forbidden():
         "train.optimizer", "train.average", "run.seed",
         *(f"hybrid.{key}" for key in Config.model_fields["hybrid"].annotation.model_fields if key != "offload"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_dedup_may_change_where_there_are_no_duplicates(lab, begun):
+    begun()
+    train = Path(lab.config(**RUN).data.train)
+    resumed = lab.run(**RUN | {"data__dedup": "exact"})
+    assert any("data.dedup" in line for line in (resumed.run_dir / "metrics.jsonl").read_text().splitlines())
+    begun("other")
+    rows = train.read_text().splitlines(keepends=True)
+    train.write_text("".join([*rows, rows[0]]))
+    with pytest.raises(ConfigError, match="train documents"):
+        lab.run("other", **RUN)
+    assert lab.run("other", **RUN | {"data__dedup": "exact"}).num_steps == 12
 
 
 def test_documents_in_another_order_are_refused(lab, begun, monkeypatch):

@@ -43,18 +43,22 @@ class Stream(NamedTuple):
         return self.path if kind_of(Path(self.path)) else f"{self.path} ({self.role})"
 
 
-@click.command("check-data")
-@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@click.option(
+format_option = click.option(
     "--format", "format", default="auto", show_default=True, help="The format of the rows, as in data.format."
 )
-@click.option(
+column_option = click.option(
     "--column",
     "columns",
     multiple=True,
     metavar="OURS=YOURS",
     help="A column with another name, such as prompt=question.",
 )
+
+
+@click.command("check-data")
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
+@format_option
+@column_option
 @click.option(
     "--list",
     "listing",
@@ -78,15 +82,12 @@ def command(
     """
     import json
 
-    from dualtune.data.chat.formats import FORMATS
     from dualtune.errors import DataError
 
     configs = [target for target in targets if target.lower().endswith((".yaml", ".yml"))]
     if configs and (format != "auto" or columns):
         raise click.UsageError(f"--format and --column are for data; {configs[0]} sets its own.")
-    if format not in ("auto", *FORMATS):
-        raise click.UsageError(f"--format: got '{format}', allowed: {', '.join(('auto', *FORMATS))}")
-    names = dict(map(_column, columns))
+    names = named_columns(format, columns)
     reports: list[dict[str, Any]] = []
     for target in targets:
         for stream in _of_config(Path(target)) if target in configs else _of_data(target, format, names):
@@ -97,6 +98,15 @@ def command(
     if as_json:
         say(json.dumps({"sources": reports}, indent=2))
     ctx.exit(DataError.exit_code if any(report["bad"] or report["error"] for report in reports) else 0)
+
+
+def named_columns(format: str, columns: tuple[str, ...]) -> dict[str, str]:
+    """Return the options --column as data.columns. UsageError for one of another form, or an unknown --format."""
+    from dualtune.data.chat.formats import FORMATS
+
+    if format not in ("auto", *FORMATS):
+        raise click.UsageError(f"--format: got '{format}', allowed: {', '.join(('auto', *FORMATS))}")
+    return dict(map(_column, columns))
 
 
 def _column(text: str) -> tuple[str, str]:

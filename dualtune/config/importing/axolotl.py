@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-from dualtune.config.importing.axolotl_data import data
+from dualtune.config.importing.axolotl_data import data, dedup
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, shown, translated
 
 DEFAULTS: dict[str, Any] = {
@@ -351,8 +351,9 @@ RULES = (
     translated("shuffle_merged_datasets", "", _order, "documents are always shuffled"),
     absent("curriculum_sampling group_by_length sample_packing_sequentially",
            "documents are shuffled anew in each epoch"),
-    absent("min_sample_len dataset_exact_deduplication dataset_shard_num dataset_shard_idx",
-           "rows are used as they are; `dualtune check-data` finds bad ones and `dualtune preview` duplicates"),
+    translated("dataset_exact_deduplication", "data.dedup", dedup, "`true` is `exact`"),
+    absent("min_sample_len dataset_shard_num dataset_shard_idx",
+           "rows are used as they are; `dualtune check-data` finds bad ones"),
     absent("wandb_* use_wandb mlflow_* use_mlflow comet_* use_comet trackio_* use_trackio swanlab_* use_swanlab "
            "use_tensorboard hf_mlflow_log_artifacts otel_* use_otel_metrics", _NO_TRACKER),
     absent("hub_model_id hub_strategy hub_revision push_dataset_to_hub", "`dualtune push hf://…` publishes an adapter"),

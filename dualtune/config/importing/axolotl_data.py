@@ -50,6 +50,11 @@ def data(given: Given) -> Settings:
     return settings | {"data.eval": given.note(share, "val_set_size")}
 
 
+def dedup(given: Given) -> Settings:
+    """Translate whether equal rows are left out."""
+    return {"data.dedup": "exact"} if given.flag("dataset_exact_deduplication") else {}
+
+
 def _sources(given: Given, key: str) -> list[dict[str, Any]]:
     entries = given.get(key)
     if not isinstance(entries, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,10 +11,18 @@ import numpy as np
 from dualtune.config import Config
 from dualtune.data.documents import Documents
 from dualtune.data.preview.survey import first_indices, histogram, lengths_of
+from dualtune.text.redaction import redact
+
+SAMPLE_TOKENS = 100  # of a sample row
 
 
-def counts(config: Config, train: Documents, eval_: Documents) -> dict[str, Any]:
-    """Return what environment.json records of the data; of no training document, nothing."""
+def counts(
+    config: Config, train: Documents, eval_: Documents, decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """Return what environment.json records of the data; of no training document, nothing.
+
+    `decode` gives the text of token ids: of a few sample rows, the beginnings are recorded, without secrets.
+    """
     if not len(train):
         return {}
     digests = train.digests()
@@ -28,13 +37,21 @@ def counts(config: Config, train: Documents, eval_: Documents) -> dict[str, Any]
         "trained_tokens": train.num_targets,
         "lengths": asdict(lengths_of(train.lengths)),
         "histogram": [asdict(bar) for bar in histogram(train.lengths)],
+        "left_out": dict(train.left_out),
         "duplicates": len(digests) - len(np.unique(digests)),
         "eval_documents": len(eval_),
         "eval_in_training": int((first_indices(digests, eval_.digests()) >= 0).sum()),
         "sources": [
             {"path": source.path, **_of_source(train, number)} for number, source in enumerate(config.data.sources())
         ],
+        "samples": [_sample_row(train, i, decode) for i in sorted({0, len(train) // 2, len(train) - 1})],
     }
+
+
+def _sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, str]:
+    document = documents[i]
+    more = "…" if len(document.tokens) > SAMPLE_TOKENS else ""
+    return {"where": document.where, "text": redact(decode(document.tokens[:SAMPLE_TOKENS].tolist())) + more}
 
 
 def _of_source(documents: Documents, number: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 from dualtune.config import Config
 from dualtune.data.batching.batches import SequenceLayout, fill, plan
 from dualtune.data.batching.order import Order
-from dualtune.data.documents import REASONS, Documents, OpenedSource
+from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenize import State
@@ -79,6 +79,7 @@ class Survey:
     cut: int
     split: int
     longest_row: int  # tokens of the longest row that was read, before truncation
+    left_out: dict[str, int]  # duplicates that data.dedup left out: kind -> rows
     duplicates: int  # documents with the same tokens as an earlier one
     first_duplicate: list[str] | None  # path:line of the first one, and of the earlier document
     eval_rows: int
@@ -126,6 +127,7 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
         cut=train.num_truncated,
         split=train.num_split,
         longest_row=max(int(store.index["row_length"].max(initial=0)) for store in train.stores),
+        left_out=dict(train.left_out),
         duplicates=len(repeated),
         first_duplicate=[train[i].where for i in repeated[0]] if repeated else None,
         eval_rows=eval_.num_rows,
@@ -172,7 +174,8 @@ def warnings(
     if found.cut > MOST_CUT * found.rows:
         texts.append(f"{found.cut / found.rows:.0%} of the rows are cut and lose their end; raise data.max_length")
     if found.duplicates > MOST_DUPLICATES * found.documents:
-        texts.append(f"{found.duplicates / found.documents:.0%} of the documents are duplicates; remove them")
+        share = f"{found.duplicates / found.documents:.0%} of the documents are duplicates"
+        texts.append(f"{share}; remove them, or set data.dedup: exact")
     if found.eval_in_training:
         texts.append(
             f"{found.eval_in_training} of {found.eval_documents} evaluation documents are in the training data, "
@@ -207,6 +210,7 @@ def describe(found: Survey) -> list[tuple[str, str]]:
             f"90 % up to {lengths.p90}",
         ),
         ("over-long", _over_long(found)),
+        *([("left out", duplicates_left_out(found.left_out))] if found.left_out else []),
         ("duplicates", _with_pair(f"{found.duplicates} of the documents", found.first_duplicate)),
     ]
     if found.eval_documents:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -82,6 +83,7 @@ class TokenStore:
     bad: tuple[str, ...]  # the first bad rows, with their reasons
     path: Path | None = None  # None: in memory
     weights: np.ndarray | TokenFile | None = None  # float32, one per token; None: no document has weights
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])  # duplicates that are not here: kind -> rows
 
     def tokens_of_rows(self) -> np.ndarray:
         """Return int64 [num_rows]: the number of tokens in the documents of each row; 0 for a dropped row."""
@@ -112,6 +114,7 @@ class Writer:
         self._start = 0
         self._files: dict[str, int] = {}
         self.num_rows = 0
+        self.left_out: Counter[str] = Counter()  # duplicates that were not added: kind -> rows
 
     def add(self, row: TokenizedRow) -> None:
         """Append a row. Raises DiskError if it cannot be written."""
@@ -147,7 +150,7 @@ class Writer:
         self.weights.write(weights.tobytes())
 
     def table(self) -> dict[str, Any]:
-        return {"files": list(self._files), "num_rows": self.num_rows}
+        return {"files": list(self._files), "num_rows": self.num_rows, "left_out": self.left_out}
 
 
 def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:

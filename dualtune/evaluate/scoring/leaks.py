@@ -1,10 +1,9 @@
 """Held-out rows that the training data also hold, exactly or nearly: such rows measure memory, not learning.
 
-Rows are near duplicates if the sets of their shingles (5 characters in sequence, without case, runs of spaces as one)
-have a Jaccard similarity of at least 0.8. Candidates are found by MinHash (Broder, On the resemblance and containment
-of documents, 1997) in 16 bands of 4 hashes, which find a pair of similarity 0.8 with a probability of 0.9998, and are
+Rows are near duplicates if the sets of their shingles have a Jaccard similarity of at least 0.8. Candidates are found
+by their sketches in 16 bands of 4 hashes, which find a pair of similarity 0.8 with a probability of 0.9998, and are
 then compared exactly. Only the held-out rows are kept in memory; the training data stream past. See decision 0040.
-Shape suffixes: S shingles of a row, H hashes.
+Shape suffix: S shingles of a row.
 """
 
 from __future__ import annotations
@@ -17,15 +16,9 @@ import numpy as np
 
 from dualtune import interrupt
 from dualtune.data.chat.formats import Example
+from dualtune.data.similarity.shingles import NEAR, jaccard, shingles, sketch, text_of
 
-SHINGLE = 5  # characters
-NEAR = 0.8  # Jaccard similarity
-BANDS, HASHES_PER_BAND = 16, 4
-CHUNK = 4096  # shingles hashed at once, 2 MB
-_RNG = np.random.default_rng(0)
-_FACTORS_H = _RNG.integers(0, 1 << 63, BANDS * HASHES_PER_BAND, np.uint64) * np.uint64(2) + np.uint64(1)
-_OFFSETS_H = _RNG.integers(0, 1 << 63, BANDS * HASHES_PER_BAND, np.uint64)
-_POWERS = np.array([pow(0x9E3779B97F4A7C15, k, 1 << 64) for k in range(SHINGLE)], np.uint64)
+HASHES_PER_BAND = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,33 +80,7 @@ def _share_in(some: np.ndarray, known: np.ndarray) -> float:
     return float((known[at] == some).mean())
 
 
-def text_of(example: Example) -> str:
-    """Return the text of a row, without its system message, which many rows share."""
-    turns = [message.content for message in example.messages if message.role != "system"]
-    return "\n".join(turns or [example.prompt or "", example.completion or ""])
-
-
-def shingles(text: str) -> np.ndarray:
-    """Return uint64 [S]: the hash of each shingle, sorted, without repetition. A shorter text is one shingle."""
-    plain = " ".join(text.casefold().split())
-    codes = np.frombuffer(plain.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64) + np.uint64(1)
-    codes = np.pad(codes, (0, max(0, SHINGLE - len(codes))))
-    last = len(codes) - SHINGLE + 1
-    return np.unique(sum(codes[k : k + last] * _POWERS[k] for k in range(SHINGLE)))
-
-
-def jaccard(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the size of the intersection of two sets by that of their union; both sorted, without repetition."""
-    shared = len(np.intersect1d(a, b, assume_unique=True))
-    return shared / (len(a) + len(b) - shared)
-
-
 def _bands(shingles_S: np.ndarray) -> Iterator[bytes]:
     """Yield a key for each band: rows that share one are candidates."""
-    least_H = np.full(len(_FACTORS_H), np.iinfo(np.uint64).max)
-    for start in range(0, len(shingles_S), CHUNK):
-        hashed_SH = shingles_S[start : start + CHUNK, None] * _FACTORS_H + _OFFSETS_H
-        hashed_SH ^= hashed_SH >> np.uint64(32)
-        np.minimum(least_H, hashed_SH.min(axis=0), out=least_H)
-    for band, hashes in enumerate(least_H.reshape(BANDS, HASHES_PER_BAND)):
+    for band, hashes in enumerate(sketch(shingles_S).reshape(-1, HASHES_PER_BAND)):
         yield bytes([band]) + hashes.tobytes()

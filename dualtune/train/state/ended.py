@@ -22,7 +22,7 @@ WITHOUT_EFFECT = frozenset(
         "run.log_every", "run.eval_every", "run.save_every", "run.keep", "run.report",
         # names of models and files, and how rows are read: the results were compared by fingerprint
         "model.name", "data.train", "data.eval", "data.format", "data.columns", "data.template", "data.on_bad_row",
-        "data.max_bad_rows",
+        "data.max_bad_rows", "data.dedup",
         # the present path of the run
         "run.dir",
     }

@@ -31,6 +31,7 @@ RULES: dict[str, Rule] = {
     "data.columns": "recorded",
     "data.template": "recorded",
     "data.special_tokens_in_text": "recorded",  # where it matters, the documents' fingerprints differ
+    "data.dedup": "recorded",  # where it matters, the documents' fingerprints differ
     "data.packing": "free",  # the rows of a step change, its documents and its mathematics do not
     "data.on_bad_row": "recorded",
     "data.max_bad_rows": "recorded",
@@ -66,7 +67,7 @@ RULES: dict[str, Rule] = {
 
 
 # Keys newer than some checkpoints, which were all trained with the present default.
-DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "train.optimizer", "train.average"}
+DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "data.dedup", "train.optimizer", "train.average"}
 
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
