@@ -1,13 +1,16 @@
-"""Did you mean …? For unknown commands: names from other tools, and typos."""
+"""Words of the command line: did you mean …? for unknown commands, and config keys as options."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 import click
 
+CONFIG_KEY = re.compile(r"--[a-z]\w*(\.\w+)+(=|$)")
 # The name in other tools -> the command here, or a sentence if there is none.
 WORDS = {
     word: answer
@@ -60,8 +63,24 @@ def advice(name: str, commands: list[str], group: str) -> str:
     return f"{answer}." if answer[0].isupper() else f"Did you mean 'dualtune {answer}'?"
 
 
+def with_keys_as_set(args: Sequence[str]) -> list[str]:
+    """Write --section.key VALUE and --section.key=VALUE, options by the names of config keys, as --set."""
+    found: list[str] = []
+    rest = iter(args)
+    for word in rest:
+        if word == "--":
+            return [*found, word, *rest]
+        if not CONFIG_KEY.match(word):
+            found.append(word)
+        elif "=" in word:
+            found += ["--set", word.removeprefix("--")]
+        else:
+            found += ["--set", "=".join([word.removeprefix("--"), *islice(rest, 1)])]
+    return found
+
+
 class SuggestingGroup(click.Group):
-    """A group of commands that suggests the right name for a wrong one."""
+    """A group of commands that suggests the right name for a wrong one, and takes config keys as options."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -69,7 +88,9 @@ class SuggestingGroup(click.Group):
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             ctx.fail(f"No such command '{name}'. {advice(name, self.list_commands(ctx), ctx.command_path)}")
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        takes_keys = command is not None and any(param.name == "overrides" for param in command.params)
+        return name, command, with_keys_as_set(rest) if takes_keys else rest
 
 
 class CommandWithOthers(click.Command):

@@ -105,7 +105,7 @@ def test_the_console_script_is_installed():
 def test_train_without_arguments_explains_itself(dualtune_main):
     result = dualtune_main("train")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.splitlines()[-1] == "Error: Give a config file, or --demo (not both)."
+    assert result.stderr.splitlines()[-1] == "Error: Give a config file, or --model and --data, or --demo (one of them)."
     assert "Usage: dualtune train [OPTIONS] [CONFIG]" in result.stderr
     assert "dualtune train --help" in result.stderr
 
@@ -115,7 +115,7 @@ def test_train_without_arguments_explains_itself(dualtune_main):
     [
         (["trian"], "No such command 'trian'"),
         (["train", "--sett", "a=b", "c.yaml"], "No such option '--sett'"),
-        (["train", "--demo", "c.yaml"], "Give a config file, or --demo (not both)."),
+        (["train", "--demo", "c.yaml"], "Give a config file, or --model and --data, or --demo (one of them)."),
         (["generate", "model"], "Missing option '--prompt'"),
         (["generate", "model", "--prompt", "x", "--temperature", "-1"], "-1.0 is not in the range x>=0"),
         (["adapter", "convert", "a", "b", "--to", "onnx"], "'onnx' is not one of 'dual', 'peft', 'mlx'"),

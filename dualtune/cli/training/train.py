@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from dualtune.cli.options import backend_for, platform_option, set_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.output.terminal import say
+from dualtune.cli.training.settings import as_overrides, described, made_config, short_options
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -20,6 +21,7 @@ PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has th
 
 @click.command("train")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
+@short_options
 @click.option("--demo", is_flag=True, help="Train a tiny model on tiny data, both part of dualtune; no download.")
 @platform_option
 @set_option
@@ -47,30 +49,36 @@ PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has th
 def command(
     ctx: click.Context, config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool,
     resume: str, hybrid: str | None, max_restarts: int, restart_note: Path | None,
+    **short: str | tuple[str, ...] | None,
 ) -> None:  # fmt: skip
-    """Train a LoRA adapter from CONFIG, a YAML file (see `dualtune config`), and save it in <run.dir>/adapter.
+    """Train a LoRA adapter from CONFIG, a YAML file (see `dualtune config`), or without one from --model and --data.
 
-    To resume a run that was stopped, run the same command again.
+    Every key of a config is an option, such as --adapter.alpha 32. The adapter is saved in <run.dir>/adapter, all keys
+    in <run.dir>/config.yaml. To resume a run that was stopped, run the same command again.
     """
     from dualtune.cli.output.screen import phases
 
     if hybrid is not None:
         overrides = ("hybrid.enabled=true", f"hybrid.preset={hybrid}", *overrides)
-    if demo == (config is not None):
-        raise click.UsageError("Give a config file, or --demo (not both).")
+    overrides = (*as_overrides(short), *overrides)
+    made = None if demo or config is not None else made_config(overrides)
+    if (config is not None, demo, made is not None).count(True) != 1:
+        raise click.UsageError("Give a config file, or --model and --data, or --demo (one of them).")
     if max_restarts and (config is None or dry_run):
         raise click.UsageError("--max-restarts is for a run with a config file, not for --demo or --dry-run.")
     if config is not None and max_restarts:
         ctx.exit(_supervise(config, platform, overrides, resume, max_restarts))
     with phases() as shown:
         shown.begin("reading", "the config")
-        if config is None:
+        if demo:
             from dualtune.cli.training.demo import demo_config, show_demo
 
             return show_demo(demo_config(overrides), backend_for(platform), dry_run=dry_run)
         from dualtune.config import load_config
 
-        settings = load_config(config, overrides)
+        if made is not None:
+            shown.tell(f"config      {described(made, overrides)}; the other keys have their defaults")
+        settings = made or load_config(cast(Path, config), overrides)
         return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume, restart_note)
 
 
