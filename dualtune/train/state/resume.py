@@ -62,6 +62,7 @@ RULES: dict[str, Rule] = {
     "run.save_every": "free",
     "run.keep": "free",
     "run.report": "free",
+    "run.sample_prompts": "free",
 }
 
 
