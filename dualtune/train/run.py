@@ -298,7 +298,7 @@ def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
     found = environment(prepared.backend, engine.description.as_json()) | start()
     found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
     found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval)
-    found["fingerprints"] = prepared.fingerprints
+    found |= {"num_steps": prepared.data.order.num_steps, "fingerprints": prepared.fingerprints}
     run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
     if (
         prepared.model.tokenizer.template is not None

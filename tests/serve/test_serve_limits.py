@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from dualtune.serve import server as module
+from dualtune.serve import limited as module
 from dualtune.serve.requests import MAX_BODY
 
 NO_NUMBER = b'{"model": "base", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
