@@ -73,6 +73,7 @@ class NotebookView(RunLines):
         if not at_once and time.monotonic() - self._shown < EVERY_S:
             return
         self._shown = time.monotonic()
+        self.view.measure()
         page = Fragment(as_html(self.view, self._lines), "\n".join(self._lines))
         if self._handle is None:
             self._handle = self._display(page, display_id=True)

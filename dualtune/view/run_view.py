@@ -60,8 +60,7 @@ class Thinned:
 class RunView(Hook):
     """What a run has done, what it is doing, and when it ends, if nothing stops it early.
 
-    `memory` is asked after each step, so it must take microseconds, as `Backend.memory` does. Nothing here waits for
-    the device.
+    `memory` is asked when the view is drawn, a few times a second. Nothing here waits for the device.
     """
 
     eval_every: int | None
@@ -98,6 +97,9 @@ class RunView(Hook):
         self.step, self.last, self.told = record.step, record, self.clock()
         self.losses.add(record.loss)
         self._step_s.add(record.step_s)
+
+    def measure(self) -> None:
+        """Ask for the memory in use now."""
         if self.memory is not None:
             stats = self.memory()
             self.used_bytes, self.limit_bytes = stats.used_bytes, self.limit_bytes or stats.total_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
@@ -61,7 +62,7 @@ class Progress(RunLines):
         self._result = "the adapter"
         self._shown = shown
         self._phase: str | None = None  # of predictive training
-        self._began = self._drawn = 0.0
+        self._began, self._drawn = 0.0, -math.inf
 
     def begin_loading(self) -> None:
         self._shown.begin("loading", "the model")
@@ -78,7 +79,7 @@ class Progress(RunLines):
         super().on_step(record)
         if record.step == self.view.num_steps:
             self._show_saving()
-        else:
+        elif self._is_due():
             self._show_training()
 
     def step_line(self, fields: Fields) -> str:
@@ -92,7 +93,8 @@ class Progress(RunLines):
         if not done:
             self._shown.begin("evaluating")
         self._shown.update(done, total)
-        self._draw()
+        if self._is_due():
+            self._draw()
 
     def on_eval(self, record: EvalRecord) -> None:
         super().on_eval(record)
@@ -100,7 +102,7 @@ class Progress(RunLines):
 
     def on_sample(self, record: SampleRecord) -> None:
         super().on_sample(record)
-        self._draw(at_once=True)
+        self._draw()
 
     def on_phase_change(self, change: PhaseChange) -> None:
         super().on_phase_change(change)
@@ -132,13 +134,17 @@ class Progress(RunLines):
     def _show_saving(self) -> None:
         self.is_saving = True
         self._shown.begin("saving", self._result)
-        self._draw(at_once=True)
+        self._draw()
 
-    def _draw(self, *, at_once: bool = False) -> None:
-        """Draw the state of the run, as often as the terminal shows it."""
-        now = time.monotonic()
-        if self._shown.is_live and (at_once or now - self._drawn >= 1 / REFRESH_HZ):
-            self._drawn, self._shown.panel = now, tuple(panel(self.view, width(), self.view.clock()))
+    def _is_due(self) -> bool:
+        """Return whether the terminal has shown what was drawn last: a short step is not worth a drawing of its own."""
+        return time.monotonic() - self._drawn >= 1 / REFRESH_HZ
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self._shown.is_live:
+            self.view.measure()
+            self._shown.panel = tuple(panel(self.view, width(), self.view.clock()))
 
     def _tell(self, line: str) -> None:
         self._shown.tell(line if self._shown.is_live else stamped(line, self.view.clock()))
