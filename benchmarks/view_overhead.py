@@ -6,7 +6,7 @@ The demo's model on torch's CPU with one thread; a step of 1 document, and one o
 pseudo-terminal that a thread reads) shows the state of the run, and run.log is written; a line each 10 steps; no
 samples. The ratio is of the processor time of the whole process in all steps but the first 5, with the threads that
 draw: the median over pairs, and its spread, because other work on a machine disturbs even processor time. The time in
-the hooks is counted apart, and is the finer number.
+the hooks is counted apart, and is the finer number; so is that of the thread that draws, beside an idle process.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import record
 import dualtune
 from dualtune.backend import Backend, get_backend
 from dualtune.cli.output.progress import progress_hook
+from dualtune.cli.output.screen import phases
 from dualtune.config import Config, load_config
 from dualtune.hooks import Hook
 from dualtune.train import moments
@@ -66,8 +67,19 @@ def main() -> None:
     args = parser.parse_args()
     backend = get_backend("torch", "cpu")
     cases = {name: measured(backend, documents, args.pairs, args.steps) for name, documents in CASES.items()}
-    path = record.write("view_overhead", {"pairs": args.pairs, "steps": args.steps, "cases": cases})
-    print(json.dumps(cases, indent=2), path, sep="\n")
+    figures = {"pairs": args.pairs, "steps": args.steps, "drawing_share_of_a_core": drawing(), "cases": cases}
+    path = record.write("view_overhead", figures)
+    print(json.dumps(figures, indent=2), path, sep="\n")
+
+
+def drawing(seconds: float = 10.0) -> float:
+    """Return the share of a processor core that the drawing thread takes, while nothing else happens."""
+    with on_a_terminal(), phases() as shown:
+        shown.begin("training")
+        shown.panel = ("curve       " + "▁▂▃▄▅▆▇█" * 5, *[f"{name:<11} {'text ' * 12}" for name in ("state", "sample")])
+        began, processor = time.monotonic(), time.process_time()
+        time.sleep(seconds)
+        return (time.process_time() - processor) / (time.monotonic() - began)
 
 
 def measured(backend: Backend, documents: int, pairs: int, steps: int) -> dict[str, Any]:
