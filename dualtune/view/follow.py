@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dualtune.errors import ConfigError, FormatError
-from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, SampleRecord, StepRecord
-from dualtune.io.untrusted import open_file, parse_object
+from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord
+from dualtune.io.untrusted import open_file
 from dualtune.profiler.snapshot import parsed_timeline
 from dualtune.report.run_files import as_table, recorded_config, recorded_environment
+from dualtune.report.samples import sample_of
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import state_of
 from dualtune.train.state.lock import read_note
@@ -30,7 +31,7 @@ from dualtune.view.run_view import BETWEEN_STEPS, RunView
 MAX_BYTES = 1 << 30  # of a file that is followed
 CHUNK = 1 << 23  # bytes that are read at once; a longer line is left out
 TAIL = 1 << 20  # bytes of a file of which only the last part matters
-MAX_TEXT = 10_000  # characters of a prompt or an answer
+MAX_TEXT = 10_000  # characters of a message
 DEFAULT_LOG_EVERY = 10
 
 
@@ -129,7 +130,7 @@ class WatchedRun:
                 self._row_time = _time_of(row, self._row_time)
                 _tell(self.lines, row)
         for line in self._samples.new_lines()[0]:
-            if (sample := _sample(line)) is not None:
+            if (sample := sample_of(line.encode())) is not None:
                 self.lines.on_sample(sample)
         self._read_phases()
         self._read_state()
@@ -182,18 +183,6 @@ def _tell(lines: Hook, row: Mapping[str, Any]) -> None:
         lines.on_step(record)
     else:
         lines.on_event(Event(row["step"], str(row["event"])[:100], str(row.get("message", ""))[:MAX_TEXT]))
-
-
-def _sample(line: str) -> SampleRecord | None:
-    """Return a row of samples.jsonl; None if it is damaged."""
-    try:
-        row = parse_object(line.encode(), "samples.jsonl")
-    except (FormatError, ValueError):
-        return None
-    step, prompt, answer = (row.get(key) for key in ("step", "prompt", "answer"))
-    if type(step) is not int or not isinstance(prompt, str) or not isinstance(answer, str):
-        return None
-    return SampleRecord(step, prompt[:MAX_TEXT], answer[:MAX_TEXT])
 
 
 def _number(value: object) -> Any:
