@@ -85,11 +85,12 @@ def test_the_state_fits_the_terminal_and_no_text_controls_it(tmp_path, columns):
     view.on_eval(EvalRecord(4, 1.5, 9))
     view.on_eval(EvalRecord(7, 1.75, 9))
     view.saved = (4, Clock.now - 65)
-    view.on_sample(SampleRecord(7, "ask \x1b[2J\n", "an answer of a line \x07" * 20))
+    view.on_sample(SampleRecord(7, "ask \x1b[2J\n", "größe\n and a bell \x07" * 20))
     lines = panel(view, columns, Clock.now)
     assert [line.split()[0] for line in lines] == ["curve", "evaluated", "state", "sample"]
     assert all(len(line) <= columns and line.isprintable() for line in lines)
     if columns == 200:
+        assert "größe␊ and a bell ␇" in lines[3]
         assert lines[1] == "evaluated   1.7500 after step 7  best 1.5000 after step 4"
         assert lines[2] == "state       memory 3.0 GiB of 4.0 GiB  checkpoint 4 saved 1 min 05 s ago"
 
