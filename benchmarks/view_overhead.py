@@ -3,7 +3,7 @@
     python benchmarks/view_overhead.py [--pairs 6] [--steps 40]
 
 The demo's model on torch's CPU with one thread; a step of 1 document, and one of 16. With the view, a terminal (a
-pseudo-terminal that a thread reads) shows the state of the run, and run.log is written; a line each 10 steps; no
+pseudo-terminal that a thread reads) shows the state of the run, and log.txt is written; a line each 10 steps; no
 samples. The ratio is of the processor time of the whole process in all steps but the first 5, with the threads that
 draw: the median over pairs, and its spread, because other work on a machine disturbs even processor time. The time in
 the hooks is counted apart, and is the finer number; so is that of the thread that draws, beside an idle process.

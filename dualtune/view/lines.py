@@ -1,4 +1,4 @@
-"""What is said of a run, line by line: on the screen, in a pipe, and in run.log."""
+"""What is said of a run, line by line: on the screen, in a pipe, and in log.txt."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunLines(Hook):
 
 
 class RunLog(RunLines):
-    """Writes what is said of a run to its run.log, each line with its time. A resumed run continues the file.
+    """Writes what is said of a run to its log.txt, each line with its time. A resumed run continues the file.
 
     What a full disk refuses is written later. A log that could not be written to the end is reported there.
     """

@@ -39,7 +39,7 @@ def test_a_notebook_shows_one_output_that_is_updated(config, monkeypatch, tmp_pa
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     dualtune.train(config, "numpy")
-    assert len(shown) == 1, (tmp_path / "run" / "run.log").read_text()
+    assert len(shown) == 1, (tmp_path / "run" / "log.txt").read_text()
     check([*shown, *updates])
 
 

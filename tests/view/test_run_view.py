@@ -96,7 +96,7 @@ def test_the_state_fits_the_terminal_and_no_text_controls_it(tmp_path, columns):
 
 
 def test_the_log_has_the_time_before_every_line_and_waits_for_a_full_disk(tmp_path, monkeypatch):
-    log = RunLog(tmp_path / "run.log", RunView(None, None, clock=Clock()), log_every=2)
+    log = RunLog(tmp_path / "log.txt", RunView(None, None, clock=Clock()), log_every=2)
     log.on_start(info(tmp_path))
     write = os.write
 
@@ -109,7 +109,7 @@ def test_the_log_has_the_time_before_every_line_and_waits_for_a_full_disk(tmp_pa
     monkeypatch.setattr(os, "write", write)
     log.on_event(Event(2, "config_changed", "a table\nof two lines \x1b[2J"))
     log.on_end()
-    lines = (tmp_path / "run.log").read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
     assert all(line.startswith("1970-01-12T13:46:40Z  ") and line.isprintable() for line in lines)
     said = [line.partition("  ")[2] for line in lines]
     assert [line.split()[0] for line in said] == ["engine", "checkpoints", "step", "config", "of"]
@@ -119,6 +119,6 @@ def test_the_log_has_the_time_before_every_line_and_waits_for_a_full_disk(tmp_pa
 def test_a_run_keeps_one_log_over_a_resume(trained, tmp_path):
     trained("numpy", {"train.steps": 2, "run.log_every": 1})
     trained("numpy", {"train.steps": 4, "run.log_every": 1})
-    said = [line.split()[1:3] for line in (tmp_path / "run" / "run.log").read_text(encoding="utf-8").splitlines()]
+    said = [line.split()[1:3] for line in (tmp_path / "run" / "log.txt").read_text(encoding="utf-8").splitlines()]
     assert [step for what, step in said if what == "step"] == ["1/2", "2/2", "3/4", "4/4"]
     assert ["resumed", "after"] in said

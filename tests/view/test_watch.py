@@ -178,7 +178,7 @@ def test_the_page_is_served_to_this_machine_and_asked_for_again_while_the_run_tr
         assert (status, headers["Refresh"]) == (200, "10") and "<h1>run</h1>" in page and "default-src 'none'" in page
         assert "<h2>Samples</h2>" in page and page.count("say it</summary>") == 1 and "<td>4</td><td>" in page
         assert "<td>6</td><td>&lt;i&gt;bold</td>" in page and "<i>" not in page
-        assert ask("/run.log")[0] == 404 and ask(host="evil.example")[0] == 403
+        assert ask("/log.txt")[0] == 404 and ask(host="evil.example")[0] == 403
         running[0] = False
         (tmp_path / "run" / "config.yaml").write_text("a: [<b>")
         status, headers, page = ask()
