@@ -42,7 +42,8 @@ def train(
     """Train an adapter and return where it is. `config` may also be a path or a mapping, as in `load_config`.
 
     `platform` is auto, mlx, cuda or cpu; see `dualtune.hooks` for hooks. If the run directory holds a checkpoint, the
-    run resumes from it, unless `resume` is "never"; `resume` can also be a path.
+    run resumes from it, unless `resume` is "never"; `resume` can also be a path. In a
+    notebook, a table and a curve below the cell show the run.
     """
     from dualtune.train import train_on
 

@@ -51,6 +51,15 @@ class EvalRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """A greedy answer to a prompt of run.sample_prompts, given at an evaluation: a row of samples.jsonl."""
+
+    step: int  # steps done
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """An unusual event: a row of metrics.jsonl with the key `event` and the details as further keys."""
 
@@ -67,10 +76,10 @@ class PhaseChange:
     """The run leaves one phase and begins the next.
 
     The phases: data, micro-batch (all of a step, forward and backward), optimizer, probe (forward passes of predictive
-    training, to decide by), evaluation, save.
+    training, to decide by), evaluation, samples, save.
     """
 
-    step: int  # in the phases of a step, that step, counted from 1; in evaluation and save, the steps done
+    step: int  # in the phases of a step, that step, counted from 1; in evaluation, samples and save, the steps done
     phase: str  # that begins
     before: str | None  # that ends; None at the first one
 
@@ -116,6 +125,9 @@ class Hook:
         """Called when an evaluation begins, with 0 done, and after each of its micro-batches."""
 
     def on_eval(self, record: EvalRecord) -> None: ...
+
+    def on_sample(self, record: SampleRecord) -> None:
+        """Called after each answer to a prompt of run.sample_prompts."""
 
     def on_event(self, event: Event) -> None: ...
 

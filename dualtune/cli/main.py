@@ -42,6 +42,7 @@ COMMANDS = {
     "serve": ("adapters.serve", "Answer HTTP requests in the form of OpenAI's API."),
     "runs": ("runs.runs", "List run directories with their numbers and verdict; compare runs, clean up."),
     "report": ("training.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
+    "watch": ("training.watch", "Show a run that trains, from another terminal, over ssh or in a browser."),
     "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
     "memory": ("training.memory", "Measure what each way to save memory saves and costs here, against the plan."),
     "hybrid": ("training.hybrid", "Compare predictive training, averages and schedule-free AdamW at equal cost."),

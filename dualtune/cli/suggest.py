@@ -22,6 +22,7 @@ WORDS = {
         "eval": "evaluate evaluation score perplexity ppl test accuracy",
         "preview": "show view look inspect-data tokenize dry-run",
         "runs": "ls list status history experiments logs curves clean gc",
+        "watch": "follow monitor tail live attach progress",
         "report": "plot curves graph chart dashboard html",
         "config": "init new template defaults schema example",
         "check-gpu": "gpu gpus device devices info machine",

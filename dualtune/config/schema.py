@@ -26,6 +26,7 @@ from dualtune.config.values import (
     ModuleNames,
     Name,
     Positive,
+    Prompts,
     Section,
     Share,
     Size,
@@ -330,6 +331,8 @@ class RunConfig(Section):
     """How many of the newest checkpoints are kept, at least two; the best one is kept too."""
     report: bool = True
     """Whether the run writes a page for a browser at its end: report.html."""
+    sample_prompts: Prompts = ()
+    """Prompts whose greedy answers are shown at each evaluation and kept in samples.jsonl, at most 8."""
 
 
 class Config(BaseModel):

@@ -48,6 +48,11 @@ ModuleNames = Annotated[
     Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
     AfterValidator(all_different),
 ]
+Prompts = Annotated[
+    tuple[Annotated[str, Field(pattern=r"\S", max_length=4000, json_schema_extra={"format": "prompt"})], ...],
+    Field(strict=False),
+    Field(max_length=8, json_schema_extra={"format": "prompts"}),
+]
 
 
 if TYPE_CHECKING:

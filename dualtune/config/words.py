@@ -19,6 +19,8 @@ _FORMATS = {
     "modules": "a list of different module names, at least one",
     "name": "a name",
     "path": "a path",
+    "prompt": "a text of at most 4000 characters",
+    "prompts": "a list of at most 8 texts",
     "sources": "a list of these",
     "size": "a size such as 12GB or 12GiB",
 }

@@ -77,10 +77,11 @@ def read_timeline(path: Path) -> list[Snapshot]:
     lines = text.splitlines(keepends=True)
     if not lines or lines[0].strip().split(",") != [*TIMELINE_HEADER]:
         raise FormatError(f"{path}: not a timeline of memory; its first line must be {','.join(TIMELINE_HEADER)}")
-    return [*_parsed(line for line in lines[1:] if line.endswith("\n"))]
+    return [*parsed_timeline(line for line in lines[1:] if line.endswith("\n"))]
 
 
-def _parsed(lines: Iterable[str]) -> Iterator[Snapshot]:
+def parsed_timeline(lines: Iterable[str]) -> Iterator[Snapshot]:
+    """Yield the snapshots of rows of a timeline; the header and damaged rows are left out."""
     for line in lines:
         cells = line.rstrip("\n").split(",")
         if len(cells) != len(TIMELINE_HEADER):

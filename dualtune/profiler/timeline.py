@@ -24,6 +24,7 @@ from dualtune.profiler.snapshot import TIMELINE_HEADER, Snapshot, timeline_row
 START = "start"  # the phase before the first one: the model is loaded, nothing is trained yet
 WITHOUT_DEVICE = ("data", "optimizer")  # phases in which the driver is not asked: once a step is enough
 WRITE_EVERY = 4096  # characters
+WRITE_EVERY_S = 2.0  # at the latest, in a run of long steps: `dualtune watch` reads the file
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
 
@@ -39,6 +40,7 @@ class Timeline(Hook):
         self._device: Callable[[], int] | None = None
         self._phase: tuple[int, str] = 0, START
         self._text = ""
+        self._written = time.monotonic()
         self._file: int | None = None
 
     def on_start(self, info: RunInfo) -> None:
@@ -51,7 +53,7 @@ class Timeline(Hook):
     def on_phase_change(self, change: PhaseChange) -> None:
         self._sample()
         self._phase = change.step, change.phase
-        if len(self._text) > WRITE_EVERY:
+        if len(self._text) > WRITE_EVERY or time.monotonic() - self._written > WRITE_EVERY_S:
             self._write()
 
     def on_end(self) -> None:
@@ -76,7 +78,7 @@ class Timeline(Hook):
         )  # fmt: skip
 
     def _write(self) -> None:
-        text, self._text = self._text, ""
+        text, self._text, self._written = self._text, "", time.monotonic()
         if self._file is not None:
             os.write(self._file, text.encode())
 

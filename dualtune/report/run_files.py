@@ -70,7 +70,7 @@ def read_run(path: Path) -> RunFiles:
         state, reason = state_of(path, note, is_held, newest)
         if is_held and curves.history.verdict is not None:  # the run itself writes this page
             state, reason = "done", ""
-        return RunFiles(path, curves, _config(path / CONFIG), _environment(path / ENVIRONMENT), state, reason)
+        return RunFiles(path, curves, recorded_config(path), recorded_environment(path), state, reason)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -90,7 +90,9 @@ def _curves(path: Path) -> Curves:
     return curves_of(each_row(path))
 
 
-def _config(path: Path) -> dict[str, dict[str, Any]]:
+def recorded_config(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the config of a run by section and key, empty if there is none. FormatError if it is damaged."""
+    path = run_dir / CONFIG
     if not path.exists():
         return {}
     with open_file(path) as file:
@@ -104,5 +106,7 @@ def _config(path: Path) -> dict[str, dict[str, Any]]:
     return {section: inner for section, keys in table.items() if (inner := as_table(keys))}
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def recorded_environment(run_dir: Path) -> dict[str, Any]:
+    """Return the environment.json of a run, empty if there is none. FormatError if it is damaged."""
+    path = run_dir / ENVIRONMENT
     return read_json(path, max_bytes=MAX_ENVIRONMENT_BYTES) if path.exists() else {}

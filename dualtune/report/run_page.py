@@ -12,6 +12,7 @@ from dualtune.report.page import as_data, asset, whole_page
 from dualtune.report.page import as_text as _text
 from dualtune.report.run_files import RunFiles, read_run
 from dualtune.report.run_sections import data, headline, next_commands, reproduce
+from dualtune.report.samples import samples
 
 # The plots: name of the element, what it shows. `run.js` has the same names.
 PLOTS = (
@@ -28,7 +29,7 @@ def run_page(paths: Sequence[Path]) -> str:
     runs = [read_run(path) for path in paths]
     if len(runs) == 1:
         (run,) = runs
-        title, body = run.name, headline(run) + _curves(runs) + answers(run.path) + data(run)
+        title, body = run.name, headline(run) + _curves(runs) + samples(run.path) + answers(run.path) + data(run)
         body += reproduce(run) + next_commands(run)
     else:
         title, body = f"{len(runs)} runs", comparison(runs) + _curves(runs) + "".join(map(_folded, runs))

@@ -1,1 +1,1 @@
-"""An HTTP server in the form of OpenAI's API, over a loaded model and its adapters."""
+"""HTTP servers: of OpenAI's API over a loaded model and its adapters, and of the page of a run that trains."""

@@ -1,7 +1,6 @@
-"""The HTTP side: connections, their limits, and the JSON of answers and errors.
+"""The HTTP side of `dualtune serve`: the JSON of requests, answers and errors.
 
-Each connection has a thread, which only waits: for its request, then for the engine. A connection that has not sent a
-whole request in time is closed, so that slow clients do not keep others out.
+Each connection has a thread, which only waits: for its request, then for the engine.
 """
 
 from __future__ import annotations
@@ -9,76 +8,27 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from dualtune.serve.answers import Answers, Finish, PendingAnswer
+from dualtune.serve.limited import REQUEST_S, LimitedServer
 from dualtune.serve.requests import MAX_BODY, BadRequest, CompletionRequest, read_request
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
-REQUEST_S = 30.0  # for a whole request, and for an idle connection
-MAX_CONNECTIONS = 256
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 Told = Callable[[str], None]
 
 
-class CompletionServer(ThreadingHTTPServer):
+class CompletionServer(LimitedServer):
     """A server whose requests are answered by `answers`. `tell` gets a line for each request."""
 
-    daemon_threads = True
-    request_queue_size = 128
-
     def __init__(self, host: str, port: int, answers: Answers, *, key: str | None, tell: Told) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.answers, self.key, self.tell = answers, key, tell
-        self.is_local = host in LOOPBACK
-        self._reading: dict[socket.socket, float] = {}  # since when a connection has owed a request
-        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._lock = threading.Lock()
-        super().__init__((host, port), Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, unless there are too many."""
-        if not self._connections.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            self.shutdown_request(request)
-            return
-        self.owes(request)
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.owes_nothing(request)
-            self._connections.release()
-
-    def owes(self, connection: socket.socket) -> None:
-        """Note that a connection owes a request from now on."""
-        with self._lock:
-            self._reading[connection] = time.monotonic()
-
-    def owes_nothing(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._reading.pop(connection, None)
-
-    def service_actions(self) -> None:
-        """Close the connections that have owed a request for too long. Called twice a second."""
-        with self._lock:
-            late = [each for each, since in self._reading.items() if time.monotonic() - since > REQUEST_S]
-        for connection in late:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: a connection that breaks is no news."""
+        super().__init__(host, port, Handler)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -116,8 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _check_client(self) -> None:
         """Refuse pages of other sites that a browser on this machine shows, and clients without the key."""
-        host = (self.headers.get("Host") or "").rpartition(":")[0].strip("[]") or self.headers.get("Host")
-        if self.server.is_local and host not in LOOPBACK:
+        if not self.server.admits(self.headers.get("Host")):
             raise self._refusal(403, "Host: this server answers its own machine, as localhost")
         given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if self.server.key and not hmac.compare_digest(given.encode(), self.server.key.encode()):

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dualtune.backend import Backend
     from dualtune.config import Config
     from dualtune.hooks import Hook
     from dualtune.train.run import TrainResult
@@ -27,7 +28,20 @@ def train_on(
     from dualtune.train.run import run
 
     settings = config if isinstance(config, Config) else load_config(config)
-    return run(settings, open_backend(choose(platform)), hooks, resume=resume)
+    backend = open_backend(choose(platform))
+    return run(settings, backend, [*hooks, *_in_notebook(settings, backend)], resume=resume)
+
+
+def _in_notebook(settings: Config, backend: Backend) -> list[Hook]:
+    """Return what shows the run in a notebook, if this process is the kernel of one."""
+    from dualtune.view.notebook import NotebookView, notebook_display
+    from dualtune.view.run_view import RunView
+
+    display, every = notebook_display(), settings.run
+    if display is None or backend.world().rank > 0:
+        return []
+    view = RunView(every.eval_every, every.save_every, backend.memory, settings.memory.limit_bytes)
+    return [NotebookView(view, every.log_every, display)]
 
 
 class _Callable(ModuleType):

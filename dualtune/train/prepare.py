@@ -33,6 +33,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError, DataError
 from dualtune.evaluate.evaluation import layout_of
+from dualtune.evaluate.samples import check_samples
 from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
@@ -207,6 +208,7 @@ def _prepare(
     tokenizer = Tokenizer(model_dir, template_of(config, saved), config.data.special_tokens_in_text)
     train, eval_ = sources.train_and_eval(tokenizer, show)
     _check_targets(config, train, eval_)
+    check_samples(config.run.sample_prompts, tokenizer, position_table_size(read_config(model_dir)), len(eval_))
     probes = probe_documents(len(train), policy.num_probes, config.run.seed)
     order = Order(config, train.lengths, without(train.sources, probes), train.weights)
     config = with_tokens(config, order.tokens_per_step)

@@ -18,7 +18,7 @@ from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
-from dualtune.base_model import read_config
+from dualtune.base_model import position_table_size, read_config
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
@@ -26,20 +26,20 @@ from dualtune.data.preview.counts import counts
 from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
-from dualtune.evaluate.inference import load_adapter
+from dualtune.evaluate.inference import LoadedModel, load_adapter
 from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.samples import Samples, check_not_split
 from dualtune.evaluate.shortage import explained
 from dualtune.evaluate.weights import result_of, using, using_result
-from dualtune.hooks import Event, Hook, RunInfo, installed_hooks
+from dualtune.hooks import Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
-from dualtune.profiler.timeline import Timeline
 from dualtune.report.run_page import run_page
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
 from dualtune.train.model_dir import write_model
-from dualtune.train.moments import Moments
+from dualtune.train.moments import Moments, watchers_of
 from dualtune.train.packing import check_packing
 from dualtune.train.policies import MakePolicy
 from dualtune.train.prepare import Prepared, Resumed, prepare
@@ -49,10 +49,9 @@ from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, read_rows
 from dualtune.train.state.records import environment, start
 from dualtune.train.state.resume import Change, table
-from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, REPORT, TIMELINE, RunDir
+from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, REPORT, SAMPLES, RunDir
 from dualtune.train.state.together import open_together
 from dualtune.train.trainer import Job, fit
-from dualtune.watchers import Watchers
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +152,13 @@ def execute(
     run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)  # before the timeline is continued
     _write_records(run_dir, prepared, engine)
 
-    watchers, unusable_hooks = _watchers(prepared, run_dir, hooks)
+    watchers, unusable_hooks = watchers_of(prepared, run_dir, hooks)
     log = Metrics(run_dir.path / METRICS, prepared.backend, watchers, first_step)
     guards = Guards(config, lambda step: _sources(prepared, step), saved.state.get("guards") if saved else None)
     moments = Moments(watchers)
     recovery = recovery_of(prepared, engine, log)
     saver = Saver(run_dir, prepared, engine, guards, log, recovery, moments)
+    samples = _samples(prepared, engine, run_dir.path / SAMPLES, first_step)
     info = RunInfo(
         run_dir.path, prepared.backend.name, prepared.data.order.num_steps, first_step, len(prepared.data.train),
         len(prepared.data.eval), engine.description.as_json(), num_weights * bytes_per_weight(prepared.optimizer),
@@ -172,7 +172,8 @@ def execute(
             resume_smaller(restart, recovery, prepared, first_step, log)
         with Ahead(lambda step: prepared.batches(step, recovery.layout), prepared.data.order.num_steps) as batches:
             recovery.on_change = batches.drop
-            num_steps = fit(Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches), first_step)
+            job = Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches, samples)
+            num_steps = fit(job, first_step)
         saver.check_files(num_steps)
         with _in_result(prepared, engine, saver, log, num_steps):
             verdict = _verdict(log.history)
@@ -192,16 +193,14 @@ def execute(
     return _result(run_dir, config, num_steps, log.history)
 
 
-def _watchers(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> tuple[Watchers, list[str]]:
-    """Return what calls the hooks: the timeline of memory, the given hooks, the installed ones; and why some cannot be.
-
-    Of several processes, only the first one writes the timeline and loads the installed hooks.
-    """
-    if not prepared.team.is_first:
-        return Watchers(hooks), []
-    installed, problems = installed_hooks()
-    timeline = Timeline(run_dir.path / TIMELINE, prepared.backend.memory)
-    return Watchers([timeline, *hooks, *installed]), problems
+def _samples(prepared: Prepared, engine: Engine, path: Path, first_step: int) -> Samples | None:
+    """Return what answers run.sample_prompts, in the first process."""
+    if not (prompts := prepared.config.run.sample_prompts):
+        return None
+    check_not_split(engine)
+    positions = position_table_size(read_config(prepared.model.directory))
+    model = LoadedModel(engine, prepared.model.tokenizer, positions=positions)
+    return Samples(model, prepared.optimizer, prompts, path, first_step) if prepared.team.is_first else None
 
 
 def _has_ended(resumed: Resumed, result: Path) -> bool:
@@ -300,7 +299,7 @@ def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
     found |= {"processes": prepared.team.size, "memory": prepared.memory.as_json()}
     decode = prepared.model.tokenizer.decode_all
     found["data"] = counts(prepared.config, prepared.data.train, prepared.data.eval, decode)
-    found["fingerprints"] = prepared.fingerprints
+    found |= {"num_steps": prepared.data.order.num_steps, "fingerprints": prepared.fingerprints}
     run_dir.records = {CONFIG: to_yaml(prepared.config), ENVIRONMENT: json.dumps(found, indent=2) + "\n"}
     if (
         prepared.model.tokenizer.template is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dualtune import faults
 from dualtune.backend import Batch, Engine
@@ -12,10 +13,11 @@ from dualtune.distributed.team import PeerFailed
 from dualtune.errors import OutOfMemory, Preempted
 from dualtune.evaluate.evaluation import evaluate
 from dualtune.evaluate.recovery import Recovery
+from dualtune.evaluate.samples import Samples
 from dualtune.evaluate.weights import using_result
 from dualtune.hooks import Event, StepRecord
 from dualtune.train.health.guards import Guards
-from dualtune.train.moments import EVALUATION, Moments
+from dualtune.train.moments import EVALUATION, SAMPLES, Moments
 from dualtune.train.policies import restore_policy
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver
@@ -39,6 +41,7 @@ class Job:
     recovery: Recovery
     moments: Moments
     batches: Callable[[int], list[Batch]]  # the micro-batches of a step, counted from 0
+    samples: Samples | None = None  # in the first process, if any are wanted
 
 
 def fit(job: Job, first_step: int = 0) -> int:
@@ -166,6 +169,15 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         best = job.guards.state
         text = f"evaluations since the best one (loss {best.best_loss}, step {best.best_step}): {best.evals_since_best}"
         log.event(Event(step, "early_stop", text))
+    _sample(job, step)
+
+
+def _sample(job: Job, step: int) -> None:
+    """Let the first process answer the prompts of the config; the others wait for it, however long that takes."""
+    if job.prepared.config.run.sample_prompts:
+        job.moments.enter(step, SAMPLES)
+        samples, tell = job.samples, partial(job.watchers.tell, "on_sample")
+        job.prepared.team.first_alone(lambda: samples.take(step, tell, job.log.event) if samples else None)
 
 
 def _eval_due(job: Job, step: int) -> bool:

@@ -1,6 +1,7 @@
 """train → eval → generate → adapter inspect → adapter convert, as a user types them, and the numbers agree."""
 
 import json
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ from dualtune.adapter.formats.directory import read_adapter
 
 CPU = ("--platform", "cpu")
 NUMPY = ("--platform", "numpy")
+STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  ")  # before what a run says in a pipe
 
 
 def last_eval(run_dir) -> dict:
@@ -69,13 +71,14 @@ def test_train_says_what_it_does(dualtune_main, config_file, tmp_path):
     result = dualtune_main("train", config_file({"run.log_every": 2}), *NUMPY)
     assert (result.returncode, result.stderr) == (0, "")
     # "tokenized" comes where the cache does not have these rows from another test.
-    heads = [line.split()[0] for line in result.stdout.splitlines() if not line.startswith("tokenized")]
+    lines = [STAMP.sub("", line) for line in result.stdout.splitlines()]
+    heads = [line.split()[0] for line in lines if not line.startswith("tokenized")]
     assert heads == ["platform", "imported", "model", "adapter", "train", "eval", "steps", "memory", "loaded", "engine",
                      "checkpoints", "eval", "step", "step", "eval", "verdict", "saved",
                      "report", "adapter"]  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
-    shown = [line for line in result.stdout.splitlines() if line.startswith("step ")]
+    shown = [line for line in lines if line.startswith("step ")]
     assert f"2/4  loss {sum(losses[:2]) / 2:.4f} " in shown[0]
     assert f"4/4  loss {sum(losses[2:]) / 2:.4f} " in shown[1]
 
@@ -106,7 +109,7 @@ def test_the_same_command_again_continues_or_says_why_not(dualtune_main, config_
     assert "\nfinished    this run has already ended, after 4 steps: nothing to do\n" in finished.stdout
     longer = dualtune_main("train", config, "--set", "train.steps=6", *NUMPY)
     assert longer.returncode == 0, longer.stderr
-    assert "\nresumed     after step 4, from " in longer.stdout
+    assert "Z  resumed     after step 4, from " in longer.stdout
     assert last_eval(tmp_path / "runs" / "a")["step"] == 6
     changed = dualtune_main("train", config, "--set", "adapter.rank=3", *NUMPY)
     assert changed.returncode == 2

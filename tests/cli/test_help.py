@@ -45,7 +45,7 @@ def test_help_lists_every_command(dualtune_main):
     assert {
         "check-gpu", "check-env", "check-config", "check-data", "preview", "train", "bench", "validate", "eval",
         "generate", "plan", "runs", "profile", "memory", "checkpoints", "verify", "bundle", "push", "pull", "launch",
-        "adapter", "config", "hybrid", "selftest", "chat", "report", "serve", "data",
+        "adapter", "config", "hybrid", "selftest", "chat", "report", "serve", "data", "watch",
     } == COMMANDS.keys()  # fmt: skip
     assert all(f"\n  {name} " in result.stdout for name in COMMANDS)
     assert dualtune_main("-h").stdout == result.stdout
@@ -105,7 +105,8 @@ def test_the_console_script_is_installed():
 def test_train_without_arguments_explains_itself(dualtune_main):
     result = dualtune_main("train")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.splitlines()[-1] == "Error: Give a config file, or --model and --data, or --demo (one of them)."
+    error = "Error: Give a config file, or --model and --data, or --demo (one of them)."
+    assert result.stderr.splitlines()[-1] == error
     assert "Usage: dualtune train [OPTIONS] [CONFIG]" in result.stderr
     assert "dualtune train --help" in result.stderr
 

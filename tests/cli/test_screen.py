@@ -147,8 +147,10 @@ def test_a_pipe_gets_a_line_with_its_seconds_for_each_phase_and_whole_lines(dual
     result = dualtune_main("train", config_file({"run.log_every": 2}), *NUMPY)
     for done in ("imported    numpy", "tokenized   .*/train.jsonl", "loaded      the model", "saved       the adapter"):
         assert len(re.findall(rf"^{done} in \d+\.\d s$", result.stdout, re.M)) == 1, done
-    assert len(re.findall(r"^eval +\d  loss \d+\.\d{4} over \d+ target tokens in \d+\.\d s$", result.stdout, re.M)) == 2
-    steps = re.findall(r"^step .*$", result.stdout, re.M)
+    stamp = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ  "
+    said = rf"^{stamp}eval +\d  loss \d+\.\d{{4}} over \d+ target tokens in \d+\.\d s$"
+    assert len(re.findall(said, result.stdout, re.M)) == 2
+    steps = re.findall(rf"^{stamp}(step .*)$", result.stdout, re.M)
     assert [re.sub(r"\d[\d.,e+-]*", "0", line) for line in steps] == [
         "step        0/0  loss 0  lr 0  grad norm 0  0 tokens/s  peak 0 GiB  0 s left"
     ] * 2

@@ -118,7 +118,7 @@ def test_a_nan_loss_is_shown_as_nan(box, poisoned, log_every):
     hit = {step for step, loss in losses.items() if math.isnan(loss)}
     assert hit == {event["step"] for event in box.events("skipped_step")} and hit
     assert '"loss": NaN' in (box.dir / "metrics.jsonl").read_text()
-    shown = {int(step): loss for step, loss in re.findall(r"^step +(\d+)/9  loss (\S+)", said, re.M)}
+    shown = {int(step): loss for step, loss in re.findall(r"^\S+Z  step +(\d+)/9  loss (\S+)", said, re.M)}
     assert {s for s, loss in shown.items() if loss == "nan"} == {min(-(-s // log_every) * log_every, 9) for s in hit}
 
 

@@ -163,11 +163,11 @@ def test_a_second_interrupt_ends_at_once_and_damages_nothing(box, where, call, s
 def test_a_signal_from_another_process_stops_the_run(box):
     box.settings |= {"train.steps": 20_000, "run.save_every": None, "run.eval_every": None}
     with box.start(stdout=subprocess.PIPE, text=True) as process:
-        first = next(line for line in process.stdout if line.startswith("step "))
+        first = next(line for line in process.stdout if "Z  step " in line)
         os.kill(process.pid, signal.SIGTERM)
         _, complaint = process.communicate(timeout=1800)
     assert process.returncode == 75, complaint
-    assert first.split()[1] == "1/20000"
+    assert first.split()[2] == "1/20000"
     (saved,) = box.checkpoints
     assert f"saved in {box.dir / 'checkpoints' / saved}" in complaint
 

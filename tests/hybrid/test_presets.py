@@ -1,12 +1,14 @@
 """The documents' presets end to end: what hooks, the profiler and the live line see of their phases."""
 
 import csv
+import math
 
 import pytest
 
 from dualtune.cli.output.progress import Progress
 from dualtune.hooks import Hook, StepRecord, StepTaken
 from dualtune.hybrid.settings import PRESETS
+from dualtune.view.run_view import RunView
 
 
 class Phases(Hook):
@@ -45,6 +47,8 @@ def test_an_ordinary_run_has_no_phase_of_prediction(lab):
 
 
 class Shown:
+    is_live = False
+
     def __init__(self):
         self.fields = []
 
@@ -56,10 +60,10 @@ class Shown:
 
 def test_the_live_line_says_the_phase():
     shown = Shown()
-    hook = Progress(100, shown)
-    hook._num_steps = 9
+    hook = Progress(100, shown, RunView(None, None, num_steps=9))
     record = StepRecord(1, 0.1, 2.0, 1e-3, 1.0, 5, 6, 0.1, 60.0, 7, False)
     hook.on_step(record)
     hook.after_step(StepTaken(2, 6, 5, 1e-3, "correct"))
+    hook._drawn = -math.inf  # some time ago
     hook.on_step(record)
     assert ("correct",) not in shown.fields[0] and ("correct",) in shown.fields[1]

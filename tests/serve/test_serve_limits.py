@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from dualtune.serve import server as module
+from dualtune.serve import limited as module
 from dualtune.serve.answers import Answers
 from dualtune.serve.requests import MAX_BODY, BadRequest, read_request
 

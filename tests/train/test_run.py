@@ -123,7 +123,7 @@ def test_the_run_directory_holds_what_is_documented_and_nothing_else(lab, rows_o
          "dualtune.json")
     }  # fmt: skip
     beside = {"config.yaml", "environment.json", "chat_template.jinja", "metrics.jsonl", "memory.csv", "lock",
-              "report.html"}  # fmt: skip
+              "report.html", "log.txt"}  # fmt: skip
     assert files == beside | checkpoints | adapter
     assert load_config(result.run_dir / "config.yaml") == lab.config(
         train__steps=3, run__save_every=1, run__keep=2, data__eval=0.25, train__tokens_per_step=16384

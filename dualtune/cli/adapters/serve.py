@@ -56,7 +56,8 @@ def command(
     """
     from dualtune.errors import EnvironmentFault, Preempted
     from dualtune.serve.answers import Answers
-    from dualtune.serve.server import LOOPBACK, CompletionServer
+    from dualtune.serve.limited import LOOPBACK
+    from dualtune.serve.server import CompletionServer
 
     directories, key = named_directories(adapters), os.environ.get(KEY_VARIABLE)
     if host not in LOOPBACK and not key:

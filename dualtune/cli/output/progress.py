@@ -1,14 +1,23 @@
-"""What `dualtune train` shows: the phases of the run, and a line every `log_every` steps."""
+"""What `dualtune train` shows: the phases of the run, a line every `log_every` steps, and on a terminal its state."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
 
-from dualtune.cli.output.screen import Phases, phases, width
-from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord, StepTaken
-from dualtune.text.show import fitted, in_bytes, in_time
+from dualtune.cli.output.screen import REFRESH_HZ, Phases, phases, width
+from dualtune.hooks import EvalRecord, Event, PhaseChange, RunInfo, SampleRecord, StepRecord, StepTaken
+from dualtune.text.show import fitted
+from dualtune.view.lines import Fields, RunLines, stamped
+from dualtune.view.panel import panel
+from dualtune.view.run_view import SAMPLES, RunView
+
+if TYPE_CHECKING:
+    from dualtune.backend import Backend
+    from dualtune.config import Config
 
 
 @contextlib.contextmanager
@@ -33,72 +42,49 @@ def reading() -> Generator[Callable[[str, float], None]]:
 
 
 @contextlib.contextmanager
-def progress_hook(log_every: int) -> Generator[Progress]:
+def progress_hook(config: Config, backend: Backend) -> Generator[Progress]:
     """Yield a hook that shows a run, from the loading of the model to the saved adapter."""
     with phases() as shown:
-        hook = Progress(log_every, shown)
+        every = config.run.eval_every, config.run.save_every
+        hook = Progress(config.run.log_every, shown, RunView(*every, backend.memory, config.memory.limit_bytes))
         yield hook
         if hook.is_saving:  # False if the run ended before
             shown.finish("saved")
+        shown.panel = ()
 
 
-class Progress(Hook):
-    """Prints a line every `log_every` steps, with the mean loss since the last line; below them, the progress."""
+class Progress(RunLines):
+    """Says the lines of a run; on a terminal the live line and the state of the run stand below them."""
 
-    def __init__(self, log_every: int, shown: Phases) -> None:
+    def __init__(self, log_every: int, shown: Phases, view: RunView) -> None:
+        super().__init__(view, log_every, self._tell)
         self.is_saving = False
         self._result = "the adapter"
-        self._log_every = log_every
         self._shown = shown
-        self._since: list[StepRecord] = []
-        self._last: StepRecord | None = None
         self._phase: str | None = None  # of predictive training
-        self._num_steps = self._done = 0
-        self._seconds = self._began = 0.0
+        self._began, self._drawn = 0.0, -math.inf
 
     def begin_loading(self) -> None:
         self._shown.begin("loading", "the model")
 
     def on_start(self, info: RunInfo) -> None:
         self._shown.finish("loaded")
-        self._num_steps, self._began = info.num_steps, time.monotonic()
-        engine = info.engine
-        if engine["trainable_parameters"] == engine["num_parameters"]:
+        self._began = time.monotonic()
+        if info.engine["trainable_parameters"] == info.engine["num_parameters"]:
             self._result = "the model"
-        self._shown.tell(
-            f"engine      {info.backend} on {engine['device']}, {engine['dtype']} ({engine['dtype_reason']}), "
-            f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
-            f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
-        )
-        if engine["quantization"] != "none" and (weights := engine.get("adapted_weights")) and weights["parameters"]:
-            bytes_each = weights["bytes"] / weights["parameters"]
-            self._shown.tell(f"base        {bytes_each:.3f} bytes a weight in the adapted layers, with all scales")
-        if kernels := engine.get("kernels"):
-            self._shown.tell(f"kernels     {kernels}")
-        if engine.get("sharding") == "full":
-            self._shown.tell(f"sharding    the base is split among the processes: {engine['sharding_reason']}")
-        if (recomputed := engine.get("checkpointing", "none")) != "none":
-            self._shown.tell(f"memory      {recomputed} ({engine['checkpointing_reason']})")
-        if streaming := engine.get("streaming"):
-            self._shown.tell(
-                f"streaming   {streaming['resident_layers']} of {streaming['layers']} layers on the device "
-                f"({in_bytes(streaming['resident_bytes'])}), all on the host ({in_bytes(streaming['host_bytes'])})"
-            )
-        self._shown.tell(f"checkpoints {in_bytes(info.checkpoint_bytes)} each, in {info.run_dir / 'checkpoints'}")
+        super().on_start(info)
         self._show_training()
 
     def on_step(self, record: StepRecord) -> None:
-        self._since.append(record)
-        self._done += 1
-        self._seconds += record.step_s
-        self._last = record
-        is_last = record.step == self._num_steps
-        if record.step % self._log_every == 0 or is_last:
-            self._tell_steps(record)
-        if is_last:
+        super().on_step(record)
+        if record.step == self.view.num_steps:
             self._show_saving()
-        else:
+        elif self._is_due():
             self._show_training()
+
+    def step_line(self, fields: Fields) -> str:
+        """Return the line of some steps; on a terminal what fits, since the live line shows the time left."""
+        return fitted(fields, width()) if self._shown.is_live else super().step_line(fields)
 
     def after_step(self, step: StepTaken) -> None:
         self._phase = step.phase
@@ -107,52 +93,58 @@ class Progress(Hook):
         if not done:
             self._shown.begin("evaluating")
         self._shown.update(done, total)
+        if self._is_due():
+            self._draw()
 
     def on_eval(self, record: EvalRecord) -> None:
-        self._shown.tell(
-            f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens "
-            f"in {self._shown.seconds:.1f} s"
-        )
+        super().on_eval(record)
+        self._show_rest()
+
+    def on_sample(self, record: SampleRecord) -> None:
+        super().on_sample(record)
+        self._draw()
+
+    def on_phase_change(self, change: PhaseChange) -> None:
+        super().on_phase_change(change)
+        if change.phase == SAMPLES:
+            self._shown.begin("answering")
+        elif change.before == SAMPLES:
+            self._show_rest()
+
+    def on_event(self, event: Event) -> None:
+        super().on_event(event)
+        if event.event == "early_stop":
+            self._show_saving()
+
+    def _show_rest(self) -> None:
         if self.is_saving:
             self._show_saving()
         else:
             self._show_training()
 
-    def on_event(self, event: Event) -> None:
-        self._shown.tell(f"{event.event.replace('_', ' '):<11} {event.message}")
-        if event.event == "early_stop":
-            self._show_saving()
-
-    @property
-    def _left(self) -> float:
-        """Return the seconds of training left, by the mean of the steps so far."""
-        step = self._last.step if self._last else self._num_steps
-        return self._seconds / max(1, self._done) * (self._num_steps - step)
-
     def _show_training(self) -> None:
         self._shown.begin("training", since=self._began)
-        if record := self._last:
+        if record := self.view.last:
             phase = ((self._phase,),) if self._phase else ()
             numbers = (f"loss {record.loss:.4f}",), (f"{record.tokens_per_s:,.0f} tokens/s",), *phase
-            self._shown.update(record.step, self._num_steps, *numbers, seconds_left=self._left)
+            left = self.view.seconds_left
+            self._shown.update(record.step, self.view.num_steps, *numbers, seconds_left=left or 0.0)
+        self._draw()
 
     def _show_saving(self) -> None:
         self.is_saving = True
         self._shown.begin("saving", self._result)
+        self._draw()
 
-    def _tell_steps(self, record: StepRecord) -> None:
-        speed = sum(r.num_tokens for r in self._since) / sum(r.step_s for r in self._since)
-        loss = sum(r.loss for r in self._since) / len(self._since)
-        self._since.clear()
-        digits = len(str(self._num_steps))
-        fields = [
-            (f"step   {record.step:>6}/{self._num_steps}", f"step {record.step:>{digits}}/{self._num_steps}"),
-            (f"loss {loss:.4f}",),
-            (f"lr {record.lr:.2e}", f"lr {record.lr:.1e}"),
-            (f"grad norm {record.grad_norm:.2e}", f"grad {record.grad_norm:.1e}"),
-            (f"{speed:,.0f} tokens/s", f"{speed:,.0f} tok/s"),
-            (f"peak {record.peak_bytes / 2**30:.2f} GiB",),
-        ]
-        if self._shown.is_live:  # the live line shows the time left
-            return self._shown.tell(fitted(fields, width()))
-        return self._shown.tell("  ".join([*(forms[0] for forms in fields), f"{in_time(self._left)} left"]))
+    def _is_due(self) -> bool:
+        """Return whether the terminal has shown what was drawn last: a short step is not worth a drawing of its own."""
+        return time.monotonic() - self._drawn >= 1 / REFRESH_HZ
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        if self._shown.is_live:
+            self.view.measure()
+            self._shown.panel = tuple(panel(self.view, width(), self.view.clock()))
+
+    def _tell(self, line: str) -> None:
+        self._shown.tell(line if self._shown.is_live else stamped(line, self.view.clock()))

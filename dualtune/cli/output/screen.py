@@ -77,6 +77,7 @@ class Phases:
 
     def __init__(self, *, err: bool) -> None:
         self.now = Phase()
+        self.panel: tuple[str, ...] = ()  # lines above the live line; replaced, because another thread draws them
         self._err = err
         self._live = _live(self._draw, err=err) if is_live(sys.stderr if err else sys.stdout) else None
 
@@ -119,7 +120,7 @@ class Phases:
         from rich.text import Text
 
         text = self.now.line(time.monotonic(), width()) if self.now.doing else ""
-        return Text(text, no_wrap=True, overflow="crop")
+        return Text("\n".join([*self.panel, text]), no_wrap=True, overflow="crop")
 
     def __enter__(self) -> Phases:
         if self._live:
@@ -128,7 +129,7 @@ class Phases:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.now = Phase()
+        self.now, self.panel = Phase(), ()
         if self._live:
             self._live.stop()
 

@@ -104,7 +104,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None) -
     if backend.world().rank > 0:  # only the first process prints
         run(settings, backend, resume=resume)
         return
-    with reading() as show, progress_hook(settings.run.log_every) as hook:
+    with reading() as show, progress_hook(settings, backend) as hook:
         result = run(settings, backend, [hook], resume=resume, show=show, announce=announce, restart=restart)
     if result.was_finished:
         tell(f"finished    this run has already ended, after {result.num_steps} steps: nothing to do")

@@ -16,7 +16,17 @@ from dualtune.io.disk import remove_directory
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import best_of, find_runs
 from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock, read_note
-from dualtune.train.state.run_dir import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PREDICTIONS, REPORT, TIMELINE
+from dualtune.train.state.run_dir import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    LOG,
+    METRICS,
+    PREDICTIONS,
+    REPORT,
+    SAMPLES,
+    TIMELINE,
+)
 
 # What a failed run without a checkpoint may consist of.
 OF_A_FAILED_RUN = {
@@ -27,6 +37,8 @@ OF_A_FAILED_RUN = {
     TIMELINE,
     REPORT,
     PREDICTIONS,
+    SAMPLES,
+    LOG,
     LOCK_FILE,
     CLAIM_FILE,
     "chat_template.jinja",

@@ -210,7 +210,7 @@ def each_row(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         while line := file.readline(MAX_LINE):
-            if line.endswith("\n") and (row := _parse(line)) is not None:
+            if line.endswith("\n") and (row := row_of(line)) is not None:
                 yield row
 
 
@@ -221,10 +221,10 @@ def last_rows(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
-    return [row for line in lines if (row := _parse(line)) is not None]
+    return [row for line in lines if (row := row_of(line)) is not None]
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def row_of(line: str) -> dict[str, Any] | None:
     """Return the row of a line, or None if it is truncated or foreign."""
     try:
         found: Any = json.loads(line)

@@ -63,6 +63,7 @@ RULES: dict[str, Rule] = {
     "run.save_every": "free",
     "run.keep": "free",
     "run.report": "free",
+    "run.sample_prompts": "free",
 }
 
 

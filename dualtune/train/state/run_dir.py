@@ -7,6 +7,8 @@ metrics.jsonl       steps, evaluations, events
 memory.csv          the memory in use, by step and phase
 checkpoints/        step-00000100, …
 report.html         the page of `dualtune report`, written at the end
+log.txt             what the terminal shows of a run, each line with its time
+samples.jsonl       answers to run.sample_prompts, at each evaluation
 predictions.jsonl   answers to the held-out prompts, by `dualtune eval`
 adapter/            the result; with adapter.method: full it is in model/
 lock                the current or last process, and how it ended
@@ -36,6 +38,8 @@ METRICS = "metrics.jsonl"
 TIMELINE = "memory.csv"
 REPORT = "report.html"
 PREDICTIONS = "predictions.jsonl"
+SAMPLES = "samples.jsonl"
+LOG = "log.txt"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 CHECKPOINT_NOW = "checkpoint-now"

@@ -1,0 +1,150 @@
+"""What is said of a run, line by line: on the screen, in a pipe, and in log.txt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
+from dualtune.text.escape import one_line, visible
+from dualtune.text.show import in_bytes, in_time
+from dualtune.view.run_view import EVALUATION, RunView
+
+Fields = Sequence[tuple[str, ...]]  # the numbers of a line, each in several forms from long to short
+MAX_SAMPLE = 400  # characters of a prompt or an answer
+MAX_WAITING = 1 << 20  # characters that a full disk has refused
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+
+
+def stamped(text: str, when: float) -> str:
+    """Return text with the time (UTC, seconds since 1970) before each of its lines."""
+    time = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return "\n".join(f"{time}  {line}" for line in text.split("\n"))
+
+
+class RunLines(Hook):
+    """Says a line for each event, evaluation and sample, and every `log_every` steps one with their mean loss."""
+
+    def __init__(self, view: RunView, log_every: int, say: Callable[[str], None]) -> None:
+        self.view = view
+        self._log_every, self._say = log_every, say
+        self._since: list[StepRecord] = []
+
+    def on_start(self, info: RunInfo) -> None:
+        self.view.on_start(info)
+        for line in started(info):
+            self._say(line)
+
+    def on_step(self, record: StepRecord) -> None:
+        self.view.on_step(record)
+        self._since.append(record)
+        if record.step % self._log_every == 0 or record.step == self.view.num_steps:
+            self._say(self.step_line(step_fields(self._since, self.view)))
+            self._since.clear()
+
+    def step_line(self, fields: Fields) -> str:
+        """Return the line of some steps; a pipe and a file get every number, and the time left."""
+        left = self.view.seconds_left
+        return "  ".join([*(forms[0] for forms in fields), *([] if left is None else [f"{in_time(left)} left"])])
+
+    def on_eval(self, record: EvalRecord) -> None:
+        self.view.on_eval(record)
+        took = f" in {self.view.clock() - self.view.began:.1f} s" if self.view.phase == EVALUATION else ""
+        self._say(
+            f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens{took}"
+        )
+
+    def on_sample(self, record: SampleRecord) -> None:
+        self.view.on_sample(record)
+        prompt, answer = (one_line(text)[:MAX_SAMPLE] for text in (record.prompt, record.answer))
+        self._say(f"sample {record.step:>6}  {prompt} → {answer}")
+
+    def on_event(self, event: Event) -> None:
+        self.view.on_event(event)
+        self._say(f"{event.event.replace('_', ' '):<11} {event.message}")
+
+    def on_phase_change(self, change: PhaseChange) -> None:
+        self.view.on_phase_change(change)
+
+    def on_end(self) -> None:
+        self.view.on_end()
+
+
+class RunLog(RunLines):
+    """Writes what is said of a run to its log.txt, each line with its time. A resumed run continues the file.
+
+    What a full disk refuses is written later. A log that could not be written to the end is reported there.
+    """
+
+    def __init__(self, path: Path, view: RunView, log_every: int) -> None:
+        super().__init__(view, log_every, self._note)
+        self._path = path
+        self._file: int | None = None
+        self._waiting = ""
+
+    def on_start(self, info: RunInfo) -> None:
+        self._file = os.open(self._path, _FLAGS, 0o666)
+        super().on_start(info)
+
+    def on_end(self) -> None:
+        super().on_end()
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            if self._waiting:
+                os.write(file, self._waiting.encode())
+        finally:
+            os.close(file)
+
+    def _note(self, line: str) -> None:
+        self._waiting = (self._waiting + stamped(visible(line), self.view.clock()) + "\n")[-MAX_WAITING:]
+        if self._file is None:
+            return
+        try:
+            written = os.write(self._file, self._waiting.encode())
+        except OSError:
+            return
+        self._waiting = self._waiting.encode()[written:].decode(errors="replace")
+
+
+def step_fields(since: Sequence[StepRecord], view: RunView) -> Fields:
+    """Return the numbers of the last steps: the mean loss and speed, and the rest of the last one."""
+    record = since[-1]
+    speed = sum(r.num_tokens for r in since) / (sum(r.step_s for r in since) or 1.0)
+    loss, of = sum(r.loss for r in since) / len(since), view.num_steps
+    return [
+        (f"step   {record.step:>6}/{of}", f"step {record.step:>{len(str(of))}}/{of}"),
+        (f"loss {loss:.4f}",),
+        (f"lr {record.lr:.2e}", f"lr {record.lr:.1e}"),
+        (f"grad norm {record.grad_norm:.2e}", f"grad {record.grad_norm:.1e}"),
+        (f"{speed:,.0f} tokens/s", f"{speed:,.0f} tok/s"),
+        (f"peak {record.peak_bytes / 2**30:.2f} GiB",),
+    ]
+
+
+def started(info: RunInfo) -> list[str]:
+    """Return what is known before the first step."""
+    engine = info.engine
+    lines = [
+        f"engine      {info.backend} on {engine['device']}, {engine['dtype']} ({engine['dtype_reason']}), "
+        f"quantization {engine['quantization']} ({engine['quantization_reason']}), "
+        f"{engine['trainable_parameters']:,} of {engine['num_parameters']:,} parameters trained"
+    ]
+    if engine["quantization"] != "none" and (weights := engine.get("adapted_weights")) and weights["parameters"]:
+        bytes_each = weights["bytes"] / weights["parameters"]
+        lines.append(f"base        {bytes_each:.3f} bytes a weight in the adapted layers, with all scales")
+    if kernels := engine.get("kernels"):
+        lines.append(f"kernels     {kernels}")
+    if engine.get("sharding") == "full":
+        lines.append(f"sharding    the base is split among the processes: {engine['sharding_reason']}")
+    if (recomputed := engine.get("checkpointing", "none")) != "none":
+        lines.append(f"memory      {recomputed} ({engine['checkpointing_reason']})")
+    if streaming := engine.get("streaming"):
+        lines.append(
+            f"streaming   {streaming['resident_layers']} of {streaming['layers']} layers on the device "
+            f"({in_bytes(streaming['resident_bytes'])}), all on the host ({in_bytes(streaming['host_bytes'])})"
+        )
+    return [*lines, f"checkpoints {in_bytes(info.checkpoint_bytes)} each, in {info.run_dir / 'checkpoints'}"]

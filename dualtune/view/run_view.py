@@ -1,0 +1,158 @@
+"""The numbers of a run so far: what the live line, the log, a notebook and `dualtune watch` show.
+
+The run itself tells them as a hook; `dualtune watch` reads them from the files of the run directory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dualtune.backend import MemoryStats
+from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
+
+EVALUATION, SAMPLES, SAVE = BETWEEN_STEPS = ("evaluation", "samples", "save")
+MAX_POINTS = 256  # of the curve, at most twice as many
+
+
+@dataclass(slots=True)
+class Mean:
+    """The mean of the numbers so far; 0 before the first one."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+class Thinned:
+    """A curve in a bounded number of points, each the mean of equally many numbers."""
+
+    def __init__(self, most: int = MAX_POINTS) -> None:
+        self.every = 1  # numbers of a point
+        self._most = most
+        self._points: list[float] = []
+        self._next = Mean()
+
+    def add(self, value: float) -> None:
+        self._next.add(value)
+        if self._next.count == self.every:
+            self._points.append(self._next.value)
+            self._next = Mean()
+        if len(self._points) == 2 * self._most:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points, self.every = [(a + b) / 2 for a, b in pairs], 2 * self.every
+
+    def points(self) -> list[float]:
+        """Return the points; the last one may be the mean of fewer numbers."""
+        return [*self._points, *([self._next.value] if self._next.count else [])]
+
+
+@dataclass(slots=True)
+class RunView(Hook):
+    """What a run has done, what it is doing, and when it ends, if nothing stops it early.
+
+    `memory` is asked when the view is drawn, a few times a second. Nothing here waits for the device.
+    """
+
+    eval_every: int | None
+    save_every: int | None
+    memory: Callable[[], MemoryStats] | None = None
+    limit_bytes: int | None = None  # memory.limit, else the size of the device
+    clock: Callable[[], float] = time.time  # seconds since 1970
+
+    num_steps: int = 0  # 0: not known
+    first_step: int = 0
+    evaluates: bool = False
+    step: int = 0
+    last: StepRecord | None = None
+    losses: Thinned = field(default_factory=Thinned)
+    evals: list[tuple[int, float]] = field(default_factory=lambda: [])  # (step, loss), in order of time
+    best: EvalRecord | None = None  # of those after the first step
+    samples: list[SampleRecord] = field(default_factory=lambda: [])  # of the newest evaluation
+    saved: tuple[int, float] | None = None  # step and time of the newest checkpoint
+    used_bytes: int | None = None
+    phase: str = ""
+    began: float = 0.0  # of the phase
+    told: float = 0.0  # when the newest step was told
+    _step_s: Mean = field(default_factory=Mean)
+    _spent: dict[str, Mean] = field(default_factory=lambda: {phase: Mean() for phase in BETWEEN_STEPS})
+    _phase_step: int = 0
+    _save_failed: bool = False
+
+    def on_start(self, info: RunInfo) -> None:
+        self.num_steps, self.first_step = info.num_steps, info.first_step
+        self.step, self.evaluates = max(self.step, info.first_step), info.num_eval_documents > 0
+        self.told = self.clock()
+
+    def on_step(self, record: StepRecord) -> None:
+        self.step, self.last, self.told = record.step, record, self.clock()
+        self.losses.add(record.loss)
+        self._step_s.add(record.step_s)
+
+    def measure(self) -> None:
+        """Ask for the memory in use now."""
+        if self.memory is not None:
+            stats = self.memory()
+            self.used_bytes, self.limit_bytes = stats.used_bytes, self.limit_bytes or stats.total_bytes
+
+    def on_eval(self, record: EvalRecord) -> None:
+        self.evals.append((record.step, record.eval_loss))
+        is_better = self.best is None or record.eval_loss < self.best.eval_loss
+        if record.step > 0 and math.isfinite(record.eval_loss) and is_better:
+            self.best = record
+
+    def on_sample(self, record: SampleRecord) -> None:
+        self.samples = [*(sample for sample in self.samples if sample.step == record.step), record]
+
+    def on_event(self, event: Event) -> None:
+        self._save_failed |= event.event == "save_failed"
+
+    def on_phase_change(self, change: PhaseChange) -> None:
+        now = self.clock()
+        self.note_phase(self._phase_step, self.phase, now - self.began, now)
+        self._phase_step, self.phase, self.began = change.step, change.phase, now
+
+    def on_end(self) -> None:
+        self.on_phase_change(PhaseChange(self.step, "", self.phase))
+
+    def note_phase(self, step: int, phase: str, seconds: float, ended: float) -> None:
+        """Note how long a phase took. The phases of a step are not counted: its record has the seconds."""
+        if phase in self._spent and seconds >= 0:
+            self._spent[phase].add(seconds)
+        if phase == SAVE:
+            self.saved = self.saved if self._save_failed else (step, ended)
+            self._save_failed = False
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return the seconds of the steps, evaluations, samples and saves that are still to come; None if not known.
+
+        By the mean of each so far. What has not been measured yet counts nothing, and so do unscheduled saves.
+        """
+        if not self.num_steps or not self._step_s.count:
+            return None
+        evaluated = self.evals[-1][0] if self.evals else -1
+        saved = self.saved[0] if self.saved else -1
+        num_evals = self._still_due(self.eval_every, evaluated) if self.evaluates else 0
+        spent = {phase: mean.value for phase, mean in self._spent.items()}
+        return (
+            (self.num_steps - self.step) * self._step_s.value
+            + num_evals * (spent[EVALUATION] + spent[SAMPLES])
+            + self._still_due(self.save_every, saved) * spent[SAVE]
+        )
+
+    def _still_due(self, every: int | None, done: int) -> int:
+        """Return how often something is still due that was last done at a step, and is due at the end, too."""
+        before = max(done, self.step - 1)  # it may be due after the present step
+        if before >= self.num_steps:
+            return 0
+        return 1 + ((self.num_steps - 1) // every - before // every if every else 0)
