@@ -30,6 +30,7 @@ from dualtune.config.values import (
     Section,
     Share,
     Size,
+    TemplateName,
     refuse,
 )
 from dualtune.optimizer import OptimizerName
@@ -147,8 +148,8 @@ class DataConfig(Section):
     """The format of a row; auto detects it from the column names; preference is only checked, not trained on yet."""
     columns: Columns = {}  # noqa: RUF012  pydantic copies it
     """Columns that have other names in the file, such as {prompt: question}."""
-    template: Literal["auto", "none"] | Location = "auto"
-    """The chat template: the tokenizer's own, none at all, or a Jinja file."""
+    template: Literal["auto", "none"] | TemplateName | Location = "auto"
+    """The chat template: the tokenizer's own, none at all, that of a model family by name, or a Jinja file."""
     special_tokens_in_text: Literal["error", "text", "allow"] = "text"
     """What a control token such as <|im_end|> in a row's text means: a bad row, plain text, or the control token."""
     max_length: Annotated[int, Field(ge=2)] = 2048

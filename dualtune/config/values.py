@@ -40,6 +40,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})]
+TemplateName = Literal[
+    "chatml", "llama-3", "llama-3.1", "qwen-2.5", "qwen-3", "gemma-2", "gemma-3", "mistral-small", "phi-3"
+]  # fmt: skip
 Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
 ModuleNames = Annotated[

@@ -26,6 +26,7 @@ from dualtune.capabilities import check_capabilities
 from dualtune.config import Config
 from dualtune.data.batching.batches import Row, SequenceLayout, make_batch, micro_batches, share
 from dualtune.data.batching.order import Order, without
+from dualtune.data.chat.named import NAMES
 from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.held_out import probe_documents
 from dualtune.data.tokens.control_tokens import control_token_warning
@@ -279,7 +280,7 @@ def _check_activation_cache(config: Config, start: Adapter | None, model_dir: Pa
 def template_of(config: Config, saved: Checkpoint | None) -> str:
     """Return data.template; if it names a missing file, the copy stored with the checkpoint."""
     choice = config.data.template
-    if saved is None or choice in ("auto", "none") or Path(choice).expanduser().is_file():
+    if saved is None or choice in ("auto", "none", *NAMES) or Path(choice).expanduser().is_file():
         return choice
     copy = saved.path.parent.parent / TEMPLATE_FILE
     return str(copy) if copy.is_file() else choice

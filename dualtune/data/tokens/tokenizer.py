@@ -19,6 +19,7 @@ import numpy as np
 
 from dualtune.base_model import vocabulary_size
 from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.named import NAMES, named_template
 from dualtune.data.chat.template import ChatTemplate, Ranges
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
@@ -38,10 +39,10 @@ TOKENIZER_FILES = (
 class Tokenizer:
     """Encodes text with character offsets, decodes tokens, and renders chats.
 
-    `template` is "auto" (the model's template, if it has one), "none", or a path to a Jinja file. A chat contains only
-    the special tokens that its template writes: if the tokenizer adds BOS to plain text but the template writes none,
-    the chat has none, as in the model's original training. `special_tokens_in_text` sets what a control token in
-    content becomes: an error, text, or (allow) the control token.
+    `template` is "auto" (the model's template, if it has one), "none", a name in NAMES, or a path to a Jinja file. A
+    chat contains only the special tokens that its template writes: if the tokenizer adds BOS to plain text but the
+    template writes none, the chat has none, as in the model's original training. `special_tokens_in_text` sets what a
+    control token in content becomes: an error, text, or (allow) the control token.
     """
 
     def __init__(self, model_dir: Path, template: str = "auto", special_tokens_in_text: Policy = "text") -> None:
@@ -235,10 +236,13 @@ def _template(loaded: Loaded, choice: str) -> ChatTemplate | None:
                 "Save the right one to a file and name that file"
             )
         source = named if isinstance(named, str) else named["default"]
+    elif choice in NAMES:
+        source = named_template(choice)
     else:
         path = Path(choice).expanduser()
         if not path.is_file():
-            raise ConfigError(f"data.template: got '{choice}', allowed: auto, none, or an existing Jinja file")
+            names = ", ".join(NAMES)
+            raise ConfigError(f"data.template: got '{choice}', allowed: auto, none, {names}, or an existing Jinja file")
         try:
             source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
