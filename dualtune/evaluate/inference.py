@@ -19,6 +19,7 @@ from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import position_table_size, read_config, resolve_model
 from dualtune.data.chat.formats import Example
+from dualtune.data.chat.named import NAMES
 from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
@@ -90,7 +91,7 @@ def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
 def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
     """Return the template for the tokenizer; if a file is missing, the adapter's own template."""
     if adapter.template is not None:
-        is_here = choice == NONE or Path(choice).expanduser().is_file()
+        is_here = choice in (NONE, *NAMES) or Path(choice).expanduser().is_file()
         return choice if is_here else str(directory / TEMPLATE_FILE)
     return NONE if choice == "auto" and adapter.template_hash == NONE else choice
 

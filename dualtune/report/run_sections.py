@@ -197,6 +197,7 @@ def _next(run: RunFiles) -> list[tuple[str, str]]:
         again,
         ("check it on another machine", _command("verify", result, "--base", model)),
         ("merge it into its base", _command("adapter", "merge", result, f"{run.path}-merged", "--base", model)),
+        ("carry it to Ollama", _command("export", result, f"{run.path}-ollama", "--base", model, "--to", "ollama")),
         ("publish it", _command("push", "hf://OWNER/NAME", str(run.path), "--adapter")),
         more,
     ]

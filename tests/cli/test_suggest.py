@@ -17,7 +17,7 @@ from dualtune.cli.suggest import WORDS
         ("mrege", "dualtune adapter merge"),
         ("talk", "dualtune chat"),
         ("finetune", "dualtune train"),
-        ("export", "dualtune adapter convert"),
+        ("gguf", "dualtune export"),
         ("doctor", "dualtune check-env"),
         ("adapter mrege", "dualtune adapter merge"),
         ("bundle pak", "dualtune bundle pack"),

@@ -6,11 +6,13 @@ tests take a minute and run when they are asked for: `pytest -m interop`.
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
+
+from dualtune.config import Config
+from dualtune.export.llama_environment import LlamaCpp
+from dualtune.train.run import run
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = Path(os.environ.get("DUALTUNE_INTEROP", ROOT / ".venv-interop")).absolute()
@@ -36,40 +38,50 @@ def report(request):
     return lambda what, program, number: rows.append((what, program, f"{number:.1e}"))
 
 
-class LlamaCpp:
-    """llama.cpp's own converters to GGUF, and its model, each in a process of the other environment."""
+class Converted:
+    """llama.cpp by `dualtune export`'s own code, with the files that it writes in a directory of the tests."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, tools: LlamaCpp, directory: Path) -> None:
+        self.tools, self._directory = tools, directory
 
     def convert_model(self, model: Path) -> Path:
-        return self._convert("convert_hf_to_gguf.py", model)
-
-    def convert_adapter(self, adapter: Path, base: Path) -> Path:
-        return self._convert("convert_lora_to_gguf.py", adapter, "--base", base)
-
-    def logits(self, model: Path, prompts: list[list[int]], adapter: Path | None = None) -> list[np.ndarray]:
-        """float32 [T, V] of each prompt."""
-        out = self._directory / "logits.npz"
-        job = {"model": str(model), "adapter": adapter and str(adapter), "prompts": prompts, "out": str(out)}
-        self._run(Path(__file__).with_name("llama_logits.py"), json.dumps(job))
-        with np.load(out, allow_pickle=False) as arrays:
-            return [arrays[str(i)] for i in range(len(prompts))]
-
-    def _convert(self, script: str, source: Path, *options: object) -> Path:
-        out = self._directory / f"{source.parent.name}-{source.name}.gguf"
-        program = ENVIRONMENT / "source" / "vendor" / "llama.cpp" / script
-        self._run(program, source, "--outtype", "f32", "--outfile", out, *options)
+        out = self._directory / f"{model.parent.name}-{model.name}.gguf"
+        self.tools.convert(model, out, "f32")
         return out
 
-    def _run(self, *args: object) -> None:
-        command = [str(ENVIRONMENT / "bin" / "python"), *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
-        assert done.returncode == 0, done.stderr[-3000:]
+    def convert_adapter(self, adapter: Path, base: Path) -> Path:
+        out = self._directory / f"{adapter.parent.name}-{adapter.name}.gguf"
+        self.tools.convert_adapter(adapter, base, out)
+        return out
+
+
+@pytest.fixture(scope="session")
+def environment():
+    """The directory that scripts/interop_llama.sh has made."""
+    return ENVIRONMENT
 
 
 @pytest.fixture(scope="session")
 def llama_cpp(tmp_path_factory):
     if not (ENVIRONMENT / "bin" / "python").exists():
         pytest.fail(f"{ENVIRONMENT}: no such environment. Run: scripts/interop_llama.sh {ENVIRONMENT}")
-    return LlamaCpp(tmp_path_factory.mktemp("gguf"))
+    return Converted(LlamaCpp(ENVIRONMENT), tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.fixture(scope="session")
+def stories(shared, open_backend, tmp_path_factory):
+    """A model, the adapter of a short run on it, and 50 prompts that the run has not seen."""
+    place, model = tmp_path_factory.mktemp("stories"), shared("models/stories260k")
+    rows = [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}. The dog was happy."} for i in range(40)]
+    (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": {"name": str(model), "dtype": "float32"},
+        "adapter": {"rank": 8, "alpha": 16.0, "targets": "all-linear"},
+        "data": {"train": str(place / "train.jsonl"), "eval": 0, "max_length": 64},
+        "train": {"steps": 30, "documents_per_step": 8, "learning_rate": 3e-3, "warmup": 0},
+        "run": {"dir": str(place / "run"), "save_every": None, "eval_every": None},
+    }
+    adapter = run(Config.model_validate(config), open_backend("torch")).adapter_dir
+    names, deeds = ("Lily", "Tom", "The cat", "A dog", "Mia"), ("went to", "saw", "liked", "had", "found")
+    prompts = [f"{name} {deed} {what}" for name in names for deed in deeds for what in ("the", "a big")]
+    return model, adapter, prompts

@@ -95,7 +95,7 @@ def gap(found, expected):
 
 
 def by_llama_cpp(llama_cpp, model, prompts, adapter=None):
-    return [log_softmax(logits) for logits in llama_cpp.logits(model, prompts, adapter)]
+    return llama_cpp.tools.logprobs(model, prompts, adapter)
 
 
 def by_peft(model_dir, prompts, adapter=None):

@@ -122,61 +122,23 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     MODEL is refused: rounding its weights again would erase what the adapter adds. Merge into the plain model instead,
     and quantize the result.
     """
-    from dataclasses import replace
-
-    from dualtune.adapter.formats.chat_template import write_training_template
     from dualtune.adapter.formats.directory import read_adapter
     from dualtune.adapter.spec import modules_of
-    from dualtune.backend import LoadRequest
     from dualtune.base_model import resolve_model
     from dualtune.cli.options import backend_for
     from dualtune.cli.output.screen import phases
-    from dualtune.evaluate.inference import load_adapter
-    from dualtune.io.disk import write_whole
-    from dualtune.optimizer import OptimizerSpec
+    from dualtune.export.merge import check_free, load_to_merge, note_of_base, write_merged
 
-    _check_free(out)
+    check_free(out)
     with phases() as shown:
         shown.begin("reading", "the adapter")
         adapter, model_dir = read_adapter(directory), resolve_model(base)
-        dtype = _plain_dtype(model_dir)
         backend = backend_for(platform)
-        spec = replace(adapter.spec, dropout=0.0, targets=tuple(modules_of(adapter.tensors)))
-        request = LoadRequest(model_dir, dtype, "none", "pretrained", spec, OptimizerSpec(), seed=0)
         shown.begin("loading", "the model")
-        engine = backend.load(request)
-        load_adapter(engine, adapter, base)
+        engine = load_to_merge(adapter, model_dir, backend)
         shown.finish("loaded")
         shown.begin("writing", "the merged model")
-
-        def write(directory: Path) -> None:
-            engine.save_merged(directory)
-            shown.tell(f"template    {write_training_template(directory, adapter.template, adapter.metadata)}")
-
-        write_whole(out, write)
-    recorded: dict[str, object] = adapter.metadata.get("base") or {}
-    if (trained_on := recorded.get("loaded_as", "none")) != "none":
-        say(f"note: the adapter was trained on a base in {trained_on}, and is merged into the plain weights")
-    say(f"{out}: {base} with {len(spec.targets)} modules merged, in {engine.description.dtype}")
-
-
-def _check_free(out: Path) -> None:
-    from dualtune.errors import ConfigError
-
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: already exists and is not an empty directory. Choose another path or remove it.")
-
-
-def _plain_dtype(model_dir: Path) -> str:
-    """Return the stored precision of the model: the merged float32 weights are rounded to it once."""
-    from dualtune.base_model import read_config
-    from dualtune.errors import ConfigError
-
-    config = read_config(model_dir)
-    if "quantization" in config or "quantization_config" in config:
-        raise ConfigError(
-            f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "
-            "Give the plain model as --base, and quantize the result"
-        )
-    stored = config.get("dtype") or config.get("torch_dtype")
-    return stored if stored in ("float32", "bfloat16", "float16") else "auto"
+        write_merged(engine, adapter, out, shown.tell)
+    if note := note_of_base(adapter):
+        say(note)
+    say(f"{out}: {base} with {len(modules_of(adapter.tensors))} modules merged, in {engine.description.dtype}")

@@ -56,6 +56,7 @@ class Tokenizer:
         self._files = _hashes(model_dir)
         self._model_dir = model_dir
         self.vocabulary_size = vocabulary_size(model_dir)  # of the model, not the tokenizer
+        self.special_tokens = self._loaded.named  # role -> text, such as "bos_token": "<s>"
         self.template = _template(self._loaded, template)
         self.template_hash = self.template.hash if self.template else "none"
         self.bos_id = self._loaded.id_of("bos_token")
@@ -109,6 +110,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._loaded.decode(ids)
+
+    def stop_texts(self) -> list[str]:
+        """Return the texts of the tokens that end an answer."""
+        return sorted(text for id in self.stop_ids if (text := self._rust.id_to_token(id)))
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Decode ids to text, including special tokens."""

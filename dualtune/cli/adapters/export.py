@@ -1,0 +1,93 @@
+"""`dualtune export`: an adapter and its base for other programs, converted by their own tools and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dualtune import interrupt
+from dualtune.cli.options import backend_for, platform_option
+from dualtune.cli.output.terminal import say
+
+if TYPE_CHECKING:
+    from dualtune.export.export import Exported
+
+TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export, which has them too, is imported late
+
+
+@click.command("export")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
+@click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="For which program.")
+@click.option(
+    "--quantize", metavar="KIND",
+    help="gguf, ollama, lmstudio: f32, f16, bf16, or a kind of llama.cpp's such as q4_k_m, q8_0; mlx: affine4, "
+    "affine8, …  [default: gguf bf16; ollama, lmstudio q4_k_m; mlx none]",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
+    help="The precision of the merged weights; auto is that of MODEL's files.",
+)  # fmt: skip
+@click.option("--name", help="The name of the model in the names of files.  [default: that of OUT]")
+@click.option("--system", metavar="TEXT", help="ollama: the system message.")
+@click.option(
+    "--llama-cpp", type=click.Path(path_type=Path), envvar="DUALTUNE_LLAMA_CPP", show_envvar=True,
+    help="The environment with llama.cpp, made by scripts/interop_llama.sh.",
+)  # fmt: skip
+@click.option("--without-base", is_flag=True, help="Do not quantize the base too, to compare what that costs.")
+@platform_option
+@interrupt.handled(interrupt.TERMINATION)
+def command(
+    directory: Path, out: Path, base: str, target: str, quantize: str | None, dtype: str, name: str | None,
+    system: str | None, llama_cpp: Path | None, without_base: bool, platform: str,
+) -> None:  # fmt: skip
+    """Write MODEL with the adapter of DIRECTORY for another program to the new directory OUT.
+
+    The adapter is merged, and the merged model is refused if it is not the function of base and adapter. Then the
+    program's own tools convert and quantize it, the result computes fixed prompts, and a table shows what each step has
+    cost. OUT/export.json records it.
+    """
+    from dualtune.cli.output.screen import phases
+    from dualtune.errors import ConfigError
+    from dualtune.export.export import KINDS, Request, export
+    from dualtune.export.llama_environment import find_llama_cpp
+
+    kind = quantize or KINDS[target][0]
+    if kind not in KINDS[target]:
+        raise ConfigError(f"--quantize: got '{kind}', for {target} allowed: {', '.join(KINDS[target])}")
+    if system is not None and target != "ollama":
+        raise ConfigError("--system: is for --to ollama. Other programs take the system message in each conversation")
+    tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
+    request = Request(directory, base, out, target, kind, name or out.resolve().name, dtype, system, not without_base)
+    with phases() as shown:
+        backend = backend_for(platform)
+        shown.begin("merging", "the adapter")
+        found = export(request, backend, tools, shown.tell)
+    say(f"\n{_table(found, kind)}")
+    for note in found.notes:
+        say(note)
+    say(f"written     {out}: {', '.join(found.files)}")
+    if target == "ollama":
+        say(f"next        ollama create {request.name} -f {out / 'Modelfile'}")
+
+
+def _table(found: Exported, kind: str) -> str:
+    """Return the distances: what the adapter changes, and what each step does to that."""
+    from dualtune.text.show import in_columns
+
+    rows = [("", "mean KL, nats", "largest", "same first token")]
+    for what, distance in (
+        ("the adapter changes the base by", found.effect),
+        ("merged: from base and adapter", found.merge),
+        (f"written as {kind}: from base and adapter", found.result),
+        (f"the base as {kind}: from the base", found.base),
+    ):
+        if distance is not None:
+            rows.append((what, f"{distance.kl:.2e}", f"{distance.largest:.2e}", f"{distance.same_token:.0%}"))
+    lines = in_columns(rows)
+    if found.result is not None and found.result.kl > found.effect.kl:
+        lines += "\nnote: writing it so costs more than the adapter changes. Choose a finer --quantize"
+    return lines

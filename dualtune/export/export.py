@@ -1,0 +1,243 @@
+"""Exporting: the verified merge, its conversion for another program, and what each step has changed.
+
+The result is written whole or not at all, with `export.json`: what was made of what, by which tools, and the distances.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dualtune.adapter.formats.directory import read_adapter
+from dualtune.backend import Backend
+from dualtune.base_model import resolve_model
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.errors import ConfigError, EnvironmentFault
+from dualtune.evaluate.fingerprints import without_adapter
+from dualtune.evaluate.inference import load_model
+from dualtune.export.deviation import (
+    LOST,
+    Deviation,
+    Logprobs,
+    deviation,
+    logprobs,
+    lost_share,
+    prompts_of,
+)
+from dualtune.export.llama_environment import PLAIN, QUANTIZED, LlamaCpp
+from dualtune.export.merge import check_free, load_to_merge, note_of_base, write_merged
+from dualtune.export.ollama import family_of, modelfile
+from dualtune.io.disk import write_file, write_whole
+from dualtune.text.escape import one_line
+from dualtune.versions import VERSION
+
+RECORD = "export.json"
+MLX_BITS = {f"affine{bits}": bits for bits in (2, 3, 4, 6, 8)}
+# target -> the values of --quantize, the first of which is the default
+KINDS = {
+    "hf": ("none",),
+    "mlx": ("none", *MLX_BITS),
+    "gguf": ("bf16", *(kind for kind in PLAIN if kind != "bf16"), *QUANTIZED),
+    "ollama": ("q4_k_m", *PLAIN, *(kind for kind in QUANTIZED if kind != "q4_k_m")),
+    "lmstudio": ("q4_k_m", *PLAIN, *(kind for kind in QUANTIZED if kind != "q4_k_m")),
+}
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to export."""
+
+    adapter: Path
+    base: str
+    out: Path
+    target: str  # a key of KINDS
+    kind: str  # one of KINDS[target]
+    name: str  # of the model, in the names of files
+    dtype: str = "auto"  # of the merged weights; auto: as the base is stored
+    system: str | None = None  # ollama: the system message
+    compares_base: bool = True  # whether the base is quantized too, to compare what that costs
+
+
+@dataclass(slots=True)
+class Exported:
+    """What was written, and how far each step is from what it stands for."""
+
+    files: list[str]
+    effect: Deviation  # of base and adapter from the base: what the adapter changes
+    merge: Deviation  # of the merged model from base and adapter
+    result: Deviation | None = None  # of what was written from base and adapter, if it is not the merged model
+    base: Deviation | None = None  # of the base, quantized alike, from the base
+    notes: list[str] = field(default_factory=lambda: [])
+
+    @property
+    def lost(self) -> float:
+        """The merge's share of what the adapter changes that it loses."""
+        return lost_share(self.merge, self.effect)
+
+
+def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell: Tell) -> Exported:
+    """Write the export. ConfigError if the merge changes the function, with the number; then nothing is left."""
+    check_free(request.out)
+    base_dir, adapter = resolve_model(request.base), read_adapter(request.adapter)
+    found: list[Exported] = []
+
+    def write(directory: Path) -> None:
+        merged = directory / "merged" if request.target != "hf" else directory / "model"
+        tokenizer, prompts, expected, exported = _merge(request, base_dir, merged, backend, tell)
+        made = _Maker(request, backend, llama_cpp, tokenizer, prompts, tell)
+        if request.target == "hf":
+            for path in merged.iterdir():
+                path.rename(directory / path.name)
+            merged.rmdir()
+        else:
+            result = made.write(merged, directory)
+            exported.result = deviation(expected["adapter"], made.compute(result))
+            if made.quantizes and request.compares_base:
+                exported.base = made.cost_for_base(base_dir, directory, expected["base"])
+            shutil.rmtree(merged)
+        exported.notes += [note for note in (note_of_base(adapter), *made.notes) if note]
+        exported.files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+        write_file(directory / RECORD, json.dumps(_record(request, exported), indent=2) + "\n")
+        found.append(exported)
+
+    write_whole(request.out, write)
+    return found[0]
+
+
+def _merge(
+    request: Request, base_dir: Path, out: Path, backend: Backend, tell: Tell
+) -> tuple[Tokenizer, list[list[int]], dict[str, Logprobs], Exported]:
+    """Write the merged model, load it again, and compare it with base and adapter."""
+    adapter = read_adapter(request.adapter)
+    loaded = load_model(backend, str(base_dir), request.adapter, dtype="float32", quantization="none")
+    tokenizer, prompts = loaded.tokenizer, prompts_of(loaded.tokenizer)
+    expected: dict[str, Logprobs] = {"adapter": logprobs(loaded.engine, prompts)}
+    with without_adapter(loaded.engine):
+        expected["base"] = logprobs(loaded.engine, prompts)
+    del loaded
+    gc.collect()
+    engine = load_to_merge(adapter, base_dir, backend, request.dtype)
+    write_merged(engine, adapter, out, tell)
+    del engine
+    gc.collect()
+    merged = logprobs(load_model(backend, str(out), dtype="float32", quantization="none").engine, prompts)
+    gc.collect()
+    exported = Exported([], deviation(expected["base"], expected["adapter"]), deviation(expected["adapter"], merged))
+    if not exported.lost <= LOST:
+        raise ConfigError(
+            f"export: the merged model is not base and adapter: it differs by {exported.merge.kl:.2e} nats, "
+            f"{exported.lost:.0%} of what the adapter changes ({exported.effect.kl:.2e}), allowed: {LOST:.0%}. The "
+            "base's precision may be too coarse for so small a change: merge with --dtype float32"
+        )
+    tell(f"merge       verified: it loses {exported.lost:.2%} of what the adapter changes")
+    return tokenizer, prompts, expected, exported
+
+
+class _Maker:
+    """Converts a model directory for the target, and computes with the result."""
+
+    def __init__(
+        self, request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tokenizer: Tokenizer,
+        prompts: list[list[int]], tell: Tell,
+    ) -> None:  # fmt: skip
+        self._request, self._backend, self._llama_cpp = request, backend, llama_cpp
+        self._tokenizer, self._prompts, self._tell = tokenizer, prompts, tell
+        self.notes: list[str] = []
+
+    @property
+    def quantizes(self) -> bool:
+        return self._request.kind in (*QUANTIZED, *MLX_BITS)
+
+    def write(self, model: Path, out: Path) -> Path:
+        """Write what the target wants into the directory, and return what can be computed with."""
+        name, kind = self._request.name, self._request.kind
+        if self._request.target == "mlx":
+            result = self._convert(model, out / "mlx")
+            for path in result.iterdir():
+                path.rename(out / path.name)
+            result.rmdir()
+            return out
+        file = f"{name}-{kind.upper()}.gguf"
+        if self._request.target == "lmstudio":  # publisher/model/file, as in LM Studio's directory of models
+            (out / "dualtune" / name).mkdir(parents=True)
+            return self._convert(model, out / "dualtune" / name / file)
+        result = self._convert(model, out / file)
+        if self._request.target == "ollama":
+            family = family_of(self._tokenizer)
+            text = modelfile(file, family, self._tokenizer.stop_texts(), self._request.system)
+            write_file(out / "Modelfile", text)
+            if family is None:
+                self.notes.append(
+                    "note: the chat template is none of the named ones, so the Modelfile has none: Ollama takes "
+                    "the one that it recognizes in the GGUF, or writes prompts as they are. Add a TEMPLATE by hand"
+                )
+        return result
+
+    def compute(self, model: Path) -> Logprobs:
+        """Return the log-probabilities of a model that `write` or `_convert` has made."""
+        self._tell(f"computing   the prompts with the {'GGUF' if model.suffix == '.gguf' else 'model'} just written")
+        if model.suffix == ".gguf":
+            assert self._llama_cpp is not None
+            return self._llama_cpp.logprobs(model, self._prompts)
+        return logprobs(load_model(self._backend, str(model), dtype="float32").engine, self._prompts)
+
+    def cost_for_base(self, base: Path, scratch: Path, expected: Logprobs) -> Deviation:
+        """Return what the same quantization costs the base without the adapter."""
+        with _removed_after(scratch / ("base.gguf" if self._llama_cpp else "base")) as place:
+            return deviation(expected, self.compute(self._convert(base, place)))
+
+    def _convert(self, model: Path, out: Path) -> Path:
+        kind = self._request.kind
+        self._tell(f"writing     {out.name}")
+        if self._request.target == "mlx":
+            _convert_to_mlx(model, out, MLX_BITS.get(kind))
+            return out
+        assert self._llama_cpp is not None
+        if kind in PLAIN:
+            self._llama_cpp.convert(model, out, kind)
+            return out
+        with _removed_after(out.with_name(f"{out.stem}.plain.gguf")) as plain:
+            self._llama_cpp.convert(model, plain, "f32")
+            self._llama_cpp.quantize(plain, out, kind)
+        return out
+
+
+def _convert_to_mlx(model: Path, out: Path, bits: int | None) -> None:
+    """Write a model as mlx-lm's own converter does. EnvironmentFault if it fails or is not installed."""
+    command = [sys.executable, "-m", "mlx_lm", "convert", "--hf-path", str(model), "--mlx-path", str(out)]
+    command += [] if bits is None else ["-q", "--q-bits", str(bits), "--q-group-size", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0 or not (out / "config.json").is_file():
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "without a message")
+        raise EnvironmentFault(f"mlx_lm convert failed: {one_line(last)[:300]}. `pip install 'dualtune[mlx]'` has it")
+
+
+@contextmanager
+def _removed_after(path: Path) -> Generator[Path]:
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _record(request: Request, exported: Exported) -> dict[str, Any]:
+    return {
+        "dualtune": VERSION, "target": request.target, "quantization": request.kind, "base": request.base,
+        "adapter": str(request.adapter), "files": exported.files,
+        "divergence_nats": {
+            "adapter from base": asdict(exported.effect),
+            "merged from adapter": asdict(exported.merge),
+            "written from adapter": exported.result and asdict(exported.result),
+            "base, quantized alike, from base": exported.base and asdict(exported.base),
+        },
+        "lost_share_of_merge": exported.lost, "notes": exported.notes,
+    }  # fmt: skip

@@ -1,0 +1,65 @@
+"""What runs in llama.cpp's own environment: quantization, log-probabilities and greedy answers, by llama-cpp-python.
+
+python in_llama_cpp.py quantize '{"model": GGUF, "kind": "q4_k_m", "out": GGUF}'
+python in_llama_cpp.py logits '{"model": GGUF, "adapter": GGUF or null, "prompts": [[1, 2], …], "out": NPZ}'
+python in_llama_cpp.py greedy '{"model": GGUF, "prompts": [[1, 2], …], "num_tokens": 20}'
+
+`logits` writes float32 [T, V] of each prompt under its number; `greedy` prints the token ids as JSON. The file imports
+nothing of dualtune, which need not be there.
+"""
+
+# pyright: basic, reportMissingImports=false
+import json
+import sys
+
+import llama_cpp
+import numpy as np
+
+
+def main() -> None:
+    task, job = sys.argv[1], json.loads(sys.argv[2])
+    {"quantize": quantize, "logits": logits, "greedy": greedy}[task](job)
+
+
+def quantize(job: dict) -> None:
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{job['kind'].upper()}")
+    code = llama_cpp.llama_model_quantize(job["model"].encode(), job["out"].encode(), params)
+    if code != 0:
+        sys.exit(f"llama_model_quantize ended with {code}")
+
+
+def opened(job: dict) -> "llama_cpp.Llama":
+    """Load a model to compute in float32, the cache of keys and values included, which is float16 by default."""
+    longest = max(map(len, job["prompts"])) + job.get("num_tokens", 0)
+    return llama_cpp.Llama(
+        job["model"], lora_path=job.get("adapter"), logits_all=True, n_ctx=max(256, longest), n_gpu_layers=0,
+        n_threads=job.get("threads"), verbose=False, flash_attn=False, type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+    )  # fmt: skip
+
+
+def logits(job: dict) -> None:
+    llama, found = opened(job), {}
+    for i, prompt in enumerate(job["prompts"]):
+        llama.reset()
+        llama.eval(prompt)
+        found[str(i)] = llama.scores[: len(prompt)].copy()
+    np.savez(job["out"], **found)
+
+
+def greedy(job: dict) -> None:
+    llama, found = opened(job), []
+    for prompt in job["prompts"]:
+        llama.reset()
+        llama.eval(prompt)
+        answer = []
+        for _ in range(job["num_tokens"]):
+            answer.append(int(llama.scores[llama.n_tokens - 1].argmax()))
+            llama.eval(answer[-1:])
+        found.append(answer)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

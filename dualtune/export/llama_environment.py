@@ -1,0 +1,94 @@
+"""llama.cpp: its converter to GGUF, its quantizer and its arithmetic, in a Python environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualtune.errors import EnvironmentFault, FormatError
+from dualtune.text.escape import one_line
+
+VARIABLE = "DUALTUNE_LLAMA_CPP"
+# The kinds of llama.cpp's quantizer that are offered; f32, f16 and bf16 are written by the converter.
+QUANTIZED = ("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q4_0", "iq4_nl", "q3_k_m", "q2_k")
+PLAIN = ("f32", "f16", "bf16")
+_HOW = "To make one: scripts/interop_llama.sh DIR, then --llama-cpp DIR (or the variable DUALTUNE_LLAMA_CPP)"
+_MOST_LOGITS = 2 << 30  # bytes of an answer
+_SHOWN = 300  # characters of an error of llama.cpp's
+
+
+class LlamaCpp:
+    """llama.cpp in an environment that scripts/interop_llama.sh makes."""
+
+    def __init__(self, environment: Path) -> None:
+        """Raise EnvironmentFault if it is none."""
+        self._python = environment.absolute() / "bin" / "python"
+        self._converters = environment.absolute() / "source" / "vendor" / "llama.cpp"
+        for path in (self._python, self._converters / "convert_hf_to_gguf.py"):
+            if not path.exists():
+                raise EnvironmentFault(f"{environment}: is no environment with llama.cpp ({path} is missing). {_HOW}")
+
+    def convert(self, model: Path, out: Path, kind: str) -> None:
+        """Write a model directory as GGUF, in one of PLAIN."""
+        self._run(self._converters / "convert_hf_to_gguf.py", model, "--outtype", kind, "--outfile", out)
+
+    def convert_adapter(self, adapter: Path, base: Path, out: Path, kind: str = "f32") -> None:
+        script = self._converters / "convert_lora_to_gguf.py"
+        self._run(script, adapter, "--base", base, "--outtype", kind, "--outfile", out)
+
+    def quantize(self, model: Path, out: Path, kind: str) -> None:
+        """Write a GGUF in one of QUANTIZED."""
+        self._ask("quantize", {"model": str(model), "kind": kind, "out": str(out)})
+
+    def logprobs(self, model: Path, prompts: Sequence[Sequence[int]], adapter: Path | None = None) -> list[np.ndarray]:
+        """Return float64 [T, V] of each prompt (token ids), computed in float32. FormatError for a wrong answer."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "logits.npz"
+            adapter_path = None if adapter is None else str(adapter)
+            job = {"model": str(model), "adapter": adapter_path, "prompts": prompts, "out": str(out)}
+            self._ask("logits", job)
+            if not out.is_file() or out.stat().st_size > _MOST_LOGITS:
+                raise FormatError(f"llama.cpp: got no logits of at most {_MOST_LOGITS} bytes")
+            with np.load(out, allow_pickle=False) as arrays:
+                return [_log_softmax(arrays[str(i)], len(prompt)) for i, prompt in enumerate(prompts)]
+
+    def greedy(self, model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """Return the most probable continuation of each prompt, token by token."""
+        return json.loads(self._ask("greedy", {"model": str(model), "prompts": prompts, "num_tokens": num_tokens}))
+
+    def _ask(self, task: str, job: dict[str, Any]) -> str:
+        return self._run(Path(__file__).with_name("in_llama_cpp.py"), task, json.dumps(job))
+
+    def _run(self, program: Path, *args: object) -> str:
+        done = subprocess.run(
+            [self._python, program, *map(str, args)], capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode != 0:
+            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "without a message")
+            raise EnvironmentFault(f"llama.cpp: {program.name} ended with {done.returncode}: {one_line(last)[:_SHOWN]}")
+        return done.stdout
+
+
+def find_llama_cpp(given: Path | None) -> LlamaCpp:
+    """Return llama.cpp in the given directory, else in that of the variable. EnvironmentFault if there is none."""
+    place = given or os.environ.get(VARIABLE)
+    if not place:
+        raise EnvironmentFault(
+            f"GGUF is written by llama.cpp's own tools, and no environment with them is named. {_HOW}"
+        )
+    return LlamaCpp(Path(place).expanduser())
+
+
+def _log_softmax(logits_TV: np.ndarray, length: int) -> np.ndarray:
+    if logits_TV.ndim != 2 or len(logits_TV) != length:
+        raise FormatError(f"llama.cpp: got logits of the shape {logits_TV.shape} for {length} tokens")
+    shifted_TV = logits_TV.astype(np.float64)
+    shifted_TV -= shifted_TV.max(-1, keepdims=True)
+    return shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))

@@ -1,0 +1,66 @@
+"""The adapter of a directory added to the weights of its base: a model directory in the base's stored precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dualtune.adapter.formats.chat_template import write_training_template
+from dualtune.adapter.formats.directory import Adapter
+from dualtune.backend import Backend, Engine, LoadRequest
+from dualtune.base_model import read_config
+from dualtune.errors import ConfigError
+from dualtune.evaluate.inference import inference_spec, load_adapter
+from dualtune.io.disk import write_whole
+from dualtune.optimizer import OptimizerSpec
+
+
+def load_to_merge(adapter: Adapter, base: Path, backend: Backend, dtype: str = "auto") -> Engine:
+    """Load the base with the adapter, to merge them in `dtype`, or with "auto" in the base's stored precision.
+
+    ConfigError if the base is quantized, or if the adapter does not fit it.
+    """
+    stored = _plain_dtype(base)
+    spec = inference_spec(adapter)
+    engine = backend.load(
+        LoadRequest(base, stored if dtype == "auto" else dtype, "none", "pretrained", spec, OptimizerSpec(), seed=0)
+    )
+    load_adapter(engine, adapter, str(base))
+    return engine
+
+
+def write_merged(engine: Engine, adapter: Adapter, out: Path, tell: Callable[[str], None]) -> None:
+    """Write the merged model with the chat template of the training to a new directory, whole or not at all."""
+
+    def write(directory: Path) -> None:
+        engine.save_merged(directory)
+        tell(f"template    {write_training_template(directory, adapter.template, adapter.metadata)}")
+
+    write_whole(out, write)
+
+
+def note_of_base(adapter: Adapter) -> str | None:
+    """Return what to know where the adapter was trained on a quantized base and is merged into the plain one."""
+    recorded: dict[str, object] = adapter.metadata.get("base") or {}
+    trained_on = recorded.get("loaded_as", "none")
+    if trained_on == "none":
+        return None
+    return f"note: the adapter was trained on a base in {trained_on}, and is merged into the plain weights"
+
+
+def check_free(out: Path) -> None:
+    """Raise ConfigError unless `out` does not exist or is an empty directory."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: already exists and is not an empty directory. Choose another path or remove it.")
+
+
+def _plain_dtype(model_dir: Path) -> str:
+    """Return the stored precision of the model: the merged float32 weights are rounded to it once."""
+    config = read_config(model_dir)
+    if "quantization" in config or "quantization_config" in config:
+        raise ConfigError(
+            f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "
+            "Give the plain model as --base, and quantize the result"
+        )
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return stored if stored in ("float32", "bfloat16", "float16") else "auto"

@@ -1,0 +1,104 @@
+"""A Modelfile for Ollama: the file of weights, the chat template in Ollama's language, stop texts, a system message.
+
+Ollama cannot read Jinja. The template of the training is recognized by what it writes: if that is what a template by
+name writes (`data.template`), its twin below goes into the Modelfile, otherwise nothing does, and the caller says so. A
+model that was trained without a template gets prompts as they are. The language is Go's text/template, with the fields
+of https://github.com/ollama/ollama/blob/main/docs/template.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dualtune.data.chat.named import NAMES, named_template
+from dualtune.data.chat.template import ChatTemplate
+from dualtune.data.sources.rows import RowError
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.errors import ConfigError
+
+PLAIN = "none"  # trained without a template
+_SYSTEM = {"role": "system", "content": "Be brief."}
+_ASKS, _SAYS = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+_PROBES = ([_ASKS], [_ASKS, _SAYS, _ASKS], [_SYSTEM, _ASKS], [_SYSTEM, _ASKS, _SAYS, _ASKS])
+
+_CHATML = """{{ range .Messages }}<|im_start|>{{ .Role }}
+{{ .Content }}<|im_end|>
+{{ end }}<|im_start|>assistant
+"""
+_LLAMA_TURNS = """{{ .Role }}<|end_header_id|>
+
+{{ .Content }}<|eot_id|>"""
+_LLAMA_ANSWER = """<|start_header_id|>assistant<|end_header_id|>
+
+"""
+_GEMMA = """{{ $first := true }}{{ range .Messages }}{{ if eq .Role "user" }}<start_of_turn>user
+{{ if and $first $.System }}{{ $.System }}
+
+{{ end }}{{ $first = false }}{{ .Content }}<end_of_turn>
+{{ else if eq .Role "assistant" }}<start_of_turn>model
+{{ .Content }}<end_of_turn>
+{{ end }}{{ end }}<start_of_turn>model
+"""
+# Without the token at the beginning of a text, which llama.cpp adds.
+TEMPLATES = {
+    PLAIN: "{{ .Prompt }}",
+    "chatml": _CHATML,
+    "llama-3": "{{ range .Messages }}<|start_header_id|>" + _LLAMA_TURNS + "{{ end }}" + _LLAMA_ANSWER,
+    "llama-3.1": """<|start_header_id|>system<|end_header_id|>
+
+Cutting Knowledge Date: December 2023
+Today Date: 26 Jul 2024
+
+{{ .System }}<|eot_id|>{{ range .Messages }}{{ if ne .Role "system" }}<|start_header_id|>"""
+    + _LLAMA_TURNS + "{{ end }}{{ end }}" + _LLAMA_ANSWER,
+    "qwen-2.5": """{{ if not .System }}<|im_start|>system
+You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
+{{ end }}""" + _CHATML,
+    "qwen-3": _CHATML,
+    "gemma-2": _GEMMA,
+    "gemma-3": _GEMMA,
+    "mistral-small": """{{ if .System }}[SYSTEM_PROMPT]{{ .System }}[/SYSTEM_PROMPT]{{ end }}{{ range .Messages }}"""
+    """{{ if eq .Role "user" }}[INST]{{ .Content }}[/INST]{{ else if eq .Role "assistant" }}{{ .Content }}</s>"""
+    """{{ end }}{{ end }}""",
+    "phi-3": """{{ range .Messages }}<|{{ .Role }}|>
+{{ .Content }}<|end|>
+{{ end }}<|assistant|>
+""",
+}  # fmt: skip
+
+
+def family_of(tokenizer: Tokenizer) -> str | None:
+    """Return the key of TEMPLATES that writes what the tokenizer's template writes before an answer, or None."""
+    template = tokenizer.template
+    if template is None:
+        return PLAIN
+    written = [_written(template, probe) for probe in _PROBES]
+    for name in NAMES:
+        named = ChatTemplate(named_template(name), tokenizer.special_tokens)
+        if written == [_written(named, probe) for probe in _PROBES]:
+            return name
+    return None
+
+
+def modelfile(weights: str, family: str | None, stops: Iterable[str], system: str | None) -> str:
+    """Return the text of a Modelfile. `weights` is a path relative to it. ConfigError if a text cannot be quoted."""
+    lines = [f"FROM ./{weights}"]
+    if family is not None:
+        lines.append(f"TEMPLATE {_quoted(TEMPLATES[family])}")
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop]
+    if system is not None:
+        lines.append(f"SYSTEM {_quoted(system)}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    if '"""' in text or text.endswith('"'):
+        raise ConfigError('--system: got a text with """ or a " at its end, which a Modelfile cannot hold')
+    return f'"""{text}"""'
+
+
+def _written(template: ChatTemplate, messages: list[dict[str, str]]) -> str | None:
+    try:
+        return template.render(messages, add_generation_prompt=True)
+    except RowError:
+        return None

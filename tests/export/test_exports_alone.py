@@ -1,0 +1,179 @@
+"""`dualtune export` without llama.cpp: the merge that is verified, MLX's converter, Modelfiles, and what goes wrong."""
+
+import json
+import math
+import stat
+import sys
+
+import numpy as np
+import pytest
+
+from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.data.chat.named import NAMES
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.errors import ConfigError, EnvironmentFault, FormatError
+from dualtune.export import export as module
+from dualtune.export.deviation import LOST, deviation, lost_share
+from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
+from dualtune.export.ollama import TEMPLATES, family_of, modelfile
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """An adapter of `tiny_llama` that changes much."""
+    rng, shapes = np.random.default_rng(0), {"model.layers.0.self_attn.q_proj": (32, 32)}
+    tensors = {n: rng.normal(0, 0.5, t.shape).astype(np.float32) for n, t in init_adapter(shapes, 2, 0).items()}
+    write_adapter(tmp_path / "tuned", Adapter(AdapterSpec(2, 40.0, 0.0, (*shapes,)), tensors))
+    return tmp_path / "tuned"
+
+
+@pytest.fixture
+def export(dualtune_main, adapter, tiny_llama, tmp_path, open_backend):
+    open_backend("torch")
+
+    def run(*options, out=tmp_path / "out"):
+        return dualtune_main("export", adapter, out, "--base", tiny_llama, "--platform", "cpu", *options)
+
+    return run
+
+
+def logs(*rows):
+    return [np.log(np.array(rows))]
+
+
+# --- distances -------------------------------------------------------------------------------------------------------
+
+
+def test_a_deviation_is_the_divergence_of_each_position():
+    found = deviation(logs([0.5, 0.5], [0.9, 0.1]), logs([0.5, 0.5], [0.1, 0.9]))
+    largest = 0.8 * math.log(9)
+    assert (found.kl, found.largest, found.same_token) == pytest.approx((largest / 2, largest, 0.5))
+
+
+def test_other_tokens_at_the_end_of_a_vocabulary_are_left_out_and_nan_is_infinite():
+    assert deviation(logs([0.5, 0.5]), [np.log([[0.5, 0.5, 0.1]])]).kl == pytest.approx(0)
+    assert deviation(logs([0.5, 0.5]), [np.full((1, 2), np.nan)]).kl == math.inf
+
+
+def test_the_lost_share_of_an_adapter_without_effect_is_judged_by_noise():
+    none, some = deviation(logs([0.5, 0.5]), logs([0.5, 0.5])), deviation(logs([0.5, 0.5]), logs([0.6, 0.4]))
+    assert lost_share(none, none) == 0 and lost_share(some, none) > 1
+    assert lost_share(some, some) == pytest.approx(1)
+
+
+# --- a Hugging Face directory, and MLX -------------------------------------------------------------------------------
+
+
+def test_the_merged_model_is_written_with_its_distances(export, tmp_path):
+    done = export("--to", "hf")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out/export.json").read_text())
+    distances = record["divergence_nats"]
+    assert distances["merged from adapter"]["kl"] < 1e-6 < 0.01 < distances["adapter from base"]["kl"]
+    assert (tmp_path / "out/model.safetensors").is_file() and "model.safetensors" in record["files"]
+    assert f"{distances['adapter from base']['kl']:.2e}" in done.stdout
+    again = export("--to", "hf")
+    assert again.returncode == 2 and "already exists" in again.stderr
+
+
+def test_a_merge_that_changes_the_function_is_refused_with_the_number(export, tmp_path, monkeypatch):
+    write = module.write_merged
+
+    def wrong(engine, *rest):
+        engine.load_adapter_state({name: 0.7 * x for name, x in engine.adapter_state().items()})
+        write(engine, *rest)
+
+    monkeypatch.setattr(module, "write_merged", wrong)
+    done = export("--to", "hf")
+
+    assert done.returncode == 2 and "the merged model is not base and adapter: it differs by " in done.stderr
+    share = int(done.stderr.partition("% of what the adapter changes")[0].rpartition(" ")[2])
+    assert share > 100 * LOST and not [*tmp_path.glob("*out*")]
+
+
+def test_mlx_lms_own_converter_writes_and_quantizes(export, open_backend, tmp_path):
+    open_backend("mlx")
+    done = export("--to", "mlx", "--quantize", "affine8", "--without-base")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization"]["bits"] == 8
+    distances = json.loads((tmp_path / "out/export.json").read_text())["divergence_nats"]
+    assert 0 < distances["written from adapter"]["kl"] < 0.1 * distances["adapter from base"]["kl"]
+
+
+# --- what is asked, and what the tools answer ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--to", "hf", "--quantize", "nf4"), "--quantize: got 'nf4', for hf allowed: none"),
+        (("--to", "gguf", "--quantize", "affine4"), "for gguf allowed: bf16, f32, f16, q8_0"),
+        (("--to", "hf", "--system", "Hi"), "--system: is for --to ollama"),
+    ],
+)
+def test_what_does_not_go_together_is_said_before_anything_is_loaded(export, options, message):
+    done = export(*options)
+    assert done.returncode == 2 and message in done.stderr and "imported" not in done.stdout
+
+
+def test_without_llama_cpp_the_error_says_how_to_get_it(export, tmp_path, monkeypatch):
+    monkeypatch.delenv("DUALTUNE_LLAMA_CPP", raising=False)
+    done = export("--to", "gguf")
+    assert done.returncode == 4 and "scripts/interop_llama.sh DIR" in done.stderr
+    with pytest.raises(EnvironmentFault, match=r"is no environment with llama\.cpp"):
+        find_llama_cpp(tmp_path)
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """An environment whose programs do what a test says."""
+    (tmp_path / "env/bin").mkdir(parents=True)
+    (tmp_path / "env/source/vendor/llama.cpp").mkdir(parents=True)
+    (tmp_path / "env/source/vendor/llama.cpp/convert_hf_to_gguf.py").touch()
+
+    def make(code):
+        python = tmp_path / "env/bin/python"
+        python.write_text(f"#!{sys.executable}\nimport json, sys\n{code}\n")
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
+        return LlamaCpp(tmp_path / "env")
+
+    return make
+
+
+def test_a_converter_that_fails_is_one_line_and_leaves_nothing(export, stub, tmp_path):
+    stub("print('first', file=sys.stderr); sys.exit('no such\\x1b[31m architecture' + 'x' * 10_000)")
+    done = export("--to", "gguf", "--llama-cpp", tmp_path / "env")
+    assert done.returncode == 4 and "convert_hf_to_gguf.py ended with 1: no such" in done.stderr
+    assert "\x1b" not in done.stderr and len(done.stderr) < 500 and "first" not in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"env", "tuned"}
+
+
+@pytest.mark.parametrize("code", ["", "import numpy; numpy.savez(json.loads(sys.argv[3])['out'], **{'0': [1.0, 2.0]})"])
+def test_an_answer_that_is_none_is_refused(stub, tmp_path, code):
+    with pytest.raises(FormatError, match=r"llama\.cpp: got "):
+        stub(code).logprobs(tmp_path / "m.gguf", [[1, 2]])
+
+
+# --- Ollama ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_is_recognized_by_what_it_writes(tiny_llama, name):
+    found = family_of(Tokenizer(tiny_llama, name))
+    assert TEMPLATES[found] == TEMPLATES[name] and (found == name or {found, name} == {"chatml", "qwen-3"})
+
+
+def test_a_model_without_a_template_gets_the_prompt_and_an_unknown_one_nothing(tiny_llama, tmp_path):
+    assert family_of(Tokenizer(tiny_llama, "none")) == "none"
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert family_of(Tokenizer(tiny_llama, str(tmp_path / "t.jinja"))) is None
+
+
+def test_a_modelfile_names_the_weights_the_template_and_where_to_stop():
+    found = modelfile("m.gguf", "chatml", ["<|im_end|>", "</s>"], "Be\nbrief.")
+    assert found.startswith('FROM ./m.gguf\nTEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}\n')
+    assert found.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\nSYSTEM """Be\nbrief."""\n')
+    assert "TEMPLATE" not in modelfile("m.gguf", None, [], None)
+    with pytest.raises(ConfigError, match="which a Modelfile cannot hold"):
+        modelfile("m.gguf", None, [], 'say """')

@@ -1,0 +1,80 @@
+"""`dualtune export`: llama.cpp answers as dualtune does, and Go writes Ollama's templates as ours write chats."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dualtune.data.chat.named import NAMES, named_template
+from dualtune.data.chat.template import ChatTemplate
+from dualtune.evaluate.inference import chooser, load_model
+from dualtune.export.ollama import TEMPLATES
+
+pytestmark = pytest.mark.interop
+SPECIAL = {"bos_token": "", "eos_token": "</s>"}  # llama.cpp adds the token at the beginning
+SYSTEM = {"role": "system", "content": "Be {{ brief }}."}
+ASKS, SAYS = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4\nor so"}
+CHATS = ([ASKS], [ASKS, SAYS, ASKS], [SYSTEM, ASKS], [SYSTEM, ASKS, SAYS, ASKS])
+
+
+def exported(dualtune_main, environment, stories, out, *options):
+    model, adapter, _ = stories
+    words = ("export", adapter, out, "--base", model, "--platform", "cpu", "--llama-cpp", environment, *options)
+    done = dualtune_main(*words)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "export.json").read_text())["divergence_nats"]
+
+
+def test_50_greedy_answers_through_llama_cpp_are_ours(
+    llama_cpp, environment, stories, open_backend, dualtune_main, tmp_path
+):
+    model, adapter, texts = stories
+    found = exported(dualtune_main, environment, stories, tmp_path / "out", "--to", "gguf", "--quantize", "f32")
+    assert found["written from adapter"]["kl"] < 1e-6 < 0.1 < found["adapter from base"]["kl"]
+    ours = load_model(open_backend("torch"), str(model), adapter, dtype="float32")
+    prompts = [ours.tokenizer.encode(text, special=True) for text in texts]
+    expected = [list(ours.engine.generate(ids, choose=chooser(24, frozenset()))) for ids in prompts]
+    gguf = tmp_path / "out" / "out-F32.gguf"
+    assert llama_cpp.tools.greedy(gguf, [ids.tolist() for ids in prompts], 24) == expected
+    assert len({tuple(answer) for answer in expected}) > 25
+
+
+# Of the format alone, on this model: the bound is twice what the base loses by it.
+@pytest.mark.parametrize(("kind", "most"), [("q8_0", 0.01), ("q4_k_m", 1.0), ("f16", 1e-4), ("bf16", 1e-2)])
+def test_a_quantized_file_is_within_the_bound_of_its_format(
+    environment, stories, dualtune_main, tmp_path, kind, most, llama_cpp
+):
+    found = exported(dualtune_main, environment, stories, tmp_path / "out", "--to", "gguf", "--quantize", kind)
+    written, base = found["written from adapter"]["kl"], found["base, quantized alike, from base"]
+    assert 0 < written < most
+    if base is not None:
+        assert written < 2 * base["kl"] and base["same_token"] > 0.5
+
+
+def test_the_layouts_of_ollama_and_lm_studio(environment, stories, dualtune_main, tmp_path, llama_cpp):
+    exported(dualtune_main, environment, stories, tmp_path / "o", "--to", "ollama", "--name", "tuned", "--without-base")
+    assert (tmp_path / "o/Modelfile").read_text().startswith('FROM ./tuned-Q4_K_M.gguf\nTEMPLATE """{{ .Prompt }}"""\n')
+    options = ("--to", "lmstudio", "--quantize", "q8_0", "--without-base")
+    exported(dualtune_main, environment, stories, tmp_path / "l", *options)
+    assert (tmp_path / "l/dualtune/l/l-Q8_0.gguf").is_file()
+
+
+def test_go_writes_each_template_of_ollama_as_ours_write_it(environment, llama_cpp):
+    jobs, expected = [], []
+    for name in NAMES:
+        ours = ChatTemplate(named_template(name), SPECIAL)
+        for chat in CHATS:
+            if name == "gemma-2" and SYSTEM in chat:  # refused by ours; Ollama writes it as Gemma 3 does
+                continue
+            messages = [{"Role": message["role"], "Content": message["content"]} for message in chat]
+            system = SYSTEM["content"] if SYSTEM in chat else ""
+            jobs.append({"Template": TEMPLATES[name], "System": system, "Messages": messages})
+            expected.append(ours.render(chat, add_generation_prompt=True))
+    command = [environment / "bin" / "go", "run", Path(__file__).with_name("render.go")]
+    env = os.environ | {"GOCACHE": str(environment / "go-cache"), "GOFLAGS": "-mod=mod"}
+    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    for job, found, wanted in zip(jobs, json.loads(done.stdout), expected, strict=True):
+        assert found == wanted, job["Template"]
