@@ -1,0 +1,96 @@
+"""The built site: it builds without a warning, asks no other host for anything, and its search works in a browser."""
+
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+RESOURCE = re.compile(r'<(?:script|img|iframe|source)[^>]*\bsrc="([^"]*)"|<link[^>]*\bhref="([^"]*)"')
+# The page around the site: it types into the search, and says what the site has shown and loaded.
+AROUND = """<!doctype html><title>-</title><iframe src="index.html" width="1200" height="900"></iframe><script>
+const until = async (what, tries = 200) => {
+  for (let found; tries--; await new Promise(done => setTimeout(done, 50))) if (found = what()) return found;
+};
+onload = async () => {
+  const { contentDocument: page, contentWindow: frame } = document.querySelector("iframe");
+  const style = frame.getComputedStyle(page.body);
+  page.querySelector(".md-search__button").click();
+  const deep = (root, name) => [...root.querySelectorAll("*")].flatMap(
+    each => [...(each.matches(name) ? [each] : []), ...(each.shadowRoot ? deep(each.shadowRoot, name) : [])]);
+  const input = await until(() => deep(page, "input[type=text], input[type=search], input:not([type])")[0]);
+  input.value = "schedule_free";
+  input.dispatchEvent(new frame.Event("input", { bubbles: true }));
+  const hits = await until(() => {
+    const links = deep(page, "a[href]").map(each => each.href).filter(each => each.includes("h=schedule"));
+    return links.length && links;
+  });
+  const loaded = frame.performance.getEntriesByType("resource").map(each => each.name);
+  document.title = JSON.stringify({ hits, loaded, background: style.backgroundColor, title: page.title });
+};
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("zensical")
+    home = tmp_path_factory.mktemp("docs") / "built"
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "site", home], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home / "site"
+
+
+def test_every_page_is_built(site):
+    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    built = {path.relative_to(site) for path in site.rglob("*.html")}
+    assert pages - {Path("decisions/README.html")} <= built and Path("decisions/index.html") in built
+    config = (site / "reference" / "config.html").read_text(encoding="utf-8")
+    assert (
+        'id="trainlearning_rate"' in config
+        and "dualtune adapter merge" in (site / "reference" / "commands.html").read_text()
+    )
+    assert "class StepRecord" in re.sub("<[^>]*>", "", (site / "reference" / "python.html").read_text(encoding="utf-8"))
+
+
+def test_a_page_loads_nothing_from_elsewhere(site):
+    found = {
+        "".join(match) for path in site.rglob("*.html") for match in RESOURCE.findall(path.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 10 and not [each for each in found if re.match(r"\w*:?//", each)]
+    styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))
+    assert styles and not re.search(r"url\(['\"]?(https?:)?//|@import", styles)
+
+
+def test_a_broken_link_ends_the_build(site, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# A\n\n[b](no-such-page.md)\n", encoding="utf-8")
+    (tmp_path / "zensical.toml").write_text('[project]\nsite_name = "a"\n', encoding="utf-8")
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode != 0
+
+
+def test_the_search_works_without_the_internet(site, chromium, tmp_path):
+    (site / "around.html").write_text(AROUND, encoding="utf-8")
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=site)
+    handler.log_message = lambda *_: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        command = [
+            chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
+            "--blink-settings=preferredColorScheme=0", "--virtual-time-budget=30000", "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path}", f"{home}around.html",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=300, check=True)
+        server.shutdown()
+    shown = json.loads(re.search(r"<title>(.*?)</title>", done.stdout, re.S)[1].replace("&amp;", "&"))
+    assert any("averaging" in hit or "config" in hit for hit in shown["hits"])
+    assert shown["loaded"] and all(each.startswith((home, "data:", "blob:")) for each in shown["loaded"])
+    assert max(map(int, re.findall(r"\d+", shown["background"])[:3])) < 80  # dark, as this browser asks for
+    assert not [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
