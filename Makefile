@@ -44,7 +44,8 @@ FAST := tests/conformance tests/parity/test_parity.py tests/parity/test_packing.
 	tests/train/test_resume.py tests/train/test_run.py \
 	tests/data/test_order.py tests/data/test_batches.py tests/data/test_masks.py tests/data/test_formats.py \
 	tests/adapter/test_peft.py tests/adapter/test_mlx_lm.py tests/adapter/test_canonical.py tests/config/test_load.py \
-	tests/cli/test_errors.py tests/cli/test_runs.py tests/test_architecture.py tests/test_docs.py
+	tests/cli/test_errors.py tests/cli/test_runs.py tests/test_architecture.py tests/test_docs.py \
+	tests/docs/test_links.py tests/docs/test_blocks.py
 
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -k 'not stories' $(FAST)

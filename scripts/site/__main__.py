@@ -24,6 +24,11 @@ FROM_ROOT = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURIT
 def main(directory: Path) -> int:
     shutil.rmtree(directory, ignore_errors=True)
     gather(directory / "docs")
+    return build(directory)
+
+
+def build(directory: Path) -> int:
+    """Build DIRECTORY/docs into DIRECTORY/site. Returns the exit status: not 0 if a link is broken."""
     shutil.copyfile(ROOT / "zensical.toml", directory / "zensical.toml")
     return subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=directory).returncode
 

@@ -90,7 +90,7 @@ def python(title: str, modules: dict[str, tuple[str, ...]]) -> str:
         assert spec is not None and spec.origin is not None
         source = Path(spec.origin).read_text(encoding="utf-8")
         tree = ast.parse(source)
-        parts += [f"## {module}"] + ([] if names else [_text(ast.get_docstring(tree) or "")])
+        parts += [f"## {module}"] + ([] if names else _docstring(tree))
         for node in tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 if not names or node.name in names:
@@ -102,11 +102,11 @@ def python(title: str, modules: dict[str, tuple[str, ...]]) -> str:
 
 def _definition(node: ast.ClassDef | ast.FunctionDef, source: str) -> list[str]:
     if isinstance(node, ast.FunctionDef):
-        return [f"### {node.name}", _code(_signature(node)), _text(ast.get_docstring(node) or "")]
-    parts = [f"### {node.name}", _code("\n".join(_class_lines(node, source))), _text(ast.get_docstring(node) or "")]
+        return [f"### {node.name}", _code(_signature(node)), *_docstring(node)]
+    parts = [f"### {node.name}", _code("\n".join(_class_lines(node, source))), *_docstring(node)]
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
-            parts += [_code(_signature(each)), _text(ast.get_docstring(each) or "")]
+            parts += [_code(_signature(each)), *_docstring(each)]
     return parts
 
 
@@ -148,6 +148,19 @@ def _constant(node: ast.Assign | ast.AnnAssign, source: str) -> str:
     """A public constant of a module that is written on one line, with its comment."""
     line = source.splitlines()[node.lineno - 1]
     return _code(line) if node.lineno == node.end_lineno and re.match(r"[A-Z][A-Z0-9_]*\b", line) else ""
+
+
+def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> list[str]:
+    """The paragraphs of a docstring; one that is Python is shown as code."""
+    paragraphs = (ast.get_docstring(node) or "").split("\n\n")
+    return [_code(each) if _is_program(each) else _text(each) for each in paragraphs]
+
+
+def _is_program(text: str) -> bool:
+    try:
+        return all(isinstance(each, ast.ImportFrom | ast.Assign) for each in ast.parse(text).body[:1]) and bool(text)
+    except SyntaxError:
+        return False
 
 
 def _code(text: str) -> str:
