@@ -25,8 +25,7 @@ from dualtune.errors import ConfigError
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 OURS = {f"{section}.{key}" for section, model in sections().items() for key in model.model_fields}
 TARGETS = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-OPERATORS = {"|", "&&", "||", ";", "&", ">", ">>", "<", "2>", "2>&1"}
-# Not the changes and the decisions, whose text tells what was.
+# Not the changes and the decisions: their text tells what was.
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
 
 
