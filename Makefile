@@ -15,6 +15,7 @@
 # make bench-data PEER_PYTHON=…   what data costs, against TRL (an interpreter that has it), half an hour or more
 # make triton-kernels   compile the Triton kernels for every architecture, without a GPU, and record the result
 # make wheel   build the wheel and prove it in a clean environment
+# make docs    the site of the documentation, in build/docs/site; a broken link is an error
 # make reliability   inject every fault that docs/reliability.md lists, and write its table anew
 
 PYTHON ?= python3
@@ -29,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu fuzz chaos lint format bench bench-data triton-kernels wheel reliability clean
+.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu fuzz chaos lint format bench bench-data triton-kernels wheel docs reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -43,7 +44,8 @@ FAST := tests/conformance tests/parity/test_parity.py tests/parity/test_packing.
 	tests/train/test_resume.py tests/train/test_run.py \
 	tests/data/test_order.py tests/data/test_batches.py tests/data/test_masks.py tests/data/test_formats.py \
 	tests/adapter/test_peft.py tests/adapter/test_mlx_lm.py tests/adapter/test_canonical.py tests/config/test_load.py \
-	tests/cli/test_errors.py tests/cli/test_runs.py tests/test_architecture.py tests/test_docs.py
+	tests/cli/test_errors.py tests/cli/test_runs.py tests/test_architecture.py tests/test_docs.py \
+	tests/docs/test_links.py tests/docs/test_blocks.py
 
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -k 'not stories' $(FAST)
@@ -102,6 +104,9 @@ triton-kernels: .venv/.dev
 
 wheel: .venv/.dev
 	BACKEND=$(BACKEND) scripts/check_wheel.sh $(BIN)/python
+
+docs: .venv/.dev
+	$(BIN)/python scripts/site
 
 reliability: .venv/.dev
 	$(BIN)/python scripts/reliability_table.py

@@ -189,6 +189,8 @@ NAMES_A_BACKEND = {
     "launch/mlx.py": "the program mlx.launch",
     "cli/training/launch.py": "`--on mlx` and the programs that it stands for",
     "cli/adapters/adapter.py": "`--layout mlx` of adapter files",
+    "cli/adapters/export.py": "`--to mlx`, and the kinds of `--quantize` for it",
+    "export/": "the target of that name, and mlx-lm's converter",
     "cli/suggest.py": "words that somebody may type for a command, such as to-mlx",
 }
 

@@ -39,7 +39,10 @@ COMMANDS = {
     "eval": ("adapters.eval", "Measure an adapter on held-out data."),
     "generate": ("adapters.generate", "Continue a prompt with a model and its adapter."),
     "chat": ("adapters.chat", "Talk to a model, with its adapters and without."),
-    "export": ("adapters.export", "Write a model with its adapter for llama.cpp, Ollama, LM Studio, MLX; compared."),
+    "export": (
+        "adapters.export",
+        "Write a model with its adapter for other programs: GGUF, Ollama, LM Studio and more.",
+    ),
     "serve": ("adapters.serve", "Answer HTTP requests in the form of OpenAI's API."),
     "runs": ("runs.runs", "List run directories with their numbers and verdict; compare runs, clean up."),
     "report": ("training.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),

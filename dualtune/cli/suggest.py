@@ -103,11 +103,11 @@ class CommandWithOthers(click.Command):
 
     def __init__(self, *args: Any, others: Sequence[click.Command] = (), **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        self._others = {other.name: other for other in others}
+        self.others = {other.name: other for other in others}
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if args and (other := self._others.get(args[0])) is not None:
+        if args and (other := self.others.get(args[0])) is not None:
             return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)

@@ -1,16 +1,17 @@
 """What runs in llama.cpp's own environment: quantization, log-probabilities and greedy answers, by llama-cpp-python.
 
 python in_llama_cpp.py quantize '{"model": GGUF, "kind": "q4_k_m", "out": GGUF}'
-python in_llama_cpp.py logits '{"model": GGUF, "adapter": GGUF or null, "prompts": [[1, 2], …], "out": NPZ}'
+python in_llama_cpp.py logits '{"model": GGUF, "adapter": GGUF or null, "prompts": [[1, 2], …], "out": FILE}'
 python in_llama_cpp.py greedy '{"model": GGUF, "prompts": [[1, 2], …], "num_tokens": 20}'
 
-`logits` writes float32 [T, V] of each prompt under its number; `greedy` prints the token ids as JSON. The file imports
-nothing of dualtune, which need not be there.
+`logits` writes float32 [T, V] of each prompt, one after another, and prints V; `greedy` prints the token ids as JSON.
+The file imports nothing of dualtune, which need not be there.
 """
 
 # pyright: basic, reportMissingImports=false
 import json
 import sys
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -40,12 +41,13 @@ def opened(job: dict) -> "llama_cpp.Llama":
 
 
 def logits(job: dict) -> None:
-    llama, found = opened(job), {}
-    for i, prompt in enumerate(job["prompts"]):
-        llama.reset()
-        llama.eval(prompt)
-        found[str(i)] = llama.scores[: len(prompt)].copy()
-    np.savez(job["out"], **found)
+    llama = opened(job)
+    with Path(job["out"]).open("wb") as file:
+        for prompt in job["prompts"]:
+            llama.reset()
+            llama.eval(prompt)
+            llama.scores[: len(prompt)].astype(np.float32).tofile(file)
+    print(llama.n_vocab())
 
 
 def greedy(job: dict) -> None:

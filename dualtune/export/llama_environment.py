@@ -50,14 +50,17 @@ class LlamaCpp:
     def logprobs(self, model: Path, prompts: Sequence[Sequence[int]], adapter: Path | None = None) -> list[np.ndarray]:
         """Return float64 [T, V] of each prompt (token ids), computed in float32. FormatError for a wrong answer."""
         with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "logits.npz"
+            out = Path(folder) / "logits"
             adapter_path = None if adapter is None else str(adapter)
             job = {"model": str(model), "adapter": adapter_path, "prompts": prompts, "out": str(out)}
-            self._ask("logits", job)
-            if not out.is_file() or out.stat().st_size > _MOST_LOGITS:
-                raise FormatError(f"llama.cpp: got no logits of at most {_MOST_LOGITS} bytes")
-            with np.load(out, allow_pickle=False) as arrays:
-                return [_log_softmax(arrays[str(i)], len(prompt)) for i, prompt in enumerate(prompts)]
+            said = self._ask("logits", job).strip()
+            num_rows, size = sum(map(len, prompts)), out.stat().st_size if out.is_file() else 0
+            if not said.isdecimal() or len(said) > 9 or size != 4 * num_rows * int(said) or size > _MOST_LOGITS:
+                words = one_line(said)[:20]
+                raise FormatError(f"llama.cpp: got {size} bytes of logits for {num_rows} tokens of '{words}' words")
+            logits_NV = np.fromfile(out, np.float32).reshape(num_rows, -1)
+        ends = np.cumsum([len(prompt) for prompt in prompts])[:-1]
+        return [_log_softmax(logits_TV) for logits_TV in np.split(logits_NV, ends)]
 
     def greedy(self, model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Return the most probable continuation of each prompt, token by token."""
@@ -86,9 +89,7 @@ def find_llama_cpp(given: Path | None) -> LlamaCpp:
     return LlamaCpp(Path(place).expanduser())
 
 
-def _log_softmax(logits_TV: np.ndarray, length: int) -> np.ndarray:
-    if logits_TV.ndim != 2 or len(logits_TV) != length:
-        raise FormatError(f"llama.cpp: got logits of the shape {logits_TV.shape} for {length} tokens")
+def _log_softmax(logits_TV: np.ndarray) -> np.ndarray:
     shifted_TV = logits_TV.astype(np.float64)
     shifted_TV -= shifted_TV.max(-1, keepdims=True)
     return shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))

@@ -149,10 +149,20 @@ def test_a_converter_that_fails_is_one_line_and_leaves_nothing(export, stub, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"env", "tuned"}
 
 
-@pytest.mark.parametrize("code", ["", "import numpy; numpy.savez(json.loads(sys.argv[3])['out'], **{'0': [1.0, 2.0]})"])
+@pytest.mark.parametrize(
+    "code",
+    ["", "print(3)", "open(json.loads(sys.argv[3])['out'], 'wb').write(bytes(24)); print('three')",
+     "open(json.loads(sys.argv[3])['out'], 'wb').write(bytes(20)); print(3)", "print(10 ** 30)"],
+)  # fmt: skip
 def test_an_answer_that_is_none_is_refused(stub, tmp_path, code):
     with pytest.raises(FormatError, match=r"llama\.cpp: got "):
         stub(code).logprobs(tmp_path / "m.gguf", [[1, 2]])
+
+
+def test_a_whole_answer_is_read(stub, tmp_path):
+    tools = stub("open(json.loads(sys.argv[3])['out'], 'wb').write(bytes(24)); print(3)")
+    (found,) = tools.logprobs(tmp_path / "m.gguf", [[1, 2]])
+    assert found == pytest.approx(np.full((2, 3), -math.log(3)))
 
 
 # --- Ollama ----------------------------------------------------------------------------------------------------------

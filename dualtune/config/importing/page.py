@@ -1,4 +1,4 @@
-"""Generate the tables of docs/coming_from.md from the translation rules."""
+"""Generate the tables of docs/coming_from/ from the translation rules."""
 
 from __future__ import annotations
 
