@@ -8,6 +8,7 @@
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
 # make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (docs/null_gpu.md); Linux
 #              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
+# make test-trackers   trackio, W&B, MLflow and TensorBoard are sent a run, and what they have stored is read back
 # make fuzz    every reader of foreign files among 100,000 damaged and forged ones
 # make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes
 # make lint    style, types
@@ -30,7 +31,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu fuzz chaos lint format bench bench-data triton-kernels wheel docs reliability clean
+.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu test-trackers fuzz chaos lint format bench bench-data triton-kernels wheel docs reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -75,6 +76,12 @@ test-null-gpu: $(NULL_PYTHON)
 		|| { rm -r .venv-null; exit 1; }
 	.venv-null/bin/pip install --quiet --disable-pip-version-check --editable '.[torch]' 'pytest>=8' 'hypothesis>=6.100' \
 		|| { rm -r .venv-null; exit 1; }
+
+# Beside the environment, because the trackers take 400 MB.
+test-trackers: .venv/.dev
+	test -d .trackers || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target .trackers \
+		trackio wandb mlflow-skinny sqlalchemy alembic tensorboard
+	PYTHONPATH=.trackers $(BIN)/python -m pytest tests/cli/trackers
 
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -m fuzz

@@ -45,6 +45,7 @@ COMMANDS = {
     ),
     "serve": ("adapters.serve", "Answer HTTP requests in the form of OpenAI's API."),
     "runs": ("runs.runs", "List run directories with their numbers and verdict; compare runs, clean up."),
+    "track": ("runs.track", "Send the numbers of a run to a tracker: trackio, W&B, MLflow or TensorBoard."),
     "report": ("training.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
     "watch": ("training.watch", "Show a run that trains, from another terminal, over ssh or in a browser."),
     "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),

@@ -23,6 +23,7 @@ WORDS = {
         "preview": "show view look inspect-data tokenize dry-run",
         "runs": "ls list status history experiments logs curves clean gc",
         "watch": "follow monitor tail live attach progress",
+        "track": "wandb trackio mlflow tensorboard sync",
         "report": "plot curves graph chart dashboard html",
         "config": "init new template defaults schema example",
         "check-gpu": "gpu gpus device devices info machine",

@@ -31,6 +31,7 @@ from dualtune.config.values import (
     Share,
     Size,
     TemplateName,
+    Trackers,
     refuse,
 )
 from dualtune.optimizer import OptimizerName
@@ -332,6 +333,8 @@ class RunConfig(Section):
     """How many of the newest checkpoints are kept, at least two; the best one is kept too."""
     report: bool = True
     """Whether the run writes a page for a browser at its end: report.html."""
+    track: Trackers = ()
+    """The trackers of experiments that are sent the numbers of the run."""
     sample_prompts: Prompts = ()
     """Prompts whose greedy answers are shown at each evaluation and kept in samples.jsonl, at most 8."""
 

@@ -58,6 +58,11 @@ Prompts = Annotated[
 ]
 
 
+Trackers = Annotated[
+    tuple[Literal["trackio", "wandb", "mlflow", "tensorboard"], ...],
+    Field(strict=False, json_schema_extra={"format": "trackers", "uniqueItems": True}),
+    AfterValidator(all_different),
+]
 if TYPE_CHECKING:
     MethodName = str
 else:

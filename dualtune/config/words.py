@@ -22,6 +22,7 @@ _FORMATS = {
     "prompt": "a text of at most 4000 characters",
     "prompts": "a list of at most 8 texts",
     "sources": "a list of these",
+    "trackers": "a list of trackio, wandb, mlflow and tensorboard, which may be empty",
     "size": "a size such as 12GB or 12GiB",
 }
 _TYPES = {

@@ -10,6 +10,7 @@ from dualtune.backend import Batch
 from dualtune.hooks import Hook, MicroBatch, PhaseChange, StepTaken, installed_hooks
 from dualtune.policy import Outcome
 from dualtune.profiler.timeline import Timeline
+from dualtune.trackers.process import TrackerProcesses
 from dualtune.train.prepare import Prepared
 from dualtune.train.state.run_dir import LOG, TIMELINE, RunDir
 from dualtune.train.step import Phase, Watch, untimed, unwatched
@@ -31,7 +32,8 @@ def watchers_of(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> t
     timeline = Timeline(run_dir.path / TIMELINE, prepared.backend.memory)
     every = prepared.config.run
     log = RunLog(run_dir.path / LOG, RunView(every.eval_every, every.save_every), every.log_every)
-    return Watchers([timeline, log, *hooks, *installed]), problems
+    trackers = [TrackerProcesses(run_dir.path, every.track)] if every.track else []
+    return Watchers([timeline, log, *trackers, *hooks, *installed]), problems
 
 
 class Watched(TypedDict):

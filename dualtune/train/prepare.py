@@ -38,6 +38,7 @@ from dualtune.evaluate.samples import check_samples
 from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
+from dualtune.trackers.tracker import check_installed
 from dualtune.train.memory import RunMemory, plan_memory
 from dualtune.train.policies import MakePolicy, chosen, open_policy
 from dualtune.train.remembered import remembered_layout
@@ -209,6 +210,8 @@ def _prepare(
     tokenizer = Tokenizer(model_dir, template_of(config, saved), config.data.special_tokens_in_text)
     train, eval_ = sources.train_and_eval(tokenizer, show)
     _check_targets(config, train, eval_)
+    if team.is_first:
+        check_installed(config.run.track)
     check_samples(config.run.sample_prompts, tokenizer, position_table_size(read_config(model_dir)), len(eval_))
     probes = probe_documents(len(train), policy.num_probes, config.run.seed)
     order = Order(config, train.lengths, without(train.sources, probes), train.weights)

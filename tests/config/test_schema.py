@@ -86,6 +86,7 @@ DEFAULTS = {
         "save_every": 100,
         "keep": 3,
         "report": True,
+        "track": (),
         "sample_prompts": (),
     },
 }

@@ -169,7 +169,7 @@ def test_every_key_is_either_refused_or_without_effect():
     assert {*WITHOUT_EFFECT, *LENGTH} <= RULES.keys()
     observing = {key for key, rule in RULES.items() if rule == "free"} & WITHOUT_EFFECT
     assert observing == {"run.dir", "run.log_every", "run.eval_every", "run.save_every", "run.keep", "run.report",
-                         "run.sample_prompts"}  # fmt: skip
+                         "run.sample_prompts", "run.track"}  # fmt: skip
 
 
 def test_what_does_not_change_the_result_may_change(lab, stopped, weights_of):

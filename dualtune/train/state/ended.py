@@ -20,7 +20,7 @@ WITHOUT_EFFECT = frozenset(
     {
         # when to log, evaluate or save: nothing of this is left to do
         "run.log_every", "run.eval_every", "run.save_every", "run.keep", "run.report",
-        "run.sample_prompts",
+        "run.sample_prompts", "run.track",
         # names of models and files, and how rows are read: the results were compared by fingerprint
         "model.name", "data.train", "data.eval", "data.format", "data.columns", "data.template", "data.on_bad_row",
         "data.max_bad_rows", "data.dedup",

@@ -64,6 +64,7 @@ RULES: dict[str, Rule] = {
     "run.keep": "free",
     "run.report": "free",
     "run.sample_prompts": "free",
+    "run.track": "free",
 }
 
 

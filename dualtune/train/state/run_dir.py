@@ -8,6 +8,7 @@ memory.csv          the memory in use, by step and phase
 checkpoints/        step-00000100, …
 report.html         the page of `dualtune report`, written at the end
 log.txt             what the terminal shows of a run, each line with its time
+track-NAME.json     how far a tracker of run.track is; track-NAME.log: what it said
 samples.jsonl       answers to run.sample_prompts, at each evaluation
 predictions.jsonl   answers to the held-out prompts, by `dualtune eval`
 adapter/            the result; with adapter.method: full it is in model/

@@ -1,0 +1,48 @@
+"""The hook that starts a process for each tracker of a run, and ends it with the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualtune.hooks import Hook, RunInfo
+
+WAIT_S = 30  # at the end of the run, for the last rows
+
+
+class TrackerProcesses(Hook):
+    """Starts `dualtune.trackers.send` for each name. A process that fails or hangs is no concern of the run.
+
+    The process sees the end of the run, however it comes, because its standard input ends.
+    """
+
+    def __init__(self, run: Path, names: Sequence[str]) -> None:
+        self._run, self._names = run, names
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def on_start(self, info: RunInfo) -> None:
+        for name in self._names:
+            command = [sys.executable, "-m", "dualtune.trackers.send", str(self._run), name]
+            with (self._run / f"track-{name}.log").open("ab") as log:
+                self._processes[name] = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                )
+
+    def on_end(self) -> None:
+        """Wait a moment for the last rows. RuntimeError, which is shown as an event, says what is left."""
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        left = list[str]()
+        for name, process in self._processes.items():
+            try:
+                if process.wait(WAIT_S) != 0:
+                    left.append(name)
+            except subprocess.TimeoutExpired:  # it goes on by itself
+                left.append(name)
+        self._processes.clear()
+        if left:
+            commands = "; ".join(f"dualtune track {self._run} --to {name}" for name in left)
+            raise RuntimeError(f"not all was sent, see track-NAME.log. To send the rest: {commands}")

@@ -1,0 +1,190 @@
+"""Sends the numbers of a run to a tracker, from metrics.jsonl, and remembers how far it is.
+
+    python -m dualtune.trackers.send RUN NAME     while the run trains: until standard input ends
+
+`track-NAME.json` in the run directory has the id of the tracker's run and the last row that was sent. After an error,
+and in another process, it goes on there. A row that was sent just before a crash may be sent twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dualtune.config import load_config
+from dualtune.errors import DualtuneError, FormatError
+from dualtune.io.disk import write_file
+from dualtune.io.untrusted import read_json
+from dualtune.text.escape import one_line
+from dualtune.text.redaction import redact
+from dualtune.trackers.tracker import TrackedRun, Tracker, open_tracker
+from dualtune.train.state.metrics import row_of
+from dualtune.train.state.run_dir import CONFIG, METRICS
+from dualtune.view.follow import Followed
+
+EVERY_S = 2.0  # between two looks at the file
+AGAIN_S = (1.0, 5.0, 30.0)  # to wait after the first errors in a row; then always the last one
+LAST_TRIES = 3  # after the run has ended
+NOT_SENT = {"time", "step", "event", "skipped", "message"}
+MOST_MARK = 10_000  # bytes of track-NAME.json
+
+Place = tuple[int, int]  # of a row: its step, and 0 for a step or 1 for an evaluation
+
+
+@dataclass(slots=True)
+class TrackerMark:
+    """How far a tracker is."""
+
+    path: Path
+    id: str
+    sent: Place
+
+    def save(self) -> None:
+        write_file(self.path, json.dumps({"id": self.id, "sent": self.sent}) + "\n")
+
+
+def mark_of(run: Path, name: str) -> TrackerMark:
+    """Read how far a tracker is. FormatError if the file is damaged."""
+    path = run / f"track-{name}.json"
+    if not path.exists():
+        return TrackerMark(path, uuid.uuid4().hex[:8], (-1, 0))
+    table = read_json(path, max_bytes=MOST_MARK)
+    id, sent = table.get("id"), _place(table.get("sent"))
+    if not (isinstance(id, str) and id.isalnum() and len(id) <= 64) or sent is None:
+        raise FormatError(f"{path}: is damaged. Remove it: the tracker then begins a new run with all rows")
+    return TrackerMark(path, id, sent)
+
+
+class Sender:
+    """A run on its way to a tracker."""
+
+    def __init__(self, run: Path, name: str, tell: Callable[[str], None]) -> None:
+        self._run, self._name, self._tell = run, name, tell
+        self._mark, self._file = mark_of(run, name), Followed(run / METRICS)
+        self._waiting: list[tuple[Place, float, dict[str, float]]] = []
+        self._tracker: Tracker | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def send(self) -> int:
+        """Send the rows that are new, and return their number. Any error leaves the rest for the next call."""
+        lines, is_new = self._file.new_lines()
+        if is_new:
+            self._waiting.clear()
+        self._waiting += [row for row in _numbers(lines) if row[0] > self._mark.sent]
+        if not self._waiting:
+            return 0
+        if self._tracker is None:
+            self._tracker = open_tracker(self._name, tracked(self._run, self._mark))
+        sent = 0
+        try:
+            while self._waiting:
+                place, time_s, numbers = self._waiting[0]
+                self._tracker.log(place[0], time_s, numbers)
+                del self._waiting[0]
+                self._mark.sent, sent = place, sent + 1
+        finally:
+            if sent:
+                self._mark.save()
+        return sent
+
+    def close(self) -> None:
+        """Let the tracker send what it has kept."""
+        if self._tracker is not None:
+            self._tracker.close()
+            self._tracker = None
+
+    def follow(self, has_ended: threading.Event) -> bool:
+        """Send until the run has ended. Return whether all was sent."""
+        errors = 0
+        while True:
+            is_last = has_ended.is_set()
+            try:
+                self.send()
+                errors = 0
+                if is_last:
+                    self.close()
+                    return True
+                has_ended.wait(EVERY_S)
+            except Exception as error:  # noqa: BLE001  whatever a tracker raises, the run is not to know
+                errors += 1
+                self._tell(f"{type(error).__name__}: {one_line(str(error))[:300]}")
+                if is_last and errors >= LAST_TRIES:
+                    return False
+                if is_last:
+                    time.sleep(AGAIN_S[0])
+                else:
+                    has_ended.wait(AGAIN_S[min(errors, len(AGAIN_S)) - 1])
+
+
+def tracked(run: Path, mark: TrackerMark) -> TrackedRun:
+    """Return what a tracker is told of a run directory."""
+    name, config = run.resolve().name, load_config(run / CONFIG).model_dump()
+    flat = {f"{section}.{key}": redact(str(value)) for section, keys in config.items() for key, value in keys.items()}
+    return TrackedRun(run.resolve(), redact(name), mark.id, flat, mark.sent >= (0, 0))
+
+
+def _numbers(lines: Iterable[str]) -> Iterator[tuple[Place, float, dict[str, float]]]:
+    """Yield place, time and numbers of the rows of steps and evaluations."""
+    for line in lines:
+        row = row_of(line)
+        if row is None or "event" in row:
+            continue
+        found = {
+            name: float(value) for name, value in row.items()
+            if name not in NOT_SENT and isinstance(value, int | float) and not isinstance(value, bool)
+        }  # fmt: skip
+        found = {name: value for name, value in found.items() if math.isfinite(value)}
+        yield (row["step"], int("eval_loss" in row)), _seconds(row), found
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    with contextlib.suppress(TypeError, ValueError):
+        return datetime.fromisoformat(row["time"]).timestamp() if "time" in row else time.time()
+    return time.time()
+
+
+def _place(value: Any) -> Place | None:
+    match value:
+        case [int(step), int(kind)]:
+            return step, kind
+        case _:
+            return None
+
+
+def main() -> None:
+    """Follow a run until standard input ends: the process that trains holds its other end."""
+    run, name = Path(sys.argv[1]), sys.argv[2]
+    ended = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+    def tell(text: str) -> None:
+        sys.stderr.write(f"{datetime.now():%H:%M:%S} {redact(text)}\n")
+        sys.stderr.flush()
+
+    try:
+        sys.exit(0 if Sender(run, name, tell).follow(ended) else 1)
+    except DualtuneError as error:
+        tell(str(error))
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

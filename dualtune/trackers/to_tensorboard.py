@@ -1,0 +1,30 @@
+"""TensorBoard: event files in the run directory, in `tensorboard`. Nothing leaves the machine."""
+
+# pyright: basic, reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from dualtune.trackers.tracker import TrackedRun
+
+
+class ToTensorboard:
+    """Writes each number as a scalar."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._writer = EventFileWriter(str(run.directory / "tensorboard"))
+
+    def log(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._writer.add_event(Event(step=step, wall_time=time_s, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+open_tracker = ToTensorboard
