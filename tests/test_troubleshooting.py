@@ -299,7 +299,7 @@ def test_each_command_exists_with_its_options(command):
 
 
 def test_a_command_that_does_not_exist_is_noticed():
-    for wrong in ("dualtune chekc-gpu", "dualtune train config.yaml --steps 3", "dualtune adapter insepct DIR"):
+    for wrong in ("dualtune chekc-gpu", "dualtune train config.yaml --stpes 3", "dualtune adapter insepct DIR"):
         with pytest.raises(click.UsageError):
             parse(wrong)
 

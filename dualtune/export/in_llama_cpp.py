@@ -4,8 +4,8 @@ python in_llama_cpp.py quantize '{"model": GGUF, "kind": "q4_k_m", "out": GGUF}'
 python in_llama_cpp.py logits '{"model": GGUF, "adapter": GGUF or null, "prompts": [[1, 2], …], "out": FILE}'
 python in_llama_cpp.py greedy '{"model": GGUF, "prompts": [[1, 2], …], "num_tokens": 20}'
 
-`logits` writes float32 [T, V] of each prompt, one after another, and prints V; `greedy` prints the token ids as JSON.
-The file imports nothing of dualtune, which need not be there.
+`logits` writes float32 [T, V] of each prompt, one after another, and V to standard output; `greedy` writes the token
+ids as JSON. The file imports nothing of dualtune, which need not be there.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -47,7 +47,7 @@ def logits(job: dict) -> None:
             llama.reset()
             llama.eval(prompt)
             llama.scores[: len(prompt)].astype(np.float32).tofile(file)
-    print(llama.n_vocab())
+    sys.stdout.write(f"{llama.n_vocab()}\n")
 
 
 def greedy(job: dict) -> None:
@@ -60,7 +60,7 @@ def greedy(job: dict) -> None:
             answer.append(int(llama.scores[llama.n_tokens - 1].argmax()))
             llama.eval(answer[-1:])
         found.append(answer)
-    print(json.dumps(found))
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import statistics
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.pool import Pool
 from pathlib import Path
@@ -33,7 +34,8 @@ def settle(backends: list[str]) -> None:
     for package in packages:
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+                with suppress(ModuleNotFoundError):  # a tracker that is not installed, which no run here uses
+                    importlib.import_module(module.name)
     _check_threads()
 
 

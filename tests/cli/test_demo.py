@@ -76,6 +76,7 @@ def labels(lines: list[str]) -> list[str]:
 
     Without `tokenized`, which a run says only if no other one has tokenized the same rows before.
     """
+    lines = [re.sub(r"^\S+Z  ", "", line) for line in lines]  # in a pipe, lines of a run begin with the time
     found = [re.sub(r"\d+", "N", line.split("  ")[0]) for line in lines if re.match(r"[a-zA-Z]", line)]
     return [label.removesuffix(" N/N") for label in found if label != "tokenized"]
 

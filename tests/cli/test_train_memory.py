@@ -1,5 +1,6 @@
 """What `dualtune train` says of memory before it loads a model."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_run_on_a_packed_base_says_how_many_bytes_a_weight_takes(dualtune_main
         changes = {"model.name": tiny_llama, "run.dir": tmp_path / value, "model.quantization": value, "train.steps": 1}
         result = dualtune_main("train", config_file(changes), "--platform", "cpu")
         assert result.returncode == 0, result.stderr
-        said[value] = [line for line in result.stdout.splitlines() if line.startswith("base ")]
+        said[value] = re.findall("Z  (base .*)", result.stdout)
     stored = load_file(tiny_llama / "model.safetensors")
     linear = [weight for name, weight in stored.items() if name.endswith("_proj.weight")]
     each = 1 + 4 * sum(map(len, linear)) / sum(weight.size for weight in linear)  # a byte, and a scale for each row
@@ -81,7 +82,7 @@ def test_a_run_with_streamed_layers_says_so_and_trains_the_same_adapter(
         assert result.returncode == 0, result.stderr
         adapters.append((tmp_path / str(value) / "adapter" / "adapter_model.safetensors").read_bytes())
     assert "memory      1 of 2 layers are recomputed (auto: needed by memory.resident_layers=1)" in result.stdout
-    assert "\nstreaming   1 of 2 layers on the device (" in result.stdout
+    assert "Z  streaming   1 of 2 layers on the device (" in result.stdout
     assert adapters[0] == adapters[1]
 
 

@@ -218,7 +218,7 @@ def test_a_conversation_without_a_template_is_refused(bare):
 
 
 def test_a_template_file_must_exist(tiny_llama):
-    with pytest.raises(ConfigError, match=r"data\.template: got 'no\.jinja', allowed: auto, none, or an existing"):
+    with pytest.raises(ConfigError, match=r"data\.template: got 'no\.jinja', allowed: auto, none, chatml"):
         Tokenizer(tiny_llama, "no.jinja")
 
 

@@ -113,9 +113,9 @@ def _read(directory: Path) -> TokenStore | None:
         index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # cannot map 0 bytes
         counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
         weights = TokenFile(directory / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
-        return TokenStore(
-            TokenFile(directory / TOKENS), index, tuple(table["files"]), *counts, directory, weights, table["left_out"]
-        )
+        left_out = table.get("left_out", {})  # an older dualtune left out nothing
+        files, tokens = tuple(table["files"]), TokenFile(directory / TOKENS)
+        return TokenStore(tokens, index, files, *counts, directory, weights, left_out)
     except (OSError, ValueError, KeyError):
         return None
 
