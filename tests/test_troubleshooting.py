@@ -284,7 +284,7 @@ def parse(command: str) -> None:
     """click's own parser, with no command run. UsageError for a command, option or choice that does not exist."""
     words = shlex.split(re.split(r" (?:>|2>|&|\|) ?", command)[0], comments=True)[1:]
     found: click.Command = cli
-    context = click.Context(cli)
+    context = click.Context(cli, **cli.context_settings)  # click remembers the names of --help that it meets first
     while isinstance(found, click.Group) and words:
         name, following, words = found.resolve_command(context, words)
         assert following is not None

@@ -35,14 +35,15 @@ def commands() -> str:
     """Every command and its options, as `--help` prints them."""
     parts = ["# Commands", "The output of `dualtune COMMAND --help`, for every command."]
     for name, command in _walk("dualtune", cli):
-        context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+        settings = {**cli.context_settings, "terminal_width": 100, "max_content_width": 100}
+        context = click.Context(command, info_name=name, **settings)
         parts += [f"## {name}", f"```text\n{command.get_help(context)}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
 def _walk(name: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     yield name, command
-    context = click.Context(command, info_name=name)
+    context = click.Context(command, info_name=name, **cli.context_settings)
     inner: dict[str, click.Command | None] = {}
     if isinstance(command, CommandWithOthers):
         inner = {**command.others}

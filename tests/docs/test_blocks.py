@@ -76,7 +76,7 @@ def problem_of_command(words: list[str]) -> str | None:
                 name, *words = words
                 command = command.others[name]
             words = with_keys_as_set(words)
-            context = click.Context(command, info_name=name, resilient_parsing=True)
+            context = click.Context(command, info_name=name, resilient_parsing=True, **cli.context_settings)
             values, rest, _ = command.make_parser(context).parse_args(list(words))
             wrong = [problem for param in command.get_params(context) if (problem := _refused(param, values, context))]
             if wrong:
