@@ -24,6 +24,8 @@ class TrackerProcesses(Hook):
 
     def on_start(self, info: RunInfo) -> None:
         for name in self._names:
+            if name in self._processes:  # an event that has failed is told again
+                continue
             command = [sys.executable, "-m", "dualtune.trackers.send", str(self._run), name]
             with (self._run / f"track-{name}.log").open("ab") as log:
                 self._processes[name] = subprocess.Popen(

@@ -10,6 +10,7 @@ import pytest
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.cli.adapters.export import TARGETS
 from dualtune.data.chat.named import NAMES
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
@@ -102,6 +103,10 @@ def test_mlx_lms_own_converter_writes_and_quantizes(export, open_backend, tmp_pa
 
 
 # --- what is asked, and what the tools answer ------------------------------------------------------------------------
+
+
+def test_the_command_offers_each_target():
+    assert set(TARGETS) == module.KINDS.keys()
 
 
 @pytest.mark.parametrize(

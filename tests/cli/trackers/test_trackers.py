@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from dualtune.cli.runs import track
 from dualtune.config.values import Trackers
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.trackers import process, send
@@ -194,7 +195,8 @@ def test_a_missing_package_is_said_before_anything_is_trained(
         check_installed(["wandb"])
 
 
-def test_the_schema_has_the_same_names():
+def test_schema_and_command_have_the_same_names():
+    assert set(TRACKERS) == set(track.NAMES)
     assert set(TRACKERS) == set(Trackers.__origin__.__args__[0].__args__)
 
 
