@@ -18,7 +18,7 @@ from typing import Any
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.backend import Backend
-from dualtune.base_model import resolve_model
+from dualtune.base_model import read_config, resolve_model
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.fingerprints import without_adapter
@@ -206,9 +206,16 @@ class _Maker:
             self._llama_cpp.convert(model, out, kind)
             return out
         with _removed_after(out.with_name(f"{out.stem}.plain.gguf")) as plain:
-            self._llama_cpp.convert(model, plain, "f32")
+            self._llama_cpp.convert(model, plain, _plain_kind(model))
             self._llama_cpp.quantize(plain, out, kind)
         return out
+
+
+def _plain_kind(model: Path) -> str:
+    """Return the GGUF kind that holds the stored weights exactly: float32 of a large model fills a disk."""
+    config = read_config(model)
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return {"bfloat16": "bf16", "float16": "f16"}.get(str(stored), "f32")
 
 
 def _convert_to_mlx(model: Path, out: Path, bits: int | None) -> None:
