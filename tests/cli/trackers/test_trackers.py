@@ -6,6 +6,7 @@ test_real_trackers.py. It runs in the process that really sends.
 
 import filecmp
 import json
+import sys
 import threading
 
 import pytest
@@ -54,7 +55,12 @@ def place(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(place)
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=":")
     monkeypatch.setenv("STAND_IN", str(place))
-    return place
+    modules = ("trackio", "dualtune.trackers.to_trackio")  # the real one may be here too
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield place
+    for name in modules:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
