@@ -72,3 +72,7 @@ class Preempted(DualtuneError):
     """A signal stopped the run, and its state is saved: run the same command again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
+class Paused(Preempted):
+    """A run has reached the step after which it was to pause, and its state is saved."""

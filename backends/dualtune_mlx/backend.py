@@ -78,10 +78,12 @@ class MlxBackend:
     def load(self, request: LoadRequest) -> MlxEngine:
         # Late, after check_features: mlx-lm does not import beside an MLX that is too old for it.
         from dualtune_mlx.engine import MlxEngine
-        from dualtune_mlx.model import load_base
+        from dualtune_mlx.model import load_base, with_own_modules
 
         limit_memory(request.memory_limit_bytes, request.reused_bytes, on_metal=chip() is not None)
-        model, description = load_base(request)
+        model, description = request.shared(lambda: load_base(request))
+        if request.shared_base is not None:
+            model = with_own_modules(model)
         if request.deterministic:
             check_order(model)
         return MlxEngine(model, request, description)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,12 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
         "quantization_reason": _quantization_reason(model, request, quantization),
         "num_parameters": sum(_num_weights(m) for _, m in model.named_modules()),
     }
+
+
+def with_own_modules(model: nn.Module) -> nn.Module:
+    """Return a copy of a model with modules of its own, which an engine may replace, but with the same weights."""
+    arrays = [array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))]
+    return copy.deepcopy(model, {id(array): array for array in arrays})
 
 
 def _compute(model: nn.Module, dtype: mx.Dtype, *, is_int8: bool, streams: bool) -> None:

@@ -24,7 +24,7 @@ from dualtune_torch.host.waits import counted_waits
 from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.lora_backward import lora_backward
 from dualtune_torch.kernels.lora_timing import time_lora_backward
-from dualtune_torch.model import DTYPES, load_base
+from dualtune_torch.model import DTYPES, load_base, with_own_modules
 from dualtune_torch.profile import profile
 from dualtune_torch.runtime import numerics
 from dualtune_torch.sharding import Shards
@@ -93,7 +93,9 @@ class TorchBackend:
         settings = [numerics.exact, *([numerics.deterministic] if request.deterministic else [])]
         together = numerics.together(*settings, *([shards.together] if shards else []))
         with together():
-            model, description = load_base(request, self.device)
+            model, description = request.shared(lambda: load_base(request, self.device))
+            if request.shared_base is not None:
+                model = with_own_modules(model)
             if request.deterministic and self.device.type == "cuda":
                 numerics.use_fixed_experts(model)
             if shards is None or description["sharding"] == "none":

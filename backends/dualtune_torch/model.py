@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +76,11 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     if quantization in BITS and plain:
         description["quantization_reason"] += f"; {plain} linear layers are not quantized"
     return model, {"model_class": type(model).__name__} | description | {"num_parameters": num_parameters(model)}
+
+
+def with_own_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model with modules of its own, which an engine may replace, but with the same weights."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
 
 def _dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

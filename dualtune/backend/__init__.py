@@ -12,7 +12,7 @@ Shape suffixes: B rows of the micro-batch, T tokens of a row, D hidden size, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec, Tensors
 from dualtune.backend.generation_cache import GenerationCache
+from dualtune.backend.shared_base import Base, SharedBase
 from dualtune.base_model import BaseWeights, find_weights
 from dualtune.card import BACKENDS_GROUP, backend_names, card_of
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -197,10 +198,22 @@ class LoadRequest:
     memory_limit_bytes: int | None = None  # that the run may use; refused by backends that do not honour memory.limit
     reused_bytes: int | None = None  # that a step allocates and frees, by the plan; None: there is no plan
     weights: BaseWeights | None = None  # of model_dir, if they were found already
+    shared_base: SharedBase | None = None  # where the next engine finds the base of this one; None: it loads its own
 
     def base_weights(self) -> BaseWeights | None:
         """Return exactly the files to load. None if the weights are initialized at random."""
         return None if self.init == "random" else self.weights or find_weights(self.model_dir)
+
+    def shared(self, load: Callable[[], Base]) -> Base:
+        """Return the base that `load` returns, from `shared_base` if it has it."""
+        return load() if self.shared_base is None else self.shared_base.get(self._base_key(), load)
+
+    def _base_key(self) -> Hashable:
+        """Return what the base depends on; None if it cannot be shared, because it is trained or moves while it is."""
+        if self.adapter.trains_model or self.resident_layers is not None:
+            return None
+        seed = self.seed if self.init == "random" else None
+        return self.model_dir, self.dtype, self.quantization, self.init, seed, self.sharding
 
 
 class Engine(Protocol):

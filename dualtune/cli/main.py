@@ -30,6 +30,7 @@ COMMANDS = {
     "data": ("preflight.data", "Clean data sets: leave out rows that repeat others, report personal data."),
     "preview": ("preflight.preview", "Show what a config would train on, with statistics."),
     "train": ("training.train", "Train an adapter from a config, or run the demo."),
+    "sweep": ("training.sweep", "Train a config with several values of its keys, and compare the runs."),
     "bench": ("training.bench", "Measure what a step of a config costs here, and where its time goes."),
     "validate": ("training.validate", "Test that the whole pipeline works on this machine, in five tiers."),
     "launch": (
@@ -46,7 +47,7 @@ COMMANDS = {
     "serve": ("adapters.serve", "Answer HTTP requests in the form of OpenAI's API."),
     "runs": ("runs.runs", "List run directories with their numbers and verdict; compare runs, clean up."),
     "track": ("runs.track", "Send the numbers of a run to a tracker: trackio, W&B, MLflow or TensorBoard."),
-    "report": ("training.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
+    "report": ("runs.report", "Write runs as one page for a browser: verdict, curves, data, what to do next."),
     "watch": ("training.watch", "Show a run that trains, from another terminal, over ssh or in a browser."),
     "profile": ("training.profile", "Show where the memory of a run went: peak, phases, spikes, leaks."),
     "memory": ("training.memory", "Measure what each way to save memory saves and costs here, against the plan."),

@@ -18,6 +18,7 @@ WORDS = {
         "train": "finetune fine-tune tune fit learn sft lora qlora run start resume continue",
         "chat": "talk repl converse interactive",
         "serve": "api server openai endpoint",
+        "sweep": "grid search tune-hyperparameters hyperparameter-search hpo optuna halving lr-finder find-lr",
         "generate": "infer inference predict complete completion prompt ask sample",
         "eval": "evaluate evaluation score perplexity ppl test accuracy",
         "preview": "show view look inspect-data tokenize dry-run",

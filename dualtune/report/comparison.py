@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from dualtune.report.page import as_text as _text
-from dualtune.report.run_files import RunFiles
+from dualtune.report.run_files import RunFiles, are_comparable
 from dualtune.report.run_sections import loss_text, median_speed
 from dualtune.report.settings import differing
 from dualtune.text.show import in_time
@@ -20,7 +20,7 @@ def comparison(runs: Sequence[RunFiles]) -> str:
     keys = differing([run.config for run in runs])
     heads = ["run", "verdict", "steps", "loss", "evaluation", "best evaluation", "tokens/s", "time"]
     heads += [key for key, _ in keys]
-    best = _best(runs)
+    best = _best(runs) if are_comparable(runs) else None
     columns = zip_longest(*(values for _, values in keys)) if keys else [()] * len(runs)
     rows = [
         _row(run, [*_numbers(run), *((value, _sortable(value)) for value in values)], index, index == best)
@@ -31,6 +31,8 @@ def comparison(runs: Sequence[RunFiles]) -> str:
         for head in heads
     )
     note = "" if keys else "<p>The configs are equal.</p>\n"
+    if not are_comparable(runs):
+        note += "<p>The runs were evaluated on different documents or tokens, so none is called the best.</p>\n"
     return (
         '<div class="scroll" role="region" aria-label="Runs" tabindex="0"><table id="runs" class="runs">\n'
         "<caption>The runs, with the keys in which their configs differ. Click a head to sort.</caption>\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -110,3 +110,9 @@ def recorded_environment(run_dir: Path) -> dict[str, Any]:
     """Return the environment.json of a run, empty if there is none. FormatError if it is damaged."""
     path = run_dir / ENVIRONMENT
     return read_json(path, max_bytes=MAX_ENVIRONMENT_BYTES) if path.exists() else {}
+
+
+def are_comparable(runs: Sequence[RunFiles]) -> bool:
+    """Return whether the evaluation losses of these runs are of the same documents, in the same tokens."""
+    evaluated = [run for run in runs if run.curves.evals]
+    return len({str(run.recorded("fingerprints").get("eval documents")) for run in evaluated}) <= 1

@@ -13,6 +13,7 @@ from dualtune.report.page import as_text as _text
 from dualtune.report.run_files import RunFiles, read_run
 from dualtune.report.run_sections import data, headline, next_commands, reproduce
 from dualtune.report.samples import samples
+from dualtune.report.scatter import scatter
 
 # The plots: name of the element, what it shows. `run.js` has the same names.
 PLOTS = (
@@ -32,7 +33,10 @@ def run_page(paths: Sequence[Path]) -> str:
         title, body = run.name, headline(run) + _curves(runs) + samples(run.path) + answers(run.path) + data(run)
         body += reproduce(run) + next_commands(run)
     else:
-        title, body = f"{len(runs)} runs", comparison(runs) + _curves(runs) + "".join(map(_folded, runs))
+        title, body = (
+            f"{len(runs)} runs",
+            comparison(runs) + scatter(runs) + _curves(runs) + "".join(map(_folded, runs)),
+        )
     style, scripts = _style(), (asset("uplot/uPlot.iife.min.js"), asset("run.js"))
     return whole_page(title, style, f"{body}{_license()}", scripts)
 

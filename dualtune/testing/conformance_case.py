@@ -12,6 +12,7 @@ import numpy as np
 
 from dualtune.adapter.spec import AdapterSpec, Tensors
 from dualtune.backend import Backend, Batch, Engine, LoadRequest, OptimizerState
+from dualtune.backend.shared_base import SharedBase
 from dualtune.optimizer import OPTIMIZERS, OptimizerSpec, RuleName, Settings
 from dualtune.optimizer.averaging import Averaging
 from dualtune.testing import tolerances
@@ -47,11 +48,14 @@ class Case:
     def optimizer_spec(self) -> OptimizerSpec:
         return OptimizerSpec(self.optimizer, {"weight_decay": DECAY, **CHANGES.get(self.optimizer, {})}, self.average)
 
-    def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
+    def engine(
+        self, *, model_dir: Path | None = None, trained: bool = True, shared_base: SharedBase | None = None,
+        **changes: object,
+    ) -> Engine:  # fmt: skip
         """Return a float32 engine; with `trained` the adapter's B is not zero. `changes` are fields of the spec."""
         request = LoadRequest(
             model_dir or self.model_dir, self.dtype, "auto", "pretrained", replace(self.spec, **changes),
-            self.optimizer_spec, seed=7, kernels=self.kernels,
+            self.optimizer_spec, seed=7, kernels=self.kernels, shared_base=shared_base,
         )  # fmt: skip
         engine = self.backend.load(request)
         if trained:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dualtune.adapter.spec import Tensors
 from dualtune.backend import IGNORE_INDEX, Batch, Engine, OptimizerState
+from dualtune.backend.shared_base import SharedBase
 from dualtune.testing.conformance_case import Case, assert_equal, with_each_optimizer
 from dualtune.testing.tiny_models import row_of
 
@@ -179,3 +180,19 @@ def check_a_gradient_that_is_not_finite_changes_nothing(case: Case) -> None:
         assert engine.optimizer_state().step == optimizer.step + 1
     else:
         assert_same_state(engine, adapter, optimizer)
+
+
+def check_shared_base(case: Case) -> None:
+    """An engine on a base that another engine has used computes bitwise what one with a base of its own does."""
+    shared, batches = SharedBase(), [case.batch(seed=s) for s in range(2)]
+    train(case.engine(shared_base=shared), *batches)
+    states: list[tuple[Tensors, OptimizerState]] = []
+    for base in (shared, None):
+        engine = case.engine(shared_base=base, rank=7, alpha=3.0)
+        train(engine, *batches)
+        states.append(state_of(engine))
+    assert shared.num_loaded == 1, f"the base was loaded {shared.num_loaded} times"
+    (adapter, optimizer), (expected, expected_optimizer) = states
+    assert_equal(adapter, expected)
+    for slot, tensors in expected_optimizer.slots.items():
+        assert_equal(optimizer.slots[slot], tensors)

@@ -73,7 +73,7 @@ class NumpyBackend:
         config = json.loads((request.model_dir / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] != MODEL_TYPE:
             raise EnvironmentFault(f"{request.model_dir}: got model_type {config['model_type']}, allowed: {MODEL_TYPE}")
-        return NumpyEngine(load_file(request.model_dir / "model.safetensors"), request)
+        return NumpyEngine(request.shared(lambda: load_file(request.model_dir / "model.safetensors")), request)
 
     def world(self) -> Alone:
         return Alone()

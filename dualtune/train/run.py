@@ -18,6 +18,7 @@ from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
+from dualtune.backend.shared_base import SharedBase
 from dualtune.base_model import position_table_size, read_config
 from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
@@ -70,7 +71,7 @@ class TrainResult:
     without_effect: tuple[Change, ...] = ()  # …although these keys have other values now
 
 
-def load_engine(prepared: Prepared) -> Engine:
+def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> Engine:
     """Load the base model with the adapter that training starts from."""
     config = prepared.config
     engine = prepared.backend.load(
@@ -91,6 +92,7 @@ def load_engine(prepared: Prepared) -> Engine:
             memory_limit_bytes=config.memory.limit_bytes,
             reused_bytes=prepared.memory.reused_bytes,
             weights=prepared.model.weights,
+            shared_base=shared_base,
         )
     )
     if prepared.start is not None:
@@ -116,31 +118,35 @@ def _use_activation_cache(prepared: Prepared, engine: Engine) -> None:
 def run(
     config: Config, backend: Backend, hooks: Sequence[Hook] = (), *, resume: str = "auto",
     show: Show = lambda what, share: None, announce: Callable[[Prepared], object] = lambda prepared: None,
-    restart: Path | None = None, policy: MakePolicy | None = None,
+    restart: Path | None = None, policy: MakePolicy | None = None, shared_base: SharedBase | None = None,
+    pause_after: int | None = None,
 ) -> TrainResult:  # fmt: skip
     """Train with a config on a backend. `resume`: see `open_run`. A stop signal saves the state; raises Preempted.
 
     `show` gets the progress of tokenizing. `announce` gets the prepared run before the model is loaded, and an error
     that it raises ends the run. `restart`: the note of a parent that restarts a killed run. `policy`: see `prepare`.
+    `shared_base`: where the base model stays for the next run. `pause_after`: the step after which the run is
+    evaluated, saved and stopped; raises Paused.
     """
     team = Team(backend.world())
     with open_together(config, resume, team) as run_dir:
         prepared = prepare(config, backend, run_dir.saved, show, team, policy)
         announce(prepared)
         with explained(backend, prepared.config, "in training"):
-            return execute(prepared, run_dir, hooks, restart)
+            return execute(prepared, run_dir, hooks, restart, shared_base, pause_after)
 
 
 def execute(
-    prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = (), restart: Path | None = None
-) -> TrainResult:
-    """Train a prepared run in an open run directory."""
+    prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook] = (), restart: Path | None = None,
+    shared_base: SharedBase | None = None, pause_after: int | None = None,
+) -> TrainResult:  # fmt: skip
+    """Train a prepared run in an open run directory. The last four arguments are those of `run`."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
     if resumed is not None and team.agree(_has_ended(resumed, run_dir.result(config))):
         result = _result(run_dir, config, resumed.checkpoint.step, History(read_rows(run_dir.path / METRICS)))
         return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
     with explained(prepared.backend, config, "while the model was loaded"):
-        engine, saved = load_engine(prepared), prepared.checkpoint
+        engine, saved = load_engine(prepared, shared_base), prepared.checkpoint
     first_step = 0
     if saved is not None:
         restore(engine, saved)
@@ -172,7 +178,7 @@ def execute(
             resume_smaller(restart, recovery, prepared, first_step, log)
         with Ahead(lambda step: prepared.batches(step, recovery.layout), prepared.data.order.num_steps) as batches:
             recovery.on_change = batches.drop
-            job = Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches, samples)
+            job = Job(prepared, engine, watchers, log, guards, saver, recovery, moments, batches, samples, pause_after)
             num_steps = fit(job, first_step)
         saver.check_files(num_steps)
         with _in_result(prepared, engine, saver, log, num_steps):
@@ -291,7 +297,7 @@ def _stopped(stop: Preempted, saver: Saver) -> Exception:
     if saver.failure is not None:
         kept = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
         return DiskError(f"{stop}, but the state could not be saved; {kept}. {saver.failure}")
-    return Preempted(f"{stop}; saved in {saver.newest}")
+    return type(stop)(f"{stop}; saved in {saver.newest}")
 
 
 def _write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:

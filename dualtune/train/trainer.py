@@ -10,7 +10,7 @@ from functools import partial
 from dualtune import faults
 from dualtune.backend import Batch, Engine
 from dualtune.distributed.team import PeerFailed
-from dualtune.errors import OutOfMemory, Preempted
+from dualtune.errors import OutOfMemory, Paused, Preempted
 from dualtune.evaluate.evaluation import evaluate
 from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.samples import Samples
@@ -42,10 +42,20 @@ class Job:
     moments: Moments
     batches: Callable[[int], list[Batch]]  # the micro-batches of a step, counted from 0
     samples: Samples | None = None  # in the first process, if any are wanted
+    pause_after: int | None = None  # the step after which the run is saved and stopped, to be resumed later
+
+    @property
+    def last_step(self) -> int:
+        """The step with which this call ends, unless it ends early."""
+        num_steps = self.prepared.data.order.num_steps
+        return num_steps if self.pause_after is None else min(num_steps, self.pause_after)
 
 
 def fit(job: Job, first_step: int = 0) -> int:
-    """Train from step `first_step` to the end, and return the number of steps done. A stop signal raises Preempted."""
+    """Train from step `first_step` to the end, and return the number of steps done.
+
+    Raises Preempted on a stop signal, Paused after `pause_after`.
+    """
     step = first_step
     job.prepared.backend.reset_peak_memory()
     if job.prepared.config.guards.on_spike == "rollback" and step == 0:
@@ -54,19 +64,21 @@ def fit(job: Job, first_step: int = 0) -> int:
     _evaluate_if_due(job, step)
     job.log.restart_clock()
 
-    while step < job.prepared.data.order.num_steps and not job.guards.stops_early:
+    while step < job.last_step and not job.guards.stops_early:
         step = _take_step(job, step)
         step = _do_what_is_due(job, step)
 
     if job.guards.stops_early:
         job.saver.save(step)
+    elif step < job.prepared.data.order.num_steps:
+        raise Paused(f"Paused after step {step} of {job.prepared.data.order.num_steps}")
     return step
 
 
 def _take_step(job: Job, step: int) -> int:
     """Let the policy take a step, and check the previous step. Return the number of steps done."""
     prepared, team = job.prepared, job.prepared.team
-    max_steps = steps_until_due(prepared.config.run, step, prepared.data.order.num_steps)
+    max_steps = steps_until_due(prepared.config.run, step, job.last_step)
     watched = job.moments.of_step(step + 1)
     taking = TrainingStep(
         prepared, job.engine, step, job.batches, max_steps=max_steps, recovery=job.recovery, **watched
@@ -130,7 +142,7 @@ def _roll_back(job: Job, step: int, spike: int) -> int:
 def _do_what_is_due(job: Job, step: int) -> int:
     """Save and evaluate if due. Return the number of steps done."""
     prepared, saver = job.prepared, job.saver
-    is_last = step == prepared.data.order.num_steps
+    is_last = step == job.last_step
     save_due = prepared.team.agree(saver.was_requested()) or is_last or is_due(step, prepared.config.run.save_every)
     if not (save_due or _eval_due(job, step)):
         return step
@@ -181,5 +193,5 @@ def _sample(job: Job, step: int) -> None:
 
 
 def _eval_due(job: Job, step: int) -> bool:
-    ends = (0, job.prepared.data.order.num_steps)
+    ends = (0, job.last_step, job.prepared.data.order.num_steps)
     return len(job.prepared.data.eval) > 0 and (step in ends or is_due(step, job.prepared.config.run.eval_every))

@@ -301,6 +301,24 @@ def test_several_runs_are_written_where_they_lie(copy, plain, dualtune_main, tmp
     assert "<h1>2 runs</h1>" in (tmp_path / "report.html").read_text()
 
 
+def test_no_run_is_the_best_of_those_with_different_held_out_documents(train):
+    runs = [train("a", data__eval=0.25), train("b", data__eval=0.5), train("c", data__eval=0.25, adapter__rank=1)]
+    together, apart = run_page([runs[0], runs[2]]), run_page(runs)
+    assert together.count('class="mark">best<') == 1 and "evaluated on different documents" not in together
+    assert 'class="mark">best<' not in apart and "evaluated on different documents" in apart
+    assert 'class="around"' not in apart and "the best has" not in apart and "<svg viewBox" in apart
+
+
+def test_a_directory_of_runs_stands_for_all_of_them(copy, dualtune_main, tmp_path):
+    shutil.copytree(copy, tmp_path / "sweep" / "a")
+    shutil.copytree(copy, tmp_path / "sweep" / "b")
+    result = dualtune_main("report", tmp_path / "sweep")
+    assert result.stdout == f"report      {tmp_path / 'sweep' / 'report.html'}\n"
+    assert "<h1>2 runs</h1>" in (tmp_path / "sweep" / "report.html").read_text()
+    (tmp_path / "empty").mkdir()
+    assert "is not a run directory" in dualtune_main("report", tmp_path / "empty").stderr
+
+
 def test_open_opens_the_page_and_says_where_there_is_no_browser(copy, dualtune_main, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda uri: bool(opened.append(uri)) or len(opened) == 1)

@@ -20,6 +20,9 @@ const look = frames => Promise.all(frames.map(async frame => {
     ground: w.getComputedStyle(d.body).backgroundColor, canvases: seen("canvas").length,
     plots: Object.fromEntries(seen(".plot").map(e => [e.id, e.getAttribute("aria-label")])),
     wide: seen("canvas").every(c => c.getBoundingClientRect().right <= w.innerWidth),
+    dots: all(".scatter circle title").map(e => e.textContent),
+    triangles: all(".scatter path title").map(e => e.textContent),
+    narrow: all(".scatter svg").every(e => e.getBoundingClientRect().right <= w.innerWidth),
     images: all("img").length, scripts: all("script").length, copies: seen(".copy").length, order: [names()] };
   found.axes = ["tokens", "seconds", "step"].map(x => { click(`input[value=${x}]`);
     return texts("#plot-loss .u-legend th")[0] });
@@ -54,6 +57,13 @@ def home(train, tmp_path_factory):
     rows = [{**row, "adapter": f"answer {i}", "right": i % 2 == 0, "loss": i, "base": None} for i in range(4)]
     (evil / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [*rows, row]))
     return plain, fast, evil
+
+
+def test_the_losses_over_the_learning_rate_are_drawn_without_a_script(looks, home):
+    for look in looks["three"]:
+        assert [title.partition(": ")[0] for title in look["dots"]] == ["plain", "fast"]
+        assert look["triangles"] == [f"{home[2].name}: inf"]
+        assert look["narrow"] and "Loss by value" in look["text"]
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ import click
 def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
     """Write the run directories RUN as one page: verdict, curves, answers, data, how to repeat it, what to do next.
 
-    Several runs are drawn over each other, with a table of the keys that differ. The page is one file that loads
-    nothing. A run writes its own page at its end, unless run.report is false.
+    Several runs are drawn over each other, with a table of the keys that differ and their losses over each of these
+    keys. A directory of runs stands for all of them. The page is one file that loads nothing. A run writes its own page
+    at its end, unless run.report is false.
     """
     import webbrowser
 
@@ -29,10 +30,18 @@ def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
     from dualtune.report.run_page import run_page
     from dualtune.train.state.run_dir import REPORT
 
-    page = run_page(runs)
+    page = run_page([run for given in runs for run in _runs_in(given)])
     common = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve() for run in runs]))
     target = output or common / REPORT
     write_file(target, page)
     say(f"report      {target}")
     if opens and not webbrowser.open(target.resolve().as_uri()):
         raise EnvironmentFault(f"{target}: no browser was found to open it. Open the file yourself")
+
+
+def _runs_in(given: Path) -> list[Path]:
+    """Return a run directory, or those in a directory that holds some."""
+    from dualtune.train.state.listing import find_runs
+    from dualtune.train.state.run_dir import is_run_dir
+
+    return [given] if is_run_dir(given) or not given.is_dir() else find_runs(given) or [given]

@@ -1,0 +1,169 @@
+"""The loss of several runs over each key in which their configs differ, as pictures that need no script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from dualtune.report.page import as_text as _text
+from dualtune.report.run_files import RunFiles, are_comparable
+from dualtune.report.run_sections import loss_text
+from dualtune.report.settings import PLACES, flat, shown_value
+
+WIDTH, HEIGHT = 440, 260  # of a picture, in units of its own; the page scales it
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 34  # the margins
+MIN_RUNS, MAX_PLOTS, MAX_LINES, MAX_TICKS = 3, 8, 8, 8
+CUT = 4  # how many times as far above the best loss as the median a loss may be; what is higher lies on the edge
+NAMED = 20  # characters of a value on the axis
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A run in a picture."""
+
+    run: RunFiles
+    loss: float
+    values: dict[str, Any]  # its config, by key
+
+    @property
+    def is_done(self) -> bool:
+        return self.run.state == "done"
+
+
+def scatter(runs: Sequence[RunFiles]) -> str:
+    """Return a picture for each key that differs; nothing for fewer than three runs with a loss."""
+    dots = [Dot(run, loss, flat(run.config)) for run in runs if (loss := _loss(run)) is not None]
+    keys = [key for key in dict.fromkeys(key for dot in dots for key in dot.values) if _differs(dots, key)]
+    if len(dots) < MIN_RUNS or not keys or all(dot.loss == math.inf for dot in dots):
+        return ""
+    others = {keys[0]: keys[1], keys[1]: keys[0]} if len(keys) == 2 else {}
+    pictures = "".join(_figure(dots, key, others.get(key, "")) for key in keys[:MAX_PLOTS])
+    held_out = all(_eval_loss(dot.run) is not None for dot in dots if dot.is_done)
+    what = "evaluation loss, the last" if held_out else "training loss at the end, smoothed"
+    edge = " A triangle is a loss above the picture." * any(dot.loss > _highest(dots) for dot in dots)
+    given_up = " A ring is a run that was not trained to its end." * any(not dot.is_done for dot in dots)
+    return (
+        f'<h2 id="values">Loss by value</h2>\n<p class="hint">The {what}.{edge}{given_up}</p>\n'
+        f'<div class="plots">\n{pictures}</div>\n'
+    )
+
+
+def _loss(run: RunFiles) -> float | None:
+    """Return the last loss, infinity for one that is not finite, None before the first step."""
+    loss = _eval_loss(run)
+    if loss is None and run.curves.steps:
+        loss = run.curves.smooth()[-1]
+    return math.inf if loss is not None and not math.isfinite(loss) else loss
+
+
+def _eval_loss(run: RunFiles) -> float | None:
+    """Return the loss of the last evaluation after the first step."""
+    evals = run.curves.evals
+    return evals[-1].loss if evals and evals[-1].step > 0 else None
+
+
+def _differs(dots: Sequence[Dot], key: str) -> bool:
+    return key not in PLACES and len({shown_value(dot.values.get(key)) for dot in dots}) > 1
+
+
+def _highest(dots: Sequence[Dot]) -> float:
+    """Return the loss at the top: one run that diverged must not make all others equal."""
+    losses = [dot.loss for dot in dots if dot.loss < math.inf]
+    lowest, middle = min(losses), median(losses)
+    return min(max(losses), lowest + CUT * (middle - lowest)) if middle > lowest else max(losses)
+
+
+def _figure(dots: Sequence[Dot], key: str, other: str) -> str:
+    """Return the picture of a key. `other`: the only other key that differs, whose values get a line each; or empty."""
+    place, ticks = _axis([dot.values.get(key) for dot in dots])
+    low, high = min(dot.loss for dot in dots), _highest(dots)
+
+    def at(dot: Dot) -> tuple[float, float]:
+        share = (min(dot.loss, high) - low) / (high - low) if high > low else 0.5
+        x = LEFT + place(dot.values.get(key)) * (WIDTH - LEFT - RIGHT)
+        return x, HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+    names = list(dict.fromkeys(shown_value(dot.values.get(other)) for dot in dots)) if other else []
+    names = names if len(names) <= MAX_LINES else []
+    best = min(dots, key=lambda dot: (not dot.is_done, dot.loss))
+    is_known = are_comparable([dot.run for dot in dots])
+    marks: list[str] = []
+    for dot in dots:
+        series = names.index(shown_value(dot.values.get(other))) if names else 0
+        marks.append(_mark(dot, *at(dot), series, is_high=dot.loss > high, is_best=is_known and dot is best))
+    lines = [_line([at(dot) for dot in group], index) for index, group in enumerate(_groups(dots, other, names))]
+    legend = " ".join(f'<span><i class="swatch run{i}"></i>{_text(name)}</span>' for i, name in enumerate(names))
+    caption = f"{_text(key)}{f', by {_text(other)}: {legend}' if names else ''}"
+    label = f"{key}: {len(dots)} runs"
+    if is_known:
+        label += f", the best has {shown_value(best.values.get(key))} with {loss_text(best.loss)}"
+    return (
+        f'<figure class="scatter"><figcaption>{caption}</figcaption>\n'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(label)}">\n'
+        f"{_grid(ticks, low, high)}{''.join(lines)}{''.join(marks)}</svg></figure>\n"
+    )
+
+
+Place = Callable[[Any], float]  # from a value to its place between the ends of the axis, 0 to 1
+
+
+def _axis(values: Sequence[Any]) -> tuple[Place, list[tuple[float, str]]]:
+    """Return where values lie, and the marks of the axis: numbers by size, or by their logarithm; others in order."""
+    distinct = list({shown_value(value): value for value in values}.values())
+    if all(type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e300 for value in distinct):
+        low, high = min(distinct), max(distinct)
+        scale: Callable[[float], float] = math.log if 0 < low <= high / 10 else float
+
+        def by_size(value: Any) -> float:
+            return 0.05 + 0.9 * (scale(value) - scale(low)) / (scale(high) - scale(low))
+
+        shown = sorted(distinct) if len(distinct) <= MAX_TICKS else [low, high]
+        return by_size, [(by_size(value), f"{value:g}") for value in shown]
+    names = [shown_value(value) for value in distinct]
+
+    def in_order(value: Any) -> float:
+        return (names.index(shown_value(value)) + 0.5) / len(names)
+
+    shown_names = [(in_order(value), shown_value(value)[:NAMED]) for value in distinct]
+    return in_order, shown_names if len(names) <= MAX_TICKS else [shown_names[0], shown_names[-1]]
+
+
+def _groups(dots: Sequence[Dot], other: str, names: Sequence[str]) -> list[list[Dot]]:
+    """Return the runs that a line joins: those with the same value of the other key."""
+    if not names:
+        return []
+    return [[dot for dot in dots if shown_value(dot.values.get(other)) == name] for name in names]
+
+
+def _line(points: Sequence[tuple[float, float]], series: int) -> str:
+    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in sorted(points))
+    return f'<polyline class="line{series}" points="{joined}"/>\n'
+
+
+def _mark(dot: Dot, x: float, y: float, series: int, *, is_high: bool, is_best: bool) -> str:
+    title = f"<title>{_text(dot.run.name)}: {loss_text(dot.loss)}</title>"
+    kind = f"dot{series}{'' if dot.is_done else ' ring'}"
+    if is_high:
+        return f'<path class="{kind}" d="M{x:.1f},{y - 6:.1f} l6,10 h-12 z">{title}</path>\n'
+    around = f'<circle class="around" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if is_best else ""
+    return f'{around}<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5">{title}</circle>\n'
+
+
+def _grid(ticks: Sequence[tuple[float, str]], low: float, high: float) -> str:
+    """Return the lines and numbers behind the dots."""
+    found: list[str] = []
+    for share in (0, 0.5, 1) if high > low else (0.5,):
+        y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+        number = loss_text(low + share * (high - low)) if high > low else loss_text(low)
+        found.append(f'<path class="grid" d="M{LEFT},{y:.1f} H{WIDTH - RIGHT}"/>')
+        found.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number}</text>\n')
+    last = -math.inf
+    for share, name in sorted(ticks):
+        x, half = LEFT + share * (WIDTH - LEFT - RIGHT), 3.6 * len(name)
+        if x - half > last:  # else it would cover the one before
+            found.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{_text(name)}</text>\n')
+            last = x + half
+    return "".join(found)

@@ -1,0 +1,53 @@
+"""The runs of a sweep: each a config with a directory of its own, checked before the first one is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dualtune.backend import Backend
+from dualtune.config import Config
+from dualtune.data.documents import Show
+from dualtune.errors import DualtuneError
+from dualtune.sweep.values import Values
+from dualtune.train.prepare import prepare
+from dualtune.train.state.run_dir import check_usable, find_saved, path_of
+
+
+@dataclass(frozen=True, slots=True)
+class SweepTrial:
+    """A run of a sweep."""
+
+    name: str
+    values: Values
+    config: Config
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return path_of(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedTrial:
+    """What the checks of a trial have found."""
+
+    trial: SweepTrial
+    num_steps: int
+    has_eval: bool
+    eval_documents: str  # their fingerprint
+    memory: list[str]  # the lines of its estimate
+
+
+def check(trial: SweepTrial, backend: Backend, show: Show) -> CheckedTrial:
+    """Check a trial as `dualtune train --dry-run` does. A DualtuneError names the trial."""
+    try:
+        check_usable(trial.path, "auto")
+        saved, _ = find_saved(trial.path, "auto")
+        prepared = prepare(trial.config, backend, saved, show)
+    except DualtuneError as error:
+        raise type(error)(f"{trial.name}: {error}") from error
+    return CheckedTrial(
+        trial, prepared.data.order.num_steps, len(prepared.data.eval) > 0, prepared.fingerprints["eval documents"],
+        prepared.memory.lines(),
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The pictures of losses over values: where each run lies, against its loss and its value."""
+
+import json
+import math
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import yaml
+
+from dualtune.report.run_files import read_run
+from dualtune.report.scatter import BOTTOM, HEIGHT, TOP, scatter
+
+
+@pytest.fixture(scope="module")
+def plain(train):
+    return train("plain", train__steps=4, run__report=False)
+
+
+@pytest.fixture
+def runs(plain, tmp_path):
+    """Make runs from (name, changed keys, evaluation loss), and return their figures as trees."""
+
+    def make(*wanted, unfinished=()):
+        paths = []
+        for name, changes, loss in wanted:
+            path = tmp_path / name
+            shutil.copytree(plain, path)
+            config = yaml.safe_load((path / "config.yaml").read_text())
+            for key, value in changes.items():
+                section, _, short = key.partition(".")
+                config[section][short] = value
+            (path / "config.yaml").write_text(yaml.safe_dump(config))
+            rows = (path / "metrics.jsonl").read_text().splitlines()
+            rows.append(json.dumps({"step": 4, "eval_loss": loss, "eval_targets": 3}))
+            (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+            if name in unfinished:
+                note = json.loads((path / "lock").read_text())
+                (path / "lock").write_text(json.dumps(note | {"state": "failed", "reason": "memory"}))
+            paths.append(path)
+        return scatter([read_run(path) for path in paths])
+
+    return make
+
+
+def figures(text):
+    return [ElementTree.fromstring(figure) for figure in re.findall(r"<figure.*?</figure>", text, re.S)]
+
+
+def dots(figure):
+    """name -> (x, y, class) of the marks of a picture."""
+    found = {}
+    for mark in figure.iter():
+        title = mark.find("title")
+        if mark.tag == "circle" and title is not None:
+            found[title.text] = (float(mark.get("cx")), float(mark.get("cy")), mark.get("class"))
+        elif title is not None:
+            x, y = re.match(r"M([\d.]+),([\d.]+)", mark.get("d")).groups()
+            found[title.text] = (float(x), float(y), "triangle")
+    return found
+
+
+def rate(value, loss, name=None):
+    return (name or f"lr{value:g}", {"train.learning_rate": value}, loss)
+
+
+def test_losses_lie_at_their_height_and_rates_by_their_logarithm(runs):
+    (figure,) = figures(runs(rate(1e-4, 2.0), rate(1e-3, 1.0), rate(1e-2, 1.5)))
+    found = dots(figure)
+    (x1, y1, _), (x2, y2, _), (x3, y3, _) = (
+        found[name] for name in ("lr0.0001: 2.0000", "lr0.001: 1.0000", "lr0.01: 1.5000")
+    )
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2) and x1 < x2
+    assert (y1, y2) == (TOP, HEIGHT - BOTTOM) and y3 == pytest.approx((y1 + y2) / 2)
+    around = [mark for mark in figure.iter("circle") if mark.get("class") == "around"]
+    assert [float(mark.get("cx")) for mark in around] == [x2]  # the best
+    assert figure.find("figcaption").text == "train.learning_rate"
+    assert "the best has 0.001 with 1.0000" in figure.find("svg").get("aria-label")
+    texts = [text.text for text in figure.iter("text")]
+    assert texts == ["1.0000", "1.5000", "2.0000", "0.0001", "0.001", "0.01"]
+
+
+def test_near_numbers_lie_by_their_size_and_words_in_order(runs):
+    changes = [{"adapter.rank": rank, "adapter.targets": targets} for rank, targets in ((2, "b"), (3, "a"), (6, "b"))]
+    rank, targets = figures(runs(*((f"r{i}", change, 1.0 + i) for i, change in enumerate(changes))))
+    (x1, *_), (x2, *_), (x3, *_) = dots(rank).values()
+    assert (x3 - x1) == pytest.approx(4 * (x2 - x1), rel=1e-2)
+    (x1, *_), (x2, *_), (x3, *_) = dots(targets).values()
+    assert x1 == x3 < x2
+    assert "adapter.targets, by adapter.rank: " in targets.find("figcaption").text
+    assert [span[0].tail for span in targets.find("figcaption")] == ["2", "3", "6"]
+
+
+def test_runs_with_the_same_value_of_the_other_key_are_joined(runs):
+    wanted = [
+        (f"{lr:g}-{rank}", {"train.learning_rate": lr, "adapter.rank": rank}, lr + rank) for lr in (1e-3, 1e-2)
+        for rank in (2, 8)
+    ]  # fmt: skip
+    _, by_rank = figures(runs(*wanted))
+    lines = [line.get("points") for line in by_rank.iter("polyline")]
+    assert len(lines) == 2 and all(line.count(",") == 2 for line in lines)
+    assert [kind for _, _, kind in dots(by_rank).values()] == ["dot0", "dot1", "dot0", "dot1"]
+
+
+def test_a_run_that_diverged_is_a_triangle_and_hides_no_difference(runs):
+    text = runs(rate(1e-4, 1.2), rate(1e-3, 1.0), rate(1e-2, 1.1), rate(1.0, 5e4), unfinished=["lr1"])
+    found = dots(figures(text)[0])
+    assert found["lr1: 50000.0000"][2] == "triangle"
+    assert found["lr0.0001: 1.2000"][1] - TOP < 0.7 * (HEIGHT - TOP - BOTTOM)  # not all at the bottom
+    assert "A triangle is a loss above the picture." in text and "A ring is a run" in text
+    assert "A ring" not in runs(*(rate(value, value, f"again{value}") for value in (1, 2, 3)))
+
+
+def test_a_run_that_was_given_up_is_a_ring_and_never_the_best(runs):
+    (figure,) = figures(runs(rate(1e-4, 1.5), rate(1e-3, 1.0), rate(1e-2, 1.2), unfinished=["lr0.001"]))
+    found = dots(figure)
+    assert found["lr0.001: 1.0000"][2] == "dot0 ring" and found["lr0.01: 1.2000"][2] == "dot0"
+    assert "the best has 0.01" in figure.find("svg").get("aria-label")
+
+
+def test_there_is_no_picture_for_two_runs_for_equal_ones_or_without_a_loss(runs):
+    assert runs(rate(1e-4, 2.0, "a"), rate(1e-3, 1.0, "b")) == ""
+    assert runs(*(("same" + name, {}, 1.0) for name in "abc")) == ""
+    assert runs(*(rate(value, math.nan, f"nan{value}") for value in (1, 2, 3))) == ""
+
+
+def test_one_loss_for_all_and_hostile_values(runs):
+    hostile = [1e999, "<script>", None, -1, 0, True, [1, "<b>"], {"x": "</svg>"}]
+    text = runs(*((f"run{i}", {"train.learning_rate": value}, 1.0) for i, value in enumerate(hostile)))
+    (figure,) = figures(text)
+    assert len(dots(figure)) == 8 and "<script" not in text and "<b>" not in text
+    assert all(0 <= x <= 440 and 0 <= y <= 260 for x, y, _ in dots(figure).values())
