@@ -1,6 +1,7 @@
 """`dualtune sweep`: what it trains is what `dualtune train` would have trained, however it is stopped and resumed."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -8,6 +9,8 @@ import yaml
 
 from dualtune.backend.shared_base import SharedBase
 from dualtune.config import load_config
+from dualtune.sweep.search import sampler
+from dualtune.sweep.values import Choices, Range
 from dualtune.train.run import run
 from dualtune.train.state import lock
 
@@ -214,6 +217,16 @@ def test_halving_trains_the_best_to_the_end_bitwise_as_if_alone(sweep, home, con
     assert weights(home / "learning_rate=0.01") == weights(alone.run_dir)
 
 
+def test_halving_again_trains_nothing(sweep, home):
+    args = ("--set", "train.learning_rate=1e-5,1e-4,1e-3,1e-2", "--halving")
+    first = sweep(*args)
+    before = {path: path.stat().st_mtime_ns for path in home.rglob("lock")}
+    again = sweep(*args)
+    assert losses(again.stdout) == losses(first.stdout)
+    changed = [path.parent.name for path in before if path.stat().st_mtime_ns != before[path]]
+    assert changed == ["learning_rate=0.01"]  # it is asked for its end, and has it
+
+
 def test_halving_that_is_stopped_resumes_with_the_same_decisions(sweep, home, monkeypatch):
     args = ("--set", "train.learning_rate=1e-5,1e-4,1e-3,1e-2", "--halving")
     whole = losses(sweep(*args).stdout)
@@ -264,3 +277,46 @@ def test_a_sampler_chooses_the_same_again_and_reuses_its_runs(sweep, home):
     assert {path: path.stat().st_mtime_ns for path in before} == before
     rates = [yaml.safe_load((home / name / "config.yaml").read_text())["train"]["learning_rate"] for name in five]
     assert all(1e-4 <= rate <= 1e-1 for rate in rates) and len(set(rates)) == 5
+
+
+def test_a_sampler_learns_what_the_runs_have_shown(sweep, monkeypatch):
+    """Only of runs that were trained to their end."""
+    asked = []
+
+    def sampler(varied, seed):
+        def choose(known):
+            asked.append([*known])
+            return {"train.learning_rate": [1e-3, 1e30, 1e-2][len(known)]}
+
+        return choose
+
+    monkeypatch.setattr("dualtune.sweep.plan.sampler", sampler)
+    result = sweep("--set", "train.learning_rate=1e-4..1e31", "--trials", "3", "--set", "guards.nonfinite_limit=1")
+    assert result.returncode == 0, result.stderr
+    loss = float(losses(result.stdout)["learning_rate=0.001"][1])
+    assert [len(known) for known in asked] == [0, 1, 2]
+    ((values, first), (_, failed)) = asked[-1]
+    assert values == {"train.learning_rate": 1e-3} and failed is None
+    assert first == pytest.approx(loss, abs=1e-4)
+
+
+def test_the_sampler_prefers_values_near_the_best_so_far():
+    pytest.importorskip("optuna")
+    choose = sampler([Range("a.rate", 1e-5, 1e-1), Choices("a.kind", ("x", ["y"]))], seed=0)
+    rates = [10 ** (-5 + 4 * i / 30) for i in range(31)]
+
+    def suggested(best):
+        known = [
+            ({"a.rate": rate, "a.kind": "x" if i % 2 else ["y"]}, abs(math.log10(rate / best)))
+            for i, rate in enumerate(rates)
+        ]
+        known.append(({"a.rate": best, "a.kind": "x"}, None))  # a run that failed counts for nothing
+        found = []
+        for _ in range(8):
+            found.append(choose(known))
+            known.append((found[-1], abs(math.log10(found[-1]["a.rate"] / best))))
+        assert {json.dumps(each["a.kind"]) for each in found} <= {'"x"', '["y"]'}
+        return [each["a.rate"] for each in found]
+
+    assert sorted(suggested(1e-4))[4] < 1e-3 < sorted(suggested(1e-2))[4]
+    assert suggested(1e-4) == suggested(1e-4)
