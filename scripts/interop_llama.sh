@@ -32,4 +32,14 @@ export CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_CPU_REPACK=OFF -DGGML_LLAMAFILE=OFF 
 -DGGML_ACCELERATE=OFF -DLLAMA_OPENSSL=OFF"
 pip install "$directory/source"
 
+# The server is no part of that package. Without its web page, which would be downloaded.
+cmake() { nice -n 10 "$directory/bin/cmake" "$@"; }
+PATH=$PWD/$directory/bin:$directory/bin:$PATH cmake -G Ninja -S "$directory/source/vendor/llama.cpp" -B "$directory/server" \
+    -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+    -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DGGML_CPU_REPACK=OFF \
+    -DGGML_LLAMAFILE=OFF >/dev/null
+cmake --build "$directory/server" --target llama-server --parallel "${JOBS:-2}" >/dev/null
+cp "$directory/server/bin/llama-server" "$directory/bin/"
+rm -r "$directory/server"
+
 "$directory/bin/python" -c 'import llama_cpp; print(f"llama-cpp-python {llama_cpp.__version__}: ready")'

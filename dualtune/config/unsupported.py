@@ -14,7 +14,7 @@ NO_SUCH_KEY = {
         "The same command resumes a stopped run; to resume from elsewhere, use `dualtune train --resume PATH`": (
             "auto_resume resume resume_from resume_from_checkpoint"
         ),
-        "Trackers are not supported yet; every metric is in metrics.jsonl in the run directory": (
+        "Trackers are named in 'run.track': trackio, wandb, mlflow, tensorboard; projects by their own variables": (
             "comet mlflow report_to run_name tensorboard tracker trackers use_wandb wandb wandb_entity wandb_project"
         ),
         "It is not part of a config: `dualtune push hf://…` publishes an adapter": (

@@ -86,7 +86,7 @@ def test_names_of_other_trainers_are_translated(section: str, name: str, ours: s
         ),
         (
             "run: {report_to: wandb}",
-            "run.report_to: unknown key. Trackers are not supported yet; every metric is in metrics.jsonl",
+            "run.report_to: unknown key. Trackers are named in 'run.track': trackio, wandb, mlflow, tensorboard",
         ),
         ("train: {resume_from_checkpoint: x}", "train.resume_from_checkpoint: unknown key. The same command resumes"),
     ],

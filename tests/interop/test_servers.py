@@ -1,4 +1,5 @@
-"""mlx_lm.server over an adapter of dualtune, as docs/export.md shows it: its answer is ours."""
+"""mlx_lm.server over an adapter, and llama-server over an exported model, as docs/export.md shows them: they answer as
+we do."""
 
 import json
 import socket
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,21 +16,48 @@ from dualtune.evaluate.inference import load_model, stream_text
 pytestmark = pytest.mark.interop
 
 
+ASKED = {"prompt": "Lily saw", "max_tokens": 12, "temperature": 0}
+
+
 def test_mlx_lms_server_answers_as_we_do(stories, open_backend):
-    backend, (model, adapter, _) = open_backend("mlx"), stories
+    model, adapter, _ = stories
+    words = (sys.executable, "-m", "mlx_lm", "server", "--model", model, "--adapter-path", adapter)
+    with served(*words) as ask:
+        found = ask("/v1/completions", ASKED)
+    assert found["choices"][0]["text"].strip() == expected(open_backend("mlx"), stories)
+
+
+def test_llama_server_answers_as_we_do(llama_cpp, environment, stories, open_backend, dualtune_main, tmp_path):
+    model, adapter, _ = stories
+    words = ("export", adapter, tmp_path / "out", "--base", model, "--llama-cpp", environment, "--platform", "cpu")
+    assert dualtune_main(*words, "--to", "gguf", "--quantize", "f32").returncode == 0
+    with served(environment / "bin" / "llama-server", "-m", tmp_path / "out" / "out-F32.gguf") as ask:
+        found = ask("/v1/completions", ASKED)
+        told = ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3})
+    assert found["choices"][0]["text"].strip() == expected(open_backend("torch"), stories)
+    assert told["choices"][0]["message"]["role"] == "assistant"
+
+
+def expected(backend, stories):
+    model, adapter, _ = stories
     loaded = load_model(backend, str(model), adapter, dtype="float32")
-    expected = "".join(stream_text(loaded, loaded.tokenizer.encode("Lily saw", special=True), max_tokens=12))
+    text = "".join(stream_text(loaded, loaded.tokenizer.encode(ASKED["prompt"], special=True), max_tokens=12)).strip()
+    assert len(text) > 10
+    return text
+
+
+@contextmanager
+def served(*command):
+    """Start a server on a free port. Yields what asks it, and waits until it is there."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--adapter-path", adapter, "--port", port]
-    with subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL) as server:
+    words = [*map(str, command), "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            body = {"prompt": "Lily saw", "max_tokens": 12, "temperature": 0}
-            found = _answer(f"http://127.0.0.1:{port}/v1/completions", body, server)
+            yield lambda path, body: _answer(f"http://127.0.0.1:{port}{path}", body, server)
         finally:
             server.terminate()
-    assert found["choices"][0]["text"].strip() == expected.strip() and len(expected) > 10
 
 
 def _answer(url, body, server):

@@ -25,7 +25,7 @@ TRL = (
     ("logging_steps, eval_steps, save_steps, save_total_limit",
      "run.log_every, run.eval_every, run.save_every, run.keep", ""),
     ("resume_from_checkpoint", "", "the same command resumes"),
-    ("report_to", "", "metrics.jsonl in the run directory"),
+    ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
     ("DPOTrainer, GRPOTrainer and others", "", "not supported yet"),
 )  # fmt: skip
 
