@@ -28,6 +28,7 @@ from dualtune_torch.model import DTYPES, load_base, with_own_modules
 from dualtune_torch.profile import profile
 from dualtune_torch.runtime import numerics
 from dualtune_torch.sharding import Shards
+from dualtune_torch.weights import nf4
 
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 # In the messages of a GPU's errors that have no class of their own: from cuBLAS, cuDNN and Triton's launcher.
@@ -127,6 +128,10 @@ class TorchBackend:
         """See `dualtune.bench.lora_backward.LoRATimer`."""
         sizes = shape.batch, shape.tokens, shape.features, shape.rank
         return time_lora_backward(self.device, *sizes, rounds)
+
+    def write_nf4(self, source: Path, out: Path) -> None:
+        """See `dualtune.export.export.WritesNf4`."""
+        nf4.write_model(source, out, self.device)
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:
         return profile(work, directory / "torch-trace.json", self.device)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.backend import Backend
@@ -43,13 +43,22 @@ RECORD = "export.json"
 MLX_BITS = {f"affine{bits}": bits for bits in (2, 3, 4, 6, 8)}
 # target -> the values of --quantize, the first of which is the default
 KINDS = {
-    "hf": ("none",),
+    "hf": ("none", "nf4"),
     "mlx": ("none", *MLX_BITS),
     "gguf": ("bf16", *(kind for kind in PLAIN if kind != "bf16"), *QUANTIZED),
     "ollama": ("q4_k_m", *PLAIN, *(kind for kind in QUANTIZED if kind != "q4_k_m")),
     "lmstudio": ("q4_k_m", *PLAIN, *(kind for kind in QUANTIZED if kind != "q4_k_m")),
 }
 Tell = Callable[[str], None]
+
+
+@runtime_checkable
+class WritesNf4(Protocol):
+    """A backend that writes bitsandbytes' NF4."""
+
+    def write_nf4(self, source: Path, out: Path) -> None:
+        """Write a plain model directory in NF4 to a new directory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +96,17 @@ class Exported:
 def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell: Tell) -> Exported:
     """Write the export. ConfigError if the merge changes the function, with the number; then nothing is left."""
     check_free(request.out)
+    if request.kind == "nf4" and not isinstance(backend, WritesNf4):
+        raise ConfigError(f"--quantize nf4: the backend {backend.name} cannot write it. Give --platform cpu or cuda")
     base_dir, adapter = resolve_model(request.base), read_adapter(request.adapter)
     found: list[Exported] = []
 
     def write(directory: Path) -> None:
-        merged = directory / "merged" if request.target != "hf" else directory / "model"
+        merged = directory / "merged"
         tokenizer, prompts, expected, exported = _merge(request, base_dir, merged, backend, tell)
         made = _Maker(request, backend, llama_cpp, tokenizer, prompts, tell)
-        if request.target == "hf":
-            for path in merged.iterdir():
-                path.rename(directory / path.name)
-            merged.rmdir()
+        if request.target == "hf" and request.kind == "none":
+            _move_out(merged)
         else:
             result = made.write(merged, directory)
             exported.result = deviation(expected["adapter"], made.compute(result))
@@ -155,16 +164,13 @@ class _Maker:
 
     @property
     def quantizes(self) -> bool:
-        return self._request.kind in (*QUANTIZED, *MLX_BITS)
+        return self._request.kind in (*QUANTIZED, *MLX_BITS, "nf4")
 
     def write(self, model: Path, out: Path) -> Path:
         """Write what the target wants into the directory, and return what can be computed with."""
         name, kind = self._request.name, self._request.kind
-        if self._request.target == "mlx":
-            result = self._convert(model, out / "mlx")
-            for path in result.iterdir():
-                path.rename(out / path.name)
-            result.rmdir()
+        if self._request.target in ("hf", "mlx"):
+            _move_out(self._convert(model, out / "converted"))
             return out
         file = f"{name}-{kind.upper()}.gguf"
         if self._request.target == "lmstudio":  # publisher/model/file, as in LM Studio's directory of models
@@ -197,9 +203,12 @@ class _Maker:
 
     def _convert(self, model: Path, out: Path) -> Path:
         kind = self._request.kind
-        self._tell(f"writing     {out.name}")
+        self._tell(f"writing     {out.name if out.suffix else kind}")
         if self._request.target == "mlx":
             _convert_to_mlx(model, out, MLX_BITS.get(kind))
+            return out
+        if isinstance(self._backend, WritesNf4) and kind == "nf4":
+            self._backend.write_nf4(model, out)
             return out
         assert self._llama_cpp is not None
         if kind in PLAIN:
@@ -209,6 +218,13 @@ class _Maker:
             self._llama_cpp.convert(model, plain, _plain_kind(model))
             self._llama_cpp.quantize(plain, out, kind)
         return out
+
+
+def _move_out(directory: Path) -> None:
+    """Move the files of a directory into the one that it is in."""
+    for path in directory.iterdir():
+        path.rename(directory.parent / path.name)
+    directory.rmdir()
 
 
 def _plain_kind(model: Path) -> str:

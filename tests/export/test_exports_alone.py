@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
@@ -18,6 +19,7 @@ from dualtune.export import export as module
 from dualtune.export.deviation import LOST, deviation, lost_share
 from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
 from dualtune.export.ollama import TEMPLATES, family_of, modelfile
+from dualtune_torch.weights.nf4 import unpack
 
 
 @pytest.fixture
@@ -102,6 +104,36 @@ def test_mlx_lms_own_converter_writes_and_quantizes(export, open_backend, tmp_pa
     assert 0 < distances["written from adapter"]["kl"] < 0.1 * distances["adapter from base"]["kl"]
 
 
+def test_transformers_writes_nf4_which_every_reader_of_it_takes(export, tmp_path):
+    done = export("--to", "hf", "--quantize", "nf4")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert stored["bnb_4bit_quant_type"] == "nf4" and stored["load_in_4bit"]
+    record = json.loads((tmp_path / "out/export.json").read_text())
+    assert (
+        record["divergence_nats"]["written from adapter"]["kl"]
+        > 1e-5
+        < record["divergence_nats"]["base, quantized alike, from base"]["kl"]
+    )
+    assert "tokenizer.json" in record["files"] and not [*(tmp_path / "out").glob("*/")]
+    assert export("--to", "hf", out=tmp_path / "plain").returncode == 0
+    plain, read = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("plain", "out"))
+    packed = {name: module.weight for name, module in read.named_modules() if type(module).__name__ == "Linear4bit"}
+    assert len(packed) == 14
+    for name, weight in packed.items():
+        expected = plain.get_submodule(name).weight.detach()
+        found = unpack(weight.data, weight.quant_state)
+        largest = expected.flatten().unfold(0, 64, 64).abs().amax(1).repeat_interleave(64).view_as(expected)
+        # Half of NF4's widest gap is 0.152 of the largest of a block, and the scales of blocks are in 8 bits.
+        assert ((found - expected).abs() <= 0.16 * largest + 0.01 * expected.abs().max()).all()
+
+
+def test_a_backend_without_nf4_says_so_before_it_merges(export, open_backend, tmp_path):
+    open_backend("mlx")
+    done = export("--to", "hf", "--quantize", "nf4", "--platform", "mlx")
+    assert done.returncode == 2 and "the backend mlx cannot write it" in done.stderr and not (tmp_path / "out").exists()
+
+
 # --- what is asked, and what the tools answer ------------------------------------------------------------------------
 
 
@@ -112,7 +144,7 @@ def test_the_command_offers_each_target():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--to", "hf", "--quantize", "nf4"), "--quantize: got 'nf4', for hf allowed: none"),
+        (("--to", "hf", "--quantize", "q4_k_m"), "--quantize: got 'q4_k_m', for hf allowed: none, nf4"),
         (("--to", "gguf", "--quantize", "affine4"), "for gguf allowed: bf16, f32, f16, q8_0"),
         (("--to", "hf", "--system", "Hi"), "--system: is for --to ollama"),
     ],

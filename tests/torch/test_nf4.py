@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
+from bitsandbytes.functional import dequantize_blockwise  # noqa: E402
+
 from dualtune.adapter.spec import AdapterSpec  # noqa: E402
 from dualtune.backend import LoadRequest  # noqa: E402
 from dualtune.optimizer import OptimizerSpec  # noqa: E402
@@ -55,9 +57,9 @@ MOE = {
 }
 
 
-def load(model_dir, dtype):
+def load(model_dir, dtype, quantization="nf4"):
     spec = AdapterSpec(2, 2.0, 0.0, ("all-linear",))
-    request = LoadRequest(model_dir, dtype, "nf4", "pretrained", spec, OptimizerSpec(), seed=1)
+    request = LoadRequest(model_dir, dtype, quantization, "pretrained", spec, OptimizerSpec(), seed=1)
     return loading.load_base(request, torch.device("cpu"))
 
 
@@ -133,3 +135,31 @@ def test_random_weights_are_counted_as_if_they_were_plain(tmp_path):
         for name in ("none", "nf4", "int8")
     }
     assert len(counts) == 1
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 32), (64, 172), (3, 72), (5, 6), (2, 3)])
+def test_a_matrix_is_unpacked_by_the_definition_also_where_a_row_splits_a_block(shape):
+    """bitsandbytes' own code for CPUs takes wrong scales there."""
+    torch.manual_seed(0)
+    weight = 3 * torch.randn(shape)
+    codes, state = nf4.quantize(weight, torch.float32)
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    nibbles = torch.stack([codes.flatten() >> 4, codes.flatten() & 15], 1).flatten()[: weight.numel()].long()
+    blocks = torch.arange(weight.numel()) // 64
+    expected = (state.code[nibbles] * scales[blocks]).view(shape)
+    assert torch.equal(nf4.unpack(codes, state), expected)
+    largest = torch.zeros(len(scales)).scatter_reduce(0, blocks, weight.flatten().abs(), "amax")
+    assert ((expected - weight).flatten().abs() <= 0.16 * largest[blocks] + 0.01 * weight.abs().max()).all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_model_whose_rows_split_blocks_computes_with_the_unpacked_weights(tmp_path, num_tokens):
+    """Its hidden states are those of a plain model with the same weights, in training and for one token."""
+    path, tokens = llama(tmp_path / "model"), torch.arange(num_tokens)[None]
+    (packed, _), (plain, _) = load(path, "float32"), load(path, "float32", "none")
+    for name, module in packed.named_modules():
+        if nf4.is_nf4(module):
+            plain.get_submodule(name).weight.data = nf4.unpacked(module, torch.float32)
+    with torch.no_grad():
+        found, expected = (model(tokens).logits for model in (packed, plain))
+    assert torch.allclose(found, expected, atol=1e-5)

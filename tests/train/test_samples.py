@@ -44,12 +44,24 @@ def state_of(result):
     return losses, {name: w.tobytes() for name, w in (saved.adapter | slots).items()}
 
 
-@pytest.mark.parametrize(("lab", "average"), [("numpy", "none"), ("numpy", "ema"), ("torch", "none")], indirect=["lab"])
-def test_samples_change_no_bit_of_a_run(lab, weights_of, average):
-    """Also with an average, whose weights replace those of the training for each evaluation and its samples."""
-    plain = lab.run("plain", train__average=average, **RUN)
+@pytest.mark.parametrize(
+    ("lab", "changes"),
+    [
+        ("numpy", {}),
+        ("numpy", {"train__average": "ema"}),
+        ("torch", {}),
+        ("torch", {"memory__resident_layers": 1}),
+        ("mlx", {}),
+        ("mlx", {"memory__resident_layers": 1}),
+    ],
+    indirect=["lab"],
+)
+def test_samples_change_no_bit_of_a_run(lab, weights_of, changes):
+    """Also with an average, whose weights replace those of the training for each evaluation and its samples; and with
+    layers that wait on the host or in their files."""
+    plain = lab.run("plain", **RUN | changes)
     heard = Heard()
-    sampled = lab.run("sampled", hooks=[heard], train__average=average, run__sample_prompts=PROMPTS, **RUN)
+    sampled = lab.run("sampled", hooks=[heard], run__sample_prompts=PROMPTS, **RUN | changes)
     assert state_of(sampled) == state_of(plain)
     assert weights_of(sampled.run_dir) == weights_of(plain.run_dir)
     assert [(record.step, record.prompt) for record in heard.records] == [(s, p) for s in (0, 2, 4) for p in PROMPTS]

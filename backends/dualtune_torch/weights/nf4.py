@@ -8,15 +8,19 @@ Legend: O output and I input features of a weight.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
+from dualtune.base_model import copy_without_weights, read_config
 from dualtune_torch.weights.by_module import frozen, own
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, product
 
@@ -77,20 +81,39 @@ def is_nf4(module: nn.Module) -> bool:
 def unpacked(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return the weight [out, in] of an NF4 layer, by bitsandbytes or as `unpack_by` says."""
     weight: Any = layer.weight
-    if (unpack := layer.__dict__.get("unpack")) is None:
-        from bitsandbytes.functional import dequantize_4bit as unpack
-    return unpack(weight.data, weight.quant_state).to(dtype)
+    return layer.__dict__.get("unpack", unpack)(weight.data, weight.quant_state).to(dtype)
 
 
-def unpack_by(layer: nn.Module, unpack: Callable[[Tensor, Any], Tensor]) -> None:
+def unpack(codes: Tensor, state: Any) -> Tensor:
+    """Return the matrix of these codes by bitsandbytes.
+
+    Its code for CPUs (0.50.2) takes the scales of other blocks if a row is not made of whole blocks, silently. It gets
+    the blocks as rows then.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    if not _splits_blocks(codes, state):
+        return dequantize_4bit(codes, state)
+    num_weights, by_block = state.shape.numel(), copy.copy(state)
+    is_whole = num_weights % state.blocksize == 0
+    by_block.shape = torch.Size((num_weights // state.blocksize, state.blocksize) if is_whole else (num_weights,))
+    return dequantize_4bit(codes, by_block).view(state.shape)
+
+
+def _splits_blocks(codes: Tensor, state: Any) -> bool:
+    return codes.device.type == "cpu" and state.shape[-1] % state.blocksize != 0
+
+
+def unpack_by(layer: nn.Module, by: Callable[[Tensor, Any], Tensor]) -> None:
     """Let a layer unpack its weight by a function of codes and QuantState, in the forward and the backward pass."""
     changed: Any = layer
-    changed.unpack, changed.unpacked = unpack, MethodType(unpacked, layer)
+    changed.unpack, changed.unpacked = by, MethodType(unpacked, layer)
     changed.forward = MethodType(_forward, layer)
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    if x.numel() == x.shape[-1]:  # one token: bitsandbytes multiplies by the packed weight, which reads a ninth
+    is_one = x.numel() == x.shape[-1]  # token: bitsandbytes multiplies by the packed weight, which reads a ninth
+    if is_one and not _splits_blocks(self.weight, self.weight.quant_state):
         return type(self).forward(self, x)
     return product(x, self)
 
@@ -107,9 +130,25 @@ def keep_differentiable(model: nn.Module, dtype: torch.dtype) -> None:
 
     In eval mode bitsandbytes repacks the weights of a Linear4bit for its CPU inference kernel, which has no backward
     pass: gradients through the layer would silently vanish. And the compute dtype in the config of a stored model would
-    override ours.
+    override ours. Layers that bitsandbytes unpacks wrongly compute by `unpack`.
     """
     for module in cast(Iterator[Any], model.modules()):
         if type(module).__name__ == "Linear4bit":
             module.train()
             module.compute_dtype, module.compute_type_is_set = dtype, True
+            if _splits_blocks(module.weight, module.weight.quant_state):
+                unpack_by(module, unpack)
+
+
+def write_model(source: Path, out: Path, device: torch.device) -> None:
+    """Write a plain model directory in NF4, as transformers does it, in the precision of its files."""
+    stored = str(read_config(source).get("dtype") or read_config(source).get("torch_dtype") or "float32")
+    dtype: torch.dtype = getattr(torch, stored)
+    logging.disable_progress_bar()
+    make: Any = AutoModelForCausalLM
+    model = make.from_pretrained(
+        source, quantization_config=config(dtype), dtype=dtype, device_map={"": device}, local_files_only=True,
+        use_safetensors=True, trust_remote_code=False,
+    )  # fmt: skip
+    copy_without_weights(source, out)
+    model.save_pretrained(out)

@@ -25,7 +25,7 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
 @click.option(
     "--quantize", metavar="KIND",
     help="gguf, ollama, lmstudio: f32, f16, bf16, or a kind of llama.cpp's such as q4_k_m, q8_0; mlx: affine4, "
-    "affine8, …  [default: gguf bf16; ollama, lmstudio q4_k_m; mlx none]",
+    "affine8, …; hf: nf4  [default: gguf bf16; ollama, lmstudio q4_k_m; mlx, hf none]",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from dualtune.config.importing.axolotl_data import data, dedup
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, shown, translated
+from dualtune.config.importing.trackers import NAMED_OUTSIDE, OTHERS, TRACKER_KEYS, trackers_of_axolotl
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "./model-out", "sequence_len": 512, "micro_batch_size": 1, "gradient_accumulation_steps": 1,
@@ -108,10 +109,7 @@ def _template(given: Given) -> Settings:
             return {"data.template": jinja}
         given.lose("chat_template_jinja", "write it to a file, and name that file in data.template")
     elif name is not None and not name.startswith("tokenizer_default"):
-        reason = (
-            "the tokenizer's own template is used; for another one, set data.template to a name such as chatml or "
-            "llama-3, or to a Jinja file"
-        )
+        reason = "the tokenizer's own template is used; data.template takes a name such as chatml, or a Jinja file"
         given.lose("chat_template", reason)
     return {}
 
@@ -286,26 +284,7 @@ def _plugins(given: Given) -> Settings:
     return {}
 
 
-def _track(given: Given) -> Settings:
-    found: dict[str, str] = {}
-    for name, (switch, project) in _TRACKERS.items():
-        if project in given and not is_off(given.get(project)):
-            found[name] = project
-            given.lose(project, _NAMED_OUTSIDE)
-        if given.flag(switch):
-            found[name] = switch
-    return {"run.track": Note([*found], ", ".join(found.values()))} if found else {}
-
-
 _NO_PREFERENCES = "preference and reward training are not supported yet"
-_NO_TRACKER = "run.track knows trackio, wandb, mlflow and tensorboard; every number is in metrics.jsonl"
-_NAMED_OUTSIDE = "a tracker's own environment variables say it, such as WANDB_PROJECT"
-_TRACKERS = {  # ours -> the keys that turn it on
-    "wandb": ("use_wandb", "wandb_project"),
-    "mlflow": ("use_mlflow", "mlflow_experiment_name"),
-    "trackio": ("use_trackio", "trackio_project_name"),
-    "tensorboard": ("use_tensorboard", ""),
-}
 _AUTOMATIC = "the fastest code that keeps the numbers is chosen automatically; see model.kernels"
 _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
 
@@ -375,10 +354,9 @@ RULES = (
     translated("dataset_exact_deduplication", "data.dedup", dedup, "`true` is `exact`"),
     absent("min_sample_len dataset_shard_num dataset_shard_idx",
            "rows are used as they are; `dualtune check-data` finds bad ones"),
-    translated("use_wandb wandb_project use_mlflow mlflow_experiment_name use_trackio trackio_project_name "
-               "use_tensorboard", "run.track", _track, "which trackers get the numbers; W&B is offline by default"),
-    absent("wandb_* mlflow_* trackio_* hf_mlflow_log_artifacts", _NAMED_OUTSIDE),
-    absent("comet_* use_comet swanlab_* use_swanlab otel_* use_otel_metrics", _NO_TRACKER),
+    translated(TRACKER_KEYS, "run.track", trackers_of_axolotl, "W&B is offline by default"),
+    absent("wandb_* mlflow_* trackio_* hf_mlflow_log_artifacts", NAMED_OUTSIDE),
+    absent("comet_* use_comet swanlab_* use_swanlab otel_* use_otel_metrics", OTHERS),
     absent("hub_model_id hub_strategy hub_revision push_dataset_to_hub", "`dualtune push hf://…` publishes an adapter"),
     absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
     absent("deepspeed deepcompile fsdp fsdp_* dp_shard_size dp_replicate_size tensor_parallel_size "

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
+from dualtune.config.importing.table import Given, Note, Settings, absent, needless, translated
+from dualtune.config.importing.trackers import trackers_of_mlx_lm
 
 DEFAULTS: dict[str, Any] = {
     "fine_tune_type": "lora", "optimizer": "adam", "data": "mlx-community/WikiSQL", "seed": 0, "num_layers": 16,
@@ -216,15 +217,6 @@ def _checkpointing(given: Given) -> Settings:
     return {"memory.checkpointing": given.note("full", "grad_checkpoint")} if given.flag("grad_checkpoint") else {}
 
 
-def _track(given: Given) -> Settings:
-    named = [] if is_off(given.get("report_to")) else str(given.get("report_to")).lower().split(",")
-    names = [name.strip() for name in named]  # as mlx-lm reads it
-    for name in names:
-        if name != "wandb":
-            given.lose("report_to", "run.track knows trackio, wandb, mlflow and tensorboard", value=name)
-    return {"run.track": ["wandb"]} if "wandb" in names else {}
-
-
 def _init_from(given: Given) -> Settings:
     path = given.text("resume_adapter_file")
     if path is None:
@@ -269,7 +261,7 @@ RULES = (
     needless("test_batches", "every document is evaluated"),
     needless("clear_cache_threshold", "the allocator's cache needs no setting"),
     needless("config", "it names a config file"),
-    translated("report_to", "run.track", _track, "`wandb`; its project is WANDB_PROJECT"),
+    translated("report_to", "run.track", trackers_of_mlx_lm, "`wandb`; its project is WANDB_PROJECT"),
     absent("project_name", "the environment variable WANDB_PROJECT says it"),
     absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
 )  # fmt: skip

@@ -1,0 +1,35 @@
+"""Which trackers the configs of other trainers turn on."""
+
+from __future__ import annotations
+
+from dualtune.config.importing.table import Given, Note, Settings, is_off
+
+OTHERS = "run.track knows trackio, wandb, mlflow and tensorboard; every number is in metrics.jsonl"
+NAMED_OUTSIDE = "a tracker's own environment variables say it, such as WANDB_PROJECT"
+AXOLOTL = {  # ours -> the keys that turn it on: a switch, and the name of a project
+    "wandb": ("use_wandb", "wandb_project"),
+    "mlflow": ("use_mlflow", "mlflow_experiment_name"),
+    "trackio": ("use_trackio", "trackio_project_name"),
+    "tensorboard": ("use_tensorboard", ""),
+}
+TRACKER_KEYS = " ".join(key for keys in AXOLOTL.values() for key in keys if key)
+
+
+def trackers_of_axolotl(given: Given) -> Settings:
+    found: dict[str, str] = {}
+    for name, (switch, project) in AXOLOTL.items():
+        if project in given and not is_off(given.get(project)):
+            found[name] = project
+            given.lose(project, NAMED_OUTSIDE)
+        if given.flag(switch):
+            found[name] = switch
+    return {"run.track": Note([*found], ", ".join(found.values()))} if found else {}
+
+
+def trackers_of_mlx_lm(given: Given) -> Settings:
+    named = [] if is_off(given.get("report_to")) else str(given.get("report_to")).lower().split(",")
+    names = [name.strip() for name in named]  # as mlx-lm reads it
+    for name in names:
+        if name != "wandb":
+            given.lose("report_to", OTHERS, value=name)
+    return {"run.track": ["wandb"]} if "wandb" in names else {}
