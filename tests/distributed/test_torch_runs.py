@@ -27,6 +27,11 @@ def leave(path, prepared, engine, *rest):
     np.savez(os.path.join({place!r}, os.environ["RANK"] + ".npz"), **engine.adapter_state())
 run._write_result = leave
 """
+NO_REPORT = """
+import os
+import dualtune.train.run as run
+run._write_report = lambda *given: os._exit(1)
+"""
 FUNCTIONS = {FORWARD: "_take_step", EVALUATE: "_evaluate_if_due"}
 # Nothing fails, and the cut becomes smaller before this step is taken, or before the evaluation after it.
 CUT = """
@@ -129,7 +134,8 @@ def test_runs_of_one_two_and_three_processes_are_one_run(job):
     leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(3)}
     job.run(1, "one")
     job.run(2, "two", memory_sharding="full", inject=leave)
-    job.run(3, "three", memory_sharding="full")
+    job.run(3, "three", memory_sharding="full", inject={1: NO_REPORT, 2: NO_REPORT})
+    assert "Gradient norm" in (job.home / "three" / "report.html").read_text(encoding="utf-8")
     for name in ("two", "three"):
         assert job.losses(name) == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
         evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in (name, "one")]
