@@ -69,9 +69,22 @@ def llama_cpp(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def stories(shared, open_backend, tmp_path_factory):
+def stories(shared, open_backend, train_on_sums, tmp_path_factory):
     """A model, the adapter of a short run on it, and 50 prompts that the run has not seen."""
     place, model = tmp_path_factory.mktemp("stories"), shared("models/stories260k")
+    adapter = train_on_sums(open_backend("torch"), model, place)
+    names, deeds = ("Lily", "Tom", "The cat", "A dog", "Mia"), ("went to", "saw", "liked", "had", "found")
+    prompts = [f"{name} {deed} {what}" for name in names for deed in deeds for what in ("the", "a big")]
+    return model, adapter, prompts
+
+
+@pytest.fixture(scope="session")
+def train_on_sums():
+    """Train an adapter for a short while, and return its directory."""
+    return _train_on_sums
+
+
+def _train_on_sums(backend, model, place):
     rows = [{"prompt": f"{i} + {i} =", "completion": f" {2 * i}. The dog was happy."} for i in range(40)]
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
@@ -81,7 +94,4 @@ def stories(shared, open_backend, tmp_path_factory):
         "train": {"steps": 30, "documents_per_step": 8, "learning_rate": 3e-3, "warmup": 0},
         "run": {"dir": str(place / "run"), "save_every": None, "eval_every": None},
     }
-    adapter = run(Config.model_validate(config), open_backend("torch")).adapter_dir
-    names, deeds = ("Lily", "Tom", "The cat", "A dog", "Mia"), ("went to", "saw", "liked", "had", "found")
-    prompts = [f"{name} {deed} {what}" for name in names for deed in deeds for what in ("the", "a big")]
-    return model, adapter, prompts
+    return run(Config.model_validate(config), backend).adapter_dir

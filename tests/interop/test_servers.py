@@ -1,17 +1,21 @@
-"""mlx_lm.server over an adapter, and llama-server over an exported model, as docs/export.md shows them: they answer as
-we do."""
+"""mlx_lm.server and vLLM over an adapter, vLLM and llama-server over an exported model, as docs/export.md shows them:
+they answer as we do."""
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from dualtune.evaluate.inference import load_model, stream_text
+from dualtune.testing.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.interop
 
@@ -38,6 +42,46 @@ def test_llama_server_answers_as_we_do(llama_cpp, environment, stories, open_bac
     assert told["choices"][0]["message"]["role"] == "assistant"
 
 
+@pytest.fixture(scope="module")
+def vllm():
+    """The program, from the environment that scripts/interop_vllm.sh has made."""
+    if (place := os.environ.get("DUALTUNE_VLLM")) is None:
+        pytest.skip("DUALTUNE_VLLM names no environment: scripts/interop_vllm.sh makes one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, instead of half of the memory
+        yield Path(place) / "bin" / "vllm"
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_llama, open_backend, train_on_sums, tmp_path_factory):
+    """A model with heads of 64, which vLLM needs, and the adapter of a short run on it."""
+    place = tmp_path_factory.mktemp("wide")
+    vocab = json.loads((tiny_llama / "config.json").read_text())["vocab_size"]
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    model = write_tiny_llama(place / "model", vocab_size=vocab, num_key_value_heads=2, **sizes)
+    for path in tiny_llama.glob("*token*"):
+        shutil.copy(path, model)
+    return model, train_on_sums(open_backend("torch"), model, place), None
+
+
+def test_vllm_with_the_adapter_answers_as_we_do(vllm, wide, open_backend):
+    model, adapter, _ = wide
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={adapter}")
+    with served(vllm, "serve", model, *lora, *ON_A_CPU) as ask:
+        found, base = (ask("/v1/completions", ASKED | {"model": name}) for name in ("tuned", str(model)))
+    assert found["choices"][0]["text"].strip() == expected(open_backend("torch"), wide)
+    assert base["choices"][0]["text"] != found["choices"][0]["text"]
+
+
+def test_vllm_with_the_merged_model_answers_as_we_do(vllm, wide, open_backend, dualtune_main, tmp_path):
+    model, adapter, _ = wide
+    words = ("export", adapter, tmp_path / "out", "--base", model, "--to", "hf", "--platform", "cpu")
+    assert dualtune_main(*words).returncode == 0
+    with served(vllm, "serve", tmp_path / "out", *ON_A_CPU) as ask:
+        found = ask("/v1/completions", ASKED | {"model": str(tmp_path / "out")})
+    assert found["choices"][0]["text"].strip() == expected(open_backend("torch"), wide)
+
+
 def expected(backend, stories):
     model, adapter, _ = stories
     loaded = load_model(backend, str(model), adapter, dtype="float32")
@@ -58,6 +102,9 @@ def served(*command):
             yield lambda path, body: _answer(f"http://127.0.0.1:{port}{path}", body, server)
         finally:
             server.terminate()
+
+
+ON_A_CPU = ("--dtype", "float32", "--max-model-len", "128", "--enforce-eager")
 
 
 def _answer(url, body, server):
