@@ -33,7 +33,7 @@ from dualtune.export.deviation import (
     prompts_of,
 )
 from dualtune.export.llama_environment import PLAIN, QUANTIZED, LlamaCpp
-from dualtune.export.merge import check_free, load_to_merge, note_of_base, write_merged
+from dualtune.export.merge import check_base, check_free, load_to_merge, note_of_base, write_merged
 from dualtune.export.ollama import family_of, modelfile
 from dualtune.io.disk import write_file, write_whole
 from dualtune.text.escape import one_line
@@ -73,6 +73,7 @@ class Request:
     name: str  # of the model, in the names of files
     dtype: str = "auto"  # of the merged weights; auto: as the base is stored
     system: str | None = None  # ollama: the system message
+    other_base: bool = False  # whether the base may be another one than that of the training
     compares_base: bool = True  # whether the base is quantized too, to compare what that costs
 
 
@@ -99,6 +100,8 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
     if request.kind == "nf4" and not isinstance(backend, WritesNf4):
         raise ConfigError(f"--quantize nf4: the backend {backend.name} cannot write it. Give --platform cpu or cuda")
     base_dir, adapter = resolve_model(request.base), read_adapter(request.adapter)
+    if not request.other_base:
+        check_base(adapter, base_dir)
     found: list[Exported] = []
 
     def write(directory: Path) -> None:

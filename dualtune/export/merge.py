@@ -13,6 +13,22 @@ from dualtune.errors import ConfigError
 from dualtune.evaluate.inference import inference_spec, load_adapter
 from dualtune.io.disk import write_whole
 from dualtune.optimizer import OptimizerSpec
+from dualtune.verify.identity import compare
+from dualtune.verify.recorded import recorded_in
+
+
+def check_base(adapter: Adapter, base: Path) -> None:
+    """Raise ConfigError if the adapter has recorded that it was trained on a model with other weights than `base`."""
+    recorded = recorded_in(adapter.metadata, "the adapter")
+    if recorded is None:
+        return
+    parts = compare(recorded.base_model, recorded.training, recorded.base, base, adapter.template)
+    weights = next(part for part in parts if part.name == "weights")
+    if weights.state == "differs":
+        raise ConfigError(
+            f"--base: {base} is not the model that this adapter was trained on ({recorded.base_model.get('name')}): of "
+            f"its weights, {weights.found}. Give that model; or, to merge into this one, also --other-base"
+        )
 
 
 def load_to_merge(adapter: Adapter, base: Path, backend: Backend, dtype: str = "auto") -> Engine:

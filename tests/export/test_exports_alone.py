@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 import stat
 import sys
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
@@ -19,6 +21,7 @@ from dualtune.export import export as module
 from dualtune.export.deviation import LOST, deviation, lost_share
 from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
 from dualtune.export.ollama import TEMPLATES, family_of, modelfile
+from dualtune.train.run import run
 from dualtune_torch.weights.nf4 import unpack
 
 
@@ -35,10 +38,10 @@ def adapter(tmp_path):
 def export(dualtune_main, adapter, tiny_llama, tmp_path, open_backend):
     open_backend("torch")
 
-    def run(*options, out=tmp_path / "out"):
+    def export_(*options, out=tmp_path / "out"):
         return dualtune_main("export", adapter, out, "--base", tiny_llama, "--platform", "cpu", *options)
 
-    return run
+    return export_
 
 
 def logs(*rows):
@@ -78,6 +81,28 @@ def test_the_merged_model_is_written_with_its_distances(export, tmp_path):
     assert f"{distances['adapter from base']['kl']:.2e}" in done.stdout
     again = export("--to", "hf")
     assert again.returncode == 2 and "already exists" in again.stderr
+
+
+@pytest.mark.parametrize("command", [("export", "--to", "hf"), ("adapter", "merge")])
+def test_another_base_than_that_of_the_training_is_refused_unless_it_is_meant(
+    command, dualtune_main, make_config, write_rows, qa_rows, open_backend, tiny_llama, tmp_path
+):
+    trained = run(make_config(write_rows(qa_rows), {"train.steps": 1}), open_backend("torch")).adapter_dir
+    other = tmp_path / "other"
+    shutil.copytree(tiny_llama, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: 1.01 * tensor for name, tensor in tensors.items()}, other / "model.safetensors")
+
+    def to(out, base, *options):
+        words = command[:1] if command[0] == "export" else command
+        options = (*options, *command[len(words) :])
+        return dualtune_main(*words, trained, tmp_path / out, "--base", base, "--platform", "cpu", *options)
+
+    refused = to("refused", other)
+    assert refused.returncode == 2 and "is not the model that this adapter was trained on" in refused.stderr
+    assert "--other-base" in refused.stderr and not (tmp_path / "refused").exists()
+    assert to("own", tiny_llama).returncode == 0
+    assert to("meant", other, "--other-base").returncode == 0
 
 
 def test_a_merge_that_changes_the_function_is_refused_with_the_number(export, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import json_option, platform_option
+from dualtune.cli.options import json_option, other_base_option, platform_option
 from dualtune.cli.output.terminal import say
 from dualtune.cli.suggest import SuggestingGroup
 
@@ -113,9 +113,10 @@ def diff(ctx: click.Context, a: Path, b: Path, as_json: bool) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
+@other_base_option
 @platform_option
 @interrupt.handled(interrupt.TERMINATION)
-def merge(directory: Path, out: Path, base: str, platform: str) -> None:
+def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str) -> None:
     """Write MODEL with the adapter of DIRECTORY added to its weights to the new directory OUT.
 
     OUT is a Hugging Face model in the stored precision of MODEL, with the chat template of the training. A quantized
@@ -127,12 +128,14 @@ def merge(directory: Path, out: Path, base: str, platform: str) -> None:
     from dualtune.base_model import resolve_model
     from dualtune.cli.options import backend_for
     from dualtune.cli.output.screen import phases
-    from dualtune.export.merge import check_free, load_to_merge, note_of_base, write_merged
+    from dualtune.export.merge import check_base, check_free, load_to_merge, note_of_base, write_merged
 
     check_free(out)
     with phases() as shown:
         shown.begin("reading", "the adapter")
         adapter, model_dir = read_adapter(directory), resolve_model(base)
+        if not other_base:
+            check_base(adapter, model_dir)
         backend = backend_for(platform)
         shown.begin("loading", "the model")
         engine = load_to_merge(adapter, model_dir, backend)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import backend_for, platform_option
+from dualtune.cli.options import backend_for, other_base_option, platform_option
 from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
@@ -38,11 +38,12 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
     help="The environment with llama.cpp, made by scripts/interop_llama.sh.",
 )  # fmt: skip
 @click.option("--without-base", is_flag=True, help="Do not quantize the base too, to compare what that costs.")
+@other_base_option
 @platform_option
 @interrupt.handled(interrupt.TERMINATION)
 def command(
     directory: Path, out: Path, base: str, target: str, quantize: str | None, dtype: str, name: str | None,
-    system: str | None, llama_cpp: Path | None, without_base: bool, platform: str,
+    system: str | None, llama_cpp: Path | None, without_base: bool, other_base: bool, platform: str,
 ) -> None:  # fmt: skip
     """Write MODEL with the adapter of DIRECTORY for another program to the new directory OUT.
 
@@ -61,7 +62,9 @@ def command(
     if system is not None and target != "ollama":
         raise ConfigError("--system: is for --to ollama. Other programs take the system message in each conversation")
     tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
-    request = Request(directory, base, out, target, kind, name or out.resolve().name, dtype, system, not without_base)
+    request = Request(
+        directory, base, out, target, kind, name or out.resolve().name, dtype, system, other_base, not without_base
+    )
     with phases() as shown:
         backend = backend_for(platform)
         shown.begin("merging", "the adapter")
