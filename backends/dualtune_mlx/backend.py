@@ -78,9 +78,10 @@ class MlxBackend:
     def load(self, request: LoadRequest) -> MlxEngine:
         # Late, after check_features: mlx-lm does not import beside an MLX that is too old for it.
         from dualtune_mlx.engine import MlxEngine
-        from dualtune_mlx.model import load_base, with_own_modules
+        from dualtune_mlx.model import load_base, refuse_beyond_window, with_own_modules
 
         limit_memory(request.memory_limit_bytes, request.reused_bytes, on_metal=chip() is not None)
+        refuse_beyond_window(request)
         model, description = request.shared(lambda: load_base(request))
         if request.shared_base is not None:
             model = with_own_modules(model)

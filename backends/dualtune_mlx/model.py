@@ -39,7 +39,6 @@ def load_base(request: LoadRequest) -> tuple[nn.Module, dict[str, Any]]:
     config = read_config(request.model_dir)
     quantization = _quantization(request, config)
     check_streamable(request, quantization, is_stored="quantization" in config)
-    _refuse_beyond_window(request, config)
     weights = request.base_weights()
     dtype, why = choose_dtype(request.dtype, chip())
     with staged(request.model_dir, weights) as place:
@@ -174,7 +173,9 @@ def check_names(weights: BaseWeights, modules: list[str]) -> None:
         )
 
 
-def _refuse_beyond_window(request: LoadRequest, config: dict[str, Any]) -> None:
+def refuse_beyond_window(request: LoadRequest) -> None:
+    """Raise ConfigError for documents that are longer than an attention window that mlx-lm ignores."""
+    config = read_config(request.model_dir)
     kind, window = config.get("model_type"), config.get("sliding_window")
     ignored = kind in WINDOW_IGNORED and not (kind == "mistral" and "layer_types" in config)  # mlx-lm honours those
     if window and ignored and config.get("use_sliding_window", True) and request.longest > window:

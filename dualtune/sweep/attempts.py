@@ -29,7 +29,7 @@ class Attempts:
         except Paused:
             pass
         except (NonFiniteError, OutOfMemory) as error:
-            self.failure = error
+            self.failure = type(error)(str(error))  # without the frames of the run, which hold its engine
             self._tell(f"failed      {str(error).splitlines()[0]}; the sweep goes on with the other runs")
         self._tell_score(result_of(trial).score)
 

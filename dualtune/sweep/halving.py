@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dualtune.errors import ConfigError
 from dualtune.sweep.attempts import Attempts
 from dualtune.sweep.scores import Score, result_of, score_of
-from dualtune.sweep.trials import CheckedTrial, SweepTrial
+from dualtune.sweep.trials import CheckedTrial, SweepTrial, have_same_eval
 from dualtune.train.state.metrics import read_rows
 from dualtune.train.state.run_dir import METRICS, is_run_dir
 
@@ -31,11 +31,11 @@ def rungs(num_runs: int, num_steps: int, every: int | None) -> list[Rung]:
     A rung is a multiple of `every`, the distance of evaluations: early stopping would see an additional one.
     """
     found: dict[int, int] = {}
-    distance = every or 1
-    for halvings in range(math.ceil(math.log2(num_runs)), 0, -1):
-        step = math.ceil(num_steps / 2**halvings / distance) * distance
+    distance, num_rungs = every or 1, math.ceil(math.log2(num_runs))
+    for rung in range(num_rungs):
+        step = math.ceil(num_steps / 2 ** (num_rungs - rung) / distance) * distance
         if step < num_steps:
-            found[step] = math.ceil(num_runs / 2 ** (math.ceil(math.log2(num_runs)) - halvings + 1))
+            found[step] = math.ceil(num_runs / 2 ** (rung + 1))
     return [Rung(step, kept) for step, kept in found.items()]
 
 
@@ -47,9 +47,8 @@ def halve(trials: Sequence[SweepTrial], plan: Sequence[Rung], attempt: Attempts,
             if not _has_reached(trial, rung.step):
                 attempt(trial, f"up to step {rung.step}", rung.step)
         going = sorted(going, key=lambda trial: _score_at(trial, rung.step).order)[: rung.kept]
-        tell(
-            f"step {rung.step:<6} {len(going)} of {len(trials)} runs go on: {', '.join(trial.name for trial in going)}"
-        )
+        names = ", ".join(trial.name for trial in going)
+        tell(f"step {rung.step:<6} {len(going)} of {len(trials)} runs go on: {names}")
     for trial in going:
         attempt(trial, "to the end")
 
@@ -64,6 +63,8 @@ def check_comparable(checked: Sequence[CheckedTrial]) -> None:
         )
     if len({each.trial.config.run.eval_every for each in checked}) > 1:
         raise ConfigError("--halving: compares runs at the same step, so run.eval_every must be the same in all")
+    if not have_same_eval(checked):
+        raise ConfigError("--halving: compares runs by their held-out rows, and these have different rows or tokens")
 
 
 def _has_reached(trial: SweepTrial, step: int) -> bool:

@@ -69,7 +69,7 @@ def score_of(rows: Iterable[Mapping[str, Any]], at: int | None = None, *, best: 
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Return the results, best first: those that were trained longest, by their loss; then those given up earlier."""
+    """Return the results, best first: the finished ones by their loss, then those that came furthest."""
 
     def order(result: Result) -> tuple[bool, int, tuple[bool, float]]:
         return (not result.is_done, 0 if result.is_done else -result.score.step, result.score.order)

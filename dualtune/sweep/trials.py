@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,3 +52,8 @@ def check(trial: SweepTrial, backend: Backend, show: Show) -> CheckedTrial:
         trial, prepared.data.order.num_steps, len(prepared.data.eval) > 0, prepared.fingerprints["eval documents"],
         prepared.memory.lines(),
     )  # fmt: skip
+
+
+def have_same_eval(checked: Sequence[CheckedTrial]) -> bool:
+    """Return whether the evaluation losses of these runs are of the same documents, in the same tokens."""
+    return len({each.eval_documents for each in checked}) == 1

@@ -9,7 +9,10 @@ import yaml
 
 from dualtune.backend.shared_base import SharedBase
 from dualtune.config import load_config
+from dualtune.errors import OutOfMemory
+from dualtune.sweep.attempts import Attempts
 from dualtune.sweep.search import sampler
+from dualtune.sweep.trials import SweepTrial
 from dualtune.sweep.values import Choices, Range
 from dualtune.train.run import run
 from dualtune.train.state import lock
@@ -129,6 +132,7 @@ def test_the_same_command_again_trains_nothing(sweep, home):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_run_that_diverges_does_not_end_the_sweep(sweep):
     result = sweep("--set", "train.learning_rate=1e-2,1e30", "--set", "guards.nonfinite_limit=1")
     assert result.returncode == 0
@@ -137,6 +141,19 @@ def test_a_run_that_diverges_does_not_end_the_sweep(sweep):
     assert found["learning_rate=0.01"][2] == "done" and found["learning_rate=1e+30"][2] == "failed"
     nothing = sweep("--set", "train.learning_rate=1e30,1e31", "--set", "guards.nonfinite_limit=1")
     assert nothing.returncode == 7 and "no run of this sweep was trained to its end" in nothing.stderr
+
+
+def test_what_failed_is_not_kept_in_memory(tmp_path, make_config):
+    """An exception holds the frames that it has passed, and so the engine."""
+    trial = SweepTrial("x", {}, make_config("d", {"run.dir": tmp_path / "x"}))
+
+    def train(trial, pause_after):
+        raise OutOfMemory("too large") from RuntimeError("CUDA out of memory")
+
+    attempt = Attempts(train, lambda text: None)
+    attempt(trial, "1 of 1")
+    assert isinstance(attempt.failure, OutOfMemory) and str(attempt.failure) == "too large"
+    assert attempt.failure.__traceback__ is attempt.failure.__cause__ is attempt.failure.__context__ is None
 
 
 def test_a_wrong_value_is_found_before_anything_is_trained(sweep, home):
@@ -157,6 +174,7 @@ def test_a_wrong_value_is_found_before_anything_is_trained(sweep, home):
         (["--set", "adapter.rank=4,8", "--halving", "--trials", "3"], "Leave one out"),
         (["--set", "train.steps=4,8", "--halving"], "have 4 to 8 steps"),
         (["--set", "run.eval_every=2,4", "--halving"], "run.eval_every must be the same"),
+        (["--set", "data.eval=0.25,0.5", "--halving"], "these have different rows or tokens"),
         (["--trials", "3"], None),
     ],
 )
@@ -279,6 +297,7 @@ def test_a_sampler_chooses_the_same_again_and_reuses_its_runs(sweep, home):
     assert all(1e-4 <= rate <= 1e-1 for rate in rates) and len(set(rates)) == 5
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_sampler_learns_what_the_runs_have_shown(sweep, monkeypatch):
     """Only of runs that were trained to their end."""
     asked = []

@@ -86,18 +86,16 @@ def command(
 
 def _described(plan: SweepPlan, checked: Sequence[CheckedTrial]) -> list[str]:
     """Return the lines that say what is tried and how it is compared."""
+    from dualtune.sweep.trials import have_same_eval
+
     how = f"{plan.num_chosen} runs chosen by TPE" if plan.num_chosen else f"{len(checked)} runs"
     lines = [f"sweep       {how}{', by successive halving' * plan.halving}, in {plan.directory}"]
     lines += [f"tries       {varied}" for varied in plan.varied]
     if not all(each.has_eval for each in checked):
         lines.append("compared    by the training loss: the data has no held-out rows (data.eval)")
-    elif not _is_comparable(checked):
-        lines.append("compared    by nobody: the runs have different held-out rows or tokens, so no run is called best")
+    elif not have_same_eval(checked):
+        lines.append("compared    no: the runs have different held-out rows or tokens, so no run is called best")
     return lines
-
-
-def _is_comparable(checked: Sequence[CheckedTrial]) -> bool:
-    return len({each.eval_documents for each in checked}) == 1
 
 
 def _trainer(backend: Backend) -> Train:
@@ -123,6 +121,7 @@ def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory:
     from dualtune.io.disk import write_file
     from dualtune.report.run_page import run_page
     from dualtune.sweep.scores import at_the_edge
+    from dualtune.sweep.trials import have_same_eval
     from dualtune.text.show import in_columns
     from dualtune.train.state.run_dir import ADAPTER, MODEL, REPORT
 
@@ -130,7 +129,7 @@ def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory:
     begun = [result.trial.path for result in results if result.summary is not None]
     write_file(directory / REPORT, run_page(begun))
     tell(f"report      {directory / REPORT}")
-    if results[0].is_done and _is_comparable(checked):
+    if results[0].is_done and have_same_eval(checked):
         best = results[0].trial
         for advice in at_the_edge(best, [result.trial for result in results]):
             tell(f"advice      {advice}")
