@@ -153,9 +153,7 @@ def test_layers_unpack_by_what_they_are_told(quantization, load, on_a_gpu):
                 if isinstance(module, AffineLayer):
                     module.unpack = lambda packed: factor * dequantize(packed)
                 elif nf4.is_nf4(module):
-                    from bitsandbytes.functional import dequantize_4bit
-
-                    nf4.unpack_by(module, lambda codes, state: factor * dequantize_4bit(codes, state))
+                    nf4.unpack_by(module, lambda codes, state: factor * nf4.unpack(codes, state))
             return {}
 
         return {"unpack": install_}
@@ -173,12 +171,12 @@ def test_layers_unpack_by_what_they_are_told(quantization, load, on_a_gpu):
 
 
 def test_one_token_is_multiplied_by_the_packed_weight(load, monkeypatch):
-    """bitsandbytes' own kernel for it reads a ninth of the bytes."""
+    """bitsandbytes' own kernel for it reads a ninth of the bytes. Where rows are made of whole blocks: see `unpack`."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     from dualtune_torch.weights import nf4
 
     engine = load(quantization="nf4")
-    layer = next(module for module in engine.model.modules() if nf4.is_nf4(module))
+    layer = next(each for each in engine.model.modules() if nf4.is_nf4(each) and each.in_features == nf4.BLOCK_SIZE)
     own = Counter()
     forward = bitsandbytes.nn.Linear4bit.forward
     monkeypatch.setattr(
