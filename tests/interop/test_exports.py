@@ -10,12 +10,14 @@ import pytest
 from dualtune.data.chat.named import NAMES, named_template
 from dualtune.data.chat.template import ChatTemplate
 from dualtune.evaluate.inference import chooser, load_model
+from dualtune.export.deviation import logprobs
 from dualtune.export.ollama import TEMPLATES
 
 pytestmark = pytest.mark.interop
 SPECIAL = {"bos_token": "", "eos_token": "</s>"}  # llama.cpp adds the token at the beginning
 SYSTEM = {"role": "system", "content": "Be {{ brief }}."}
 ASKS, SAYS = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4\nor so"}
+TIE = 1e-4  # nats; llama.cpp and we differ by 1e-5 (docs/adapters.md)
 CHATS = ([ASKS], [ASKS, SAYS, ASKS], [SYSTEM, ASKS], [SYSTEM, ASKS, SAYS, ASKS])
 
 
@@ -31,14 +33,23 @@ def test_50_greedy_answers_through_llama_cpp_are_ours(
     llama_cpp, environment, stories, open_backend, dualtune_main, tmp_path
 ):
     model, adapter, texts = stories
-    found = exported(dualtune_main, environment, stories, tmp_path / "out", "--to", "gguf", "--quantize", "f32")
-    assert found["written from adapter"]["kl"] < 1e-6 < 0.1 < found["adapter from base"]["kl"]
+    distances = exported(dualtune_main, environment, stories, tmp_path / "out", "--to", "gguf", "--quantize", "f32")
+    assert distances["written from adapter"]["kl"] < 1e-6 < 0.1 < distances["adapter from base"]["kl"]
     ours = load_model(open_backend("torch"), str(model), adapter, dtype="float32")
     prompts = [ours.tokenizer.encode(text, special=True) for text in texts]
     expected = [list(ours.engine.generate(ids, choose=chooser(24, frozenset()))) for ids in prompts]
     gguf = tmp_path / "out" / "out-F32.gguf"
-    assert llama_cpp.tools.greedy(gguf, [ids.tolist() for ids in prompts], 24) == expected
+    found = llama_cpp.tools.greedy(gguf, [ids.tolist() for ids in prompts], 24)
+    others = [each for each in zip(prompts, found, expected, strict=True) if each[1] != each[2]]
+    assert all(are_equally_probable(ours.engine, *each) for each in others) and len(others) <= 2
     assert len({tuple(answer) for answer in expected}) > 25
+
+
+def are_equally_probable(engine, prompt, found, expected):
+    """Whether the first tokens that differ are so close that another order of sums may exchange them."""
+    same = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+    logprobs_V = logprobs(engine, [[*prompt.tolist(), *expected[:same]]])[0][-1]
+    return abs(logprobs_V[found[same]] - logprobs_V[expected[same]]) < TIE
 
 
 # Of the format alone, on this model: the bound is twice what the base loses by it.
