@@ -60,7 +60,7 @@ class Thinned:
 class RunView(Hook):
     """What a run has done, what it is doing, and when it ends, if nothing stops it early.
 
-    `memory` is asked when the view is drawn, a few times a second. Nothing here waits for the device.
+    `memory` is asked when the view is drawn, twice a second. Nothing here waits for the device.
     """
 
     eval_every: int | None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LEAST_BAR, MOST_BAR = 8, 30  # columns
-REFRESH_HZ = 4
+REFRESH_HZ = 2
 
 
 def width() -> int:
