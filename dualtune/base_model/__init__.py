@@ -4,7 +4,13 @@ A model directory is untrusted. `find_weights` is the only place that decides wh
 these files are checked, fingerprinted and loaded, on either backend.
 """
 
-from dualtune.base_model.config_file import MAX_CONFIG_BYTES, position_table_size, read_config, vocabulary_size
+from dualtune.base_model.config_file import (
+    MAX_CONFIG_BYTES,
+    position_table_size,
+    read_config,
+    stored_precision,
+    vocabulary_size,
+)
 from dualtune.base_model.copies import copy_without_weights, staged
 from dualtune.base_model.fingerprint import fingerprint
 from dualtune.base_model.inside import file_in
@@ -25,5 +31,6 @@ __all__ = [
     "read_config",
     "resolve_model",
     "staged",
+    "stored_precision",
     "vocabulary_size",
 ]

@@ -115,3 +115,9 @@ def vocabulary_size(directory: Path) -> int | None:
         return None
     rows = [tensor.shape[0] for name, tensor in weights_in(directory).tensors.items() if _EMBEDDING.fullmatch(name)]
     return rows[0] if len(rows) == 1 else None  # several: an encoder-decoder or image model
+
+
+def stored_precision(config: Mapping[str, Any]) -> str | None:
+    """Return the precision of plain weights by their config.json: float32, bfloat16 or float16; None without one."""
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return stored if stored in ("float32", "bfloat16", "float16") else None

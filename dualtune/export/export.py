@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.backend import Backend
-from dualtune.base_model import read_config, resolve_model
+from dualtune.base_model import read_config, resolve_model, stored_precision
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.fingerprints import without_adapter
@@ -232,9 +232,7 @@ def _move_out(directory: Path) -> None:
 
 def _plain_kind(model: Path) -> str:
     """Return the GGUF kind that holds the stored weights exactly: float32 of a large model fills a disk."""
-    config = read_config(model)
-    stored = config.get("dtype") or config.get("torch_dtype")
-    return {"bfloat16": "bf16", "float16": "f16"}.get(str(stored), "f32")
+    return {"bfloat16": "bf16", "float16": "f16"}.get(stored_precision(read_config(model)) or "", "f32")
 
 
 def _convert_to_mlx(model: Path, out: Path, bits: int | None) -> None:

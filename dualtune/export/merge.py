@@ -8,7 +8,7 @@ from pathlib import Path
 from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter
 from dualtune.backend import Backend, Engine, LoadRequest
-from dualtune.base_model import read_config
+from dualtune.base_model import read_config, stored_precision
 from dualtune.errors import ConfigError
 from dualtune.evaluate.inference import inference_spec, load_adapter
 from dualtune.io.disk import write_whole
@@ -78,5 +78,4 @@ def _plain_dtype(model_dir: Path) -> str:
             f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "
             "Give the plain model as --base, and quantize the result"
         )
-    stored = config.get("dtype") or config.get("torch_dtype")
-    return stored if stored in ("float32", "bfloat16", "float16") else "auto"
+    return stored_precision(config) or "auto"

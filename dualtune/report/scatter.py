@@ -11,7 +11,7 @@ from typing import Any
 from dualtune.report.page import as_text as _text
 from dualtune.report.run_files import RunFiles, are_comparable
 from dualtune.report.run_sections import loss_text
-from dualtune.report.settings import PLACES, flat, shown_value
+from dualtune.report.settings import differing, flat, shown_value
 
 WIDTH, HEIGHT = 440, 260  # of a picture, in units of its own; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 34  # the margins
@@ -36,7 +36,7 @@ class Dot:
 def scatter(runs: Sequence[RunFiles]) -> str:
     """Return a picture for each key that differs; nothing for fewer than three runs with a loss."""
     dots = [Dot(run, loss, flat(run.config)) for run in runs if (loss := _loss(run)) is not None]
-    keys = [key for key in dict.fromkeys(key for dot in dots for key in dot.values) if _differs(dots, key)]
+    keys = [key for key, _ in differing([dot.run.config for dot in dots])]
     if len(dots) < MIN_RUNS or not keys or all(dot.loss == math.inf for dot in dots):
         return ""
     others = {keys[0]: keys[1], keys[1]: keys[0]} if len(keys) == 2 else {}
@@ -63,10 +63,6 @@ def _eval_loss(run: RunFiles) -> float | None:
     """Return the loss of the last evaluation after the first step."""
     evals = run.curves.evals
     return evals[-1].loss if evals and evals[-1].step > 0 else None
-
-
-def _differs(dots: Sequence[Dot], key: str) -> bool:
-    return key not in PLACES and len({shown_value(dot.values.get(key)) for dot in dots}) > 1
 
 
 def _highest(dots: Sequence[Dot]) -> float:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from dualtune.base_model import copy_without_weights, read_config
+from dualtune.base_model import copy_without_weights, read_config, stored_precision
 from dualtune_torch.weights.by_module import frozen, own
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, product
 
@@ -112,8 +112,8 @@ def unpack_by(layer: nn.Module, by: Callable[[Tensor, Any], Tensor]) -> None:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    is_one = x.numel() == x.shape[-1]  # token: bitsandbytes multiplies by the packed weight, which reads a ninth
-    if is_one and not _splits_blocks(self.weight, self.weight.quant_state):
+    is_one_token = x.numel() == x.shape[-1]  # bitsandbytes multiplies by the packed weight, which reads a ninth
+    if is_one_token and not _splits_blocks(self.weight, self.weight.quant_state):
         return type(self).forward(self, x)
     return product(x, self)
 
@@ -142,8 +142,7 @@ def keep_differentiable(model: nn.Module, dtype: torch.dtype) -> None:
 
 def write_model(source: Path, out: Path, device: torch.device) -> None:
     """Write a plain model directory in NF4, as transformers does it, in the precision of its files."""
-    stored = str(read_config(source).get("dtype") or read_config(source).get("torch_dtype") or "float32")
-    dtype: torch.dtype = getattr(torch, stored)
+    dtype: torch.dtype = getattr(torch, stored_precision(read_config(source)) or "float32")
     logging.disable_progress_bar()
     make: Any = AutoModelForCausalLM
     model = make.from_pretrained(
