@@ -51,7 +51,7 @@ set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a config key, e.g. train.steps=50."
 )
 other_base_option = click.option(
-    "--other-base", is_flag=True, help="Accept a base with other weights than the one that the adapter was trained on."
+    "--other-base", is_flag=True, help="Accept another base than the one that the adapter was trained on."
 )
 config_argument = click.argument("config", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

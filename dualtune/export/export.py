@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from dualtune.adapter.formats.directory import read_adapter
-from dualtune.backend import Backend
+from dualtune.adapter.formats.directory import Adapter, read_adapter
+from dualtune.backend import Backend, Engine
 from dualtune.base_model import read_config, resolve_model, stored_precision
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -37,6 +37,8 @@ from dualtune.export.merge import check_base, check_free, load_to_merge, note_of
 from dualtune.export.ollama import family_of, modelfile
 from dualtune.io.disk import write_file, write_whole
 from dualtune.text.escape import one_line
+from dualtune.verify.verdict import VerifyVerdict
+from dualtune.verify.verify import verify_loaded
 from dualtune.versions import VERSION
 
 RECORD = "export.json"
@@ -82,6 +84,7 @@ class Exported:
     """What was written, and how far each step is from what it stands for."""
 
     files: list[str]
+    verdict: VerifyVerdict | None  # on base and adapter as they are here; None: nothing to compare them with
     effect: Deviation  # of base and adapter from the base: what the adapter changes
     merge: Deviation  # of the merged model from base and adapter
     result: Deviation | None = None  # of what was written from base and adapter, if it is not the merged model
@@ -131,6 +134,7 @@ def _merge(
     """Write the merged model, load it again, and compare it with base and adapter."""
     adapter = read_adapter(request.adapter)
     loaded = load_model(backend, str(base_dir), request.adapter, dtype="float32", quantization="none")
+    verdict = None if request.other_base else _verify(loaded.engine, adapter, base_dir, tell)
     tokenizer, prompts = loaded.tokenizer, prompts_of(loaded.tokenizer)
     expected: dict[str, Logprobs] = {"adapter": logprobs(loaded.engine, prompts)}
     with without_adapter(loaded.engine):
@@ -143,7 +147,8 @@ def _merge(
     gc.collect()
     merged = logprobs(load_model(backend, str(out), dtype="float32", quantization="none").engine, prompts)
     gc.collect()
-    exported = Exported([], deviation(expected["base"], expected["adapter"]), deviation(expected["adapter"], merged))
+    effect, merge = deviation(expected["base"], expected["adapter"]), deviation(expected["adapter"], merged)
+    exported = Exported([], verdict, effect, merge)
     if not exported.lost <= LOST:
         raise ConfigError(
             f"export: the merged model is not base and adapter: it differs by {exported.merge.kl:.2e} nats, "
@@ -152,6 +157,20 @@ def _merge(
         )
     tell(f"merge       verified: it loses {exported.lost:.2%} of what the adapter changes")
     return tokenizer, prompts, expected, exported
+
+
+def _verify(engine: Engine, adapter: Adapter, base_dir: Path, tell: Tell) -> VerifyVerdict | None:
+    """Compare base and adapter with the fingerprints of the training. ConfigError if they compute something else."""
+    verdict = verify_loaded(engine, adapter, base_dir)
+    if verdict is None:
+        tell("adapter     has no fingerprints of its training: whether it does here what it did there is unknown")
+        return None
+    if verdict.kind in ("wrong-base", "broken-adapter"):
+        raise ConfigError(
+            f"export: {verdict.sentence}. `dualtune verify` shows the numbers; --other-base exports without comparing"
+        )
+    tell(f"adapter     {verdict.sentence}")
+    return verdict
 
 
 class _Maker:
@@ -257,6 +276,7 @@ def _record(request: Request, exported: Exported) -> dict[str, Any]:
     return {
         "dualtune": VERSION, "target": request.target, "quantization": request.kind, "base": request.base,
         "adapter": str(request.adapter), "files": exported.files,
+        "verified": exported.verdict and exported.verdict._asdict(),
         "divergence_nats": {
             "adapter from base": asdict(exported.effect),
             "merged from adapter": asdict(exported.merge),

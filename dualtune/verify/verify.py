@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_adapter
@@ -75,8 +76,7 @@ def verify(
         text = "it was trained on random weights (model.init: random), which are not saved anywhere"
         return _result(VerifyVerdict("nothing-recorded", False, text), origin)
     if problem := _beyond_vocabulary(recorded, vocabulary_size(model_dir)):
-        verdict = VerifyVerdict("wrong-base", False, f"the base is not the recorded one: {problem}")
-        return _result(verdict, [*origin, _fit_check(fit), Check("vocabulary", "fail", problem)])
+        return _result(_other_vocabulary(problem), [*origin, _fit_check(fit), Check("vocabulary", "fail", problem)])
     parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir, adapter.template)
     checks = [*origin, Check("files", "ok", f"as {MANIFEST_FILE} lists them"), *_part_checks(parts), _fit_check(fit)]
     if fit.problems:
@@ -84,6 +84,17 @@ def verify(
     engine = load_model(open_backend(), base, path, dtype=dtype, quantization=quantization).engine
     function = compute(engine, recorded)
     return _result(judge(parts, fit, function), [*checks, *_function_checks(function)], function)
+
+
+def verify_loaded(engine: Engine, adapter: Adapter, model_dir: Path) -> VerifyVerdict | None:
+    """Judge an engine that holds the adapter on the model of a directory. None: the adapter has no fingerprints."""
+    recorded = recorded_in(adapter.metadata, MANIFEST_FILE)
+    if recorded is None:
+        return None
+    if problem := _beyond_vocabulary(recorded, vocabulary_size(model_dir)):
+        return _other_vocabulary(problem)
+    parts = identity.compare(recorded.base_model, recorded.training, recorded.adapter, model_dir, adapter.template)
+    return judge(parts, identity.fit(adapter, model_dir), compute(engine, recorded))
 
 
 def compute(engine: Engine, recorded: Recorded) -> Function:
@@ -117,6 +128,10 @@ def _beyond_vocabulary(recorded: Recorded, size: int | None) -> str | None:
     if size is None or largest < size:
         return None
     return f"token {largest} was recorded, but the vocabulary here has {size}"
+
+
+def _other_vocabulary(problem: str) -> VerifyVerdict:
+    return VerifyVerdict("wrong-base", False, f"the base is not the recorded one: {problem}")
 
 
 def _nothing_recorded(adapter: Adapter, fit: Fit, origin: list[Check]) -> Verification:

@@ -105,6 +105,32 @@ def test_another_base_than_that_of_the_training_is_refused_unless_it_is_meant(
     assert to("meant", other, "--other-base").returncode == 0
 
 
+def test_an_adapter_that_computes_something_else_than_in_training_is_refused(
+    dualtune_main, make_config, write_rows, qa_rows, open_backend, tiny_llama, tmp_path
+):
+    trained = run(make_config(write_rows(qa_rows), {"train.steps": 3}), open_backend("torch")).adapter_dir
+
+    def export_to(out, *options):
+        options = ("--base", tiny_llama, "--platform", "cpu", "--to", "hf", *options)
+        return dualtune_main("export", trained, tmp_path / out, *options)
+
+    done = export_to("same")
+    assert "the same function, within the limits of float32" in done.stdout
+    assert json.loads((tmp_path / "same" / "export.json").read_text())["verified"]["kind"] == "same"
+
+    manifest = trained / "dualtune.json"
+    table = json.loads(manifest.read_text())
+    for entry in table["fingerprints"]["adapter"]:
+        entry["top"] = [[token, 2 * logprob] for token, logprob in entry["top"]]
+    manifest.write_text(json.dumps(table))
+    refused = export_to("refused")
+    assert (
+        refused.returncode == 2 and "the base computes the recorded values, but the adapter does not" in refused.stderr
+    )
+    assert not (tmp_path / "refused").exists()
+    assert export_to("all_the_same", "--other-base").returncode == 0
+
+
 def test_a_merge_that_changes_the_function_is_refused_with_the_number(export, tmp_path, monkeypatch):
     write = module.write_merged
 
