@@ -20,7 +20,7 @@ _SAME_HERE: dict[str, tuple[Any, ...]] = {
     "chat_template": ("tokenizer_default",), "train_on_eot": ("turn",),
 }  # fmt: skip
 _WHY = {
-    "chat_template": "the tokenizer's own template is used; for another one, name a Jinja file in data.template",
+    "chat_template": "data.template is that of all sources, and takes a name such as chatml, or a Jinja file",
     "chat_template_jinja": "name a Jinja file in data.template",
     "roles_to_train": "data.loss_on is assistant, all or last",
     "train_on_eos": "the end of each turn that is a target is a target too",
