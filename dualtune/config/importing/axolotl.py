@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-from dualtune.config.importing.axolotl_data import data, dedup
+from dualtune.config.importing.axolotl_data import data, dedup, template
 from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, shown, translated
 from dualtune.config.importing.trackers import NAMED_OUTSIDE, OTHERS, TRACKER_KEYS, trackers_of_axolotl
 
@@ -99,27 +99,6 @@ def _targets(given: Given) -> Settings:
 def _init_from(given: Given) -> Settings:
     path = given.text("lora_model_dir")
     return {} if path is None else {"adapter.init_from": path}
-
-
-# Only templates that write the same text as ours, character by character, in every conversation of
-# scripts/record_templates.py (axolotl's files of 2026-07-24).
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen_25": "qwen-2.5", "gemma": "gemma-2",
-              "gemma3": "gemma-3", "gemma3n": "gemma-3"}  # fmt: skip
-
-
-def _template(given: Given) -> Settings:
-    """Translate the chat template. axolotl_data.py translates the template settings of the datasets."""
-    name, jinja = given.text("chat_template"), given.text("chat_template_jinja")
-    if jinja is not None:
-        if "\n" not in jinja and "{" not in jinja:
-            return {"data.template": jinja}
-        given.lose("chat_template_jinja", "write it to a file, and name that file in data.template")
-    elif name in _TEMPLATES:
-        return {"data.template": Note(_TEMPLATES[name], f"chat_template: {name}")}
-    elif name is not None and not name.startswith("tokenizer_default"):
-        reason = "the tokenizer's own template is used; data.template takes a name such as chatml, or a Jinja file"
-        given.lose("chat_template", reason)
-    return {}
 
 
 def _max_length(given: Given) -> Settings:
@@ -308,7 +287,7 @@ RULES = (
     translated("lora_target_linear lora_target_modules", "adapter.targets", _targets,
                "lora_target_linear is `all-linear`; a list of names is the same"),
     translated("lora_model_dir", "adapter.init_from", _init_from),
-    translated("chat_template chat_template_jinja", "data.template", _template,
+    translated("chat_template chat_template_jinja", "data.template", template,
                "`auto` is the tokenizer's own; chatml, llama3, qwen_25, gemma and gemma3 are names here too; "
                "for another one, name a Jinja file"),
     translated("datasets test_datasets val_set_size", "data.train, data.eval", data,

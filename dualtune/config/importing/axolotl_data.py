@@ -1,4 +1,4 @@
-"""Translate axolotl's `datasets`, `test_datasets` and `val_set_size`."""
+"""Translate axolotl's `datasets`, `test_datasets`, `val_set_size` and `chat_template`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _SAME_HERE: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]), "train_on_eos": ("turn",),
     "chat_template": ("tokenizer_default",), "train_on_eot": ("turn",),
 }  # fmt: skip
+# Only templates that write the same text as ours, character by character, in every conversation of
+# scripts/record_templates.py (axolotl's files of 2026-07-24).
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "qwen_25": "qwen-2.5", "gemma": "gemma-2",
+              "gemma3": "gemma-3", "gemma3n": "gemma-3"}  # fmt: skip
 _WHY = {
     "chat_template": "data.template is that of all sources, and takes a name such as chatml, or a Jinja file",
     "chat_template_jinja": "name a Jinja file in data.template",
@@ -48,6 +52,21 @@ def data(given: Given) -> Settings:
         given.lose("val_set_size", "data.eval is a fraction of the rows, below 1, or other data")
         share = 0
     return settings | {"data.eval": given.note(share, "val_set_size")}
+
+
+def template(given: Given) -> Settings:
+    """Translate the chat template. The datasets cannot have others (`_WHY`)."""
+    name, jinja = given.text("chat_template"), given.text("chat_template_jinja")
+    if jinja is not None:
+        if "\n" not in jinja and "{" not in jinja:
+            return {"data.template": jinja}
+        given.lose("chat_template_jinja", "write it to a file, and name that file in data.template")
+    elif name in _TEMPLATES:
+        return {"data.template": Note(_TEMPLATES[name], f"chat_template: {name}")}
+    elif name is not None and not name.startswith("tokenizer_default"):
+        reason = "the tokenizer's own template is used; data.template takes a name such as chatml, or a Jinja file"
+        given.lose("chat_template", reason)
+    return {}
 
 
 def dedup(given: Given) -> Settings:
