@@ -80,8 +80,8 @@ def _call(watcher: _Watcher, event: str, args: tuple[Any, ...]) -> str | None:
             return None
         watcher.failing.add(event)
         later = "such moments are not repeated" if event in MOMENTS else "the events that it misses are delivered later"
-        name = f"{type(watcher.hook).__name__}.{event}"
-        return f"{name} raised {type(error).__name__}: {error}. Training continues; {later}"
+        problem = f"{type(watcher.hook).__name__}.{event} raised {type(error).__name__}: {error}"
+        return problem if event == "on_end" else f"{problem}. Training continues; {later}"
     if event not in MOMENTS:  # of which there are thousands: only the first failure is reported
         watcher.failing.discard(event)
     return None

@@ -27,7 +27,7 @@ def run_apart(work: AblationWork) -> tuple[Measured, int]:
 
     On Linux they are the anonymous memory: mapped files, such as unchanged weights on a CPU, are not counted.
     """
-    command = [sys.executable, "-m", "dualtune.bench.ablation_process"]
+    command = [sys.executable, "-P", "-m", "dualtune.bench.ablation_process"]
     pipe = subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+") as errors,

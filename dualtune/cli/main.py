@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import sys
@@ -12,10 +13,11 @@ import click
 
 from dualtune.cli.output.terminal import help_width, prepare_streams, say
 from dualtune.cli.suggest import SuggestingGroup
-from dualtune.errors import DualtuneError, Preempted
+from dualtune.errors import DiskError, DualtuneError, Preempted
 from dualtune.text.redaction import redact
 from dualtune.versions import VERSION
 
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)  # the user's to solve, wherever a path is first looked at
 # name -> (module in dualtune.cli, one line for the list of commands)
 COMMANDS = {
     "check-gpu": ("preflight.check_gpu", "Show what this machine is and whether it can train."),
@@ -98,6 +100,11 @@ def main() -> None:
     except DualtuneError as error:
         say(redact(f"Error: {error}"), err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in UNREADABLE or error.filename is None:
+            raise
+        say(redact(f"Error: {error.filename}: {error.strerror}"), err=True)
+        sys.exit(DiskError.exit_code)
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)

@@ -57,6 +57,14 @@ config_argument = click.argument("config", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
+def to_json(value: Any) -> str:
+    """Return JSON for other programs, in which a number that is not finite is null."""
+    import json
+
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=2)
+
+
 def write_json(path: Path | None, table: Mapping[str, Any]) -> None:
     """Write a command's result to the file of its option --json, if it was given."""
     import json

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from dualtune.adapter.methods import NAMES
@@ -51,6 +51,7 @@ ModuleNames = Annotated[
     Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
     AfterValidator(all_different),
 ]
+MULTILINE = ("sample_prompts",)  # keys whose texts may have line breaks and tabs
 Prompts = Annotated[
     tuple[Annotated[str, Field(pattern=r"\S", max_length=4000, json_schema_extra={"format": "prompt"})], ...],
     Field(strict=False),
@@ -76,7 +77,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _safe_text(cls, value: object) -> object:
+    def _safe_text(cls, value: object, info: ValidationInfo) -> object:
         """Refuse secrets, which would end up in logs and bundles, and characters that no file name can hold."""
         for text in _texts(value):
             if kind := secret_in(text):
@@ -84,7 +85,8 @@ class Section(BaseModel):
                     f"looks like {kind} (not shown). Remove it from the config, and revoke it if the file was shared; "
                     "put it in an environment variable such as HF_TOKEN, or run `hf auth login`"
                 )
-            if any(unicodedata.category(char) in ("Cc", "Cs") for char in text):
+            plain = text.replace("\n", "").replace("\t", "") if info.field_name in MULTILINE else text
+            if any(unicodedata.category(char) in ("Cc", "Cs") for char in plain):
                 raise refuse(f"got {text!r}, must not contain control characters or lone surrogates")
         return value
 

@@ -256,7 +256,7 @@ def _plain_kind(model: Path) -> str:
 
 def _convert_to_mlx(model: Path, out: Path, bits: int | None) -> None:
     """Write a model as mlx-lm's own converter does. EnvironmentFault if it fails or is not installed."""
-    command = [sys.executable, "-m", "mlx_lm", "convert", "--hf-path", str(model), "--mlx-path", str(out)]
+    command = [sys.executable, "-P", "-m", "mlx_lm", "convert", "--hf-path", str(model), "--mlx-path", str(out)]
     command += [] if bits is None else ["-q", "--q-bits", str(bits), "--q-group-size", "64"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0 or not (out / "config.json").is_file():

@@ -47,7 +47,7 @@ class Exceeded(Exception):
 def run(module: str, data: bytes, limits: Limits) -> str:
     """Return `answer(data)` of a module, called in a new interpreter. Raises Exceeded if it exceeds its limits."""
     environment = os.environ | QUIET | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "dualtune.io.limits", module, str(limits.memory_bytes), str(limits.cpu_s)]
+    command = [sys.executable, "-P", "-m", "dualtune.io.limits", module, str(limits.memory_bytes), str(limits.cpu_s)]
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as answer:
         given.write(data)
         given.seek(0)

@@ -30,6 +30,7 @@ MAX_BYTES = 1 << 62  # of a tensor, and of each of its dimensions
 MAX_STRUCTURE = 820_000  # quotes, commas, colons and opening brackets
 MAX_WIDE_BYTES = 4 << 20  # of a text that is not ASCII, which needs four times its size
 MAX_DEPTH = 64
+MAX_DIGITS = 40  # of an integer; the state of a random generator has 39
 LFS_MAGIC = b"version https://git-lfs"
 LFS_ADVICE = "is a git-lfs pointer, not the file itself. Run: git lfs pull"
 
@@ -64,7 +65,7 @@ def parse_object(data: bytes, where: object, *, strict: bool = True, allowance: 
         "object_pairs_hook": _unique, "parse_constant": _refuse_constant, "parse_float": _finite,
     }  # fmt: skip
     try:
-        value = json.loads(data.decode(), **(hooks if strict else {}))
+        value = json.loads(data.decode(), parse_int=_integer, **(hooks if strict else {}))
         if strict and _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -96,6 +97,13 @@ def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
         raise ValueError(f"{text[:50]} is beyond the range of a float")
     return number
+
+
+def _integer(text: str) -> int:
+    """Read an integer that is a number of something: it can be divided, and shown."""
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
 
 
 def _is_deep(table: dict[str, Any]) -> bool:

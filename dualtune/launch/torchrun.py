@@ -51,7 +51,7 @@ class Torchrun:
             where += [f"--master-addr={self.nodes.host}", f"--master-port={self.nodes.port}"]
         # We restart ourselves: torchrun would also restart a run that was preempted or has a wrong config.
         options = [f"--nproc-per-node={self.num_processes}", "--max-restarts=0", "--signals-to-handle=SIGQUIT"]
-        return [sys.executable, "-m", self.agent, *where, *options, "--no-python", *worker]
+        return [sys.executable, "-P", "-m", self.agent, *where, *options, "--no-python", *worker]
 
     def start(self, worker: Sequence[str]) -> TorchrunAttempt:
         codes = tempfile.TemporaryDirectory(prefix="dualtune-launch-")

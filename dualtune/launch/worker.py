@@ -42,7 +42,16 @@ class Work:
     resume: str  # auto, never or a path
 
     def command(self, resume: str | None = None) -> list[str]:
-        words = [sys.executable, "-m", "dualtune.cli.main", "train", str(self.config), "--platform", self.platform]
+        words = [
+            sys.executable,
+            "-P",
+            "-m",
+            "dualtune.cli.main",
+            "train",
+            str(self.config),
+            "--platform",
+            self.platform,
+        ]
         for override in self.overrides:
             words += ["--set", override]
         return [*words, "--resume", resume or self.resume]

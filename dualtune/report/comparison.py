@@ -42,7 +42,7 @@ def comparison(runs: Sequence[RunFiles]) -> str:
 
 def _numbers(run: RunFiles) -> list[Cell]:
     curves, speed = run.curves, median_speed(run)
-    loss = curves.smooth()[-1] if curves.steps else None
+    loss = curves.end_loss
     seconds = curves.seconds[-1] if curves.seconds and curves.seconds[-1] < 1e9 else None
     word = run.verdict.word if run.state == "done" else f"{run.verdict.word} ({run.state})"
     return [

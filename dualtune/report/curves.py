@@ -74,6 +74,13 @@ class Curves:
             found.append(mean / weight if weight else math.nan)
         return found
 
+    @property
+    def end_loss(self) -> float | None:
+        """The smoothed loss at the end, NaN if the last loss is; None before the first step."""
+        if not self.steps:
+            return None
+        return self.smooth()[-1] if math.isfinite(self.columns["loss"][-1]) else math.nan
+
     def as_json(self) -> dict[str, Any]:
         """Return what the page draws: None for a number that is not finite."""
         chosen = _thinned(self.columns["loss"], self.columns["grad_norm"])

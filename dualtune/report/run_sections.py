@@ -46,8 +46,8 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     """Return (number, what it is)."""
     curves, history = run.curves, run.curves.history
     found = [(f"{history.step or 0:,}", "steps")]
-    if curves.steps:
-        found.append((loss_text(curves.smooth()[-1]), "training loss at the end, smoothed"))
+    if (loss := curves.end_loss) is not None:
+        found.append((loss_text(loss), "training loss at the end, smoothed"))
     if history.eval_loss_before is not None:
         found.append((loss_text(history.eval_loss_before), "evaluation loss before"))
     if history.eval_loss is not None:

@@ -54,8 +54,8 @@ def scatter(runs: Sequence[RunFiles]) -> str:
 def _loss(run: RunFiles) -> float | None:
     """Return the last loss, infinity for one that is not finite, None before the first step."""
     loss = _eval_loss(run)
-    if loss is None and run.curves.steps:
-        loss = run.curves.smooth()[-1]
+    if loss is None:
+        loss = run.curves.end_loss
     return math.inf if loss is not None and not math.isfinite(loss) else loss
 
 
@@ -110,10 +110,12 @@ def _axis(values: Sequence[Any]) -> tuple[Place, list[tuple[float, str]]]:
     """Return where values lie, and the marks of the axis: numbers by size, or by their logarithm; others in order."""
     distinct = list({shown_value(value): value for value in values}.values())
     if all(type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e300 for value in distinct):
-        low, high = min(distinct), max(distinct)
+        low, high = float(min(distinct)), float(max(distinct))
         scale: Callable[[float], float] = math.log if 0 < low <= high / 10 else float
 
         def by_size(value: Any) -> float:
+            if low == high:  # 1 and 1.0, or integers that are equal as floats
+                return 0.5
             return 0.05 + 0.9 * (scale(value) - scale(low)) / (scale(high) - scale(low))
 
         shown = sorted(distinct) if len(distinct) <= MAX_TICKS else [low, high]

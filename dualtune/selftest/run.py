@@ -20,7 +20,7 @@ from dualtune.selftest.checks.finding import CheckFinding, DeviceCheck
 from dualtune.selftest.checks.listed import checks_for
 from dualtune.selftest.process import CheckResult, CheckWork, row
 
-PROCESS = ("-m", "dualtune.selftest.process")
+PROCESS = ("-P", "-m", "dualtune.selftest.process")
 LIMIT_S = 300  # for a check, which takes seconds, or a minute where it compiles: a hang must not cost the rest
 Tell = Callable[[CheckResult], object]
 

@@ -83,4 +83,7 @@ def _made(run_dir: Path) -> str:
     try:
         return run_page([run_dir])
     except DualtuneError as error:
-        return whole_page(run_dir.name, "", f"<p>{as_text(str(error))}</p>\n")
+        problem = str(error)
+    except Exception as error:  # noqa: BLE001  a damaged file must not leave the browser without an answer
+        problem = f"the page cannot be made: {type(error).__name__}: {error}"
+    return whole_page(run_dir.name, "", f"<p>{as_text(problem)}</p>\n")

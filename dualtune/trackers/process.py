@@ -26,7 +26,9 @@ class TrackerProcesses(Hook):
         for name in self._names:
             if name in self._processes:  # an event that has failed is told again
                 continue
-            command = [sys.executable, "-m", "dualtune.trackers.send", str(self._run), name]
+            # -P: no module of the current directory, which may hold anybody's files, is imported
+            command = [sys.executable, "-P", "-m", "dualtune.trackers.send", str(self._run), name]
+            command += ["--new"] if info.first_step == 0 else []
             with (self._run / f"track-{name}.log").open("ab") as log:
                 self._processes[name] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
@@ -37,14 +39,19 @@ class TrackerProcesses(Hook):
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
-        left = list[str]()
+        failed, slow = list[str](), list[str]()
         for name, process in self._processes.items():
             try:
                 if process.wait(WAIT_S) != 0:
-                    left.append(name)
-            except subprocess.TimeoutExpired:  # it goes on by itself
-                left.append(name)
+                    failed.append(name)
+            except subprocess.TimeoutExpired:
+                slow.append(name)
         self._processes.clear()
-        if left:
-            commands = "; ".join(f"dualtune track {self._run} --to {name}" for name in left)
-            raise RuntimeError(f"not all was sent, see track-NAME.log. To send the rest: {commands}")
+        problems = [f"{name} is still sending, in a process of its own" for name in slow]
+        problems += [
+            f"{name}: not all was sent, see {self._run / f'track-{name}.log'}. "
+            f"To send the rest: dualtune track {self._run} --to {name}"
+            for name in failed
+        ]
+        if problems:
+            raise RuntimeError("; ".join(problems))

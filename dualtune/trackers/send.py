@@ -1,6 +1,6 @@
 """Sends the numbers of a run to a tracker, from metrics.jsonl, and remembers how far it is.
 
-    python -m dualtune.trackers.send RUN NAME     while the run trains: until standard input ends
+    python -m dualtune.trackers.send RUN NAME [--new]     while the run trains: until standard input ends
 
 `track-NAME.json` in the run directory has the id of the tracker's run and the last row that was sent. After an error,
 and in another process, it goes on there. A row that was sent just before a crash may be sent twice.
@@ -9,20 +9,21 @@ and in another process, it goes on there. A row that was sent just before a cras
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-import math
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from dualtune.config import load_config
-from dualtune.errors import DualtuneError, FormatError
+from dualtune.errors import ConfigError, DualtuneError, FormatError
 from dualtune.io.disk import write_file
 from dualtune.io.untrusted import read_json
 from dualtune.text.escape import one_line
@@ -63,6 +64,21 @@ def mark_of(run: Path, name: str) -> TrackerMark:
     if not (isinstance(id, str) and id.isalnum() and len(id) <= 64) or sent is None:
         raise FormatError(f"{path}: is damaged. Remove it: the tracker then begins a new run with all rows")
     return TrackerMark(path, id, sent)
+
+
+@contextmanager
+def only_sender(run: Path, name: str, *, waits: bool) -> Generator[None]:
+    """Keep other processes from sending the same rows. ConfigError if one does, unless this one waits for its end."""
+    with (run / f"track-{name}.log").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise ConfigError(
+                f"{run}: another process is sending its rows to {name}. Wait until it has ended"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 class Sender:
@@ -145,8 +161,8 @@ def _numbers(lines: Iterable[str]) -> Iterator[tuple[Place, float, dict[str, flo
         found = {
             name: float(value) for name, value in row.items()
             if name not in NOT_SENT and isinstance(value, int | float) and not isinstance(value, bool)
+            and abs(value) <= sys.float_info.max
         }  # fmt: skip
-        found = {name: value for name, value in found.items() if math.isfinite(value)}
         yield (row["step"], int("eval_loss" in row)), _seconds(row), found
 
 
@@ -180,7 +196,11 @@ def main() -> None:
         sys.stderr.flush()
 
     try:
-        sys.exit(0 if Sender(run, name, tell).follow(ended) else 1)
+        with only_sender(run, name, waits=True):
+            if "--new" in sys.argv[3:]:  # a training from its first step is another run to a tracker
+                (run / f"track-{name}.json").unlink(missing_ok=True)
+            is_done = Sender(run, name, tell).follow(ended)
+        sys.exit(0 if is_done else 1)
     except DualtuneError as error:
         tell(str(error))
         sys.exit(error.exit_code)

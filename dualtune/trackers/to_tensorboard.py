@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -17,6 +17,8 @@ class ToTensorboard:
 
     def __init__(self, run: TrackedRun) -> None:
         self._writer = EventFileWriter(str(run.directory / "tensorboard"))
+        if not run.is_continued:  # TensorBoard then leaves out what an earlier training of this directory wrote
+            self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
 
     def log(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]

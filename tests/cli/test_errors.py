@@ -6,6 +6,7 @@ a process of its own.
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -261,6 +262,20 @@ def test_places_that_cannot_be_written(config_file, refused, adapter, tmp_path):
     assert message == f"run.dir: {below} cannot be written: Not a directory"
     message = refused(5, "adapter", "convert", adapter, below, "--to", "mlx")
     assert message.startswith(f"{below}: cannot be written: ")
+
+
+def test_paths_that_cannot_be_looked_at(refused, monkeypatch):
+    name = "x" * 300
+    assert refused(5, "report", name) == f"{name}/lock: File name too long"
+    exists = Path.exists
+
+    def forbid(path):
+        if path.name == "lock":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", forbid)  # root may look at everything
+    assert refused(5, "watch", "closed") == "closed/lock: Permission denied"
 
 
 # --- real processes --------------------------------------------------------------------------------------------------

@@ -206,6 +206,50 @@ def test_a_long_metrics_file_is_not_read_whole(made, states, monkeypatch):
     assert (states()["run"]["loss"], states()["run"]["seconds"]) == (1.5, None)
 
 
+def test_a_long_metrics_file_keeps_its_start_and_all_evaluations(made, states, monkeypatch):
+    from dualtune.train.state import listing, metrics
+
+    path = made("run")
+    rows = [{"step": step, "loss": 9.0 - step} for step in range(1, 9)]
+    rows[0]["time"] = "2026-01-02T03:00:00.000+00:00"
+    rows.insert(3, {"step": 3, "eval_loss": 0.5, "eval_targets": 5})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = states()["run"]
+    monkeypatch.setattr(listing, "MAX_METRICS_BYTES", 10)
+    monkeypatch.setattr(metrics, "NUM_LAST", 2)
+    assert metrics.main_rows(path / "metrics.jsonl") == [rows[0], rows[3], *rows[-2:]]
+    assert states()["run"] == whole and (whole["best_eval_loss"], whole["start"][:19]) == (0.5, "2026-01-02T03:00:00")
+
+
+def test_named_pipes_and_directories_in_the_place_of_files_stop_no_listing(made, states, dualtune_main, tmp_path):
+    for name in ("lock", "config.yaml", "metrics.jsonl"):
+        (made(f"pipe-{name}") / name).unlink()
+        os.mkfifo(tmp_path / "runs" / f"pipe-{name}" / name)
+        (made(f"directory-{name}") / name).unlink()
+        (tmp_path / "runs" / f"directory-{name}" / name).mkdir()
+    assert len(states()) == 6
+    assert dualtune_main("runs", "clean", tmp_path / "runs").returncode == 0
+
+
+def test_a_file_that_is_named_lock_hides_no_run_below(made, states, tmp_path):
+    made("inner/run")
+    (tmp_path / "runs" / "lock").touch()
+    (tmp_path / "runs" / "inner" / "checkpoints").mkdir()
+    assert states()["run"]["state"] == "done"
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(made, states):
+    made("run", (2.0, float("nan")))
+    assert states()["run"]["loss"] is None
+
+
+def test_a_row_with_a_number_that_nothing_counts_is_foreign(made, states):
+    path = made("run")
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 1{"0" * 400}, "loss": 1.0}}\n{{"step": 3, "loss": 1.0, "step_s": 1{"0" * 400}}}\n')
+    assert (states()["run"]["state"], states()["run"]["step"]) == ("done", 2)
+
+
 def test_the_verdict_of_a_run_that_went_on_is_not_its_verdict(made, states):
     path = made("run")
     with (path / "metrics.jsonl").open("a") as file:

@@ -49,6 +49,7 @@ def two(made):
         (("--where", "learning_rate!=1e-4"), "b"),
         (("--where", "steps<=3", "--where", "learning_rate>=1e-4"), "a b"),
         (("--where", "optimizer=AdamW"), "a"),
+        (("--where", "learning_rate==1e-4"), "a"),
         (("--where", "rate=1e-4"), ""),
         (("--where", "steps=3", "--model", "none"), ""),
     ],
@@ -70,6 +71,8 @@ def test_a_filter_that_is_none_is_refused(two, dualtune_main, tmp_path, text, me
 def test_the_start_is_that_of_the_first_row(two, dualtune_main, tmp_path):
     first, second = json.loads(dualtune_main("runs", tmp_path / "runs", "--json").stdout)
     assert (first["start"], second["start"]) == ("2026-01-02T03:00:00+00:00", None)
+    unknown = dualtune_main("runs", tmp_path / "runs", "--where", "rate=1", "--where", "steps=3").stdout
+    assert unknown == f"there is no such run in {tmp_path / 'runs'}: none has the key rate\n"
     assert dualtune_main("runs", tmp_path / "runs", "--state", "killed").stdout.startswith("there is no such run in ")
 
 
@@ -124,6 +127,14 @@ def test_a_terminal_gets_colours_unless_they_are_unwanted(two, dualtune, no_colo
     assert ("\x1b[38;5;" in text) is colored
     plain = re.sub(r"\x1b\[[\d;]*m", "", text)
     assert "\x1b" not in plain and max(map(len, plain.split("\r\n")[-HEIGHT - 1 :])) <= 60
+
+
+def test_curves_of_long_files_are_whole(two, dualtune_main, monkeypatch):
+    from dualtune.train.state import listing
+
+    monkeypatch.setattr(listing, "MAX_METRICS_BYTES", 10)
+    found = json.loads(dualtune_main("runs", "compare", *two, "--json").stdout)
+    assert [len(curve) for curve in found["losses"]] == [3, 3]
 
 
 def test_what_is_no_pair_of_runs_is_refused(two, dualtune_main, tmp_path):

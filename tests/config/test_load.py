@@ -133,6 +133,13 @@ def test_a_wrong_value_says_what_is_allowed(key: str, value: str, message: str) 
     assert "\n" not in error
 
 
+def test_a_prompt_has_lines_and_tabs_and_no_other_control_character() -> None:
+    text = with_('run: {sample_prompts: ["Fix:\\n\\tx = 1"]}')
+    config = parse_config(text)
+    assert config.run.sample_prompts == ("Fix:\n\tx = 1",) and parse_config(to_yaml(config)) == config
+    assert "must not contain control characters" in error_of(with_('run: {sample_prompts: ["a\\e[2Jb"]}'))
+
+
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [

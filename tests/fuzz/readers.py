@@ -38,7 +38,7 @@ from dualtune.io.disk import json_bytes, listing
 from dualtune.io.untrusted import read_safetensors
 from dualtune.testing.tiny_models import write_tiny_llama
 from dualtune.train.state import checkpoint
-from dualtune.train.state.metrics import History, last_rows, read_rows
+from dualtune.train.state.metrics import History, main_rows, read_rows
 from dualtune.transfer.bundles import manifest
 from dualtune.verify.recorded import recorded_in
 
@@ -263,7 +263,7 @@ def metrics_seeds() -> list[Files]:
 
 def read_metrics(place: Path, out: Path, draw: random.Random) -> None:
     del out, draw
-    for rows in (read_rows(place / "metrics.jsonl"), last_rows(place / "metrics.jsonl")):
+    for rows in (read_rows(place / "metrics.jsonl"), main_rows(place / "metrics.jsonl")):
         history = History(rows)
         assert all(isinstance(row["step"], int) for row in rows)
         f"{history.final_loss:.4f} {history.eval_loss or 0:.4f} {history.eval_loss_before or 0:.4f}"

@@ -21,11 +21,11 @@ def printed(dualtune_main, config):
 
 
 def worker(config: Path, platform: str, *more: str, resume: str = "auto") -> list[str]:
-    command = [sys.executable, "-m", "dualtune.cli.main", "train", str(config), "--platform", platform]
+    command = [sys.executable, "-P", "-m", "dualtune.cli.main", "train", str(config), "--platform", platform]
     return [*command, *more, "--resume", resume]
 
 
-AGENT = [sys.executable, "-m", "dualtune_torch.torchrun"]
+AGENT = [sys.executable, "-P", "-m", "dualtune_torch.torchrun"]
 OPTIONS = ["--max-restarts=0", "--signals-to-handle=SIGQUIT", "--no-python"]
 
 

@@ -225,6 +225,11 @@ def test_a_run_that_was_stopped_says_so_and_how_to_go_on(copy):
         ("config.yaml", b"\xff", "config.yaml: "),
         ("config.yaml", b"a: 1\n" * 100_000, "config.yaml: more than 262144 bytes"),
         ("environment.json", b"[]", "environment.json: got a JSON list"),
+        (
+            "environment.json",
+            b'{"n": 1' + b"0" * 400 + b"}",
+            "environment.json: not valid JSON: an integer of 401 digits",
+        ),
         ("predictions.jsonl", b"{}\n", "predictions.jsonl:1: must have the texts"),
         ("predictions.jsonl", b"\n[" * 3, "predictions.jsonl:2: got no JSON object"),
     ],
@@ -265,6 +270,7 @@ def test_records_of_any_shape_make_a_page(copy):
         "samples": [{"where": "f:1", "text": "<u>" + "x" * 1000}, {}, 3],
         "left_out": {"exact": 2, "near": "<s>"},
     }
+    found["memory"] = {"planned_bytes": 10**39}
     (copy / "environment.json").write_text(json.dumps(found))
     (copy / "config.yaml").write_text("model: 3\ntrain: {learning_rate: [1, {a: 2}], max_grad_norm: no}\nx: {y: z}\n")
     page = run_page([copy])
@@ -299,6 +305,12 @@ def test_several_runs_are_written_where_they_lie(copy, plain, dualtune_main, tmp
     result = dualtune_main("report", copy, tmp_path / "second")
     assert result.stdout == f"report      {tmp_path / 'report.html'}\n"
     assert "<h1>2 runs</h1>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_is_given_twice_is_one_run(copy, dualtune_main, tmp_path):
+    result = dualtune_main("report", copy, f"{copy}/../{copy.name}", tmp_path)
+    assert result.stdout == f"report      {tmp_path / 'report.html'}\n", result.stderr
+    assert "<h1>copy</h1>" in (tmp_path / "report.html").read_text()
 
 
 def test_no_run_is_the_best_of_those_with_different_held_out_documents(train):

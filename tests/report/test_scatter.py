@@ -5,11 +5,13 @@ import math
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import yaml
 
 from dualtune.report.run_files import read_run
+from dualtune.report.run_page import run_page
 from dualtune.report.scatter import BOTTOM, HEIGHT, TOP, scatter
 
 
@@ -123,6 +125,28 @@ def test_there_is_no_picture_for_two_runs_for_equal_ones_or_without_a_loss(runs)
     assert runs(rate(1e-4, 2.0, "a"), rate(1e-3, 1.0, "b")) == ""
     assert runs(*(("same" + name, {}, 1.0) for name in "abc")) == ""
     assert runs(*(rate(value, math.nan, f"nan{value}") for value in (1, 2, 3))) == ""
+
+
+def test_equal_values_of_other_types_lie_in_the_middle(runs):
+    text = runs(*((name, {"train.learning_rate": value}, 1.0) for name, value in zip("abc", (1, 1.0, 1), strict=True)))
+    assert all(math.isfinite(x) for figure in figures(text) for x, _, _ in dots(figure).values())
+
+
+def test_a_last_loss_that_is_not_finite_is_not_smoothed_away(plain, tmp_path):
+    paths = []
+    for name, losses in {"good": (2.0, 1.5), "bad": (0.1, math.nan), "more": (2.0, 1.6)}.items():
+        path = Path(shutil.copytree(plain, tmp_path / name))
+        rows = [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses, start=1)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        config["train"]["learning_rate"] = len(paths) + 1
+        (path / "config.yaml").write_text(yaml.safe_dump(config))
+        paths.append(path)
+    page = run_page(paths)
+    (figure,) = figures(scatter([read_run(path) for path in paths]))
+    assert "the best has 1" in figure.find("svg").get("aria-label")
+    assert math.isnan(read_run(paths[1]).curves.end_loss)
+    assert re.search(r"<td[^>]*>nan</td>", page) and "<b>nan</b>" in run_page([paths[1]])
 
 
 def test_one_loss_for_all_and_hostile_values(runs):

@@ -13,6 +13,7 @@ import pytest
 
 from dualtune.errors import ConfigError, FormatError
 from dualtune.hooks import Hook
+from dualtune.serve import page_server
 from dualtune.serve.page_server import PageServer
 from dualtune.view import follow
 from dualtune.view.follow import WatchedRun
@@ -157,7 +158,7 @@ def test_a_terminal_shows_the_run_until_it_ends(trained, tmp_path):
     assert "training" in text and "6/6" in text and "done\r\n" in text
 
 
-def test_the_page_is_served_to_this_machine_and_asked_for_again_while_the_run_trains(trained, tmp_path):
+def test_the_page_is_served_to_this_machine_and_asked_for_again_while_the_run_trains(trained, tmp_path, monkeypatch):
     trained("numpy", SETTINGS)
     with (tmp_path / "run" / "samples.jsonl").open("a") as file:
         file.write('{"step": 6, "prompt": "say it", "answer": "<i>bold"}\n')
@@ -183,4 +184,8 @@ def test_the_page_is_served_to_this_machine_and_asked_for_again_while_the_run_tr
         (tmp_path / "run" / "config.yaml").write_text("a: [<b>")
         status, headers, page = ask()
         assert (status, headers["Refresh"]) == (200, None) and "config.yaml: " in page and "<b>" not in page
+        monkeypatch.setattr(page_server, "run_page", lambda runs: [][1])
+        running[0] = True  # so the page is made again
+        status, _, page = ask()
+        assert status == 200 and "the page cannot be made: IndexError: list index out of range" in page
         server.shutdown()

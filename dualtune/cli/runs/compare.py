@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.cli.options import json_option, to_json
 
 if TYPE_CHECKING:
     from dualtune.train.state.listing import RunSummary
@@ -26,7 +26,6 @@ def command(runs: tuple[Path, ...], as_json: bool) -> None:
 
     Another program gets plain ASCII; NO_COLOR turns colours off.
     """
-    import json
     import os
     import sys
     from dataclasses import asdict
@@ -35,16 +34,18 @@ def command(runs: tuple[Path, ...], as_json: bool) -> None:
     from dualtune.cli.output.screen import is_live, width
     from dualtune.cli.output.terminal import say, say_styled
     from dualtune.train.state.configs import differing, read_flat
-    from dualtune.train.state.listing import rows_of, summary_of
+    from dualtune.train.state.listing import summary_of
+    from dualtune.train.state.metrics import each_row
+    from dualtune.train.state.run_dir import METRICS
 
     if len(runs) < 2:
         raise click.UsageError("Give at least two run directories.")
     found = [summary_of(run) for run in runs]
     differs = differing([read_flat(run) for run in runs])
-    curves = [[(row["step"], row["loss"]) for row in rows_of(run)[0] if "loss" in row] for run in runs]
+    curves = [[(row["step"], row["loss"]) for row in each_row(run / METRICS) if "loss" in row] for run in runs]
     if as_json:
         table = {"runs": [asdict(run) for run in found], "differs": differs, "losses": curves}
-        return say(json.dumps(table, indent=2))
+        return say(to_json(table))
     say(_table(found, differs))
     live = is_live(sys.stdout)
     names = [f"{letter}: {name}" for letter, name in zip(_letters(runs), _names(runs), strict=True)]

@@ -30,7 +30,8 @@ def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
     from dualtune.report.run_page import run_page
     from dualtune.train.state.run_dir import REPORT
 
-    page = run_page([run for given in runs for run in _runs_in(given)])
+    found = {run.resolve(): run for given in runs for run in _runs_in(given)}
+    page = run_page([*found.values()])
     common = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve() for run in runs]))
     target = output or common / REPORT
     write_file(target, page)

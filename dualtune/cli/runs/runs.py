@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dualtune.cli.options import json_option
+from dualtune.cli.options import json_option, to_json
 from dualtune.cli.runs import clean, compare
 from dualtune.cli.suggest import CommandWithOthers
 
@@ -56,7 +56,6 @@ def command(
     `dualtune runs compare A B…` shows runs side by side, `dualtune runs clean DIRECTORY` deletes what is not needed any
     more; both have a help of their own.
     """
-    import json
     import sys
     from dataclasses import asdict
 
@@ -66,18 +65,22 @@ def command(
     from dualtune.train.state.listing import list_runs
 
     wanted = [Condition(text) for text in conditions]
+    runs = sorted(list_runs(directory), key=ORDERS[sort])
+    configs = {run.path: read_flat(Path(run.path)) for run in runs} if wanted else {}
     found = [
         run
-        for run in sorted(list_runs(directory), key=ORDERS[sort])
+        for run in runs
         if (not states or run.state in states)
         and (model is None or model.lower() in (run.model or "").lower())
-        and (not wanted or all(condition.holds(read_flat(Path(run.path))) for condition in wanted))
+        and all(condition.holds(configs[run.path]) for condition in wanted)
     ]
     if as_json:
-        return say(json.dumps([asdict(run) for run in found], indent=2))
+        return say(to_json([asdict(run) for run in found]))
     if not found:
-        is_filtered = states or model or conditions
-        return say(f"there is no {'such ' if is_filtered else ''}run in {directory}")
+        such = "such " if states or model or conditions else ""
+        absent = [each.key for each in wanted if not any(map(each.concerns, configs.values()))]
+        why = f": none has the key {', '.join(absent)}" if absent else ""
+        return say(f"there is no {such}run in {directory}{why}")
     return say("\n".join(table(found, width() if is_live(sys.stdout) else NO_LIMIT)))
 
 

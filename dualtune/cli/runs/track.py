@@ -23,22 +23,23 @@ def command(run: Path, name: str) -> None:
     """
     from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
     from dualtune.text.escape import one_line
-    from dualtune.trackers.send import Sender
+    from dualtune.trackers.send import Sender, only_sender
     from dualtune.trackers.tracker import check_installed
     from dualtune.train.state.run_dir import is_run_dir
 
     if not is_run_dir(run):
         raise ConfigError(f"{run}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
     check_installed([name])
-    sender = Sender(run, name, lambda text: say(text, err=True))
-    try:
-        sent = sender.send()
-        sender.close()
-    except DualtuneError:
-        raise
-    except Exception as error:
-        detail = f"{type(error).__name__}: {one_line(str(error))[:300]}"
-        raise EnvironmentFault(
-            f"{name}: {detail}. {sender.num_waiting} rows are not sent; the same command sends the rest"
-        ) from error
+    with only_sender(run, name, waits=False):
+        sender = Sender(run, name, lambda text: say(text, err=True))
+        try:
+            sent = sender.send()
+            sender.close()
+        except DualtuneError:
+            raise
+        except Exception as error:
+            detail = f"{type(error).__name__}: {one_line(str(error))[:300]}"
+            raise EnvironmentFault(
+                f"{name}: {detail}. {sender.num_waiting} rows are not sent; the same command sends the rest"
+            ) from error
     say(f"{run}: {sent} rows sent to {name}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from dualtune.config.reader import BadYaml, read_yaml
-from dualtune.errors import ConfigError
+from dualtune.errors import ConfigError, FormatError
+from dualtune.io.untrusted import open_file
 from dualtune.train.state.run_dir import CONFIG
 
 MAX_CONFIG_CHARACTERS = 1 << 18
-_CONDITION = re.compile(r"([\w.]+)\s*(<=|>=|!=|=|<|>)\s*(.*)", re.DOTALL)
+_CONDITION = re.compile(r"([\w.]+)\s*(<=|>=|!=|==|=|<|>)\s*(.*)", re.DOTALL)
 
 Flat = dict[str, Any]  # section.key -> value; a list is one value
 
@@ -21,9 +23,9 @@ def read_flat(run_dir: Path) -> Flat:
     """Return the config of a run; empty if it cannot be read."""
     path = run_dir / CONFIG
     try:
-        with path.open(encoding="utf-8") as file:
+        with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
             found: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data
-    except (OSError, ValueError, BadYaml):
+    except (FormatError, OSError, ValueError, BadYaml):
         return {}
     return dict(_flat(found)) if isinstance(found, dict) else {}
 
@@ -58,14 +60,20 @@ class Condition:
         parts = _CONDITION.fullmatch(text.strip())
         if parts is None or not parts[1].strip("."):
             raise ConfigError(f"--where: got {text!r}, allowed: KEY=VALUE, also with !=, <, <=, > or >=")
-        self._key, self._operator, self._value = parts[1], parts[2], parts[3].strip()
+        self.key, self._operator, self._value = parts[1], parts[2].replace("==", "="), parts[3].strip()
         if self._operator[0] in "<>" and _number(self._value) is None:
             raise ConfigError(f"--where: got {text!r}, but {self._operator} needs a number")
 
     def holds(self, config: Mapping[str, Any]) -> bool:
         """Return whether the condition holds for the key; of several with this ending, for any. False without one."""
-        ending = f".{self._key}"
-        return any(self._compare(value) for key, value in config.items() if f".{key}".endswith(ending))
+        return any(map(self._compare, self._values(config)))
+
+    def concerns(self, config: Mapping[str, Any]) -> bool:
+        """Return whether the config has the key."""
+        return bool(self._values(config))
+
+    def _values(self, config: Mapping[str, Any]) -> list[Any]:
+        return [value for key, value in config.items() if f".{key}".endswith(f".{self.key}")]
 
     def _compare(self, value: Any) -> bool:
         a, b = _number(value), _number(self._value)

@@ -15,8 +15,8 @@ from dualtune.io.untrusted import read_json
 from dualtune.train.state import checkpoint
 from dualtune.train.state.configs import read_flat
 from dualtune.train.state.lock import LOCK_FILE, LockRecord, read_note
-from dualtune.train.state.metrics import History, last_rows, read_rows
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, METRICS, is_run_dir
+from dualtune.train.state.metrics import History, main_rows, read_rows
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, is_run_dir
 
 MAX_METRICS_BYTES = 16 << 20
 T = TypeVar("T", int, float)
@@ -102,7 +102,8 @@ def _find(directory: Path, depth: int = MAX_DEPTH) -> Iterator[tuple[Path, str |
     """Yield (run directory, None), and (directory, why it cannot be read)."""
     try:
         is_run = is_run_dir(directory)
-        inner = [] if is_run else sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink())
+        is_whole = is_run and (directory / CONFIG).exists()  # any program may name a file "lock"
+        inner = [] if is_whole else sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink())
     except OSError as error:
         yield directory, error.strerror or str(error)
         return
@@ -168,10 +169,10 @@ def state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | N
 
 
 def rows_of(run_dir: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the rows, and whether they are complete: of a very long file only the last rows are read."""
+    """Return the rows, and whether they are complete: of a very long file `main_rows`."""
     path = run_dir / METRICS
     is_short = not path.is_file() or path.stat().st_size <= MAX_METRICS_BYTES
-    return (read_rows(path), True) if is_short else (last_rows(path), False)
+    return (read_rows(path), True) if is_short else (main_rows(path), False)
 
 
 def _best(history: History, remembered: float | None) -> float | None:

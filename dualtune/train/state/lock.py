@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -162,10 +163,12 @@ def _is_at(file: int, path: Path) -> bool:
 def read_note(run_dir: Path) -> tuple[LockRecord | None, bool]:
     """Return the note of the lock, and whether a process holds it now. Read only."""
     try:
-        file = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+        file = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe is not waited for
     except OSError:
         return None, False
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            return None, False
         held, note = _is_held(file, fcntl.LOCK_SH), _parse(_content(file))
         return note, held if held is not None else note is not None and _is_alive(note)
     finally:

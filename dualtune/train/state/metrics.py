@@ -13,6 +13,7 @@ import math
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ from dualtune.io.replaced import fault_of, set_aside
 from dualtune.text.redaction import redact
 from dualtune.watchers import Watchers
 
-TAIL_BYTES = 1 << 17
+NUM_LAST = 300  # rows, of a file that is too long to parse
 MAX_LINE = 1 << 24  # characters; a row has some hundreds, one that lists the documents of a step some thousands
 _CHUNK = 1 << 20
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
@@ -214,14 +215,18 @@ def each_row(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def last_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the last few hundred rows, without reading a long file completely."""
+def main_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the first row, the evaluations, and the last few hundred rows: the others are not parsed."""
     if not path.is_file():
         return []
+    kept, newest = list[bytes](), deque[bytes]()
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()
-    return [row for line in lines if (row := row_of(line)) is not None]
+        while line := file.readline(MAX_LINE):
+            newest.append(line)
+            if len(newest) > NUM_LAST and (b'"eval_loss"' in (oldest := newest.popleft()) or not kept):
+                kept.append(oldest)
+    found = (row_of(line.decode("utf-8", errors="replace")) for line in (*kept, *newest))
+    return [row for row in found if row is not None]
 
 
 def row_of(line: str) -> dict[str, Any] | None:
@@ -237,12 +242,15 @@ def row_of(line: str) -> dict[str, Any] | None:
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    """Return whether the values that `History` uses are numbers: the file may have been edited."""
+    """Return whether the values that `History` uses are numbers, and integers are no larger than floats can count.
+
+    The file may have been edited.
+    """
+    if any(type(value) is int and abs(value) >= 1 << 53 for value in row.values()):
+        return False
     losses = [row[key] for key in ("loss", "eval_loss") if key in row]
     targets = [row.get("eval_targets")] if "eval_loss" in row else []
-    return all(type(x) is float or (type(x) is int and abs(x) < 1 << 53) for x in losses) and all(
-        type(n) is int for n in targets
-    )
+    return all(type(x) in (float, int) for x in losses) and all(type(n) is int for n in targets)
 
 
 def _keep_rows(path: Path, first_step: int) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ test_real_trackers.py. It runs in the process that really sends.
 
 import filecmp
 import json
+import shutil
 import sys
 import threading
 
@@ -113,6 +114,45 @@ def test_a_resumed_run_is_the_same_run_of_the_tracker(train, place):
     assert steps(place) == [1, 2, 3, 4]
 
 
+def test_a_training_that_begins_again_is_another_run_of_the_tracker(train, place):
+    run, _ = train("run", **{"train.steps": 2})
+    for path in (run / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    train("run", **{"train.steps": 3})
+    opened = [row["init"]["name"] for row in got(place) if "init" in row]
+    assert len(set(opened)) == 2 and steps(place) == [1, 2, 1, 2, 3]
+
+
+def test_two_processes_never_send_the_same_rows(train, place, dualtune_main):
+    run, _ = train("run", **{"run.track": []})
+    with send.only_sender(run, "trackio", waits=False):
+        second = dualtune_main("track", run, "--to", "trackio")
+        with send.only_sender(run, "wandb", waits=False):
+            pass
+    assert second.returncode == 2 and "another process is sending its rows to trackio" in second.stderr
+    assert not (place / "got.jsonl").exists()
+    assert dualtune_main("track", run, "--to", "trackio").returncode == 0 and steps(place) == [1, 2, 3, 4]
+
+
+def test_the_process_imports_nothing_of_the_current_directory(train, place, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("json", "pydantic"):
+        (tmp_path / "here" / f"{name}.py").write_text("raise SystemExit('was imported')")
+    train("run")
+    assert steps(place) == [1, 2, 3, 4]
+
+
+def test_a_number_beyond_a_float_is_not_sent(train, place, dualtune_main):
+    run, _ = train("run", **{"run.track": []})
+    row = f'{{"step": 5, "loss": 1.0, "far": 1{"0" * 400}, "inf": Infinity, "nan": NaN}}'
+    small = '{"step": 6, "loss": 2.0, "inf": Infinity, "nan": NaN}'
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f"{row}\n{small}\n")
+    assert dualtune_main("track", run, "--to", "trackio").returncode == 0
+    assert steps(place) == [1, 2, 3, 4, 6] and got(place)[-2] == {"step": 6, "loss": 2.0}
+
+
 def test_a_tracker_that_fails_is_said_and_catches_up_after(train, place, dualtune_main):
     (place / "fails").touch()
     run, said = train("run")
@@ -135,7 +175,8 @@ def test_a_tracker_that_hangs_is_not_waited_for(train, place, monkeypatch):
     monkeypatch.setattr(process, "WAIT_S", 0.2)
     (place / "hangs").touch()
     run, said = train("run")
-    assert "not all was sent" in said and (run / "adapter/adapter_model.safetensors").is_file()
+    assert "trackio is still sending, in a process of its own" in said and "Training continues" not in said
+    assert (run / "adapter/adapter_model.safetensors").is_file()
 
 
 def test_after_an_error_the_rest_follows_and_nothing_comes_twice(train, place, monkeypatch):
