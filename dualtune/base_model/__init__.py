@@ -6,6 +6,7 @@ these files are checked, fingerprinted and loaded, on either backend.
 
 from dualtune.base_model.config_file import (
     MAX_CONFIG_BYTES,
+    longest_text,
     position_table_size,
     read_config,
     stored_precision,
@@ -27,6 +28,7 @@ __all__ = [
     "find_weights",
     "fingerprint",
     "has_weights",
+    "longest_text",
     "position_table_size",
     "read_config",
     "resolve_model",

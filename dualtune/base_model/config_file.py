@@ -57,6 +57,14 @@ def position_table_size(config: Mapping[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def longest_text(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the longest text that the model was trained on; None if its config does not state it."""
+    inner: Any = config.get("text_config", config)
+    text = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+    found = text.get("max_position_embeddings")
+    return position_table_size(text) or (found if type(found) is int and found > 1 else None)
+
+
 def _tables(value: object) -> Iterator[dict[str, Any]]:
     """Yield the object and every object nested in it."""
     if isinstance(value, dict):

@@ -10,7 +10,7 @@ from typing import Any
 from dualtune.activation_cache.trial import layers_below
 from dualtune.adapter.importing.foreign import base_shapes
 from dualtune.adapter.targets import select_modules
-from dualtune.base_model import has_weights, position_table_size, read_config, resolve_model
+from dualtune.base_model import has_weights, longest_text, position_table_size, read_config, resolve_model
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.data.sources.hub import is_hub_name
@@ -110,10 +110,9 @@ def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, 
 def length_row(config: Config, model: BaseModel) -> Check:
     """Compare data.max_length with the positions that the model was trained on."""
     length = config.data.max_length
-    text = (model.config or {}).get("text_config", model.config or {})
-    table_size = position_table_size(text)
-    longest = table_size or text.get("max_position_embeddings")
-    if not isinstance(longest, int):
+    known = model.config or {}
+    longest, table_size = longest_text(known), position_table_size(known.get("text_config", known))
+    if longest is None:
         return Check("length", "skipped", "the model's config does not state a maximum length")
     found = f"data.max_length is {length}, the model has positions up to {longest}"
     if length <= longest:

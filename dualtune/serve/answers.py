@@ -50,11 +50,12 @@ class Answers:
     """The queue of requests, and what answers them. `is_fatal`: whether an error leaves nothing that can answer."""
 
     def __init__(
-        self, adapters: AdapterSet, *, max_tokens: int, max_waiting: int, time_limit_s: float,
+        self, adapters: AdapterSet, *, max_tokens: int, max_prompt: int, max_waiting: int, time_limit_s: float,
         is_fatal: Callable[[BaseException], bool] = lambda error: False,
     ) -> None:  # fmt: skip
         self.names, self._is_fatal = adapters.names, is_fatal
-        self._adapters, self._max_tokens, self._time_limit_s = adapters, max_tokens, time_limit_s
+        self._adapters, self._time_limit_s = adapters, time_limit_s
+        self._max_tokens, self._max_prompt = max_tokens, max_prompt
         self._waiting: queue.Queue[PendingAnswer] = queue.Queue(max_waiting)
 
     def submit(self, request: CompletionRequest) -> PendingAnswer:
@@ -90,6 +91,8 @@ class Answers:
     def _answer(self, job: PendingAnswer) -> None:
         request, progress = job.request, GenerationProgress()
         prompt, ends = self._encoded(request), time.monotonic() + self._time_limit_s
+        if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
+            raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
         pieces = stream_text(
             self._adapters.model, prompt, max_tokens=min(request.max_tokens or self._max_tokens, self._max_tokens),
             temperature=request.temperature, top_p=request.top_p, seed=request.seed,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import select
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +40,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "dualtune", ""
     timeout = REQUEST_S
+    _has_begun = False  # a stream: its status is sent
 
     def do_GET(self) -> None:
         """List the models, or say that the server is there."""
@@ -51,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
         """Do nothing: `_serve` tells more."""
 
     def _serve(self, work: Callable[[], str]) -> None:
-        began = time.monotonic()
+        began, self._has_begun = time.monotonic(), False
         try:
             self._check_client()
             said = work()
@@ -125,6 +128,8 @@ class Handler(BaseHTTPRequestHandler):
                 finish = piece
             else:
                 text += piece
+            if self._client_is_gone():
+                raise ConnectionAbortedError
         assert finish is not None
         head, choice = _head(job.request), _choice(job.request, text, finish.reason)
         self._send(200, head | {"choices": [choice], "usage": _usage(finish)})
@@ -139,6 +144,7 @@ class Handler(BaseHTTPRequestHandler):
                             ("Transfer-Encoding", "chunked")):  # fmt: skip
             self.send_header(name, value)
         self.end_headers()
+        self._has_begun = True
         head = _head(request)
         finish = None
         for piece in _chained(first, pieces):
@@ -162,7 +168,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def _fail(self, error: BadRequest) -> None:
         kind = ERROR_TYPES.get(error.status, "invalid_request_error")
-        self._send(error.status, {"error": {"message": str(error), "type": kind, "param": error.param, "code": None}})
+        table = {"error": {"message": str(error), "type": kind, "param": error.param, "code": None}}
+        if self._has_begun:
+            self._event(table)
+            self._chunk(b"")
+        else:
+            self._send(error.status, table)
+
+    def _client_is_gone(self) -> bool:
+        """Return whether the client has closed the connection. A next request that it may have sent stays unread."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _send(self, status: int, table: Mapping[str, Any]) -> None:
         data = json.dumps(table).encode()

@@ -49,7 +49,8 @@ def serve(open_backend, tiny_softmax):
 
         def start(backend="numpy", model=tiny_softmax, adapters=None, key=None, **limits):
             found = load_adapter_set(open_backend(backend), str(model), adapters or {})
-            answers, told = Answers(found, **{"max_tokens": 16, "max_waiting": 64, "time_limit_s": 60} | limits), []
+            usual = {"max_tokens": 16, "max_prompt": 1000, "max_waiting": 64, "time_limit_s": 60}
+            answers, told = Answers(found, **usual | limits), []
             served = Served(CompletionServer("127.0.0.1", 0, answers, key=key, tell=told.append), told)
             ended = threading.Event()
 

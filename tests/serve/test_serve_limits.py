@@ -12,6 +12,7 @@ from dualtune.serve import limited as module
 from dualtune.serve.answers import Answers
 from dualtune.serve.requests import MAX_BODY, BadRequest, read_request
 
+ALONE = {"max_tokens": 4, "max_prompt": 100, "max_waiting": 1, "time_limit_s": 60}
 NO_NUMBER = b'{"model": "base", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
 
 
@@ -131,7 +132,7 @@ def test_an_answer_that_fails_is_one_error_and_the_next_one_comes(serve, hello):
 
 def test_an_error_that_leaves_nothing_to_answer_with_ends_the_engine(serve, hello):
     answers, request = serve().server.answers, read_request(json.dumps(hello).encode(), is_chat=True)
-    alone = Answers(answers._adapters, max_tokens=4, max_waiting=1, time_limit_s=60, is_fatal=lambda error: True)
+    alone = Answers(answers._adapters, **ALONE, is_fatal=lambda error: True)
     alone._adapters.model.engine.generate = lambda *args, **options: 1 / 0
     job = alone.submit(request)
     with pytest.raises(ZeroDivisionError):
@@ -142,15 +143,42 @@ def test_an_error_that_leaves_nothing_to_answer_with_ends_the_engine(serve, hell
 
 def test_a_client_that_leaves_while_it_waits_gets_no_answer(serve, hello):
     answers, request = serve().server.answers, read_request(json.dumps(hello).encode(), is_chat=True)
-    alone = Answers(answers._adapters, max_tokens=4, max_waiting=1, time_limit_s=60)
+    alone = Answers(answers._adapters, **ALONE)
     job = alone.submit(request)
     job.is_cancelled = True
     alone.answer_next()
     assert job.pieces.empty()
 
 
-def test_a_client_that_leaves_stops_its_answer(serve, hello):
-    served, read, many = serve(max_tokens=50_000, time_limit_s=1e9), [], {"stream": True, "max_tokens": 50_000}
+def test_an_error_in_a_stream_is_its_last_event_and_the_connection_is_good_for_the_next_request(serve, hello):
+    openai = pytest.importorskip("openai")
+    served = serve()
+    generate = served.engine.generate
+
+    def fails(*args, **options):
+        yield 70
+        yield 71
+        raise MemoryError
+
+    served.engine.generate = fails
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="x", max_retries=0)
+    with pytest.raises(openai.APIError, match="the answer failed: MemoryError"):
+        list(client.chat.completions.create(**hello, stream=True))
+    served.engine.generate = generate
+    assert client.chat.completions.create(**hello).choices[0].message.content
+    assert len({line.split()[0] for line in served.told}) == 1 and "500 the answer failed" in served.told[0]
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_computed(serve, hello):
+    served = serve(max_prompt=30)
+    status, table = served.ask({"model": "base", "prompt": "a" * 30, "max_tokens": 1}, "/v1/completions")
+    assert (status, table["error"]["message"]) == (400, "the prompt has 31 tokens, allowed: 30 (--max-prompt)")
+    assert served.ask({"model": "base", "prompt": "a" * 29, "max_tokens": 1}, "/v1/completions")[0] == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_its_answer(serve, hello, stream):
+    served, read, many = serve(max_tokens=50_000, time_limit_s=1e9), [], {"stream": stream, "max_tokens": 50_000}
     generate = served.engine.generate
 
     def endless(*args, **options):
@@ -163,7 +191,8 @@ def test_a_client_that_leaves_stops_its_answer(serve, hello):
     with socket.create_connection(("127.0.0.1", served.port)) as connection:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        while not read:
+            time.sleep(0.01)
     served.engine.generate = generate
     assert served.ask(hello)[0] == 200  # after the other one has ended
     assert 0 < len(read) < 50_000 and any("the client is gone" in line for line in served.told)

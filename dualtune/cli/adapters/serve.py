@@ -13,6 +13,7 @@ from dualtune.cli.options import dtype_option, platform_option, quantization_opt
 from dualtune.cli.output.terminal import say
 
 KEY_VARIABLE = "DUALTUNE_API_KEY"
+USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 
 
 @click.command("serve")
@@ -36,6 +37,7 @@ KEY_VARIABLE = "DUALTUNE_API_KEY"
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="The most tokens of an answer."
 )
+@click.option("--max-prompt", type=click.IntRange(min=1), help="The most tokens of a prompt; else as in training.")
 @click.option("--queue", type=click.IntRange(min=1), default=128, show_default=True, help="How many requests may wait.")
 @click.option(
     "--time-limit", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Seconds of an answer."
@@ -46,14 +48,15 @@ KEY_VARIABLE = "DUALTUNE_API_KEY"
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str, adapters: tuple[str, ...], host: str, port: int, template: str, max_tokens: int, queue: int,
-    time_limit: float, quiet: bool, dtype: str, quantization: str, platform: str,
+    model: str, adapters: tuple[str, ...], host: str, port: int, template: str, max_tokens: int,
+    max_prompt: int | None, queue: int, time_limit: float, quiet: bool, dtype: str, quantization: str, platform: str,
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
     The model "base" has no adapter. One request is computed at a time, the others wait. Another address than the
     default needs a key in DUALTUNE_API_KEY, which clients send; nothing is encrypted.
     """
+    from dualtune.base_model import longest_text, read_config, resolve_model
     from dualtune.errors import EnvironmentFault, Preempted
     from dualtune.serve.answers import Answers
     from dualtune.serve.limited import LOOPBACK
@@ -67,9 +70,11 @@ def command(
     found, backend = load_adapters(
         model, directories, platform, dtype=dtype, quantization=quantization, template=template
     )
+    longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
     answers = Answers(
-        found, max_tokens=max_tokens, max_waiting=queue, time_limit_s=time_limit, is_fatal=backend.is_device_fault
-    )
+        found, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
+        is_fatal=backend.is_device_fault,
+    )  # fmt: skip
     try:
         server = CompletionServer(
             host, port, answers, key=key, tell=lambda text: None if quiet else say(text, err=True)

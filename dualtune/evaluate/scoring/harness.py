@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dualtune.backend import Backend
-from dualtune.base_model import read_config, resolve_model
+from dualtune.base_model import longest_text, read_config, resolve_model
 from dualtune.data.batching.batches import SequenceLayout
 from dualtune.data.documents import in_memory
 from dualtune.errors import ConfigError, EnvironmentFault
@@ -164,8 +164,7 @@ def run(
 
 def _max_tokens(model: LoadedModel, name: str) -> int:
     """Return the most tokens of a document: as many as the model has positions, within reason."""
-    said = read_config(resolve_model(name, weights=False)).get("max_position_embeddings")
-    known = said if isinstance(said, int) and said > 1 else USUAL_TOKENS
+    known = longest_text(read_config(resolve_model(name, weights=False))) or USUAL_TOKENS
     return min(model.positions or known, known, MOST_TOKENS)
 
 
