@@ -121,10 +121,22 @@ def talk(dualtune_main, monkeypatch, tiny_softmax):
 
 def test_a_conversation_by_pipe(talk, adapter, tmp_path):
     saved = tmp_path / "talk.jsonl"
-    lines = ["1 plus 1?", "", "/base", "1 plus 1?", f"/save {saved}", "/nothing", "/adapter no", "/exit", "more"]
+    lines = [
+        "half \udcff of a pair",
+        "1 plus 1?",
+        "",
+        "/base",
+        "1 plus 1?",
+        f"/save {saved}",
+        "/nothing",
+        "/adapter no",
+        "/exit",
+        "more",
+    ]
     result = talk(lines, "--adapter", adapter)
     assert result.returncode == 0, result.stderr
     assert "answering   a; there are: base, a. /help, /exit" in result.stderr
+    assert "the conversation: the text: contains an unpaired surrogate (\\udcff)" in result.stderr
     assert "/nothing: there is no such command" in result.stderr and "got 'no', there are: base, a" in result.stderr
     (row,) = map(json.loads, saved.read_text().splitlines())
     assert [each["role"] for each in row["messages"]] == ["user", "assistant"] * 2

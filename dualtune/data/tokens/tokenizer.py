@@ -19,6 +19,7 @@ import numpy as np
 
 from dualtune.base_model import vocabulary_size
 from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.conversations import text as valid_text
 from dualtune.data.chat.named import NAMES, named_template
 from dualtune.data.chat.template import ChatTemplate, Ranges
 from dualtune.data.sources.rows import RowError
@@ -170,13 +171,13 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """Encode a chat for the model to answer. Raises RowError if the template or the policy rejects it."""
-        text = self.render(messages, tools=tools, add_generation_prompt=True)
+        text = valid_text(self.render(messages, tools=tools, add_generation_prompt=True), "the text")
         _, masked = self.masked_chat(messages, text, tools=tools, add_generation_prompt=True)
         return self._encode_masked(masked, special=False) if masked else self.encode(text, special=False)
 
     def encode_text(self, text: str) -> np.ndarray:
         """Encode a plain text for the model to continue. Raises RowError if the policy rejects it."""
-        _, masked = self.masked_text(text)
+        _, masked = self.masked_text(valid_text(text, "the text"))
         return self._encode_masked(masked, special=True) if masked else self.encode(text, special=True)
 
     def encode_prompt(self, prompt: str) -> np.ndarray:
