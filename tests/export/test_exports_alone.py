@@ -5,13 +5,14 @@ import math
 import shutil
 import stat
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.cli.adapters.export import TARGETS
 from dualtune.data.chat.named import NAMES
@@ -69,6 +70,19 @@ def test_the_lost_share_of_an_adapter_without_effect_is_judged_by_noise():
 
 
 # --- a Hugging Face directory, and MLX -------------------------------------------------------------------------------
+
+
+def test_the_base_is_the_one_that_the_adapter_names(dualtune_main, adapter, tiny_llama, tmp_path, open_backend):
+    open_backend("torch")
+    words = ("export", adapter, tmp_path / "out", "--to", "hf", "--platform", "cpu")
+    unnamed = dualtune_main(*words)
+    assert unnamed.returncode == 2 and "the adapter names no base model. Give one: --base MODEL" in unnamed.stderr
+    unnamed_adapter = read_adapter(adapter)
+    shutil.rmtree(adapter)
+    write_adapter(adapter, replace(unnamed_adapter, base_model=str(tiny_llama)))
+    named = dualtune_main(*words)
+    assert named.returncode == 0 and f"base        {tiny_llama}: the adapter names it\n" in named.stdout
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["base"] == str(tiny_llama)
 
 
 def test_the_merged_model_is_written_with_its_distances(export, tmp_path):

@@ -20,7 +20,10 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
 @click.command("export")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
+@click.option(
+    "--base", metavar="MODEL",
+    help="The plain base model: a directory or a hub id.  [default: the one that the adapter names]",
+)  # fmt: skip
 @click.option("--to", "target", type=click.Choice(TARGETS), required=True, help="For which program.")
 @click.option(
     "--quantize", metavar="KIND",
@@ -42,7 +45,7 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
 @platform_option
 @interrupt.handled(interrupt.TERMINATION)
 def command(
-    directory: Path, out: Path, base: str, target: str, quantize: str | None, dtype: str, name: str | None,
+    directory: Path, out: Path, base: str | None, target: str, quantize: str | None, dtype: str, name: str | None,
     system: str | None, llama_cpp: Path | None, without_base: bool, other_base: bool, platform: str,
 ) -> None:  # fmt: skip
     """Write MODEL with the adapter of DIRECTORY for another program to the new directory OUT.
@@ -62,6 +65,7 @@ def command(
     if system is not None and target != "ollama":
         raise ConfigError("--system: is for --to ollama. Other programs take the system message in each conversation")
     tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
+    base = base or _named_base(directory)
     request = Request(
         directory, base, out, target, kind, name or out.resolve().name, dtype, system, other_base, not without_base
     )
@@ -75,6 +79,18 @@ def command(
     say(f"written     {out}: {', '.join(found.files)}")
     if target == "ollama":
         say(f"next        ollama create {request.name} -f {out / 'Modelfile'}")
+
+
+def _named_base(directory: Path) -> str:
+    """Return the base that an adapter names. ConfigError if it names none."""
+    from dualtune.adapter.formats.directory import read_adapter
+    from dualtune.errors import ConfigError
+    from dualtune.io.fields import shown
+
+    if (name := read_adapter(directory).base_model) is None:
+        raise ConfigError(f"{directory}: the adapter names no base model. Give one: --base MODEL")
+    say(f"base        {shown(name)}: the adapter names it")
+    return name
 
 
 def _table(found: Exported, kind: str) -> str:
