@@ -62,6 +62,11 @@ def make_plan(
 
     first = make_one(overrides_of({each.key: each.ends[0] for each in varied}))
     if not varied:
+        if any(text.startswith("train.learning_rate=") for text in fixed):
+            raise ConfigError(
+                "--set train.learning_rate: has one value. Give several, as in --set train.learning_rate=1e-4,1e-3, or "
+                "none for the default grid; another key is tried with its own values"
+            )
         varied = [default_rates(first, read_config(resolve_model(first.model.name, weights=False)))]
     if num_chosen is None and (ranges := [each.key for each in varied if isinstance(each, Range)]):
         raise ConfigError(f"--set {ranges[0]}: a range needs --trials N; a grid has values, such as 1e-5,1e-4,1e-3")

@@ -104,6 +104,12 @@ def last_eval(run_dir):
     return [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
 
 
+def test_one_learning_rate_is_not_replaced_by_the_default_grid(sweep, home):
+    result = sweep("--set", "train.learning_rate=1e-3")
+    assert result.returncode == 2 and "--set train.learning_rate: has one value. Give several" in result.stderr
+    assert not home.exists()
+
+
 def test_without_values_three_learning_rates_are_tried(sweep, home):
     assert sweep().returncode == 0
     assert names(home) == ["learning_rate=0.0002", "learning_rate=0.0005", "learning_rate=0.002"]
