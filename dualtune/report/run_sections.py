@@ -12,6 +12,7 @@ from dualtune.report.page import as_text as _text
 from dualtune.report.run_files import RunFiles, as_table
 from dualtune.report.settings import changed
 from dualtune.text.show import in_bytes, in_time
+from dualtune.train.state.run_dir import PREDICTIONS
 
 WORDS = {
     "learning": "The run has learned.",
@@ -96,9 +97,8 @@ def data(run: RunFiles) -> str:
         ("duplicates", f"{_count(found, 'duplicates')} documents equal an earlier one"),
         ("leaks", f"{_count(found, 'eval_in_training')} held-out documents are training documents, too"),
     ]
-    samples = [(str(row.get("where", "")), str(row.get("text", ""))) for row in _tables(found.get("samples"))]
-    shown = f"<h3>Sample rows</h3>\n{_list(samples[:MAX_SAMPLES])}" if samples else ""
-    return f"<h2>Data</h2>\n{_list(pairs)}{_histogram(found.get('histogram'))}{_sources(found.get('sources'))}{shown}"
+    tables = _histogram(found.get("histogram")) + _sources(found.get("sources"))
+    return f"<h2>Data</h2>\n{_list(pairs)}{tables}{_preview(_tables(found.get('samples')))}"
 
 
 def _left_out(found: Mapping[str, Any]) -> Pairs:
@@ -139,6 +139,34 @@ def _sources(given: object) -> str:
         '<div class="scroll" role="region" aria-label="Sources" tabindex="0"><table class="sources">\n'
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
     )
+
+
+def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return the beginnings of some rows, with the targets of the loss marked."""
+    rows = "".join(
+        f"<dt>{_cut(str(row.get('where', '')))}</dt>"
+        f"<dd dir=auto>{_marked(str(row.get('text', '')), row.get('targets'))}</dd>\n"
+        for row in samples[:MAX_SAMPLES]
+    )
+    return (
+        f"<h3>Sample rows</h3>\n<p class=hint>What is marked is a target of the loss. All rows: dualtune preview</p>\n"
+        f"<dl class=preview>\n{rows}</dl>\n"
+        if rows
+        else ""
+    )
+
+
+def _marked(text: str, targets: object) -> str:
+    """Return text as HTML with the targets marked: pairs [start, end) in order; anything else is left out."""
+    shown, found, done = text[:MAX_TEXT], "", 0
+    for pair in cast("list[object]", targets) if isinstance(targets, list) else []:
+        match pair:
+            case [int(start), int(end)] if done <= start < min(end, len(shown)):
+                found += f"{_text(shown[done:start])}<mark>{_text(shown[start:end])}</mark>"
+                done = end
+            case _:
+                pass
+    return f"{found}{_text(shown[done:])}{'…' if len(text) > MAX_TEXT else ''}"
 
 
 def reproduce(run: RunFiles) -> str:
@@ -188,16 +216,19 @@ def _next(run: RunFiles) -> list[tuple[str, str]]:
         return [("continue", _command(*at))]
     result, step = str(run.result), run.curves.history.step or 0
     more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
-    again = ("measure again", _command("eval", config))
+    answers = _command("eval", config, "--compare", "--predictions", str(run.path / PREDICTIONS))
+    held_out = run.curves.history.eval_loss is not None
+    judge = [("put its answers on this page", f"{answers} && {_command('report', str(run.path))}")] if held_out else []
     if run.result.name != "adapter":
-        return [again, more]
+        return [*judge, ("serve it", _command("serve", result)), more]
     return [
         ("talk to it", _command("chat", model, "--adapter", result, "--compare")),
-        ("continue a text", _command("generate", model, "--adapter", result, "--prompt", "Hello!")),
-        again,
+        *judge,
         ("check it on another machine", _command("verify", result, "--base", model)),
-        ("merge it into its base", _command("adapter", "merge", result, f"{run.path}-merged", "--base", model)),
-        ("carry it to Ollama", _command("export", result, f"{run.path}-ollama", "--base", model, "--to", "ollama")),
+        ("serve it", _command("serve", model, "--adapter", result)),
+        ("merge it into its base", _command("export", result, "--base", model, "--to", "hf")),
+        ("make a GGUF, for llama.cpp", _command("export", result, "--base", model, "--to", "gguf")),
+        ("bring it to Ollama", _command("export", result, "--base", model, "--to", "ollama")),
         ("publish it", _command("push", "hf://OWNER/NAME", str(run.path), "--adapter")),
         more,
     ]

@@ -85,6 +85,20 @@ def test_the_base_is_the_one_that_the_adapter_names(dualtune_main, adapter, tiny
     assert json.loads((tmp_path / "out" / "export.json").read_text())["base"] == str(tiny_llama)
 
 
+@pytest.mark.parametrize(("given", "place"), [(".", "run-hf"), ("adapter", "run-hf"), ("../other", "other-hf")])
+def test_without_out_the_export_lies_beside_the_run(
+    given, place, dualtune_main, adapter, tiny_llama, tmp_path, open_backend, monkeypatch
+):
+    open_backend("torch")
+    home = tmp_path / "other" if "other" in given else tmp_path / "run" / "adapter"
+    shutil.move(adapter, home)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "run")
+    done = dualtune_main("export", given, "--base", tiny_llama, "--to", "hf", "--platform", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / place / "export.json").is_file()
+
+
 def test_the_merged_model_is_written_with_its_distances(export, tmp_path):
     done = export("--to", "hf")
     assert done.returncode == 0, done.stderr

@@ -6,13 +6,18 @@ import html
 import json
 import math
 import re
+import shlex
 import shutil
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
+from dualtune.cli.main import cli
 from dualtune.config import load_config
+from dualtune.data.preview.counts import _sample_row
+from dualtune.data.tokens.store import Document
 from dualtune.errors import ConfigError, FormatError
 from dualtune.report import curves as curves_module
 from dualtune.report import run_files
@@ -21,10 +26,13 @@ from dualtune.report.curves import curves_of
 from dualtune.report.page import as_data, whole_page
 from dualtune.report.run_files import read_run
 from dualtune.report.run_page import run_page
+from dualtune.report.run_sections import next_commands
 from dualtune.report.settings import changed, differing
 from dualtune.train.state.metrics import read_rows
 from dualtune.train.state.records import command_line
 
+COMMAND = re.compile(r"<code>(.*?)</code>")
+ROW = ("prompt", "completion")
 UPLOT = Path(run_files.__file__).parent / "uplot"
 
 
@@ -166,13 +174,41 @@ def test_the_environment_has_the_command_the_start_the_hardware_and_the_data(pla
     assert found["command"] and re.fullmatch(r"\d{4}-.*\+00:00", found["started"]) and found["hardware"]["cores"] >= 1
     assert found["fingerprints"]["train documents"].startswith(f"{found['data']['documents']} documents, ")
     data = found["data"]
-    assert len(data["samples"]) == 3 and data["samples"][0]["text"][:100] in html.unescape(run_page([plain]))
+    assert len(data["samples"]) == 3 and data["samples"][0]["text"][:10] in html.unescape(run_page([plain]))
     assert (data["rows"], data["duplicates"], data["eval_documents"], data["eval_in_training"]) == (13, 1, 4, 0)
     assert data["sources"] == [{
         "path": load_config(plain / "config.yaml").data.train, "documents": data["documents"],
         "tokens": data["tokens"], "trained_tokens": data["trained_tokens"],
     }]  # fmt: skip
     assert sum(bar["documents"] for bar in data["histogram"]) == data["documents"]
+
+
+def test_sample_rows_mark_the_targets(plain):
+    row = json.loads((plain / "environment.json").read_text())["data"]["samples"][0]
+    prompt, completion = (json.loads((plain.parent / "train.jsonl").read_text().splitlines()[0])[k] for k in ROW)
+    (span,) = row["targets"]
+    answer = row["text"][slice(*span)]
+    assert prompt in row["text"][: span[0]] and answer == f"{completion}<|im_end|>"
+    assert f"<mark>{html.escape(answer)}</mark>" in run_page([plain])
+
+
+def test_a_sample_row_with_a_secret_has_no_marks():
+    texts = dict(enumerate(["key: ", f"hf_{'a' * 34}", "!"]))
+    document = Document(np.arange(3), np.array([False, True, True]), "f:1")
+    found = _sample_row([document], 0, lambda ids: "".join(texts[i] for i in ids))
+    assert "aaa" not in found["text"] and found["text"].startswith("key: ") and found["targets"] == []
+
+
+def test_the_commands_of_a_report_are_commands(train):
+    for name, held_out in (("judged", 0.25), ("not judged", 0)):
+        run = read_run(train(name, train__steps=1, data__eval=held_out))
+        lines = [html.unescape(line) for line in COMMAND.findall(next_commands(run))]
+        assert len(lines) == 9 - (not held_out)
+        for line in lines:
+            for text in line.split(" && "):
+                program, command, *words = shlex.split(text)
+                assert program == "dualtune"
+                cli.get_command(click.Context(cli), command).make_context(command, words)
 
 
 def test_a_held_out_row_that_is_a_training_row_is_a_leak(train, plain):
@@ -267,7 +303,15 @@ def test_records_of_any_shape_make_a_page(copy):
         "histogram": [{"first": 1}, 2],
         "sources": [{"path": ["<b>"]}],
         "dropped": {"<i>": "x"},
-        "samples": [{"where": "f:1", "text": "<u>" + "x" * 1000}, {}, 3],
+        "samples": [
+            {
+                "where": "f:1",
+                "text": "<u>" + "x" * 1000,
+                "targets": [[1, 3], [2, 4], 5, [3, "4"], [400, 800], [900, 901]],
+            },
+            {},
+            3,
+        ],
         "left_out": {"exact": 2, "near": "<s>"},
     }
     found["memory"] = {"planned_bytes": 10**39}
@@ -276,7 +320,7 @@ def test_records_of_any_shape_make_a_page(copy):
     page = run_page([copy])
     assert "[&#x27;&lt;b&gt;&#x27;]" in page
     assert "dropped: &lt;i&gt;" in page
-    assert "<dt>f:1</dt><dd>&lt;u&gt;" + "x" * 497 + "…</dd>" in page
+    assert f"&lt;<mark>u&gt;</mark>{'x' * 397}<mark>{'x' * 100}</mark>…</dd>" in page
     assert "<dt>duplicates left out</dt><dd>2 exact, ? near</dd>" in page
 
 

@@ -106,10 +106,10 @@ def test_the_keyboard_moves_the_cursor(looks, home):
 def test_the_page_has_its_sections_and_its_commands(looks):
     for look in looks["plain"]:
         for text in ("evaluation loss before", "Curves", "1 documents equal an earlier one", "train.learning_rate",
-                     "Fingerprints", "dualtune chat", "dualtune adapter merge", "dualtune export",
-                     "dualtune push"):  # fmt: skip
+                     "Fingerprints", "dualtune chat", "dualtune serve", "--to gguf", "dualtune push",
+                     "What is marked is a target of the loss"):  # fmt: skip
             assert text in look["text"]
-        assert look["copies"] == 9
+        assert look["copies"] == 10
         assert look["images"] == 0 and look["scripts"] == 3  # the numbers, uPlot and ours
         assert "Answers" not in look["text"]
 

@@ -19,7 +19,7 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
 
 @click.command("export")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--base", metavar="MODEL",
     help="The plain base model: a directory or a hub id.  [default: the one that the adapter names]",
@@ -34,7 +34,7 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", show_default=True,
     help="The precision of the merged weights; auto is that of MODEL's files.",
 )  # fmt: skip
-@click.option("--name", help="The name of the model in the names of files.  [default: that of OUT]")
+@click.option("--name", help="The name of the model in the names of files.  [default: OUT's, else the run's]")
 @click.option("--system", metavar="TEXT", help="ollama: the system message.")
 @click.option(
     "--llama-cpp", type=click.Path(path_type=Path), envvar="DUALTUNE_LLAMA_CPP", show_envvar=True,
@@ -45,10 +45,12 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
 @platform_option
 @interrupt.handled(interrupt.TERMINATION)
 def command(
-    directory: Path, out: Path, base: str | None, target: str, quantize: str | None, dtype: str, name: str | None,
-    system: str | None, llama_cpp: Path | None, without_base: bool, other_base: bool, platform: str,
+    directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
+    name: str | None, system: str | None, llama_cpp: Path | None, without_base: bool, other_base: bool, platform: str,
 ) -> None:  # fmt: skip
     """Write MODEL with the adapter of DIRECTORY for another program to the new directory OUT.
+
+    Without OUT it lies beside the run, with the program in its name: runs/first-gguf for runs/first.
 
     The adapter is merged, and the merged model is refused if it is not the function of base and adapter. Then the
     program's own tools convert and quantize it, the result computes fixed prompts, and a table shows what each step has
@@ -66,9 +68,10 @@ def command(
         raise ConfigError("--system: is for --to ollama. Other programs take the system message in each conversation")
     tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
     base = base or _named_base(directory)
-    request = Request(
-        directory, base, out, target, kind, name or out.resolve().name, dtype, system, other_base, not without_base
-    )
+    run = _run_of(directory)
+    name = name or (out.resolve() if out else run).name
+    out = out or run.with_name(f"{run.name}-{target}")
+    request = Request(directory, base, out, target, kind, name, dtype, system, other_base, not without_base)
     with phases() as shown:
         backend = backend_for(platform)
         shown.begin("merging", "the adapter")
@@ -79,6 +82,12 @@ def command(
     say(f"written     {out}: {', '.join(found.files)}")
     if target == "ollama":
         say(f"next        ollama create {request.name} -f {out / 'Modelfile'}")
+
+
+def _run_of(directory: Path) -> Path:
+    """Return the run directory of a run's adapter; of another adapter its own directory."""
+    place = directory.resolve()
+    return place.parent if place.name == "adapter" else place
 
 
 def _named_base(directory: Path) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from dualtune.config import Config
 from dualtune.data.documents import Documents
-from dualtune.data.preview.survey import first_indices, histogram, lengths_of
+from dualtune.data.preview.survey import first_indices, histogram, lengths_of, show_document
 from dualtune.text.redaction import redact
 
 SAMPLE_TOKENS = 100  # of a sample row
@@ -48,10 +48,22 @@ def counts(
     }
 
 
-def _sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, str]:
+def _sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Return the beginning of a document: its place, its text, and [start, end) of each run of targets in the text.
+
+    A text with a secret has no targets: without the secret, the places in it are others.
+    """
     document = documents[i]
+    first = {name: getattr(document, name)[:SAMPLE_TOKENS] for name in ("tokens", "loss_mask")}
+    beginning = show_document(replace(document, **first, weights=None), decode)
+    text, targets = "", list[tuple[int, int]]()
+    for weight, part in beginning.runs():
+        if weight:
+            targets.append((len(text), len(text) + len(part)))
+        text += part
+    shown = redact(text)
     more = "…" if len(document.tokens) > SAMPLE_TOKENS else ""
-    return {"where": document.where, "text": redact(decode(document.tokens[:SAMPLE_TOKENS].tolist())) + more}
+    return {"where": document.where, "text": shown + more, "targets": targets if shown == text else []}
 
 
 def _of_source(documents: Documents, number: int) -> dict[str, int]:
