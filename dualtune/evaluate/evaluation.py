@@ -77,11 +77,12 @@ def exact_match(
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> float:  # fmt: skip
     """Return the share of examples with a last answer that greedy decoding reproduces exactly, end token included."""
-    return float(exact_answers(model, examples, max_length, show).mean())
+    recovery = Recovery(None, model.engine, SequenceLayout(AUTO_MICRO_BATCH_TOKENS))
+    return float(exact_answers(model, examples, max_length, recovery, show).mean())
 
 
 def exact_answers(
-    model: LoadedModel, examples: Sequence[Example], max_length: int,
+    model: LoadedModel, examples: Sequence[Example], max_length: int, recovery: Recovery,
     show: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:  # fmt: skip
     """Return bool [examples]: whether greedy decoding reproduces the last answer exactly, end token included.
@@ -90,9 +91,8 @@ def exact_answers(
     one forward pass is enough. Rows truncated to `max_length` count as wrong.
     """
     documents = tokenize(examples, model.tokenizer, "last", max_length)
-    recovery = Recovery(None, model.engine, SequenceLayout(AUTO_MICRO_BATCH_TOKENS))
     is_exact = by_document(documents, recovery, greedy(model.engine), show)
-    whole = documents.lengths < max_length
+    whole = ~documents.is_cut()
     found = np.zeros(len(examples), bool)
     found[documents.rows()[whole]] = is_exact[whole]
     return found

@@ -115,11 +115,13 @@ def stream_text(
     cache: GenerationCache | None = None,
     progress: GenerationProgress | None = None,
 ) -> Generator[str]:
-    """Yield the continuation of a prompt (token ids [T]) piece by piece. Temperature 0 is greedy.
+    """Yield the continuation of a prompt (token ids [T]) piece by piece, one a token. Temperature 0 is greedy.
 
     `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends where a table
-    of positions ends; ConfigError for a longer prompt.
+    of positions ends; ConfigError for a longer prompt, and for one without tokens.
     """
+    if not len(prompt):
+        raise ConfigError("the prompt has no tokens, so there is nothing to continue. Give a text")
     if model.positions is not None:
         if len(prompt) > model.positions:
             raise ConfigError(
@@ -136,9 +138,10 @@ def stream_text(
         ids.append(token)
         progress.num_tokens += 1
         text = model.tokenizer.decode(ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
-            yield text[len(shown) :]
-            shown = text
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
+            text = shown
+        yield text[len(shown) :]
+        shown = text
     yield model.tokenizer.decode(ids)[len(shown) :]
 
 
@@ -165,8 +168,9 @@ def chooser(
 
 
 def _sample(logits_V: np.ndarray, temperature: float, top_p: float, rng: np.random.Generator) -> int:
-    scaled = logits_V.astype(np.float64) / temperature
-    probs = np.exp(scaled - scaled.max())
+    logits_V = logits_V.astype(np.float64)
+    with np.errstate(over="ignore"):  # of a very low temperature: all but the most probable tokens get exp(-inf)
+        probs = np.exp((logits_V - logits_V.max()) / temperature)
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")
     kept = order[: int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1]

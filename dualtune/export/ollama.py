@@ -84,16 +84,19 @@ def modelfile(weights: str, family: str | None, stops: Iterable[str], system: st
     """Return the text of a Modelfile. `weights` is a path relative to it. ConfigError if a text cannot be quoted."""
     lines = [f"FROM ./{weights}"]
     if family is not None:
-        lines.append(f"TEMPLATE {_quoted(TEMPLATES[family])}")
-    lines += [f'PARAMETER stop "{stop}"' for stop in stops if '"' not in stop]
+        lines.append(f'TEMPLATE """{TEMPLATES[family]}"""')
+    lines += [f"PARAMETER stop {quoted(stop, 'a stop text')}" for stop in stops]
     if system is not None:
-        lines.append(f"SYSTEM {_quoted(system)}")
+        lines.append(f"SYSTEM {quoted(system, '--system')}")
     return "\n".join(lines) + "\n"
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str, what: str) -> str:
+    """Return a text as a Modelfile quotes it. ConfigError, which names `what`, if it cannot hold the text."""
+    if '"' not in text and "\n" not in text:
+        return f'"{text}"'
     if '"""' in text or text.endswith('"'):
-        raise ConfigError('--system: got a text with """ or a " at its end, which a Modelfile cannot hold')
+        raise ConfigError(f'{what}: got a text with """ or a " at its end, which a Modelfile cannot hold')
     return f'"""{text}"""'
 
 

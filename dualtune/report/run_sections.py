@@ -216,7 +216,7 @@ def _next(run: RunFiles) -> list[tuple[str, str]]:
         return [("continue", _command(*at))]
     result, step = str(run.result), run.curves.history.step or 0
     more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
-    answers = _command("eval", config, "--compare", "--predictions", str(run.path / PREDICTIONS))
+    answers = _command("eval", *at[1:], "--compare", "--predictions", str(run.path / PREDICTIONS))
     held_out = run.curves.history.eval_loss is not None
     judge = [("put its answers on this page", f"{answers} && {_command('report', str(run.path))}")] if held_out else []
     if run.result.name != "adapter":

@@ -35,10 +35,18 @@ class PendingAnswer:
     pieces: queue.SimpleQueue[str | Finish | Exception] = field(default_factory=lambda: queue.SimpleQueue())
     is_cancelled: bool = False  # the client is gone
 
-    def answer(self) -> Iterator[str | Finish]:
-        """Yield the pieces as they come, the last one a Finish. Raises the error that ended it."""
+    def answer(self, client_is_gone: Callable[[], bool]) -> Iterator[str | Finish]:
+        """Yield the pieces as they come, the last one a Finish. Raises the error that ended it.
+
+        ConnectionAbortedError if the client goes, also while its request waits for others.
+        """
         while True:
-            piece = self.pieces.get()
+            if client_is_gone():
+                raise ConnectionAbortedError
+            try:
+                piece = self.pieces.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
             if isinstance(piece, Exception):
                 raise piece
             yield piece
@@ -122,7 +130,7 @@ class Answers:
 
 
 class StopTexts:
-    """Ends a text before the first of some texts. What may be the beginning of one is held back."""
+    """Ends a text before the stop text that is complete first. What may be the beginning of one is held back."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops, self._held, self.found = stops, "", False
@@ -130,10 +138,11 @@ class StopTexts:
     def feed(self, piece: str) -> str:
         """Return what of the text so far can be passed on."""
         text = self._held + piece
-        first = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)
-        if first >= 0:
+        # The one that ends first, as if the text came character by character.
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
             self.found, self._held = True, ""
-            return text[:first]
+            return text[: min(ends)[1]]
         longest = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         self._held = text[len(text) - longest :]
         return text[: len(text) - longest]

@@ -6,6 +6,7 @@ The form is that of OpenAI's API reference (chat completions, and the older comp
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -113,7 +114,7 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
     prompt, most = (_messages(body), body.max_completion_tokens) if isinstance(body, _ChatBody) else (body.prompt, None)
     return CompletionRequest(
         body.model, prompt, most or body.max_tokens, 1.0 if body.temperature is None else body.temperature,
-        body.top_p or 1.0, body.seed or 0, tuple(stops), bool(body.stream),
+        body.top_p or 1.0, secrets.randbits(32) if body.seed is None else body.seed, tuple(stops), bool(body.stream),
         body.stream_options is not None and body.stream_options.include_usage,
     )  # fmt: skip
 

@@ -123,13 +123,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _whole(self, job: PendingAnswer) -> Finish:
         text, finish = "", None
-        for piece in job.answer():
+        for piece in job.answer(self._client_is_gone):
             if isinstance(piece, Finish):
                 finish = piece
             else:
                 text += piece
-            if self._client_is_gone():
-                raise ConnectionAbortedError
         assert finish is not None
         head, choice = _head(job.request), _choice(job.request, text, finish.reason)
         self._send(200, head | {"choices": [choice], "usage": _usage(finish)})
@@ -137,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self, job: PendingAnswer) -> Finish:
         """Send server-sent events: a piece of text each, then the end."""
-        request, pieces = job.request, job.answer()
+        request, pieces = job.request, job.answer(self._client_is_gone)
         first = next(pieces)  # an error that comes before the first piece still has its own status
         self.send_response(200)
         for name, value in (("Content-Type", "text/event-stream"), ("Cache-Control", "no-store"),

@@ -58,11 +58,11 @@ def make_plan(
     fixed, varied = read_values(overrides)
 
     def make_one(of_run: Sequence[str]) -> Config:
-        return make([*fixed, *of_run])
+        return make([*fixed.values(), *of_run])
 
     first = make_one(overrides_of({each.key: each.ends[0] for each in varied}))
     if not varied:
-        if any(text.startswith("train.learning_rate=") for text in fixed):
+        if "train.learning_rate" in fixed:
             raise ConfigError(
                 "--set train.learning_rate: has one value. Give several, as in --set train.learning_rate=1e-4,1e-3, or "
                 "none for the default grid; another key is tried with its own values"
@@ -92,7 +92,7 @@ def carry_out(
 ) -> list[SweepTrial]:
     """Train the runs of a plan, and return them. What is finished already stays as it is."""
     if plan.num_chosen is not None:
-        return _search(plan, plan.num_chosen, attempt)
+        return _search(plan, plan.num_chosen, checked[0].trial.config.run.seed, attempt)
     trials = [each.trial for each in checked]
     if plan.halving:
         every = trials[0].config.run.eval_every if checked[0].has_eval else None
@@ -103,12 +103,12 @@ def carry_out(
     return trials
 
 
-def _search(plan: SweepPlan, num_runs: int, attempt: Attempts) -> list[SweepTrial]:
+def _search(plan: SweepPlan, num_runs: int, seed: int, attempt: Attempts) -> list[SweepTrial]:
     """Train runs whose values are chosen from the results of those before.
 
     Called again, it chooses the same values, because the results are the same, and finds their runs finished.
     """
-    choose = sampler(plan.varied, plan.make([]).run.seed)
+    choose = sampler(plan.varied, seed)
     trials, known = dict[Path, SweepTrial](), list[tuple[Values, float | None]]()
     for number in range(1, num_runs + 1):
         trial = plan.trial(choose(known))

@@ -60,8 +60,8 @@ class Range:
         return self.low > 0 and self.high >= 10 * self.low
 
 
-def read_values(overrides: Sequence[str]) -> tuple[list[str], list[Choices | Range]]:
-    """Return the overrides with one value, which all runs share, and what the others try. The last one of a key wins.
+def read_values(overrides: Sequence[str]) -> tuple[dict[str, str], list[Choices | Range]]:
+    """Return the overrides with one value, which all runs share, by key; and what the others try. The last one wins.
 
     ConfigError for a range whose ends are not in order, and for a value that a key has twice.
     """
@@ -77,7 +77,7 @@ def read_values(overrides: Sequence[str]) -> tuple[list[str], list[Choices | Ran
             fixed[key] = override
     if "run.dir" in varied:
         raise ConfigError("run.dir: each run of a sweep gets a directory of its own; give the sweep's as --dir")
-    return [*fixed.values()], [*varied.values()]
+    return fixed, [*varied.values()]
 
 
 def _range(key: str, text: str) -> Range | None:

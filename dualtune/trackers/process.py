@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from dualtune.hooks import Hook, RunInfo
 
-WAIT_S = 30  # at the end of the run, for the last rows
+WAIT_S = 30  # at the end of the run, for the last rows of all trackers
 
 
 class TrackerProcesses(Hook):
@@ -39,10 +40,10 @@ class TrackerProcesses(Hook):
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
-        failed, slow = list[str](), list[str]()
+        failed, slow, ends = list[str](), list[str](), time.monotonic() + WAIT_S
         for name, process in self._processes.items():
             try:
-                if process.wait(WAIT_S) != 0:
+                if process.wait(max(0.0, ends - time.monotonic())) != 0:
                     failed.append(name)
             except subprocess.TimeoutExpired:
                 slow.append(name)

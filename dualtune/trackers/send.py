@@ -103,6 +103,7 @@ class Sender:
         if not self._waiting:
             return 0
         if self._tracker is None:
+            self._mark.save()  # the id, before the tracker has it: whatever fails then, its run is found again
             self._tracker = open_tracker(self._name, tracked(self._run, self._mark))
         sent = 0
         try:

@@ -24,12 +24,11 @@ class ToMlflow:
         experiment = self._client.get_experiment_by_name(PROJECT)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(PROJECT)
         found = self._client.search_runs([experiment_id], filter_string=f"tags.`{TAG}` = '{run.id}'")
-        if found:
-            self._id = found[0].info.run_id
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        self._id = self._client.create_run(experiment_id, run_name=run.name, tags={TAG: run.id}).info.run_id
-        params = [Param(key, value[:LONGEST]) for key, value in run.config.items()]
+        begun = found[0] if found else self._client.create_run(experiment_id, run_name=run.name, tags={TAG: run.id})
+        self._id = begun.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
+        known = begun.data.params  # MLflow refuses another value for a parameter that it has
+        params = [Param(key, value[:LONGEST]) for key, value in run.config.items() if key not in known]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -167,9 +166,7 @@ class WatchedRun:
         if newest is not None:
             saved = checkpoint.path_of(self.path / CHECKPOINTS, newest)
             self.view.saved = newest, saved.stat().st_mtime
-        # The lock of another machine need not be seen here, so its note is believed.
-        is_elsewhere = note is not None and note.state == "running" and note.host != socket.gethostname()
-        self.state, self.reason = state_of(self.path, note, is_held or is_elsewhere, newest)
+        self.state, self.reason = state_of(self.path, note, is_held, newest)
 
 
 def _tell(lines: Hook, row: Mapping[str, Any]) -> None:

@@ -139,7 +139,7 @@ def test_eval_measures_the_base_a_file_and_exact_answers(dualtune_main, config_f
     assert f"\nloss          {tuned['loss']:.4f}\n" in plain.stdout
 
 
-def test_exact_match_counts_answers_that_greedy_decoding_gives(dualtune_main, config_file, write_rows):
+def test_exact_match_counts_answers_that_greedy_decoding_gives(dualtune_main, config_file, write_rows, tmp_path):
     """The model sees the last token alone, so it answers "x" to every prompt: right in three rows of four."""
     rows = [{"prompt": f"{i}?", "completion": "x" if i % 4 else "y"} for i in range(16)]
     config = config_file({"data.train": write_rows(rows, "xy.jsonl"), "data.eval": 0, "train.steps": 150,
@@ -147,6 +147,10 @@ def test_exact_match_counts_answers_that_greedy_decoding_gives(dualtune_main, co
     assert dualtune_main("train", config, *NUMPY).returncode == 0
     args = ["eval", config, "--data", write_rows(rows, "xy.jsonl"), "--exact-match", "--json", *NUMPY]
     assert json.loads(dualtune_main(*args).stdout)["exact_match"] == 0.75
+    longest = json.loads((tmp_path / "runs/a/environment.json").read_text())["data"]["lengths"]["max"]
+    for length, share in ((longest, 0.75), (longest - 1, 0.4375)):  # ten rows are the longest, seven of them answered
+        found = json.loads(dualtune_main(*args, "--set", f"data.max_length={length}").stdout)
+        assert found["exact_match"] == pytest.approx(share)
 
 
 def test_generate_samples_by_seed_and_continues_raw_text(dualtune_main, tiny_softmax):

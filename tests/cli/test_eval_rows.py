@@ -28,7 +28,8 @@ def trained(dualtune_main, config_file, write_rows, rows):
 @pytest.fixture
 def evaluated(dualtune_main, trained):
     def run(*args):
-        result = dualtune_main("eval", trained, "--max-tokens", 12, "--json", *args, *NUMPY)
+        short = ("--max-tokens", 12) if {"--json-field", "--metric", "--answer-pattern"} & {*args} else ()
+        result = dualtune_main("eval", trained, *short, "--json", *args, *NUMPY)
         assert result.returncode == 0, result.stderr
         return json.loads(result.stdout)
 

@@ -64,6 +64,7 @@ def test_an_answer_pattern_works_on_any_data(trained, write_rows, dualtune_main)
         (("--limit", "3"), "--limit is for generated answers and --harness"),
         (("--base", "--compare"), "Give --base or --compare, not both"),
         (("--harness", "arc_easy", "--exact-match"), "--harness measures the tasks alone"),
+        (("--max-tokens", "9"), "--max-tokens is for generated answers"),
         (("--task", "mmlu"), "'mmlu' is not 'gsm8k'"),
     ],
 )

@@ -80,3 +80,4 @@ def test_one_row_has_no_interval():
     found = compare_scores("right", np.array([False]), np.array([True]))
     assert (found.low, found.high, found.verdict) == (None, None, "too few rows")
     assert compare_losses(np.ones((1, 2)), np.ones((1, 2))).low is None
+    assert compare_scores("m", np.ones(60), np.full(60, np.nan)).verdict == "not finite"

@@ -99,6 +99,20 @@ def test_without_out_the_export_lies_beside_the_run(
     assert (tmp_path / place / "export.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--name", "org/model", "--name: got 'org/model', which is a path"),
+        ("--system", 'say "', "--system: got a text"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_any_work(export, option, value, said, monkeypatch, tmp_path):
+    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda given: None)
+    monkeypatch.setattr(module, "export", pytest.fail)
+    done = export("--to", "ollama", option, value)
+    assert done.returncode == 2 and said in done.stderr
+
+
 def test_the_merged_model_is_written_with_its_distances(export, tmp_path):
     done = export("--to", "hf")
     assert done.returncode == 0, done.stderr
@@ -301,5 +315,7 @@ def test_a_modelfile_names_the_weights_the_template_and_where_to_stop():
     assert found.startswith('FROM ./m.gguf\nTEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}\n')
     assert found.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\nSYSTEM """Be\nbrief."""\n')
     assert "TEMPLATE" not in modelfile("m.gguf", None, [], None)
-    with pytest.raises(ConfigError, match="which a Modelfile cannot hold"):
-        modelfile("m.gguf", None, [], 'say """')
+    assert modelfile("m.gguf", None, ['a"b'], "Be brief.").endswith('stop """a"b"""\nSYSTEM "Be brief."\n')
+    for stops, system in (([], 'say """'), (['"'], None)):
+        with pytest.raises(ConfigError, match="which a Modelfile cannot hold"):
+            modelfile("m.gguf", None, stops, system)

@@ -77,6 +77,8 @@ def test_samples_differ_by_seed_and_the_limit_of_the_server_holds(serve, hello):
     texts = [served.ask(sampled | {"seed": seed})[1]["choices"][0]["message"]["content"] for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
     assert served.ask(sampled)[1]["usage"]["completion_tokens"] <= 8
+    free = [served.ask(sampled)[1]["choices"][0]["message"]["content"] for _ in range(2)]  # without a seed
+    assert free[0] != free[1]
 
 
 def test_an_answer_ends_when_its_time_is_over(serve, hello):
@@ -95,6 +97,14 @@ def test_a_stop_text_is_found_however_the_text_is_cut(size):
             if cut.found:
                 break
         assert shown + cut.rest() == expected and cut.found == (expected != text)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_of_stop_texts_that_overlap_the_one_that_is_complete_first_ends_the_text(size):
+    cut, shown = StopTexts(("abcd", "bc", "d")), ""
+    for at in range(0, 5, size):
+        shown += "" if cut.found else cut.feed("xabcd"[at : at + size])
+    assert cut.found and shown == "xa"
 
 
 def test_the_command_serves_until_it_is_asked_to_stop(tiny_softmax):

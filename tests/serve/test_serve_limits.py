@@ -16,6 +16,14 @@ ALONE = {"max_tokens": 4, "max_prompt": 100, "max_waiting": 1, "time_limit_s": 6
 NO_NUMBER = b'{"model": "base", "messages": [{"role": "user", "content": "x"}], "temperature": NaN}'
 
 
+def send(served, asked):
+    """POST a request, and return the connection without reading an answer."""
+    body, connection = json.dumps(asked).encode(), socket.create_connection(("127.0.0.1", served.port))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return connection
+
+
 @pytest.mark.parametrize(
     ("change", "status", "message"),
     [
@@ -138,7 +146,7 @@ def test_an_error_that_leaves_nothing_to_answer_with_ends_the_engine(serve, hell
     with pytest.raises(ZeroDivisionError):
         alone.answer_next()
     with pytest.raises(BadRequest, match="the server is stopping"):
-        next(job.answer())
+        next(job.answer(lambda: False))
 
 
 def test_a_client_that_leaves_while_it_waits_gets_no_answer(serve, hello):
@@ -148,6 +156,32 @@ def test_a_client_that_leaves_while_it_waits_gets_no_answer(serve, hello):
     job.is_cancelled = True
     alone.answer_next()
     assert job.pieces.empty()
+
+
+def test_a_client_that_leaves_the_queue_is_seen_before_its_turn(serve, hello):
+    served, goes_on, lengths = serve(), threading.Event(), []
+    generate = served.engine.generate
+
+    def waits(prompt, **options):
+        lengths.append(len(prompt))
+        goes_on.wait()
+        yield from generate(prompt, **options)
+
+    served.engine.generate = waits
+    first = threading.Thread(target=served.ask, args=(hello,))
+    first.start()
+    try:
+        while not lengths:
+            time.sleep(0.01)
+        send(
+            served, hello | {"messages": [{"role": "user", "content": "a longer question than the first one"}]}
+        ).close()
+        while not any("the client is gone" in line for line in served.told):
+            time.sleep(0.01)
+    finally:
+        goes_on.set()
+        first.join()
+    assert served.ask(hello)[0] == 200 and len(set(lengths)) == 1
 
 
 def test_an_error_in_a_stream_is_its_last_event_and_the_connection_is_good_for_the_next_request(serve, hello):
@@ -187,10 +221,7 @@ def test_a_client_that_leaves_stops_its_answer(serve, hello, stream):
             yield token
 
     served.engine.generate = endless
-    body = json.dumps(hello | many).encode()
-    with socket.create_connection(("127.0.0.1", served.port)) as connection:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    with send(served, hello | many):
         while not read:
             time.sleep(0.01)
     served.engine.generate = generate

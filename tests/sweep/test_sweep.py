@@ -105,7 +105,7 @@ def last_eval(run_dir):
 
 
 def test_one_learning_rate_is_not_replaced_by_the_default_grid(sweep, home):
-    result = sweep("--set", "train.learning_rate=1e-3")
+    result = sweep("--set", "train.learning_rate = 1e-3")
     assert result.returncode == 2 and "--set train.learning_rate: has one value. Give several" in result.stderr
     assert not home.exists()
 
@@ -301,6 +301,15 @@ def test_a_sampler_chooses_the_same_again_and_reuses_its_runs(sweep, home):
     assert {path: path.stat().st_mtime_ns for path in before} == before
     rates = [yaml.safe_load((home / name / "config.yaml").read_text())["train"]["learning_rate"] for name in five]
     assert all(1e-4 <= rate <= 1e-1 for rate in rates) and len(set(rates)) == 5
+
+
+def test_a_sampler_may_choose_a_key_that_every_config_needs(dualtune_main, tiny_softmax, write_rows, qa_rows, home):
+    pytest.importorskip("optuna")
+    options = ("--data", write_rows(qa_rows), "--set", f"model.name={tiny_softmax},{tiny_softmax}/", "--steps", "1")
+    options += ("--adapter.targets", "all-linear")
+    result = dualtune_main("sweep", *options, "--trials", "2", "--dir", home, "--platform", "numpy")
+    assert result.returncode == 0, result.stderr
+    assert len(list(home.rglob("metrics.jsonl"))) >= 1
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -10,7 +10,7 @@ from dualtune.sweep.values import Choices, Range, grid, names_of, overrides_of, 
 
 def test_values_between_commas_are_tried_and_one_value_is_shared():
     fixed, varied = read_values(["train.learning_rate=1e-4, 3e-4,0.001", "train.steps=50"])
-    assert fixed == ["train.steps=50"]
+    assert fixed == {"train.steps": "train.steps=50"}
     assert varied == [Choices("train.learning_rate", (1e-4, 3e-4, 1e-3))]
 
 
@@ -25,17 +25,17 @@ def test_values_between_commas_are_tried_and_one_value_is_shared():
     ],
 )
 def test_values_are_yaml(text, values):
-    assert read_values([f"a.b={text}"]) == ([], [Choices("a.b", values)])
+    assert read_values([f"a.b={text}"]) == ({}, [Choices("a.b", values)])
 
 
 @pytest.mark.parametrize("text", ["[q_proj,v_proj]", '"a,b"', "1,", "1,,2", "[1,2", "", "nothing"])
 def test_what_is_one_value_or_none_is_left_to_the_config(text):
-    assert read_values([f"a.b={text}"]) == ([f"a.b={text}"], [])
+    assert read_values([f"a.b={text}"]) == ({"a.b": f"a.b={text}"}, [])
 
 
 def test_the_last_setting_of_a_key_wins():
-    assert read_values(["a.b=1,2", "a.b=3"]) == (["a.b=3"], [])
-    assert read_values(["a.b=3", "a.b=1,2"]) == ([], [Choices("a.b", (1, 2))])
+    assert read_values(["a.b=1,2", "a.b=3"]) == ({"a.b": "a.b=3"}, [])
+    assert read_values(["a.b=3", "a.b=1,2"]) == ({}, [Choices("a.b", (1, 2))])
 
 
 def test_ranges():

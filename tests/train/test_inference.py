@@ -68,6 +68,9 @@ def test_pieces_join_to_the_whole_and_split_no_character():
     model = LoadedModel(Engine(), Bytes())
     pieces = list(stream_text(model, np.zeros(1, int), max_tokens=9))
     assert [piece for piece in pieces if piece] == ["a", "é", "€", "!"]
+    assert len(pieces) == len("aé€!".encode()) + 1  # one a token, so that a limit of time is looked at
+    with pytest.raises(ConfigError, match="the prompt has no tokens"):
+        list(stream_text(model, np.zeros(0, int), max_tokens=9))
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
@@ -113,6 +116,7 @@ def test_temperature_zero_takes_the_largest():
 def test_extreme_logits_are_no_trouble():
     choose = chooser(2, frozenset(), temperature=0.01)
     assert choose(np.array([-1e30, 3e38, 0, 0], np.float32)) == 1
+    assert drawn(n=10, temperature=1e-310)[1] == 1.0
 
 
 def test_a_seed_repeats_and_another_does_not(torch_model):

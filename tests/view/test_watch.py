@@ -13,8 +13,10 @@ import pytest
 
 from dualtune.errors import ConfigError, FormatError
 from dualtune.hooks import Hook
+from dualtune.report.run_files import read_run
 from dualtune.serve import page_server
 from dualtune.serve.page_server import PageServer
+from dualtune.train.state.listing import summary_of
 from dualtune.view import follow
 from dualtune.view.follow import WatchedRun
 
@@ -92,13 +94,14 @@ def test_the_time_left_is_read_from_the_files(trained, tmp_path):
     assert (watched.view.used_bytes, watched.view.limit_bytes) == (7, 9)
 
 
-def test_a_run_on_another_machine_is_believed_to_train(trained, tmp_path):
-    """Its lock need not be seen over a network file system."""
+def test_a_run_on_another_machine_counts_as_running_everywhere(trained, tmp_path):
+    """Its lock may be invisible over a network file system."""
     trained("numpy", SETTINGS)
     note_of(tmp_path / "run", host="another-machine")
     watched = WatchedRun(tmp_path / "run", lambda line, when: None)
     watched.read()
-    assert watched.is_running and watched.reason.endswith("on another-machine")
+    assert watched.is_running and "on another-machine, by its note" in watched.reason
+    assert [each.state for each in (summary_of(tmp_path / "run"), read_run(tmp_path / "run"))] == ["running"] * 2
 
 
 def test_damaged_files_are_left_out_or_refused_in_one_line(trained, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option
+from dualtune.cli.options import backend_for, config_argument, json_option, platform_option, set_option, to_json
 from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class EvalOptions:
     harness: str | None
     leaks: bool
     limit: int | None
-    max_tokens: int
+    max_tokens: int | None
 
     @property
     def generates(self) -> bool:
@@ -54,6 +54,8 @@ class EvalOptions:
             raise click.UsageError("--harness measures the tasks alone: give it without options for the held-out data.")
         if self.limit and not (self.generates or self.harness):
             raise click.UsageError("--limit is for generated answers and --harness: the loss is always over all rows.")
+        if self.max_tokens is not None and not self.generates:
+            raise click.UsageError("--max-tokens is for generated answers. Add what is to be scored, such as --task.")
 
     def pattern(self) -> re.Pattern[str] | None:
         """Return the pattern of answers. UsageError if it is not a regular expression."""
@@ -104,9 +106,7 @@ class EvalOptions:
     help="Count the held-out rows that are in the training data too, exactly or nearly.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), help="Generate answers only for the first rows.")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="The most tokens of an answer."
-)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="The most tokens of an answer.  [default: 256]")
 @platform_option
 @set_option
 @json_option
@@ -117,8 +117,6 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
     With --task, --answer-pattern, --json-field, --metric or --predictions it also generates an answer for each row, and
     keeps prompts and answers in a file. --answer-pattern compares the last match in the answer with the expected one's.
     """
-    import json
-
     from dualtune.cli.output.screen import phases
 
     options = EvalOptions(**given)  # pyright: ignore[reportArgumentType]  click has checked the types
@@ -142,7 +140,7 @@ def command(config: Path, platform: str, overrides: tuple[str, ...], as_json: bo
         with explained(backend, settings, "while the adapter was measured"):
             report = EvalRun(settings, options, adapter, backend, metrics, shown).report()
     if as_json:
-        return say(json.dumps(report, indent=2))
+        return say(to_json(report))
     for line in as_lines(report):
         say(line)
     return None

@@ -35,6 +35,7 @@ from dualtune.text.show import in_columns
 from dualtune.train.state.run_dir import PREDICTIONS
 
 EXACT = "exact_match"
+MAX_TOKENS = 256  # of an answer
 BASE, TUNED = "base", "adapter"
 
 
@@ -74,7 +75,7 @@ class EvalRun:
         report: dict[str, Any] = {
             "adapter": _text(self._adapter),
             "loss": result.eval_loss,
-            "perplexity": math.exp(result.eval_loss),
+            "perplexity": perplexity(result.eval_loss),
             "targets": result.eval_targets,
             "rows": len(examples),
         }
@@ -145,11 +146,12 @@ class EvalRun:
                 side.losses = losses_of_examples(model.engine, documents, examples, recovery, self._shown.update)
         if options.exact:
             with self._phase("evaluating", "evaluated", "exact match"):
-                side.exact = exact_answers(model, examples, self._settings.data.max_length, self._shown.update)
+                longest, recovery = self._settings.data.max_length, self._recovery(model, documents)
+                side.exact = exact_answers(model, examples, longest, recovery, self._shown.update)
         if options.generates:
             with self._phase("generating", "generated", "answers"):
                 for example in examples[: options.limit]:
-                    found = answer(model, example, options.max_tokens)
+                    found = answer(model, example, options.max_tokens or MAX_TOKENS)
                     side.answers.append(found.got)
                     side.scores.append([m.score(example.where, found.expected, found.got) for m in self._metrics])
                     self._shown.update(len(side.answers), len(examples[: options.limit]))
@@ -220,6 +222,14 @@ class EvalRun:
                 right = bool(main.exact[i]) if right is None else right and bool(main.exact[i])
             loss = mean_loss(*main.losses[i].tolist())
             yield PredictedRow(asked.prompt, asked.expected, texts.get(BASE), texts.get(TUNED), right, loss)
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a loss in nats per token; infinite where no float can hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:

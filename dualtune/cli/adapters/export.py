@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,16 +62,21 @@ def command(
     from dualtune.errors import ConfigError
     from dualtune.export.export import KINDS, Request, export
     from dualtune.export.llama_environment import find_llama_cpp
+    from dualtune.export.ollama import quoted
 
     kind = quantize or KINDS[target][0]
     if kind not in KINDS[target]:
         raise ConfigError(f"--quantize: got '{kind}', for {target} allowed: {', '.join(KINDS[target])}")
-    if system is not None and target != "ollama":
-        raise ConfigError("--system: is for --to ollama. Other programs take the system message in each conversation")
+    if system is not None:
+        if target != "ollama":
+            raise ConfigError("--system: is for --to ollama. Others take the system message in each conversation")
+        quoted(system, "--system")
     tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
     base = base or _named_base(directory)
     run = _run_of(directory)
     name = name or (out.resolve() if out else run).name
+    if Path(name).name != name:
+        raise ConfigError(f"--name: got '{name}', which is a path. Give a name for files, such as {Path(name).name}")
     out = out or run.with_name(f"{run.name}-{target}")
     request = Request(directory, base, out, target, kind, name, dtype, system, other_base, not without_base)
     with phases() as shown:
@@ -81,7 +88,8 @@ def command(
         say(note)
     say(f"written     {out}: {', '.join(found.files)}")
     if target == "ollama":
-        say(f"next        ollama create {request.name} -f {out / 'Modelfile'}")
+        model = re.sub(r"[^\w.-]+", "-", request.name).lower()
+        say(f"next        {shlex.join(['ollama', 'create', model, '-f', str(out / 'Modelfile')])}")
 
 
 def _run_of(directory: Path) -> Path:

@@ -19,7 +19,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """One metric of both. The interval is of the difference, adapter minus base; None with fewer than two rows."""
+    """One metric of both. The interval is of the difference, adapter minus base; None for one row, or if not finite."""
 
     metric: str
     base: float
@@ -34,7 +34,7 @@ class PairedComparison:
     def verdict(self) -> str:
         """Return what the interval says, in words."""
         if self.low is None or self.high is None:
-            return "too few rows"
+            return "too few rows" if self.rows < 2 else "not finite"
         return "adapter higher" if self.low > 0 else "adapter lower" if self.high < 0 else "no difference shown"
 
 

@@ -83,6 +83,7 @@ class HarnessModel:
         stops: list[str] = [until] if isinstance(until, str) else list(until)
         longest = int(options.get("max_gen_toks", DEFAULT_ANSWER))
         ids = self._model.tokenizer.encode_text(context)[-max(1, self._max_tokens - longest) :]
+        ids = ids if len(ids) else self._prefix
         samples = bool(options.get("do_sample")) and float(options.get("temperature") or 0) > 0
         temperature, top_p = (float(options.get(key) or 1.0) if samples else default
                               for key, default in (("temperature", 0.0), ("top_p", 1.0)))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -157,6 +158,8 @@ def state_of(path: Path, note: LockRecord | None, is_held: bool, newest: int | N
     """Return the state of a run, and why it is not done, from the note of its lock and its newest checkpoint."""
     if is_held:
         return "running", f"process {note.pid} on {note.host}" if note else ""
+    if note is not None and note.state == "running" and note.host != socket.gethostname():
+        return "running", f"process {note.pid} on {note.host}, by its note: its lock may not be visible from here"
     if note is None:
         problem = "it has no lock file" if not (path / LOCK_FILE).exists() else "its lock file cannot be read"
         return ("done", "") if (path / ADAPTER).exists() else ("failed", f"reason unknown: {problem}")

@@ -5,8 +5,10 @@ test_real_trackers.py. It runs in the process that really sends.
 """
 
 import filecmp
+import io
 import json
 import shutil
+import subprocess
 import sys
 import threading
 
@@ -35,6 +37,8 @@ def write(what):
 
 class Run:
     def log(self, numbers, step):
+        if (PLACE / "fails-later").exists():
+            raise ConnectionError("the connection is lost")
         write({"step": step, **numbers})
 
     def finish(self):
@@ -169,6 +173,34 @@ def test_a_tracker_that_fails_is_said_and_catches_up_after(train, place, dualtun
     assert steps(place) == [1, 2, 3, 4]
     again = dualtune_main("track", run, "--to", "trackio")
     assert again.returncode == 0 and ": 0 rows sent" in again.stdout and steps(place) == [1, 2, 3, 4]
+
+
+def test_a_tracker_that_fails_after_it_was_opened_keeps_its_run(train, place, dualtune_main):
+    run, _ = train("run", **{"run.track": []})
+    (place / "fails-later").touch()
+    assert dualtune_main("track", run, "--to", "trackio").returncode == 4
+    (place / "fails-later").unlink()
+    assert dualtune_main("track", run, "--to", "trackio").returncode == 0
+    names = [row["init"]["name"] for row in got(place) if "init" in row]
+    assert len(names) >= 2 and len(set(names)) == 1 and steps(place) == [1, 2, 3, 4]
+
+
+def test_slow_trackers_are_waited_for_together(monkeypatch, tmp_path):
+    waits = []
+
+    class Slow:
+        stdin = io.BytesIO()
+
+        def wait(self, timeout):
+            waits.append(timeout)
+            monkeypatch.setattr(process.time, "monotonic", lambda now=process.time.monotonic() + timeout: now)
+            raise subprocess.TimeoutExpired("track", timeout)
+
+    processes = process.TrackerProcesses(tmp_path, [])
+    processes._processes = {name: Slow() for name in ("a", "b", "c")}
+    with pytest.raises(RuntimeError, match="a is still sending.*c is still sending"):
+        processes.on_end()
+    assert waits[0] == pytest.approx(process.WAIT_S, abs=1) and waits[1:] == [0, 0]
 
 
 def test_a_tracker_that_hangs_is_not_waited_for(train, place, monkeypatch):
