@@ -21,14 +21,13 @@ def command(run: Path, name: str) -> None:
 
     `run.track: [NAME]` in a config does the same while the run trains. W&B is offline unless WANDB_MODE is online.
     """
-    from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+    from dualtune.errors import DualtuneError, EnvironmentFault
     from dualtune.text.escape import one_line
     from dualtune.trackers.send import Sender, only_sender
     from dualtune.trackers.tracker import check_installed
-    from dualtune.train.state.run_dir import is_run_dir
+    from dualtune.train.state.run_dir import check_is_run
 
-    if not is_run_dir(run):
-        raise ConfigError(f"{run}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+    check_is_run(run)
     check_installed([name])
     with only_sender(run, name, waits=False):
         sender = Sender(run, name, lambda text: say(text, err=True))

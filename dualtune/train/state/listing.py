@@ -17,7 +17,7 @@ from dualtune.train.state import checkpoint
 from dualtune.train.state.configs import read_flat
 from dualtune.train.state.lock import LOCK_FILE, LockRecord, read_note
 from dualtune.train.state.metrics import History, main_rows, read_rows
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, is_run_dir
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, check_is_run, is_run_dir
 
 MAX_METRICS_BYTES = 16 << 20
 T = TypeVar("T", int, float)
@@ -73,8 +73,7 @@ def _readable(directory: Path) -> Iterator[tuple[Path, str | None]]:
 
 def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
     """Return every checkpoint of a run directory, verified, newest first."""
-    if not is_run_dir(run_dir):
-        raise ConfigError(f"{run_dir}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+    check_is_run(run_dir)
     found = checkpoint.entries(run_dir / CHECKPOINTS)
     best = best_of(run_dir, found)
     return [CheckpointSummary(str(e.path), e.step, e.num_bytes, e.problem, e.step == best) for e in found]
@@ -94,8 +93,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 def summary_of(run_dir: Path) -> RunSummary:
     """Return the summary of one run directory. ConfigError if it is none."""
-    if not is_run_dir(run_dir):
-        raise ConfigError(f"{run_dir}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+    check_is_run(run_dir)
     return _summary(run_dir)
 
 

@@ -131,6 +131,12 @@ def is_run_dir(path: Path) -> bool:
     return any((path / name).exists() for name in (LOCK_FILE, METRICS, CHECKPOINTS))
 
 
+def check_is_run(path: Path) -> None:
+    """Raise ConfigError if a directory is no run directory."""
+    if not is_run_dir(path):
+        raise ConfigError(f"{path}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+
+
 def check_usable(path: Path, resume: str) -> None:
     """Raise ConfigError if the directory holds foreign files, or a run that must not be resumed."""
     if path.exists() and not path.is_dir():
