@@ -82,12 +82,14 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(adapter):
     [
         {"dtype": "F32", "shape": [10**4000] * 8, "data_offsets": [0, 4]},  # Python prints no integer so long
         {"dtype": "F32", "shape": [1], "data_offsets": [0, 10**4200]},
+        {"dtype": "F32", "shape": [10**39] * 8, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 10**39]},
         {"dtype": "F32", "shape": [0, 2**62], "data_offsets": [0, 0]},  # NumPy has no array of this shape
         {"dtype": "F32", "shape": [1], "data_offsets": [False, 4]},
     ],
 )
 def test_a_forged_entry_is_a_format_error(tmp_path, entry):
-    with pytest.raises(FormatError, match="tensor 'x': "):
+    with pytest.raises(FormatError, match=r"tensor 'x': |an integer of \d+ digits"):
         read_safetensors(with_header(tmp_path / "x.safetensors", {"x": entry}, bytes(4)))
 
 
@@ -222,7 +224,8 @@ def test_the_changes_below_are_what_is_refused(saved):
         ({"step": "3"}, "step: got '3', must be a number of steps"),
         ({"step": True}, "step: got 'True'"),
         ({"step": -1}, "step: got '-1'"),
-        ({"optimizer_step": 10**300}, "optimizer_step: got"),
+        ({"optimizer_step": 10**39}, "optimizer_step: got"),
+        ({"optimizer_step": 10**300}, "an integer of 301 digits"),
         ({"optimizer_step": None}, "optimizer_step: got 'None'"),
         ({"config": [1]}, "config: got"),
         ({"config": ...}, "config: missing"),
