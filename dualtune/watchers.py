@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dualtune.errors import DualtuneError
 from dualtune.hooks import MOMENTS, Hook
 
 MAX_QUEUED = 10_000  # events kept for a failing hook, such as a tracker without network
@@ -81,6 +82,7 @@ def _call(watcher: _Watcher, event: str, args: tuple[Any, ...]) -> str | None:
         watcher.failing.add(event)
         later = "such moments are not repeated" if event in MOMENTS else "the events that it misses are delivered later"
         problem = f"{type(watcher.hook).__name__}.{event} raised {type(error).__name__}: {error}"
+        problem = str(error) if isinstance(error, DualtuneError) else problem  # one of ours is written for people
         return problem if event == "on_end" else f"{problem}. Training continues; {later}"
     if event not in MOMENTS:  # of which there are thousands: only the first failure is reported
         watcher.failing.discard(event)

@@ -9,9 +9,11 @@ from pathlib import Path
 from dualtune.backend import Backend
 from dualtune.config import Config
 from dualtune.data.documents import Show
-from dualtune.errors import DualtuneError
+from dualtune.errors import ConfigError, DualtuneError
 from dualtune.sweep.values import Values
 from dualtune.train.prepare import prepare
+from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.resume import UNKNOWN, as_recorded, differences, table
 from dualtune.train.state.run_dir import check_usable, find_saved, path_of
 
 
@@ -45,6 +47,8 @@ def check(trial: SweepTrial, backend: Backend, show: Show) -> CheckedTrial:
     try:
         check_usable(trial.path, "auto")
         saved, _ = find_saved(trial.path, "auto")
+        if saved is not None:
+            _check_same(saved, trial.config)
         prepared = prepare(trial.config, backend, saved, show)
     except DualtuneError as error:
         raise type(error)(f"{trial.name}: {error}") from error
@@ -52,6 +56,16 @@ def check(trial: SweepTrial, backend: Backend, show: Show) -> CheckedTrial:
         trial, prepared.data.order.num_steps, len(prepared.data.eval) > 0, prepared.fingerprints["eval documents"],
         prepared.memory.lines(),
     )  # fmt: skip
+
+
+def _check_same(saved: Checkpoint, config: Config) -> None:
+    """Raise ConfigError if a run began with other values: it would be trained with both, and not be comparable."""
+    changes = [c for c in differences(saved, as_recorded(saved, config)) if c.rule != "free" and c.before != UNKNOWN]
+    if changes:
+        raise ConfigError(
+            f"{saved.path}: was trained with other values, so it is no run of this sweep.\n{table(changes)}\n"
+            "Give these values again, or another directory: --dir DIR"
+        )
 
 
 def have_same_eval(checked: Sequence[CheckedTrial]) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualtune.errors import EnvironmentFault
 from dualtune.hooks import Hook, RunInfo
 
 WAIT_S = 30  # at the end of the run, for the last rows of all trackers
@@ -36,7 +37,7 @@ class TrackerProcesses(Hook):
                 )
 
     def on_end(self) -> None:
-        """Wait a moment for the last rows. RuntimeError, which is shown as an event, says what is left."""
+        """Wait a moment for the last rows. EnvironmentFault, which is shown as an event, says what is left."""
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()
@@ -55,4 +56,4 @@ class TrackerProcesses(Hook):
             for name in failed
         ]
         if problems:
-            raise RuntimeError("; ".join(problems))
+            raise EnvironmentFault("; ".join(problems))

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dualtune.config import load_config
 from dualtune.errors import ConfigError, DualtuneError, FormatError
@@ -28,7 +28,7 @@ from dualtune.io.disk import write_file
 from dualtune.io.untrusted import read_json
 from dualtune.text.escape import one_line
 from dualtune.text.redaction import redact
-from dualtune.trackers.tracker import TrackedRun, Tracker, open_tracker
+from dualtune.trackers.tracker import TRACKERS, TrackedRow, TrackedRun, Tracker, open_tracker
 from dualtune.train.state.metrics import row_of
 from dualtune.train.state.run_dir import CONFIG, METRICS
 from dualtune.view.follow import Followed
@@ -87,7 +87,7 @@ class Sender:
     def __init__(self, run: Path, name: str, tell: Callable[[str], None]) -> None:
         self._run, self._name, self._tell = run, name, tell
         self._mark, self._file = mark_of(run, name), Followed(run / METRICS)
-        self._waiting: list[tuple[Place, float, dict[str, float]]] = []
+        self._waiting: list[tuple[Place, TrackedRow]] = []
         self._tracker: Tracker | None = None
 
     @property
@@ -99,7 +99,7 @@ class Sender:
         lines, is_new = self._file.new_lines()
         if is_new:
             self._waiting.clear()
-        self._waiting += [row for row in _numbers(lines) if row[0] > self._mark.sent]
+        self._waiting += [(place, row) for place, row in _numbers(lines) if place > self._mark.sent]
         if not self._waiting:
             return 0
         if self._tracker is None:
@@ -107,11 +107,10 @@ class Sender:
             self._tracker = open_tracker(self._name, tracked(self._run, self._mark))
         sent = 0
         try:
-            while self._waiting:
-                place, time_s, numbers = self._waiting[0]
-                self._tracker.log(place[0], time_s, numbers)
-                del self._waiting[0]
-                self._mark.sent, sent = place, sent + 1
+            while batch := self._waiting[: TRACKERS[self._name].rows_at_once]:
+                self._tracker.log([row for _, row in batch])
+                del self._waiting[: len(batch)]
+                self._mark.sent, sent = batch[-1][0], sent + len(batch)
         finally:
             if sent:
                 self._mark.save()
@@ -148,13 +147,24 @@ class Sender:
 
 def tracked(run: Path, mark: TrackerMark) -> TrackedRun:
     """Return what a tracker is told of a run directory."""
-    name, config = run.resolve().name, load_config(run / CONFIG).model_dump()
-    flat = {f"{section}.{key}": redact(str(value)) for section, keys in config.items() for key, value in keys.items()}
+    name, config = run.resolve().name, load_config(run / CONFIG).model_dump(mode="json")
+    flat = {f"{section}.{key}": _redacted(value) for section, keys in config.items() for key, value in keys.items()}
     return TrackedRun(run.resolve(), redact(name), mark.id, flat, mark.sent >= (0, 0))
 
 
-def _numbers(lines: Iterable[str]) -> Iterator[tuple[Place, float, dict[str, float]]]:
-    """Yield place, time and numbers of the rows of steps and evaluations."""
+def _redacted(value: Any) -> Any:
+    """Return a value of JSON without the secrets in its texts."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, list):
+        return [_redacted(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _redacted(each) for key, each in cast("dict[str, Any]", value).items()}
+    return value
+
+
+def _numbers(lines: Iterable[str]) -> Iterator[tuple[Place, TrackedRow]]:
+    """Yield the rows of steps and evaluations, and their places."""
     for line in lines:
         row = row_of(line)
         if row is None or "event" in row:
@@ -164,7 +174,7 @@ def _numbers(lines: Iterable[str]) -> Iterator[tuple[Place, float, dict[str, flo
             if name not in NOT_SENT and isinstance(value, int | float) and not isinstance(value, bool)
             and abs(value) <= sys.float_info.max
         }  # fmt: skip
-        yield (row["step"], int("eval_loss" in row)), _seconds(row), found
+        yield (row["step"], int("eval_loss" in row)), TrackedRow(row["step"], _seconds(row), found)
 
 
 def _seconds(row: Mapping[str, Any]) -> float:

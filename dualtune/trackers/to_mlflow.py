@@ -3,13 +3,14 @@
 # pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from dualtune.trackers.tracker import PROJECT, TrackedRun
+from dualtune.trackers.tracker import PROJECT, TrackedRow, TrackedRun
 
 TAG = "dualtune.id"
 MOST_PARAMS, LONGEST = 100, 6000  # what MLflow takes at once
@@ -28,12 +29,17 @@ class ToMlflow:
         self._id = begun.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         known = begun.data.params  # MLflow refuses another value for a parameter that it has
-        params = [Param(key, value[:LONGEST]) for key, value in run.config.items() if key not in known]
+        config = {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()}
+        params = [Param(key, value[:LONGEST]) for key, value in config.items() if key not in known]
         for first in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self._id, params=params[first : first + MOST_PARAMS])
 
-    def log(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
-        metrics = [Metric(name, number, int(time_s * 1000), step) for name, number in numbers.items()]
+    def log(self, rows: Sequence[TrackedRow]) -> None:
+        metrics = [
+            Metric(name, number, int(row.time_s * 1000), row.step)
+            for row in rows
+            for name, number in row.numbers.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:

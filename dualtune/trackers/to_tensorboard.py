@@ -3,13 +3,13 @@
 # pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from dualtune.trackers.tracker import TrackedRun
+from dualtune.trackers.tracker import TrackedRow, TrackedRun
 
 
 class ToTensorboard:
@@ -20,9 +20,10 @@ class ToTensorboard:
         if not run.is_continued:  # TensorBoard then leaves out what an earlier training of this directory wrote
             self._writer.add_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
 
-    def log(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._writer.add_event(Event(step=step, wall_time=time_s, summary=Summary(value=values)))
+    def log(self, rows: Sequence[TrackedRow]) -> None:
+        for row in rows:
+            values = [Summary.Value(tag=name, simple_value=number) for name, number in row.numbers.items()]
+            self._writer.add_event(Event(step=row.step, wall_time=row.time_s, summary=Summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:

@@ -3,11 +3,11 @@
 # pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import trackio
 
-from dualtune.trackers.tracker import PROJECT, TrackedRun
+from dualtune.trackers.tracker import PROJECT, TrackedRow, TrackedRun
 
 
 class ToTrackio:
@@ -19,8 +19,9 @@ class ToTrackio:
             auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
 
-    def log(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+    def log(self, rows: Sequence[TrackedRow]) -> None:
+        for row in rows:  # trackio takes no time: its rows have that of their sending
+            self._run.log(dict(row.numbers), step=row.step)
 
     def close(self) -> None:
         self._run.finish()

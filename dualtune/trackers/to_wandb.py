@@ -7,11 +7,11 @@ What could hold secrets or names is off: console output, code, git, the machine,
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import wandb
 
-from dualtune.trackers.tracker import PROJECT, TrackedRun
+from dualtune.trackers.tracker import PROJECT, TrackedRow, TrackedRun
 
 
 class ToWandb:
@@ -22,14 +22,19 @@ class ToWandb:
             console="off", disable_git=True, disable_code=True, save_code=False, host="", program="", silent=True,
             x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False,
         )  # fmt: skip
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), id=run.id, name=run.name, resume="allow",
-            mode=os.environ.get("WANDB_MODE", "offline"), dir=str(run.directory), config=dict(run.config),
-            settings=settings,
-        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT), id=run.id, name=run.name, resume="allow",
+                mode=os.environ.get("WANDB_MODE", "offline"), dir=str(run.directory), config=dict(run.config),
+                settings=settings,
+            )  # fmt: skip
+        except Exception:
+            wandb.teardown()  # else the next try finds this run in use, by this process
+            raise
 
-    def log(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)
+    def log(self, rows: Sequence[TrackedRow]) -> None:
+        for row in rows:
+            self._run.log({**row.numbers, "_timestamp": row.time_s}, step=row.step)
 
     def close(self) -> None:
         self._run.finish()

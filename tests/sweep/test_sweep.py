@@ -99,6 +99,21 @@ def test_the_best_run_comes_first_and_the_page_compares_all(sweep, home):
     assert "<h1>3 runs</h1>" in page and page.count("<circle") == 4  # three runs, and a ring around the best
 
 
+def test_the_best_run_is_named_if_its_page_cannot_be_written(sweep, home):
+    args = ("--set", "train.learning_rate=1e-3,1e-2", "--set", "train.steps=2")
+    assert sweep(*args).returncode == 0
+    (home / "report.html").unlink()
+    (home / "report.html").mkdir()
+    result = sweep(*args)
+    assert result.returncode == 0 and "\nno report   " in result.stdout
+    assert f"best        {home}/learning_rate=0.01/adapter" in result.stdout
+    (home / "learning_rate=0.01" / "environment.json").write_text("[")
+    (home / "report.html").rmdir()
+    result = sweep(*args)
+    assert f"left out    {home}/learning_rate=0.01/environment.json: not valid JSON" in result.stdout
+    assert f"best        {home}/learning_rate=0.01/adapter" in result.stdout
+
+
 def last_eval(run_dir):
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
@@ -136,6 +151,17 @@ def test_the_same_command_again_trains_nothing(sweep, home):
     more = sweep("--set", "train.learning_rate=1e-3,1e-2,3e-2")
     assert len(losses(more.stdout)) == 3
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_run_that_began_with_other_values_is_no_run_of_the_sweep(sweep, home):
+    """It would be trained with one schedule first and with another one after, and be compared with whole runs."""
+    rates = ("--set", "train.learning_rate=1e-3,3e-3,1e-2,3e-2")
+    assert sweep(*rates, "--halving").returncode == 0
+    before = {path: path.read_bytes() for path in home.rglob("metrics.jsonl")}
+    longer = sweep(*rates, "--set", "train.steps=16")
+    assert longer.returncode == 2 and "was trained with other values" in longer.stderr
+    assert "train.steps  8           16   recorded" in longer.stderr and "another directory: --dir DIR" in longer.stderr
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

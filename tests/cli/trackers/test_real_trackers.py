@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import struct
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def losses_of_mlflow(run):
 def losses_of_wandb(run):
     from wandb.proto import wandb_internal_pb2
 
-    found = {}
+    found, times = {}, {}
     for path in run.glob("wandb/offline-run-*/run-*.wandb"):
         for data in records_of(path.read_bytes()):
             record = wandb_internal_pb2.Record()
@@ -58,6 +59,10 @@ def losses_of_wandb(run):
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             if "loss" in items:
                 found[record.history.step.num or items["_step"]] = items["loss"]
+                times[record.history.step.num or items["_step"]] = items["_timestamp"]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = {row["step"]: datetime.fromisoformat(row["time"]).timestamp() for row in rows if "event" not in row}
+    assert times == pytest.approx({step: written[step] for step in found}, abs=1e-3)  # of a step's last row
     return found
 
 

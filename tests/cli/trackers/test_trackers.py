@@ -92,7 +92,9 @@ def test_the_numbers_arrive_and_the_run_is_the_same(train, place, tmp_path):
     run, _ = train("run")
     (opened, *rows, finished) = got(place)
     assert finished == {"finish": True}
-    assert opened["init"]["config"]["train.steps"] == "4" and opened["init"]["project"] == "dualtune"
+    config = opened["init"]["config"]
+    assert (config["train.steps"], config["run.track"], config["train.optimizer"]) == (4, ["trackio"], "adamw")
+    assert opened["init"]["project"] == "dualtune"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = [row for row in lines if "loss" in row or "eval_loss" in row]
     assert [(row["step"], row.get("loss"), row.get("eval_loss")) for row in rows] == [
@@ -200,7 +202,7 @@ def test_slow_trackers_are_waited_for_together(monkeypatch, tmp_path):
 
     processes = process.TrackerProcesses(tmp_path, [])
     processes._processes = {name: Slow() for name in ("a", "b", "c")}
-    with pytest.raises(RuntimeError, match=r"a is still sending.*c is still sending"):
+    with pytest.raises(EnvironmentFault, match=r"a is still sending.*c is still sending"):
         processes.on_end()
     assert waits == [process.WAIT_S, 0, 0]
 
@@ -210,6 +212,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(train, place, monkeypatch):
     (place / "hangs").touch()
     run, said = train("run")
     assert "trackio is still sending, in a process of its own" in said and "Training continues" not in said
+    assert "raised" not in said
     assert (run / "adapter/adapter_model.safetensors").is_file()
 
 
@@ -226,16 +229,29 @@ def test_after_an_error_the_rest_follows_and_nothing_comes_twice(train, place, m
     assert [step for step, eval_ in Failing.got if not eval_] == [1, 2, 3, 4] and len(said) == 2
 
 
+def test_rows_go_together_where_the_tracker_takes_them(train, place, monkeypatch):
+    run, _ = train("run", **{"run.track": []})
+    monkeypatch.setitem(TRACKERS, "trackio", TRACKERS["trackio"]._replace(rows_at_once=4))
+    monkeypatch.setattr(send, "open_tracker", lambda name, tracked: Failing())
+    Failing.calls, Failing.got = 0, []
+    sender = Sender(run, "trackio", lambda text: None)
+    with pytest.raises(OSError, match="no network"):
+        sender.send()
+    assert len(Failing.got) == 4 and sender.num_waiting == 2 and mark_of(run, "trackio").sent == (3, 0)
+    assert sender.send() == 2 and Failing.calls == 3
+    assert [step for step, eval_ in Failing.got if not eval_] == [1, 2, 3, 4] and len(Failing.got) == 6
+
+
 class Failing:
     """Fails at its second and fourth call."""
 
     calls, got = 0, []
 
-    def log(self, step, time_s, numbers):
+    def log(self, rows):
         Failing.calls += 1
         if Failing.calls in (2, 4):
             raise OSError("no network")
-        self.got.append((step, "eval_loss" in numbers))
+        self.got += [(row.step, "eval_loss" in row.numbers) for row in rows]
 
     def close(self):
         pass
