@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dualtune.text.show import fitted, in_time, wrapped
+from dualtune.text.show import cut, fitted, in_time, wrapped
 
 FIELDS = [("step   12/30", "step 12/30"), ("loss 1.2345",), ("grad norm 1.00e+00", "grad 1.0e+00"), ("peak 0.41 GiB",)]
 PROSE = st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=40).map(" ".join)
@@ -24,6 +24,15 @@ def test_prose_keeps_its_words_and_fits(text, width):
     assert all(len(line) <= width for line in lines)
     assert all(line.startswith(" " * 12) for line in lines[1:])
     assert " ".join(lines).split() == ["label", *text.split()]
+
+
+def test_characters_of_two_columns_count_twice():
+    assert fitted([("一二三四",), ("ok",)], 12) == "一二三四  ok"
+    assert fitted([("一二三四",), ("ok",)], 11) == "一二三四"
+    lines = wrapped("标签        一二三 四五六 七八九", 24).split("\n")
+    assert lines == ["标签        一二三", "            四五六", "            七八九"]
+    assert (cut("一二三四", 8), cut("一二三四", 7), cut("一二三四", 6)) == ("一二三四", "一二三…", "一二…")
+    assert (cut("abcd", 4), cut("abcde", 4)) == ("abcd", "abc…")
 
 
 def test_a_path_stays_whole_and_the_commas_of_json_are_broken_behind():

@@ -27,6 +27,13 @@ def shown(text: str, limit: int = 100) -> str:
     return (cut if cut.isprintable() else ascii(cut)[1:-1]) + ("…" if len(text) > limit else "")
 
 
+def number(value: object) -> float | None:
+    """Return a number that is finite as a float and far from overflow; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < 1e300 else None
+
+
 def required(table: Table, key: str, where: object) -> Any:
     if key not in table:
         raise FormatError(f"{where}: {key}: missing")

@@ -70,6 +70,8 @@ def parse_object(data: bytes, where: object, *, strict: bool = True, allowance: 
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise FormatError(f"{where}: not valid JSON: half a surrogate pair") from None
+    except UnicodeDecodeError:
+        raise FormatError(f"{where}: not valid JSON: not UTF-8 text") from None
     except ValueError as error:
         raise FormatError(f"{where}: not valid JSON: {error}") from None
     except RecursionError:
@@ -155,10 +157,14 @@ def is_lfs_pointer(path: Path) -> bool:
         return file.read(len(LFS_MAGIC)) == LFS_MAGIC
 
 
-def open_file(path: Path) -> BufferedReader:
+def open_file(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
+    """Open a regular file of at most `max_bytes`. Raises FormatError if it is none, larger, or cannot be read."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
             raise FormatError(f"{path}: is not a file")
+        if max_bytes is not None and found.st_size > max_bytes:
+            raise FormatError(f"{path}: {found.st_size} bytes, at most {max_bytes} are allowed")
         return path.open("rb")
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from dualtune.errors import FormatError
-from dualtune.io.untrusted import open_file
+from dualtune.io.fields import number
+from dualtune.report.json_lines import read_lines
 from dualtune.report.page import as_text as _text
 from dualtune.train.state.run_dir import PREDICTIONS
 
@@ -37,19 +38,23 @@ class KeptAnswer:
         return "unjudged" if self.right is None else "right" if self.right else "wrong"
 
     @property
-    def badness(self) -> float:
+    def sort_key(self) -> float:
         """What the rows are sorted by: the loss, and what has none comes last."""
         return -math.inf if self.loss is None else self.loss
 
 
 def answers(run_dir: Path) -> str:
-    """Return the section, empty if the run has no predictions. FormatError if their file is damaged."""
-    if not (run_dir / PREDICTIONS).exists():
+    """Return the section, with a notice on what is damaged; empty if the run has no predictions."""
+    path = run_dir / PREDICTIONS
+    if not path.exists():
         return ""
-    rows = sorted(read_predictions(run_dir / PREDICTIONS), key=lambda row: row.badness, reverse=True)
+    found, notice = read_lines(path, prediction, max_bytes=MAX_BYTES, max_line=MAX_LINE)
+    if not found:
+        return f"<h2>Answers</h2>\n{notice}" if notice else ""
+    rows = sorted(found, key=lambda row: row.sort_key, reverse=True)
     kinds = {kind: [row for row in rows if row.kind == kind] for kind in ("wrong", "right", "unjudged")}
     shown = sorted(
-        (row for found in kinds.values() for row in found[:MAX_SHOWN]), key=lambda row: row.badness, reverse=True
+        (row for found in kinds.values() for row in found[:MAX_SHOWN]), key=lambda row: row.sort_key, reverse=True
     )
     choices = [("all", len(rows), len(shown))]
     choices += [(kind, len(found), min(MAX_SHOWN, len(found))) for kind, found in kinds.items() if found]
@@ -59,24 +64,14 @@ def answers(run_dir: Path) -> str:
         for kind, number, few in choices
     )
     return (
-        f"<h2>Answers</h2>\n<fieldset>\n<legend>Show these rows, the highest loss first</legend>\n{labels}</fieldset>\n"
+        f"<h2>Answers</h2>\n{notice}<fieldset>\n"
+        f"<legend>Show these rows, the highest loss first</legend>\n{labels}</fieldset>\n"
         f'<div id="answers">\n{"".join(map(_row, shown))}</div>\n'
     )
 
 
-def read_predictions(path: Path) -> Iterator[KeptAnswer]:
-    """Yield the rows. FormatError, with the line, for one that is no prediction."""
-    with open_file(path) as file:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise FormatError(f"{path}: {size} bytes, at most {MAX_BYTES} are allowed")
-        number = 0
-        while line := file.readline(MAX_LINE):
-            number += 1
-            if line.strip():
-                yield _prediction(line, f"{path}:{number}")
-
-
-def _prediction(line: bytes, where: str) -> KeptAnswer:
+def prediction(line: bytes, where: str) -> KeptAnswer:
+    """Return a row of predictions.jsonl. FormatError for what is none."""
     try:
         found: Any = json.loads(line)
     except (ValueError, RecursionError):
@@ -89,12 +84,8 @@ def _prediction(line: bytes, where: str) -> KeptAnswer:
         raise FormatError(f"{where}: must have the texts prompt, expected and adapter, base or null, right or null")
     return KeptAnswer(
         _cut(str(prompt)), _cut(str(expected)), None if base is None else _cut(base), _cut(str(adapter)),
-        None if right is None else bool(right), _loss(row.get("loss")),
+        None if right is None else bool(right), number(row.get("loss")),
     )  # fmt: skip
-
-
-def _loss(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None
 
 
 def _cut(text: str) -> str:

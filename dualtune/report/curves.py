@@ -6,11 +6,12 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
+from dualtune.io.fields import number
 from dualtune.text.redaction import redact
-from dualtune.train.state.metrics import History
+from dualtune.train.health.score import end_loss
+from dualtune.train.state.metrics import History, time_of
 
 COLUMNS = ("loss", "lr", "grad_norm", "tokens_per_s", "peak_bytes", "num_tokens", "step_s", "epoch")
 DRAWN = ("loss", "smooth", "lr", "grad_norm", "tokens_per_s", "peak_bytes")
@@ -47,6 +48,7 @@ class Curves:
     evals: list[Mark] = field(default_factory=lambda: [])
     first_time: str = ""  # ISO 8601; of the first and the last row
     last_time: str = ""
+    began: float = 0.0  # the first, in seconds since 1970
 
     @property
     def best(self) -> Mark | None:
@@ -76,10 +78,8 @@ class Curves:
 
     @property
     def end_loss(self) -> float | None:
-        """The smoothed loss at the end, NaN if the last loss is; None before the first step."""
-        if not self.steps:
-            return None
-        return self.smooth()[-1] if math.isfinite(self.columns["loss"][-1]) else math.nan
+        """The training loss at the end, NaN if the last loss is not finite; None before the first step."""
+        return end_loss(self.history.losses)
 
     def as_json(self) -> dict[str, Any]:
         """Return what the page draws: None for a number that is not finite."""
@@ -127,10 +127,11 @@ class Curves:
         """Return the seconds since the first row; of a run whose rows have no time, those spent in steps."""
         is_step = len(self.seconds) < len(self.steps)
         before = self.seconds[-1] if self.seconds else 0.0
-        time = row.get("time")
-        if isinstance(time, str) and _passed(time, time) is not None:
-            self.first_time, self.last_time = self.first_time or time, time
-            seconds = _passed(self.first_time, time) or 0.0
+        if (time := time_of(row)) is not None:
+            if not self.first_time:
+                self.first_time, self.began = row["time"], time
+            self.last_time = row["time"]
+            seconds = time - self.began
         else:
             spent = self.columns["step_s"][-1] if is_step else 0.0
             seconds = before + (spent if math.isfinite(spent) else 0.0)
@@ -186,12 +187,4 @@ def _as_json(mark: Mark) -> dict[str, Any]:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else math.nan
-
-
-def _passed(before: str, now: str) -> float | None:
-    """Return the seconds between two times; None if one is none."""
-    try:
-        return (datetime.fromisoformat(now) - datetime.fromisoformat(before)).total_seconds()
-    except (ValueError, TypeError):
-        return None
+    return math.nan if (found := number(value)) is None else float(found)

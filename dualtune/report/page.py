@@ -1,4 +1,7 @@
-"""The frame of every page: one file that may not load anything, and runs only the scripts that its policy names."""
+"""The frame of every page: one file that may not load anything, and runs only the scripts that its policy names.
+
+And the parts that several pages have: notices, tables, bars.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import base64
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,45 @@ def as_data(name: str, value: Any) -> str:
     """
     text = json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_IN_SCRIPT)
     return f'<script type="application/json" id="{name}">{text}</script>\n'
+
+
+def notice(text: str) -> str:
+    """Return a box with a text."""
+    return f'<p class="notice">{as_text(text)}</p>\n'
+
+
+def scrolling(label: str, heads: Sequence[str], rows: str, *, kind: str = "", caption: str = "") -> str:
+    """Return a table that scrolls sideways where it is too wide. `rows` and `caption` are HTML, `kind` is its class."""
+    cells = "".join(f"<th scope=col>{head}</th>" for head in heads)
+    marked = f" class={kind}" if kind else ""
+    return (
+        f'<div class="scroll" role="region" aria-label="{label}" tabindex="0"><table{marked}>\n'
+        f"{f'<caption>{caption}</caption>' if caption else ''}<thead><tr>{cells}</tr></thead>\n"
+        f"<tbody>\n{rows}</tbody></table></div>\n"
+    )
+
+
+def histogram(bars: Iterable[tuple[int, int, int]], late: int | None = None, note: str = "") -> str:
+    """Return bars, (first and last number of tokens, documents); nothing for no documents. The bar `late` is marked."""
+    bars = [*bars]
+    most = max((documents for _, _, documents in bars), default=0)
+    if not most:
+        return ""
+    rows = "".join(
+        f"<tr{' class=late' * (index == late)}><th scope=row>{_range(first, last)}</th><td>{documents:,}</td>"
+        f'<td><svg aria-hidden="true"><rect height="100%" rx="2" width="{100 * documents / most:.1f}%"/></svg>'
+        "</td></tr>\n"
+        for index, (first, last, documents) in enumerate(bars)
+    )
+    return (
+        f'<table class="bars">\n<caption>Documents by their number of tokens.{note}</caption>\n<thead><tr>'
+        "<th scope=col>tokens</th><th scope=col>documents</th><td></td></tr></thead>\n"
+        f"<tbody>\n{rows}</tbody></table>\n"
+    )
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def _hash(text: str) -> str:

@@ -12,7 +12,7 @@ from dualtune.data.preview.samples import Kind, Sample, kinds_of
 from dualtune.data.preview.survey import Bar, ShownToken, SourceNumbers, Survey
 from dualtune.data.preview.turns import Turn, TurnPart
 from dualtune.report.page import as_text as _text
-from dualtune.report.page import asset, whole_page
+from dualtune.report.page import asset, histogram, scrolling, whole_page
 from dualtune.report.preview_style import STYLE, filter_style
 
 FOLDED = 600  # tokens: longer rows are collapsed
@@ -77,36 +77,18 @@ def _tiles(found: Survey) -> list[tuple[str, str]]:
 
 
 def _histogram(bars: Sequence[Bar]) -> str:
-    most = max(bar.documents for bar in bars)
-    usual = bars[0].last - bars[0].first + 1
-    rows = "".join(
-        f"<tr{_late(bar, usual)}><th scope=row>{bar.first:,} to {bar.last:,}</th><td>{bar.documents:,}</td>"
-        f'<td><svg aria-hidden="true"><rect height="100%" rx="2" width="{100 * bar.documents / most:.1f}%"/></svg>'
-        "</td></tr>\n"
-        for bar in bars
-    )
-    note = " The last bar is wider than the others." if len(bars) > 1 and _late(bars[-1], usual) else ""
-    return (
-        f'<table class="bars">\n<caption>Documents by their number of tokens.{note}</caption>\n'
-        "<thead><tr><th scope=col>tokens</th><th scope=col>documents</th><td></td></tr></thead>\n"
-        f"<tbody>\n{rows}</tbody></table>\n"
-    )
-
-
-def _late(bar: Bar, usual: int) -> str:
-    return ' class="late"' if bar.last - bar.first + 1 > usual else ""
+    usual, last = bars[0].last - bars[0].first + 1, bars[-1]
+    is_wider = last.last - last.first + 1 > usual
+    return histogram(
+        ((bar.first, bar.last, bar.documents) for bar in bars),
+        late=len(bars) - 1 if is_wider else None, note=" The last bar is wider than the others." * is_wider,
+    )  # fmt: skip
 
 
 def _sources(sources: Sequence[SourceNumbers]) -> str:
-    heads = "".join(
-        f"<th scope=col>{name}</th>"
-        for name in ("source", "documents", "tokens", "targets", "median length", "90 % up to", "longest")
-    )
-    return (
-        '<h2>Sources</h2>\n<div class="scroll" role="region" aria-label="Numbers by source" tabindex="0">\n'
-        f'<table class="sources">\n<thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>\n{''.join(map(_source, sources))}</tbody></table>\n</div>\n"
-    )
+    heads = ("source", "documents", "tokens", "targets", "median length", "90 % up to", "longest")
+    table = scrolling("Numbers by source", heads, "".join(map(_source, sources)), kind="sources")
+    return f"<h2>Sources</h2>\n{table}"
 
 
 def _source(source: SourceNumbers) -> str:

@@ -1,4 +1,5 @@
-/* The script of a run's report: it draws the curves, sorts the table of runs, filters answers and copies commands. */
+/* The script of a run's report: it draws curves, sorts the table of runs, filters answers, copies commands, and keeps
+   what the reader has chosen. */
 "use strict";
 (() => {
   const all = (selector, root = document) => [...root.querySelectorAll(selector)];
@@ -15,6 +16,7 @@
 
   const label = (run, what) => (alone ? what : what ? `${run.name}, ${what}` : run.name);
   const runColour = (index) => colour(`--run${index % 8}`);
+  const runDash = (run) => (run.dash.length ? run.dash : undefined); // tells runs of one colour apart
   const line = (name, x, y, { size = 7, dots = x.length === 1, ...options }) => {
     const points = { show: dots, size, width: 2, fill: colour("--card") };
     return { name, table: [x, y], options: { ...options, points } };
@@ -32,20 +34,22 @@
     const stroke = runColour(index);
     const found = [];
     if (alone) found.push(line("loss", x, run.series.loss, { stroke: colour("--faint"), width: 1 }));
-    found.push(line(label(run, alone ? "smoothed" : ""), x, run.series.smooth, { stroke, width: 2 }));
+    found.push(line(label(run, alone ? "smoothed" : ""), x, run.series.smooth, { stroke, width: 2, dash: runDash(run) }));
     if (run.evals.length) {
       const at = run.evals.map((mark) => mark[axis]);
       const look = { stroke: alone ? colour("--evaluation") : stroke, width: 1.5, dash: [2, 3], dots: true };
       found.push(line(label(run, "evaluation"), at, run.evals.map((mark) => mark.loss), look));
     }
     const { best } = run;
-    if (best) found.push(line(label(run, "best"), [best[axis]], [best.loss], { stroke: colour("--best"), size: 11 }));
+    const ring = { stroke: alone ? colour("--best") : stroke, size: 11 };
+    if (best) found.push(line(label(run, "best"), [best[axis]], [best.loss], ring));
     return found;
   }
 
   const plain = (name, what, scale = 1) => (run, index) => {
     const numbers = run.series[name].map((value) => (value === null ? null : value / scale));
-    return [line(label(run, alone ? what : ""), run.x[axis], numbers, { stroke: runColour(index), width: 1.5 })];
+    const look = { stroke: runColour(index), width: 1.5, dash: runDash(run) };
+    return [line(label(run, alone ? what : ""), run.x[axis], numbers, look)];
   };
 
   const PLOTS = {
@@ -75,16 +79,17 @@
   }
   const onAxis = (value) => (value === null || value === undefined ? "–" : axis === "seconds" ? duration(value) : number(value));
 
-  /* The lines of a plot, without those that have no number. */
+  /* The lines of a plot, without those that have no number. `of`: the run of a line. */
   function linesOf(plot) {
-    const found = runs.flatMap((run, index) => plot.lines(run, index));
+    const found = runs.flatMap((run, index) => plot.lines(run, index).map((one) => ({ ...one, of: run })));
     const drawn = found.filter((one) => one.table[1].some((value) => value !== null && value !== 0));
     if (!drawn.length || !plot.limit) return drawn;
     const limited = runs.filter((run) => run.x[axis].length && plot.limit(run));
     const isShared = new Set(limited.map(plot.limit)).size === 1;
     limited.sort((a, b) => b.x[axis].at(-1) - a.x[axis].at(-1)); // the longest run first
     const name = (run) => (isShared ? plot.limitName : label(run, plot.limitName));
-    return [...drawn, ...limited.slice(0, isShared ? 1 : undefined).map((run) => limit(run, name(run), plot.limit(run)))];
+    const ofLimit = (run) => ({ ...limit(run, name(run), plot.limit(run)), of: isShared ? undefined : run });
+    return [...drawn, ...limited.slice(0, isShared ? 1 : undefined).map(ofLimit)];
   }
 
   function drawEvents(chart) {
@@ -114,6 +119,17 @@
       .join("\n");
   }
 
+  /* Of several runs, each has one entry in the legend: that of its first line, with which the others come and go. */
+  function leaderOf(lines, index) {
+    const { of } = lines[index];
+    return alone || !of ? index : lines.findIndex((other) => other.of === of);
+  }
+  const follow = (lines) => (chart, leader, { show }) =>
+    lines.forEach((_, index) => {
+      const isOther = leaderOf(lines, index) === leader - 1 && index !== leader - 1;
+      if (show !== undefined && isOther) chart.setSeries(index + 1, { show });
+    });
+
   function options(name, plot, lines, width) {
     const look = { stroke: colour("--dim"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
     const isLoss = name === "loss";
@@ -121,6 +137,7 @@
       width,
       height: plot.height,
       cursor: { sync: { key: "x" }, y: false },
+      legend: { markers: { dash: (chart, index) => (chart.series[index].dash ? "dashed" : "solid") } },
       scales: { x: { time: false } },
       axes: [
         { ...look, values: (_, ticks) => ticks.map(onAxis), space: 70, size: 30 },
@@ -128,9 +145,14 @@
       ],
       series: [
         { label: axis === "seconds" ? "time" : axis, value: (_, value) => onAxis(value) },
-        ...lines.map((one) => ({ label: one.name, value: (_, value) => number(value), ...one.options })),
+        ...lines.map((one, index) => ({
+          label: one.name,
+          value: (_, value) => number(value),
+          class: leaderOf(lines, index) === index ? null : "follower",
+          ...one.options,
+        })),
       ],
-      hooks: { draw: [drawEvents], ...(isLoss ? { setCursor: [tellEvents] } : {}) },
+      hooks: { draw: [drawEvents], setSeries: [follow(lines)], ...(isLoss ? { setCursor: [tellEvents] } : {}) },
     };
   }
 
@@ -232,5 +254,36 @@
   all(".copy").forEach((button) => {
     button.hidden = false;
     button.addEventListener("click", () => copy(button));
+  });
+
+  // --- what the reader has chosen, kept while the page is loaded again ------------------------------------------
+  const STORE = `dualtune ${location.pathname}`;
+  const kept = stored();
+  function stored() {
+    try {
+      return new Map(JSON.parse(sessionStorage.getItem(STORE)));
+    } catch {
+      return new Map(); // a browser that stores nothing for a file
+    }
+  }
+  function keep(name, value) {
+    kept.set(name, value);
+    try {
+      sessionStorage.setItem(STORE, JSON.stringify([...kept]));
+    } catch {
+      // then the choice is forgotten
+    }
+  }
+  all('input[type="radio"]').forEach((input) => {
+    if (kept.get(`choice ${input.name}`) === input.value && !input.checked) {
+      input.checked = true;
+      input.dispatchEvent(new Event("change"));
+    }
+    input.addEventListener("change", () => keep(`choice ${input.name}`, input.value));
+  });
+  all("details").forEach((one) => {
+    const name = `open ${one.id || one.querySelector("summary").textContent}`;
+    one.open = kept.get(name) ?? one.open;
+    one.addEventListener("toggle", () => keep(name, one.open));
   });
 })();

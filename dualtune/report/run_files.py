@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from dualtune.config.reader import BadYaml, read_yaml
-from dualtune.errors import ConfigError, FormatError
+from dualtune.errors import ConfigError, DualtuneError, FormatError
 from dualtune.io.untrusted import open_file, read_json
 from dualtune.report.curves import Curves, curves_of
+from dualtune.train.health.score import Score
 from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import state_of
@@ -28,6 +30,7 @@ class RunFiles:
     """What a run directory holds."""
 
     path: Path
+    name: str  # that of the directory, also of `.`; longer where another run has the same
     curves: Curves
     config: Mapping[str, Mapping[str, Any]]  # by section and key, as config.yaml has it; empty if there is none
     environment: Mapping[str, Any]  # environment.json; empty if there is none
@@ -35,15 +38,25 @@ class RunFiles:
     reason: str  # why it is not done
 
     @property
-    def name(self) -> str:
-        """The name of the directory, also of `.`."""
-        return self.path.resolve().name
-
-    @property
     def verdict(self) -> RunVerdict:
         """The verdict on what the run has recorded so far."""
+        return judge(self.curves.history.losses, self._evals)
+
+    @property
+    def score(self) -> Score:
+        """What the run is compared by: the loss of the weights that it writes, as far as it has come."""
         history = self.curves.history
-        return judge(history.losses, {step: record.eval_loss for step, record in history.evals.items()})
+        best = self.setting("guards", "restore_best") is True
+        return Score.of(history.losses, self._evals, history.step or 0, best=best)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run was trained to its end."""
+        return self.state == "done"
+
+    @property
+    def _evals(self) -> dict[int, float]:
+        return {step: record.eval_loss for step, record in self.curves.history.evals.items()}
 
     @property
     def result(self) -> Path | None:
@@ -70,9 +83,36 @@ def read_run(path: Path) -> RunFiles:
         state, reason = state_of(path, note, is_held, newest)
         if is_held and curves.history.verdict is not None:  # the run itself writes this page
             state, reason = "done", ""
-        return RunFiles(path, curves, recorded_config(path), recorded_environment(path), state, reason)
+        name = path.resolve().name
+        return RunFiles(path, name, curves, recorded_config(path), recorded_environment(path), state, reason)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def read_runs(paths: Sequence[Path]) -> tuple[list[RunFiles], list[str]]:
+    """Return the runs, with names that tell them apart, and why others cannot be read.
+
+    A single one that cannot is an error, and so are several if none can: ConfigError or FormatError.
+    """
+    runs: list[RunFiles] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except DualtuneError as error:
+            problems.append(str(error))
+            if len(problems) == len(paths):
+                raise
+    names = names_apart([run.path for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)], problems
+
+
+def names_apart(paths: Sequence[Path]) -> list[str]:
+    """Return for each path its last parts: as many as no other path ends with."""
+    parts = [path.resolve().parts for path in paths]
+    ends = Counter(own[-length:] for own in {*parts} for length in range(1, len(own) + 1))
+    lengths = [next((n for n in range(1, len(own)) if ends[own[-n:]] == 1), len(own)) for own in parts]
+    return [str(Path(*own[-length:])) for own, length in zip(parts, lengths, strict=True)]
 
 
 def as_table(value: object) -> dict[str, Any]:
@@ -83,10 +123,7 @@ def as_table(value: object) -> dict[str, Any]:
 def _curves(path: Path) -> Curves:
     if not path.exists() and not path.is_symlink():
         return Curves()
-    with open_file(path):  # no pipe, no directory
-        size = path.stat().st_size
-    if size > MAX_METRICS_BYTES:
-        raise FormatError(f"{path}: {size} bytes, at most {MAX_METRICS_BYTES} are allowed")
+    open_file(path, max_bytes=MAX_METRICS_BYTES).close()  # no pipe, no directory
     return curves_of(each_row(path))
 
 
@@ -95,12 +132,12 @@ def recorded_config(run_dir: Path) -> dict[str, dict[str, Any]]:
     path = run_dir / CONFIG
     if not path.exists():
         return {}
-    with open_file(path) as file:
-        text = file.read(MAX_CONFIG_BYTES + 1)
+    with open_file(path, max_bytes=MAX_CONFIG_BYTES) as file:
+        data = file.read()
     try:
-        if len(text) > MAX_CONFIG_BYTES:
-            raise FormatError(f"{path}: more than {MAX_CONFIG_BYTES} bytes are not allowed")
-        table = as_table(read_yaml(text.decode(), str(path)).data)
+        table = as_table(read_yaml(data.decode(), str(path)).data)
+    except UnicodeDecodeError:
+        raise FormatError(f"{path}: not UTF-8 text") from None
     except (BadYaml, ValueError) as error:
         raise FormatError(f"{path}: {str(error).splitlines()[0]}") from None
     return {section: inner for section, keys in table.items() if (inner := as_table(keys))}
@@ -112,7 +149,16 @@ def recorded_environment(run_dir: Path) -> dict[str, Any]:
     return read_json(path, max_bytes=MAX_ENVIRONMENT_BYTES) if path.exists() else {}
 
 
+def best_of(runs: Sequence[RunFiles]) -> RunFiles | None:
+    """Return the run with the lowest score of those that were trained to their end; None if they cannot be compared."""
+    judged = [run for run in runs if run.is_done and run.score.loss is not None]
+    return min(judged, key=lambda run: run.score.order) if judged and are_comparable(runs) else None
+
+
 def are_comparable(runs: Sequence[RunFiles]) -> bool:
-    """Return whether the evaluation losses of these runs are of the same documents, in the same tokens."""
-    evaluated = [run for run in runs if run.curves.evals]
-    return len({str(run.recorded("fingerprints").get("eval documents")) for run in evaluated}) <= 1
+    """Return whether the scores of the runs that are done are of the same documents, in the same tokens."""
+    done = [run for run in runs if run.is_done and run.score.step]
+    measured = {
+        str(run.recorded("fingerprints").get("eval documents")) if run.score.is_held_out else None for run in done
+    }
+    return len(measured) <= 1

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dualtune.io.fields import number
 from dualtune.report.answers import answers
-from dualtune.report.comparison import comparison
-from dualtune.report.page import as_data, asset, whole_page
+from dualtune.report.comparison import comparison, dashes_of
+from dualtune.report.page import as_data, asset, notice, scrolling, whole_page
 from dualtune.report.page import as_text as _text
-from dualtune.report.run_files import RunFiles, read_run
+from dualtune.report.run_files import RunFiles, read_runs
 from dualtune.report.run_sections import data, headline, next_commands, reproduce
 from dualtune.report.samples import samples
 from dualtune.report.scatter import scatter
@@ -25,20 +26,24 @@ PLOTS = (
 )
 
 
-def run_page(paths: Sequence[Path]) -> str:
-    """Return the page of these run directories. ConfigError or FormatError if one cannot be read."""
-    runs = [read_run(path) for path in paths]
+def run_page(paths: Sequence[Path], tell: Callable[[str], object] = lambda problem: None) -> str:
+    """Return the page of these run directories. ConfigError or FormatError if none can be read.
+
+    Of several, `tell` gets why one cannot, and the page says so.
+    """
+    runs, problems = read_runs(paths)
+    for problem in problems:
+        tell(problem)
+    left_out = "".join(notice(f"Left out: {problem}") for problem in problems)
     if len(runs) == 1:
         (run,) = runs
         title, body = run.name, headline(run) + _curves(runs) + samples(run.path) + answers(run.path) + data(run)
         body += reproduce(run) + next_commands(run)
     else:
-        title, body = (
-            f"{len(runs)} runs",
-            comparison(runs) + scatter(runs) + _curves(runs) + "".join(map(_folded, runs)),
-        )
+        title = f"{len(runs)} runs"
+        body = comparison(runs) + scatter(runs) + _curves(runs) + "".join(map(_folded, runs))
     style, scripts = _style(), (asset("uplot/uPlot.iife.min.js"), asset("run.js"))
-    return whole_page(title, style, f"{body}{_license()}", scripts)
+    return whole_page(title, style, f"{left_out}{body}{_license()}", scripts)
 
 
 def _curves(runs: Sequence[RunFiles]) -> str:
@@ -54,25 +59,28 @@ def _curves(runs: Sequence[RunFiles]) -> str:
         f'<div class="plot" id="plot-{name}" role="img" aria-labelledby="caption-{name}" tabindex="0"></div></figure>\n'
         for name, text in PLOTS
     )
-    numbers = [{"name": run.name, **run.curves.as_json(), **_limits(run)} for run in runs]
+    numbers = [
+        {"name": run.name, "dash": dashes_of(index), **run.curves.as_json(), **_limits(run)}
+        for index, run in enumerate(runs)
+    ]
     return (
         f'<h2 id="curves">Curves</h2>\n<fieldset>\n<legend>Over</legend>\n{switch}</fieldset>\n'
         '<p class="hint">Drag to zoom, double-click to return. With the keyboard: arrows move the cursor.</p>\n'
         f'<div class="plots">\n{plots}</div>\n<noscript><p class="notice">The curves need JavaScript.</p></noscript>\n'
-        f"{''.join(map(_events, runs))}{as_data('numbers', numbers)}"
+        f"{''.join(_events(run, index) for index, run in enumerate(runs))}{as_data('numbers', numbers)}"
     )
 
 
 def _limits(run: RunFiles) -> dict[str, float | None]:
     """Return the lines that a curve is compared with."""
-    planned, clip = run.recorded("memory").get("planned_bytes"), run.setting("train", "max_grad_norm")
+    planned, clip = run.recorded("memory").get("planned_bytes"), number(run.setting("train", "max_grad_norm"))
     return {
-        "clip": clip if type(clip) in (int, float) and 0 < clip < 1e300 else None,
+        "clip": clip if clip and clip > 0 else None,
         "planned_bytes": planned if type(planned) is int and 0 < planned < 1 << 53 else None,
     }
 
 
-def _events(run: RunFiles) -> str:
+def _events(run: RunFiles, index: int) -> str:
     """Return the events of a run as a folded list."""
     curves = run.curves
     if not curves.events:
@@ -83,10 +91,9 @@ def _events(run: RunFiles) -> str:
     )
     some = f"the last {len(curves.events)} of {curves.num_events:,}" if curves.num_events > len(curves.events) else ""
     return (
-        f"<details class=events><summary>Events of {_text(run.name)}: {some or len(curves.events)}</summary>\n"
-        '<div class="scroll" role="region" aria-label="Events" tabindex="0"><table>\n'
-        "<thead><tr><th scope=col>step</th><th scope=col>event</th><th scope=col>what</th></tr></thead>\n"
-        f"<tbody>\n{rows}</tbody></table></div></details>\n"
+        f'<details class=events id="events-{index}">'
+        f"<summary>Events of {_text(run.name)}: {some or len(curves.events)}</summary>\n"
+        f"{scrolling('Events', ('step', 'event', 'what'), rows)}</details>\n"
     )
 
 

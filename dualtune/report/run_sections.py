@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, cast
 
 from dualtune.report.page import as_text as _text
+from dualtune.report.page import histogram, scrolling
 from dualtune.report.run_files import RunFiles, as_table
 from dualtune.report.settings import changed
 from dualtune.text.show import in_bytes, in_time
@@ -19,7 +20,7 @@ WORDS = {
     "still falling": "The run has learned, and its loss was still falling at the end.",
     "flat": "The run has not learned anything that can be measured.",
     "diverged": "The training has diverged.",
-    "overfitting": "The run overfits: it has learned its training data by heart.",
+    "overfitting": "The run overfits: it has memorized its training data.",
     "too few steps": "There are too few steps for a verdict.",
 }
 Pairs = Sequence[tuple[str, str]]
@@ -48,7 +49,7 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     curves, history = run.curves, run.curves.history
     found = [(f"{history.step or 0:,}", "steps")]
     if (loss := curves.end_loss) is not None:
-        found.append((loss_text(loss), "training loss at the end, smoothed"))
+        found.append((loss_text(loss), "training loss at the end"))
     if history.eval_loss_before is not None:
         found.append((loss_text(history.eval_loss_before), "evaluation loss before"))
     if history.eval_loss is not None:
@@ -108,24 +109,9 @@ def _left_out(found: Mapping[str, Any]) -> Pairs:
 
 
 def _histogram(given: object) -> str:
-    bars = [bar for bar in _tables(given) if all(type(bar.get(k)) is int for k in ("first", "last", "documents"))]
-    most = max((bar["documents"] for bar in bars), default=0)
-    if not most:
-        return ""
-    rows = "".join(
-        f"<tr><th scope=row>{_range(bar['first'], bar['last'])}</th><td>{bar['documents']:,}</td>"
-        f'<td><svg aria-hidden="true"><rect height="100%" rx="2" width="{100 * bar["documents"] / most:.1f}%"/></svg>'
-        "</td></tr>\n"
-        for bar in bars
-    )
-    return (
-        '<table class="bars">\n<caption>Documents by their number of tokens.</caption>\n<thead><tr><th scope=col>tokens'
-        f"</th><th scope=col>documents</th><td></td></tr></thead>\n<tbody>\n{rows}</tbody></table>\n"
-    )
-
-
-def _range(first: int, last: int) -> str:
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    keys = ("first", "last", "documents")
+    bars = [[bar[key] for key in keys] for bar in _tables(given) if all(type(bar.get(key)) is int for key in keys)]
+    return histogram((first, last, documents) for first, last, documents in bars)
 
 
 def _sources(given: object) -> str:
@@ -134,11 +120,7 @@ def _sources(given: object) -> str:
         f"{''.join(f'<td>{_count(source, key)}</td>' for key in ('documents', 'tokens', 'trained_tokens'))}</tr>\n"
         for source in _tables(given)[:MAX_SOURCES]
     )
-    heads = "".join(f"<th scope=col>{name}</th>" for name in ("source", "documents", "tokens", "targets"))
-    return (
-        '<div class="scroll" role="region" aria-label="Sources" tabindex="0"><table class="sources">\n'
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
-    )
+    return scrolling("Sources", ("source", "documents", "tokens", "targets"), rows, kind="sources")
 
 
 def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
@@ -186,18 +168,18 @@ def reproduce(run: RunFiles) -> str:
         ("python", environment.get("python")),
         *run.recorded("packages").items(),
     ]
-    command = environment.get("command")
+    command, directory = environment.get("command"), environment.get("directory")
+    where = f"the command, in {str(directory)[:MAX_TEXT]}" if directory else "the command"
     rows = "".join(
         f"<tr><th scope=row>{_cut(key)}</th><td>{_cut(value)}</td><td>{_cut(default)}</td></tr>\n"
         for key, value, default in changed(run.config)
     )
-    heads = "".join(f"<th scope=col>{name}</th>" for name in ("key", "value", "default"))
+    caption = "The config where it is not the default."
     return (
         "<h2>Reproduce</h2>\n"
-        + (_commands([("the command", str(command)[: 4 * MAX_TEXT])]) if command else "")
-        + '<div class="scroll" role="region" aria-label="Config" tabindex="0"><table class="settings">\n'
-        f"<caption>The config where it is not the default.</caption>\n<thead><tr>{heads}</tr></thead>\n"
-        f"<tbody>\n{rows}</tbody></table></div>\n<h3>Machine and versions</h3>\n"
+        + (_commands([(where, str(command)[: 4 * MAX_TEXT])]) if command else "")
+        + scrolling("Config", ("key", "value", "default"), rows, kind="settings", caption=caption)
+        + "<h3>Machine and versions</h3>\n"
         + _list([(what, str(value)) for what, value in facts if value])
         + "<h3>Fingerprints</h3>\n"
         + _list([(what, str(value)) for what, value in run.recorded("fingerprints").items()])
@@ -216,7 +198,7 @@ def _next(run: RunFiles) -> list[tuple[str, str]]:
         return [("continue", _command(*at))]
     result, step = str(run.result), run.curves.history.step or 0
     more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
-    answers = _command("eval", *at[1:], "--compare", "--predictions", str(run.path / PREDICTIONS))
+    answers = _command("eval", *at[1:], "--compare", "--exact-match", "--predictions", str(run.path / PREDICTIONS))
     held_out = run.curves.history.eval_loss is not None
     judge = [("put its answers on this page", f"{answers} && {_command('report', str(run.path))}")] if held_out else []
     if run.result.name != "adapter":

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from dualtune.io.fields import number
 from dualtune.report.page import as_text as _text
-from dualtune.report.run_files import RunFiles, are_comparable
+from dualtune.report.run_files import RunFiles, best_of
 from dualtune.report.run_sections import loss_text
 from dualtune.report.settings import differing, flat, shown_value
 
@@ -28,10 +29,6 @@ class Dot:
     loss: float
     values: dict[str, Any]  # its config, by key
 
-    @property
-    def is_done(self) -> bool:
-        return self.run.state == "done"
-
 
 def scatter(runs: Sequence[RunFiles]) -> str:
     """Return a picture for each key that differs; nothing for fewer than three runs with a loss."""
@@ -41,10 +38,10 @@ def scatter(runs: Sequence[RunFiles]) -> str:
         return ""
     others = {keys[0]: keys[1], keys[1]: keys[0]} if len(keys) == 2 else {}
     pictures = "".join(_figure(dots, key, others.get(key, "")) for key in keys[:MAX_PLOTS])
-    held_out = all(_eval_loss(dot.run) is not None for dot in dots if dot.is_done)
-    what = "evaluation loss, the last" if held_out else "training loss at the end, smoothed"
+    held_out = all(dot.run.score.is_held_out for dot in dots if dot.run.is_done)
+    what = "evaluation loss of the weights that a run writes" if held_out else "training loss at the end"
     edge = " A triangle is a loss above the picture." * any(dot.loss > _highest(dots) for dot in dots)
-    given_up = " A ring is a run that was not trained to its end." * any(not dot.is_done for dot in dots)
+    given_up = " A ring is a run that was not trained to its end." * any(not dot.run.is_done for dot in dots)
     return (
         f'<h2 id="values">Loss by value</h2>\n<p class="hint">The {what}.{edge}{given_up}</p>\n'
         f'<div class="plots">\n{pictures}</div>\n'
@@ -52,17 +49,9 @@ def scatter(runs: Sequence[RunFiles]) -> str:
 
 
 def _loss(run: RunFiles) -> float | None:
-    """Return the last loss, infinity for one that is not finite, None before the first step."""
-    loss = _eval_loss(run)
-    if loss is None:
-        loss = run.curves.end_loss
-    return math.inf if loss is not None and not math.isfinite(loss) else loss
-
-
-def _eval_loss(run: RunFiles) -> float | None:
-    """Return the loss of the last evaluation after the first step."""
-    evals = run.curves.evals
-    return evals[-1].loss if evals and evals[-1].step > 0 else None
+    """Return the loss of the score, infinity for one that is not finite, None before the first step."""
+    score = run.score
+    return (math.inf if score.loss is None else score.loss) if score.step else None
 
 
 def _highest(dots: Sequence[Dot]) -> float:
@@ -84,17 +73,17 @@ def _figure(dots: Sequence[Dot], key: str, other: str) -> str:
 
     names = list(dict.fromkeys(shown_value(dot.values.get(other)) for dot in dots)) if other else []
     names = names if len(names) <= MAX_LINES else []
-    best = min(dots, key=lambda dot: (not dot.is_done, dot.loss))
-    is_known = are_comparable([dot.run for dot in dots])
+    winner = best_of([dot.run for dot in dots])
+    best = next((dot for dot in dots if dot.run is winner), None)
     marks: list[str] = []
     for dot in dots:
         series = names.index(shown_value(dot.values.get(other))) if names else 0
-        marks.append(_mark(dot, *at(dot), series, is_high=dot.loss > high, is_best=is_known and dot is best))
+        marks.append(_mark(dot, *at(dot), series, is_high=dot.loss > high, is_best=dot is best))
     lines = [_line([at(dot) for dot in group], index) for index, group in enumerate(_groups(dots, other, names))]
     legend = " ".join(f'<span><i class="swatch run{i}"></i>{_text(name)}</span>' for i, name in enumerate(names))
     caption = f"{_text(key)}{f', by {_text(other)}: {legend}' if names else ''}"
     label = f"{key}: {len(dots)} runs"
-    if is_known:
+    if best is not None:
         label += f", the best has {shown_value(best.values.get(key))} with {loss_text(best.loss)}"
     return (
         f'<figure class="scatter"><figcaption>{caption}</figcaption>\n'
@@ -109,7 +98,7 @@ Place = Callable[[Any], float]  # from a value to its place between the ends of 
 def _axis(values: Sequence[Any]) -> tuple[Place, list[tuple[float, str]]]:
     """Return where values lie, and the marks of the axis: numbers by size, or by their logarithm; others in order."""
     distinct = list({shown_value(value): value for value in values}.values())
-    if all(type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e300 for value in distinct):
+    if all(number(value) is not None for value in distinct):
         low, high = float(min(distinct)), float(max(distinct))
         scale: Callable[[float], float] = math.log if 0 < low <= high / 10 else float
 
@@ -143,7 +132,7 @@ def _line(points: Sequence[tuple[float, float]], series: int) -> str:
 
 def _mark(dot: Dot, x: float, y: float, series: int, *, is_high: bool, is_best: bool) -> str:
     title = f"<title>{_text(dot.run.name)}: {loss_text(dot.loss)}</title>"
-    kind = f"dot{series}{'' if dot.is_done else ' ring'}"
+    kind = f"dot{series}{'' if dot.run.is_done else ' ring'}"
     if is_high:
         return f'<path class="{kind}" d="M{x:.1f},{y - 6:.1f} l6,10 h-12 z">{title}</path>\n'
     around = f'<circle class="around" cx="{x:.1f}" cy="{y:.1f}" r="9"/>' if is_best else ""
@@ -155,9 +144,9 @@ def _grid(ticks: Sequence[tuple[float, str]], low: float, high: float) -> str:
     found: list[str] = []
     for share in (0, 0.5, 1) if high > low else (0.5,):
         y = HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
-        number = loss_text(low + share * (high - low)) if high > low else loss_text(low)
+        shown = loss_text(low + share * (high - low)) if high > low else loss_text(low)
         found.append(f'<path class="grid" d="M{LEFT},{y:.1f} H{WIDTH - RIGHT}"/>')
-        found.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number}</text>\n')
+        found.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{shown}</text>\n')
     last = -math.inf
     for share, name in sorted(ticks):
         x, half = LEFT + share * (WIDTH - LEFT - RIGHT), 3.6 * len(name)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dualtune.config.schema import sections
+from dualtune.train.state import configs
 
 Table = Mapping[str, Mapping[str, Any]]
 MAX_SHOWN = 300  # characters of a value
-PLACES = {"run.dir"}  # differ by nature
 ABSENT = "–"
 
 
@@ -24,12 +24,11 @@ def changed(config: Table) -> list[tuple[str, str, str]]:
     ]
 
 
-def differing(configs: Sequence[Table]) -> list[tuple[str, list[str]]]:
+def differing(given: Sequence[Table]) -> list[tuple[str, list[str]]]:
     """Return (key, its value in each config) of the keys with different values. A key that is not set has a dash."""
-    tables = [flat(config) for config in configs]
-    keys = list(dict.fromkeys(key for table in tables for key in table if key not in PLACES))
-    rows = [(key, [shown_value(table[key]) if key in table else ABSENT for table in tables]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    tables = [flat(config) for config in given]
+    keys = configs.differing(tables)
+    return [(key, [shown_value(table[key]) if key in table else ABSENT for table in tables]) for key in keys]
 
 
 def flat(config: Table) -> dict[str, Any]:

@@ -54,14 +54,14 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page."""
-        self.server.owes_nothing(self.connection)
+        self.server.stop_waiting(self.connection)
         if not self.server.admits(self.headers.get("Host")):
             self._send(403, b"This server answers its own machine, as localhost.\n", "text/plain")
         elif self.path != "/":
             self._send(404, b"There is only the page at /.\n", "text/plain")
         else:
             self._send(200, self.server.page(), "text/html; charset=utf-8")
-        self.server.owes(self.connection)
+        self.server.start_waiting(self.connection)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing: the terminal shows the run."""

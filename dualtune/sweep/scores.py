@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from dualtune.sweep.trials import SweepTrial
+from dualtune.train.health.score import Score
 from dualtune.train.state.listing import RunSummary, summary_of
 from dualtune.train.state.metrics import History, read_rows
 from dualtune.train.state.run_dir import METRICS, is_run_dir
-
-LAST_SHARE = 10  # without held-out rows, the last tenth of the steps is averaged
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """The loss by which a run is compared, in nats per token: of held-out rows, or else of the last tenth of its steps.
-
-    None: the run has none that is finite.
-    """
-
-    loss: float | None
-    step: int  # after which it was measured
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """What scores of one step are sorted by: the lowest loss first, what has none last."""
-        return (self.loss is None, 0.0 if self.loss is None else self.loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +36,10 @@ def result_of(trial: SweepTrial) -> Result:
 
 
 def score_of(rows: Iterable[Mapping[str, Any]], at: int | None = None, *, best: bool = False) -> Score:
-    """Return the score after a step, or the last one. `best`: of the best evaluation, whose weights the run writes."""
+    """Return the score after a step, or at the end. `best`: the run writes the weights of its best evaluation."""
     history = History(row for row in rows if at is None or row["step"] <= at)
-    evals = {step: record.eval_loss for step, record in history.evals.items() if step > 0}
-    if evals:
-        finite = {step: loss for step, loss in evals.items() if math.isfinite(loss)}
-        step = min(finite, key=lambda each: finite[each]) if best and finite else max(evals)
-        return Score(finite.get(step), step)
-    if not history.losses:
-        return Score(None, 0)
-    loss = fmean(history.losses[-max(1, len(history.losses) // LAST_SHARE) :])
-    return Score(loss if math.isfinite(loss) else None, history.step or 0)
+    evals = {step: record.eval_loss for step, record in history.evals.items()}
+    return Score.of(history.losses, evals, history.step or 0, best=best)
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.cells import cell_len, set_cell_size
 
 from dualtune.text.escape import one_line
 
@@ -33,6 +36,12 @@ def in_time(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
+def stamped(text: str, when: float) -> str:
+    """Return text with the time (UTC, seconds since 1970) before each of its lines."""
+    time = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return "\n".join(f"{time}  {line}" for line in text.split("\n"))
+
+
 def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
     """Fit fields into one line. The most important field is first; each field has forms from long to short.
 
@@ -42,7 +51,12 @@ def fitted(fields: Sequence[tuple[str, ...]], width: int) -> str:
     some_short = (long[:i] + short[i:] for i in range(len(fields), -1, -1))
     some_left_out = (short[:i] for i in range(len(fields) - 1, 0, -1))
     lines = ["  ".join(shown) for shown in (*some_short, *some_left_out)]
-    return next((line for line in lines if len(line) <= width), lines[-1])
+    return next((line for line in lines if cell_len(line) <= width), lines[-1])
+
+
+def cut(text: str, width: int) -> str:
+    """Return text in at most `width` columns; East Asian characters take two."""
+    return text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…"
 
 
 def wrapped(text: str, width: int) -> str:
@@ -55,14 +69,16 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _wrapped_line(line: str, width: int) -> str:
-    if len(line) <= width:
+    if cell_len(line) <= width:
         return line
-    columns = [gap.end() for gap in re.finditer(r"\S {2,}(?=\S)", line) if gap.end() <= width // 2]
+    columns = [cell_len(line[: gap.end()]) for gap in re.finditer(r"\S {2,}(?=\S)", line)]
+    columns = [column for column in columns if column <= width // 2]
     indent = " " * (columns[-1] if columns else len(line) - len(line.lstrip()) + 2)
     lines = [""]
     for word in re.findall(r"\s*\S+", line):
-        for part in re.findall(r".+?,|.+", word) if len(indent) + len(word) > width else [word]:
-            if len(lines[-1]) + len(part) <= width or len(lines[-1]) <= len(indent):  # a new line has no more room
+        for part in re.findall(r".+?,|.+", word) if len(indent) + cell_len(word) > width else [word]:
+            is_new = len(lines[-1]) <= len(indent)  # another line would have no more room
+            if is_new or cell_len(lines[-1]) + cell_len(part) <= width:
                 lines[-1] += part
             else:
                 lines.append(indent + part.lstrip())

@@ -31,7 +31,8 @@ def watchers_of(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> t
     installed, problems = installed_hooks()
     timeline = Timeline(run_dir.path / TIMELINE, prepared.backend.memory)
     every = prepared.config.run
-    log = RunLog(run_dir.path / LOG, RunView(every.eval_every, every.save_every), every.log_every)
+    view, first = RunView(every.eval_every, every.save_every), [*prepared.summary(), *prepared.memory.lines()]
+    log = RunLog(run_dir.path / LOG, view, every.log_every, first)
     trackers = [TrackerProcesses(run_dir.path, every.track)] if every.track else []
     return Watchers([timeline, log, *trackers, *hooks, *installed]), problems
 

@@ -50,9 +50,10 @@ from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
 from dualtune.train.state.metrics import History, Metrics, read_rows
 from dualtune.train.state.records import environment, start
 from dualtune.train.state.resume import Change, table
-from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, METRICS, REPORT, SAMPLES, RunDir
+from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, LOG, METRICS, REPORT, SAMPLES, RunDir
 from dualtune.train.state.together import open_together
 from dualtune.train.trainer import Job, fit
+from dualtune.view.lines import log_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +197,8 @@ def execute(
         saver.close()
     if saver.newest is None and saver.failure is not None:
         raise DiskError(f"{saver.failure} No checkpoint could be saved; the result is in {run_dir.result(config)}")
+    if team.is_first:
+        log_result(run_dir.path / LOG, run_dir.result(config).name, run_dir.result(config))
     return _result(run_dir, config, num_steps, log.history)
 
 

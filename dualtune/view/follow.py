@@ -9,28 +9,27 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dualtune.errors import ConfigError, FormatError
-from dualtune.hooks import EvalRecord, Event, Hook, RunInfo, StepRecord
+from dualtune.hooks import RunInfo
 from dualtune.io.untrusted import open_file
 from dualtune.profiler.snapshot import parsed_timeline
 from dualtune.report.run_files import as_table, recorded_config, recorded_environment
-from dualtune.report.samples import sample_of
-from dualtune.train.state import checkpoint
+from dualtune.report.samples import sample
 from dualtune.train.state.listing import state_of
 from dualtune.train.state.lock import read_note
-from dualtune.train.state.metrics import row_of
-from dualtune.train.state.run_dir import CHECKPOINTS, METRICS, SAMPLES, TIMELINE, is_run_dir
+from dualtune.train.state.metrics import row_of, time_of
+from dualtune.train.state.run_dir import METRICS, SAMPLES, TIMELINE, is_run_dir
+from dualtune.view import rows
 from dualtune.view.lines import RunLines
 from dualtune.view.run_view import BETWEEN_STEPS, RunView
 
 MAX_BYTES = 1 << 30  # of a file that is followed
 CHUNK = 1 << 23  # bytes that are read at once; a longer line is left out
 TAIL = 1 << 20  # bytes of a file of which only the last part matters
-MAX_TEXT = 10_000  # characters of a message
 DEFAULT_LOG_EVERY = 10
 
 
@@ -50,10 +49,8 @@ class Followed:
         """
         if not self._path.exists():
             return [], False
-        with open_file(self._path) as file:
+        with open_file(self._path, max_bytes=MAX_BYTES) as file:
             found = os.fstat(file.fileno())
-            if found.st_size > MAX_BYTES:
-                raise FormatError(f"{self._path}: {found.st_size} bytes, at most {MAX_BYTES} are allowed")
             is_new = self._offset is None or self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset
             if is_new:
                 self._offset, self._file = self._start(found.st_size), (found.st_dev, found.st_ino)
@@ -116,7 +113,7 @@ class WatchedRun:
         return None if math.isnan(self._row_time) else max(0.0, self._clock() - self._row_time)
 
     def _read(self) -> None:
-        rows, restarted = self._metrics.new_lines()
+        lines, restarted = self._metrics.new_lines()
         if restarted:
             is_first, self._is_new = self._is_new, True
             self.lines = self._begin(recorded_config(self.path), recorded_environment(self.path))
@@ -124,13 +121,13 @@ class WatchedRun:
             self._timeline, self._last_phase_end = Followed(self.path / TIMELINE, tail=TAIL), math.nan
             if not is_first:
                 self._say("the run begins again, from a checkpoint or from its start", self._clock())
-        for line in rows:
+        for line in lines:
             if (row := row_of(line)) is not None:
-                self._row_time = _time_of(row, self._row_time)
-                _tell(self.lines, row)
+                self._row_time = time_of(row) or self._row_time
+                rows.tell(self.lines, row)
         for line in self._samples.new_lines()[0]:
-            if (sample := sample_of(line.encode())) is not None:
-                self.lines.on_sample(sample)
+            with suppress(FormatError):
+                self.lines.on_sample(sample(line.encode(), SAMPLES))
         self._read_phases()
         self._read_state()
         self._is_new = False
@@ -162,36 +159,10 @@ class WatchedRun:
 
     def _read_state(self) -> None:
         note, is_held = read_note(self.path)
-        newest = next(iter(checkpoint.steps(self.path / CHECKPOINTS)), None)
-        if newest is not None:
-            saved = checkpoint.path_of(self.path / CHECKPOINTS, newest)
-            self.view.saved = newest, saved.stat().st_mtime
-        self.state, self.reason = state_of(self.path, note, is_held, newest)
-
-
-def _tell(lines: Hook, row: Mapping[str, Any]) -> None:
-    """Tell a row of metrics.jsonl as the run has told it."""
-    if "eval_loss" in row:
-        lines.on_eval(EvalRecord(row["step"], row["eval_loss"], row["eval_targets"]))
-    elif "loss" in row:
-        names = ("epoch", "lr", "grad_norm", "num_targets", "num_tokens", "step_s", "tokens_per_s", "peak_bytes")
-        numbers = {name: _number(row.get(name)) for name in names}
-        record = StepRecord(step=row["step"], loss=row["loss"], skipped=row.get("skipped") is True, **numbers)
-        lines.on_step(record)
-    else:
-        lines.on_event(Event(row["step"], str(row["event"])[:100], str(row.get("message", ""))[:MAX_TEXT]))
-
-
-def _number(value: object) -> Any:
-    return value if isinstance(value, int | float) and abs(value) < 1e300 else 0
+        newest = rows.newest_checkpoint(self.path)
+        self.view.saved = newest or self.view.saved
+        self.state, self.reason = state_of(self.path, note, is_held, newest and newest[0])
 
 
 def _count(value: object) -> int | None:
     return value if type(value) is int and 0 < value < 1 << 53 else None
-
-
-def _time_of(row: Mapping[str, Any], before: float) -> float:
-    try:
-        return datetime.fromisoformat(str(row.get("time"))).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return before

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
 from pathlib import Path
 
 from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
 from dualtune.text.escape import one_line, visible
-from dualtune.text.show import in_bytes, in_time
+from dualtune.text.show import in_bytes, in_time, stamped
 from dualtune.view.run_view import EVALUATION, RunView
 
 Fields = Sequence[tuple[str, ...]]  # the numbers of a line, each in several forms from long to short
 MAX_SAMPLE = 400  # characters of a prompt or an answer
 MAX_WAITING = 1 << 20  # characters that a full disk has refused
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-
-
-def stamped(text: str, when: float) -> str:
-    """Return text with the time (UTC, seconds since 1970) before each of its lines."""
-    time = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return "\n".join(f"{time}  {line}" for line in text.split("\n"))
 
 
 class RunLines(Hook):
@@ -78,14 +73,17 @@ class RunLog(RunLines):
     What a full disk refuses is written later. A log that could not be written to the end is reported there.
     """
 
-    def __init__(self, path: Path, view: RunView, log_every: int) -> None:
+    def __init__(self, path: Path, view: RunView, log_every: int, first: Sequence[str] = ()) -> None:
+        """`first`: what was said of the run before its model was loaded."""
         super().__init__(view, log_every, self._note)
-        self._path = path
+        self._path, self._first = path, first
         self._file: int | None = None
         self._waiting = ""
 
     def on_start(self, info: RunInfo) -> None:
         self._file = os.open(self._path, _FLAGS, 0o666)
+        for line in self._first:
+            self._note(line)
         super().on_start(info)
 
     def on_end(self) -> None:
@@ -108,6 +106,12 @@ class RunLog(RunLines):
         except OSError:
             return
         self._waiting = self._waiting.encode()[written:].decode(errors="replace")
+
+
+def log_result(path: Path, kind: str, result: Path) -> None:
+    """Add where the result of a run is to its log, which is closed by then. On a full disk the line is lost."""
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(stamped(visible(f"{kind:<11} {result}"), time.time()) + "\n")
 
 
 def step_fields(since: Sequence[StepRecord], view: RunView) -> Fields:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from dualtune.io.fields import shown
 from dualtune.text.escape import one_line
-from dualtune.text.show import fitted, in_bytes, in_time
+from dualtune.text.show import cut, fitted, in_bytes, in_time
 from dualtune.view.run_view import RunView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -34,9 +34,9 @@ def panel(view: RunView, width: int, now: float) -> list[str]:
     if state := _state(view, now):
         lines.append(f"{'state':<11} {fitted(state, width - 12)}")
     for sample in view.samples[:MAX_SAMPLES]:
-        prompt = shown(one_line(sample.prompt), max(8, width // 3))
-        lines.append(f"{'sample':<11} {prompt} → {shown(one_line(sample.answer), max(8, width))}")
-    return [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+        prompt, answer = (shown(one_line(text), max(8, width)) for text in (sample.prompt, sample.answer))
+        lines.append(f"{'sample':<11} {cut(prompt, max(8, width // 3))} → {answer}")
+    return [cut(line, width) for line in lines]
 
 
 def _state(view: RunView, now: float) -> list[tuple[str, ...]]:

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from dualtune.backend import MemoryStats
 from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
+from dualtune.train.state.metrics import each_row
+from dualtune.train.state.run_dir import METRICS
+from dualtune.view import rows
 
 EVALUATION, SAMPLES, SAVE = BETWEEN_STEPS = ("evaluation", "samples", "save")
 MAX_POINTS = 256  # of the curve, at most twice as many
+TIMED_STEPS = 64  # the last ones, whose mean gives the time left: a stall is forgotten
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ class RunView(Hook):
     clock: Callable[[], float] = time.time  # seconds since 1970
 
     num_steps: int = 0  # 0: not known
-    first_step: int = 0
+    first_step: int = 0  # where the curve begins
     evaluates: bool = False
     step: int = 0
     last: StepRecord | None = None
@@ -83,7 +89,7 @@ class RunView(Hook):
     phase: str = ""
     began: float = 0.0  # of the phase
     told: float = 0.0  # when the newest step was told
-    _step_s: Mean = field(default_factory=Mean)
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=TIMED_STEPS))
     _spent: dict[str, Mean] = field(default_factory=lambda: {phase: Mean() for phase in BETWEEN_STEPS})
     _phase_step: int = 0
     _save_failed: bool = False
@@ -91,12 +97,26 @@ class RunView(Hook):
     def on_start(self, info: RunInfo) -> None:
         self.num_steps, self.first_step = info.num_steps, info.first_step
         self.step, self.evaluates = max(self.step, info.first_step), info.num_eval_documents > 0
+        if info.first_step:
+            self._recall(info)
         self.told = self.clock()
+
+    def _recall(self, info: RunInfo) -> None:
+        """Take what the run has told before it was resumed, except for its seconds: it may have had another machine."""
+        for row in each_row(info.run_dir / METRICS):
+            if row["step"] <= info.first_step:
+                if self.last is None and "loss" in row:
+                    self.first_step = row["step"] - 1
+                rows.tell(self, row)
+        self.step = info.first_step
+        self._step_s.clear()
+        self._save_failed = False
+        self.saved = rows.newest_checkpoint(info.run_dir, info.first_step)
 
     def on_step(self, record: StepRecord) -> None:
         self.step, self.last, self.told = record.step, record, self.clock()
         self.losses.add(record.loss)
-        self._step_s.add(record.step_s)
+        self._step_s.append(record.step_s)
 
     def measure(self) -> None:
         """Ask for the memory in use now."""
@@ -136,16 +156,17 @@ class RunView(Hook):
     def seconds_left(self) -> float | None:
         """Return the seconds of the steps, evaluations, samples and saves that are still to come; None if not known.
 
-        By the mean of each so far. What has not been measured yet counts nothing, and so do unscheduled saves.
+        By the mean of the last steps, and of each of the others so far. What has not been measured yet counts nothing,
+        and so do unscheduled saves.
         """
-        if not self.num_steps or not self._step_s.count:
+        if not self.num_steps or not self._step_s:
             return None
         evaluated = self.evals[-1][0] if self.evals else -1
         saved = self.saved[0] if self.saved else -1
         num_evals = self._still_due(self.eval_every, evaluated) if self.evaluates else 0
         spent = {phase: mean.value for phase, mean in self._spent.items()}
         return (
-            (self.num_steps - self.step) * self._step_s.value
+            (self.num_steps - self.step) * fmean(self._step_s)
             + num_evals * (spent[EVALUATION] + spent[SAMPLES])
             + self._still_due(self.save_every, saved) * spent[SAVE]
         )

@@ -92,6 +92,11 @@ def test_only_what_differs_is_compared(two, dualtune_main):
     assert not any(line[:1] in (["train.steps"], ["run.dir"]) for line in lines)
 
 
+def test_a_directory_of_runs_stands_for_all_of_them(two, dualtune_main, tmp_path):
+    together = dualtune_main("runs", "compare", tmp_path / "runs", "--json").stdout
+    assert together == dualtune_main("runs", "compare", *two, "--json").stdout
+
+
 def test_another_program_gets_ascii(two, dualtune_main):
     said = dualtune_main("runs", "compare", *two).stdout
     assert said.isascii() and max(map(len, said.splitlines())) <= 80
@@ -140,7 +145,8 @@ def test_curves_of_long_files_are_whole(two, dualtune_main, monkeypatch):
 def test_what_is_no_pair_of_runs_is_refused(two, dualtune_main, tmp_path):
     one = dualtune_main("runs", "compare", two[0])
     assert (one.returncode, "at least two run directories" in one.stderr) == (2, True)
-    foreign = dualtune_main("runs", "compare", two[0], tmp_path)
+    (tmp_path / "empty").mkdir()
+    foreign = dualtune_main("runs", "compare", two[0], tmp_path / "empty")
     assert (foreign.returncode, "is not a run directory" in foreign.stderr) == (2, True)
 
 

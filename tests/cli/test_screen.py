@@ -143,11 +143,14 @@ def test_json_stays_alone_on_standard_output_while_the_line_is_live(config_file,
 # --- in a pipe -------------------------------------------------------------------------------------------------------
 
 
+STAMP = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ  "
+
+
 def test_a_pipe_gets_a_line_with_its_seconds_for_each_phase_and_whole_lines(dualtune_main, config_file):
     result = dualtune_main("train", config_file({"run.log_every": 2}), *NUMPY)
+    stamp = STAMP
     for done in ("imported    numpy", "tokenized   .*/train.jsonl", "loaded      the model", "saved       the adapter"):
-        assert len(re.findall(rf"^{done} in \d+\.\d s$", result.stdout, re.M)) == 1, done
-    stamp = r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ  "
+        assert len(re.findall(rf"^{stamp}{done} in \d+\.\d s$", result.stdout, re.M)) == 1, done
     said = rf"^{stamp}eval +\d  loss \d+\.\d{{4}} over \d+ target tokens in \d+\.\d s$"
     assert len(re.findall(said, result.stdout, re.M)) == 2
     steps = re.findall(rf"^{stamp}(step .*)$", result.stdout, re.M)
@@ -155,6 +158,31 @@ def test_a_pipe_gets_a_line_with_its_seconds_for_each_phase_and_whole_lines(dual
         "step        0/0  loss 0  lr 0  grad norm 0  0 tokens/s  peak 0 GiB  0 s left"
     ] * 2
     assert "\x1b" not in result.stdout and "━" not in result.stdout
+
+
+def test_in_a_pipe_all_lines_but_the_result_have_the_time_and_the_log_has_them_too(
+    dualtune_main, config_file, tmp_path, tiny_softmax
+):  # fmt: skip
+    run = tmp_path / "runs" / "a"
+    lines = dualtune_main("train", config_file(), *NUMPY).stdout.splitlines()
+    result = [f"report      {run / 'report.html'}", f"adapter     {run / 'adapter'}"]
+    assert lines[-2:] == result and all(re.match(STAMP, line) for line in lines[:-2])
+    said, log = map(heads, (lines, (run / "log.txt").read_text().splitlines()))
+    phases = [["loaded", "the"], ["saved", "the"]]
+    assert [head for head in said[said.index(["model", str(tiny_softmax) + ","]) : -2] if head not in phases] == log[
+        :-1
+    ]
+    assert log[-1] == ["adapter", str(run / "adapter")] and log[-2][0] == "verdict"
+
+
+def heads(lines):
+    """The first two words of each line after its time: the others may have another number of seconds."""
+    return [re.sub(STAMP, "", line).split()[:2] for line in lines]
+
+
+def test_after_the_last_samples_the_result_is_what_is_saved(dualtune_main, config_file):
+    result = dualtune_main("train", config_file({"run.sample_prompts": ["1 plus 1?"]}), *NUMPY)
+    assert re.search(r"Z  saved       the adapter in \d+\.\d s$", result.stdout, re.M)
 
 
 def test_a_run_that_fails_is_not_called_saved(dualtune_main, config_file, monkeypatch):

@@ -33,7 +33,7 @@ def test_a_run_that_may_not_fit_is_warned_of_and_not_stopped(args, train, open_b
     monkeypatch.setattr(memory, "detect", lambda: small)
     result = train("--platform", "cpu", *args)
     assert result.returncode == 0, result.stderr
-    assert "\nwarning     it may run out of memory. Not even the shortest documents fit" in result.stdout
+    assert "warning     it may run out of memory. Not even the shortest documents fit" in result.stdout
 
 
 def test_without_a_formula_that_is_said(dualtune_main, config_file):

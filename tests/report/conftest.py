@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,17 @@ def train(tiny_softmax, open_backend, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def plain(train):
+    return train("plain")
+
+
+@pytest.fixture
+def copy(plain, tmp_path):
+    """A copy of the plain run that a test may damage."""
+    return Path(shutil.copytree(plain, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
 def browse(tmp_path_factory):
     """Show pages in frames of given widths, run a script around them, and return (its answer, what the console said).
 
@@ -58,6 +70,7 @@ def browse(tmp_path_factory):
         command = [
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
             f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", "--enable-logging=stderr",
+            "--virtual-time-budget=10000",  # milliseconds of its clock, until which timers may run
             f"--user-data-dir={path / 'profile'}", (path / "around.html").as_uri(),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=1800, check=True)

@@ -18,10 +18,8 @@ from dualtune.cli.main import cli
 from dualtune.config import load_config
 from dualtune.data.preview.counts import _sample_row
 from dualtune.data.tokens.store import Document
-from dualtune.errors import ConfigError, FormatError
 from dualtune.report import curves as curves_module
 from dualtune.report import run_files
-from dualtune.report.answers import answers, read_predictions
 from dualtune.report.curves import curves_of
 from dualtune.report.page import as_data, whole_page
 from dualtune.report.run_files import read_run
@@ -29,22 +27,11 @@ from dualtune.report.run_page import run_page
 from dualtune.report.run_sections import next_commands
 from dualtune.report.settings import changed, differing
 from dualtune.train.state.metrics import read_rows
-from dualtune.train.state.records import command_line
+from dualtune.train.state.records import command_line, working_directory
 
 COMMAND = re.compile(r"<code>(.*?)</code>")
 ROW = ("prompt", "completion")
 UPLOT = Path(run_files.__file__).parent / "uplot"
-
-
-@pytest.fixture(scope="module")
-def plain(train):
-    return train("plain")
-
-
-@pytest.fixture
-def copy(plain, tmp_path):
-    """A copy of the plain run that a test may damage."""
-    return Path(shutil.copytree(plain, tmp_path / "copy"))
 
 
 def step(number, loss=1.0, **more):
@@ -204,11 +191,29 @@ def test_the_commands_of_a_report_are_commands(train):
         run = read_run(train(name, train__steps=1, data__eval=held_out))
         lines = [html.unescape(line) for line in COMMAND.findall(next_commands(run))]
         assert len(lines) == 9 - (not held_out)
+        assert any(" --exact-match " in line for line in lines) == (held_out > 0)  # else no row is judged
         for line in lines:
             for text in line.split(" && "):
                 program, command, *words = shlex.split(text)
                 assert program == "dualtune"
                 cli.get_command(click.Context(cli), command).make_context(command, words)
+
+
+def test_the_directory_of_the_command_is_recorded_without_the_user_s_name(tmp_path, monkeypatch, plain):
+    found = json.loads((plain / "environment.json").read_text())
+    assert f"the command, in {html.escape(found['directory'])}</p>" in run_page([plain])
+    token = "hf_" + "aB3" * 12
+    (tmp_path / "home" / "work" / token).mkdir(parents=True)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for given, shown in (("home", "~"), ("home/work", "~/work"), (f"home/work/{token}", "~/work/hf_***")):
+        monkeypatch.chdir(tmp_path / given)
+        assert working_directory() == shown
+    monkeypatch.chdir(tmp_path)
+    assert working_directory() == str(tmp_path)
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert working_directory() == ""
 
 
 def test_a_held_out_row_that_is_a_training_row_is_a_leak(train, plain):
@@ -249,145 +254,3 @@ def test_a_run_that_was_stopped_says_so_and_how_to_go_on(copy):
     page = run_page([copy])
     assert "<b>preempted</b>: stopped &lt;b&gt;. The numbers are those so far." in page
     assert f"dualtune train {copy}/config.yaml --set run.dir={copy}</code>" in page and "adapter merge" not in page
-
-
-# --- what is no run --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("config.yaml", b"model: [\n", "config.yaml: "),
-        ("config.yaml", b"\xff", "config.yaml: "),
-        ("config.yaml", b"a: 1\n" * 100_000, "config.yaml: more than 262144 bytes"),
-        ("environment.json", b"[]", "environment.json: got a JSON list"),
-        (
-            "environment.json",
-            b'{"n": 1' + b"0" * 400 + b"}",
-            "environment.json: not valid JSON: an integer of 401 digits",
-        ),
-        ("predictions.jsonl", b"{}\n", "predictions.jsonl:1: must have the texts"),
-        ("predictions.jsonl", b"\n[" * 3, "predictions.jsonl:2: got no JSON object"),
-    ],
-)
-def test_a_damaged_run_is_an_error_of_one_line(copy, dualtune_main, name, content, said):
-    (copy / name).write_bytes(content)
-    result = dualtune_main("report", copy)
-    assert result.returncode == FormatError.exit_code and said in result.stderr
-    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
-
-
-def test_metrics_that_are_no_file_or_too_long_are_refused(copy, monkeypatch):
-    monkeypatch.setattr(run_files, "MAX_METRICS_BYTES", 10)
-    with pytest.raises(FormatError, match=r"metrics\.jsonl: \d+ bytes, at most 10"):
-        read_run(copy)
-    (copy / "metrics.jsonl").unlink()
-    assert read_run(copy).curves.steps.tolist() == []
-    assert "No step has been recorded" in run_page([copy])
-    (copy / "metrics.jsonl").mkdir()
-    with pytest.raises(FormatError, match="is not a file"):
-        read_run(copy)
-
-
-def test_what_is_no_run_directory_is_said(tmp_path, dualtune_main):
-    result = dualtune_main("report", tmp_path)
-    assert result.returncode == ConfigError.exit_code and "is not a run directory" in result.stderr
-
-
-def test_records_of_any_shape_make_a_page(copy):
-    found = {
-        key: [1, {"name": 2}, None] for key in ("data", "hardware", "packages", "fingerprints", "memory", "devices")
-    }
-    found["data"] = {
-        "lengths": 3,
-        "histogram": [{"first": 1}, 2],
-        "sources": [{"path": ["<b>"]}],
-        "dropped": {"<i>": "x"},
-        "samples": [
-            {
-                "where": "f:1",
-                "text": "<u>" + "x" * 1000,
-                "targets": [[1, 3], [2, 4], 5, [3, "4"], [400, 800], [900, 901]],
-            },
-            {},
-            3,
-        ],
-        "left_out": {"exact": 2, "near": "<s>"},
-    }
-    found["memory"] = {"planned_bytes": 10**39}
-    (copy / "environment.json").write_text(json.dumps(found))
-    (copy / "config.yaml").write_text("model: 3\ntrain: {learning_rate: [1, {a: 2}], max_grad_norm: no}\nx: {y: z}\n")
-    page = run_page([copy])
-    assert "[&#x27;&lt;b&gt;&#x27;]" in page
-    assert "dropped: &lt;i&gt;" in page
-    assert f"&lt;<mark>u&gt;</mark>{'x' * 397}<mark>{'x' * 100}</mark>…</dd>" in page
-    assert "<dt>duplicates left out</dt><dd>2 exact, ? near</dd>" in page
-
-
-def test_of_many_answers_the_worst_of_each_kind_are_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("dualtune.report.answers.MAX_SHOWN", 2)
-    row = {"prompt": "p", "expected": "e", "base": None}
-    rows = [row | {"adapter": f"answer {i}", "right": i % 2 == 0, "loss": i} for i in range(8)]
-    (tmp_path / "predictions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    section = answers(tmp_path)
-    assert re.findall(r"answer \d", section) == ["answer 7", "answer 6", "answer 5", "answer 4"]
-    assert re.findall(r"(\w+) \(([^)]*)\)<", section) == [("all", "4 of 8"), ("wrong", "2 of 4"), ("right", "2 of 4")]
-
-
-def test_predictions_are_cut(tmp_path):
-    row = {"prompt": "p" * 5000, "expected": "", "base": None, "adapter": "", "right": None, "loss": math.inf}
-    (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    (found,) = read_predictions(tmp_path / "p.jsonl")
-    assert len(found.prompt) == 2001 and found.kind == "unjudged" and found.loss is None
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_several_runs_are_written_where_they_lie(copy, plain, dualtune_main, tmp_path):
-    shutil.copytree(copy, tmp_path / "second")
-    result = dualtune_main("report", copy, tmp_path / "second")
-    assert result.stdout == f"report      {tmp_path / 'report.html'}\n"
-    assert "<h1>2 runs</h1>" in (tmp_path / "report.html").read_text()
-
-
-def test_a_run_that_is_given_twice_is_one_run(copy, dualtune_main, tmp_path):
-    result = dualtune_main("report", copy, f"{copy}/../{copy.name}", tmp_path)
-    assert result.stdout == f"report      {tmp_path / 'report.html'}\n", result.stderr
-    assert "<h1>copy</h1>" in (tmp_path / "report.html").read_text()
-
-
-def test_no_run_is_the_best_of_those_with_different_held_out_documents(train):
-    runs = [train("a", data__eval=0.25), train("b", data__eval=0.5), train("c", data__eval=0.25, adapter__rank=1)]
-    together, apart = run_page([runs[0], runs[2]]), run_page(runs)
-    assert together.count('class="mark">best<') == 1 and "evaluated on different documents" not in together
-    assert 'class="mark">best<' not in apart and "evaluated on different documents" in apart
-    assert 'class="around"' not in apart and "the best has" not in apart and "<svg viewBox" in apart
-
-
-def test_a_directory_of_runs_stands_for_all_of_them(copy, dualtune_main, tmp_path):
-    shutil.copytree(copy, tmp_path / "sweep" / "a")
-    shutil.copytree(copy, tmp_path / "sweep" / "b")
-    result = dualtune_main("report", tmp_path / "sweep")
-    assert result.stdout == f"report      {tmp_path / 'sweep' / 'report.html'}\n"
-    assert "<h1>2 runs</h1>" in (tmp_path / "sweep" / "report.html").read_text()
-    (tmp_path / "empty").mkdir()
-    assert "is not a run directory" in dualtune_main("report", tmp_path / "empty").stderr
-
-
-def test_open_opens_the_page_and_says_where_there_is_no_browser(copy, dualtune_main, monkeypatch):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", lambda uri: bool(opened.append(uri)) or len(opened) == 1)
-    assert dualtune_main("report", copy, "--open").returncode == 0
-    assert opened == [(copy / "report.html").as_uri()]
-    assert "no browser was found" in dualtune_main("report", copy, "--open").stderr
-
-
-def test_the_command_imports_no_framework(python, plain, tmp_path):
-    code = (
-        f"import sys\nsys.argv = ['dualtune', 'report', {str(plain)!r}, '--output', {str(tmp_path / 'r.html')!r}]\n"
-        "import atexit; atexit.register(lambda: print(*sys.modules))\nfrom dualtune.cli.main import main\nmain()"
-    )
-    modules = python("-c", code).stdout.splitlines()[-1].split()
-    assert "dualtune.report.run_page" in modules
-    assert not {"torch", "mlx", "transformers", "tokenizers"} & set(modules)

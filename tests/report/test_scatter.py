@@ -22,11 +22,11 @@ def plain(train):
 
 @pytest.fixture
 def runs(plain, tmp_path):
-    """Make runs from (name, changed keys, evaluation loss), and return their figures as trees."""
+    """Make runs from (name, changed keys, evaluation losses after step 4 and later), and return their pictures."""
 
-    def make(*wanted, unfinished=()):
+    def make(*wanted, unfinished=(), page=False):
         paths = []
-        for name, changes, loss in wanted:
+        for name, changes, *losses in wanted:
             path = tmp_path / name
             shutil.copytree(plain, path)
             config = yaml.safe_load((path / "config.yaml").read_text())
@@ -35,13 +35,15 @@ def runs(plain, tmp_path):
                 config[section][short] = value
             (path / "config.yaml").write_text(yaml.safe_dump(config))
             rows = (path / "metrics.jsonl").read_text().splitlines()
-            rows.append(json.dumps({"step": 4, "eval_loss": loss, "eval_targets": 3}))
+            if not losses:
+                rows = [row for row in rows if "eval_loss" not in row]
+            rows += [json.dumps({"step": 4 + i, "eval_loss": loss, "eval_targets": 3}) for i, loss in enumerate(losses)]
             (path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
             if name in unfinished:
                 note = json.loads((path / "lock").read_text())
                 (path / "lock").write_text(json.dumps(note | {"state": "failed", "reason": "memory"}))
             paths.append(path)
-        return scatter([read_run(path) for path in paths])
+        return run_page(paths) if page else scatter([read_run(path) for path in paths])
 
     return make
 
@@ -121,6 +123,30 @@ def test_a_run_that_was_given_up_is_a_ring_and_never_the_best(runs):
     assert "the best has 0.01" in figure.find("svg").get("aria-label")
 
 
+def winners(page):
+    """The run that the table marks, and those that the pictures do."""
+    marked = re.findall(r'</svg>([^<]*) <span class="mark">best<', page)
+    return marked, re.findall(r'aria-label="train.learning_rate: \d runs(?:, the best has ([\d.]+))?', page)
+
+
+def test_the_table_and_the_pictures_name_one_winner(runs):
+    """A run may have had a lower evaluation before; what counts is the loss of the weights that it writes."""
+    given = [(*rate(1, 0.5, "a"), 3.0), (*rate(2, 2.0, "b"), 1.0), (*rate(3, 0.1, "c"), 0.1)]
+    assert winners(runs(*given, unfinished="c", page=True)) == (["b"], ["2"])
+    best = {"guards.restore_best": True}
+    given = [(f"{name}, best", changes | best, *losses) for name, changes, *losses in given]
+    assert winners(runs(*given, unfinished=["c, best"], page=True)) == (["a, best"], ["1"])
+    given = [(f"{name}, unfinished", *rest) for name, *rest in given]
+    assert winners(runs(*given, unfinished=[name for name, *_ in given], page=True)) == ([], [""])
+
+
+def test_a_training_loss_is_not_compared_with_an_evaluation(runs):
+    page = runs(rate(1, 99.0), rate(2, 98.0), ("training", {"train.learning_rate": 3}), page=True)
+    assert winners(page) == ([], [""]) and "so none is called the best" in page
+    trained = runs(*((f"t{value}", {"train.learning_rate": value}) for value in (1, 2, 3)), page=True)
+    assert len(winners(trained)[0]) == 1 and "the best has the lowest training loss at the end." in trained
+
+
 def test_there_is_no_picture_for_two_runs_for_equal_ones_or_without_a_loss(runs):
     assert runs(rate(1e-4, 2.0, "a"), rate(1e-3, 1.0, "b")) == ""
     assert runs(*(("same" + name, {}, 1.0) for name in "abc")) == ""
@@ -128,8 +154,9 @@ def test_there_is_no_picture_for_two_runs_for_equal_ones_or_without_a_loss(runs)
 
 
 def test_equal_values_of_other_types_lie_in_the_middle(runs):
-    text = runs(*((name, {"train.learning_rate": value}, 1.0) for name, value in zip("abc", (1, 1.0, 1), strict=True)))
-    assert all(math.isfinite(x) for figure in figures(text) for x, _, _ in dots(figure).values())
+    given = zip("abc", (1 << 60, (1 << 60) + 1, float(1 << 60)), strict=True)
+    (figure,) = figures(runs(*((name, {"train.learning_rate": value}, 1.0) for name, value in given)))
+    assert len({x for x, _, _ in dots(figure).values()}) == 1
 
 
 def test_a_last_loss_that_is_not_finite_is_not_smoothed_away(plain, tmp_path):

@@ -22,12 +22,12 @@ ROWS = [
 
 
 def test_the_score_is_the_last_evaluation_or_the_one_at_a_step():
-    assert score_of(ROWS) == Score(2.0, 6)
-    assert score_of(ROWS, best=True) == Score(1.0, 4)
-    assert score_of(ROWS, 2) == Score(3.0, 2)
-    assert score_of(ROWS, 3) == Score(3.0, 2)
-    assert score_of([*ROWS, evaluation(8, math.nan)]) == Score(None, 8)
-    assert score_of([*ROWS, evaluation(8, math.nan)], best=True) == Score(1.0, 4)
+    assert score_of(ROWS) == Score(2.0, 6, is_held_out=True)
+    assert score_of(ROWS, best=True) == Score(1.0, 4, is_held_out=True)
+    assert score_of(ROWS, 2) == Score(3.0, 2, is_held_out=True)
+    assert score_of(ROWS, 3) == Score(3.0, 2, is_held_out=True)
+    assert score_of([*ROWS, evaluation(8, math.nan)]) == Score(None, 8, is_held_out=True)
+    assert score_of([*ROWS, evaluation(8, math.nan)], best=True) == Score(1.0, 4, is_held_out=True)
 
 
 def test_without_evaluations_the_last_tenth_of_the_steps_counts():
@@ -36,6 +36,9 @@ def test_without_evaluations_the_last_tenth_of_the_steps_counts():
     assert score_of(rows, 20) == Score(19.5, 20)
     assert score_of([]) == Score(None, 0) == score_of([evaluation(0, 2.0)])
     assert score_of([{"step": 1, "loss": math.inf}]) == Score(None, 1)
+    skipped = [*rows[:38], {"step": 39, "loss": math.nan}, rows[39]]  # a skipped step changes no weight
+    assert score_of(skipped) == Score((37 + 38 + 40) / 3, 40)
+    assert score_of([*rows[:39], {"step": 40, "loss": math.nan}]) == Score(None, 40)
 
 
 def result(name, state, step, loss):

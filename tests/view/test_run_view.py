@@ -1,26 +1,29 @@
 """The numbers of a run so far, the lines that show them, and the log."""
 
 import errno
+import json
 import math
 import os
 import re
 
 import pytest
+from rich.cells import cell_len
 
-from dualtune.hooks import EvalRecord, Event, PhaseChange, RunInfo, SampleRecord, StepRecord
+from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
 from dualtune.view.lines import RunLog
+from dualtune.view.notebook import curve
 from dualtune.view.panel import panel, sparkline
-from dualtune.view.run_view import RunView, Thinned
+from dualtune.view.run_view import TIMED_STEPS, RunView, Thinned
 
 
 def step_record(step, loss=2.0, step_s=2.0):
     return StepRecord(step, 0.1, loss, 1e-3, 1.0, 5, 6, step_s, 60.0, 7, False)
 
 
-def info(path, num_steps=10):
+def info(path, num_steps=10, first_step=0):
     engine = {"device": "cpu", "dtype": "float32", "dtype_reason": "exact", "quantization": "none",
               "quantization_reason": "as stored", "trainable_parameters": 1, "num_parameters": 9}  # fmt: skip
-    return RunInfo(path, "numpy", num_steps, 0, 4, 2, engine, 100)
+    return RunInfo(path, "numpy", num_steps, first_step, 4, 2, engine, 100)
 
 
 class Clock:
@@ -62,6 +65,77 @@ def test_the_time_left_counts_steps_evaluations_samples_and_saves(tmp_path):
     assert view.saved[0] == 4
 
 
+def test_a_stall_is_forgotten_after_some_steps(tmp_path):
+    view = RunView(None, None)
+    view.on_start(info(tmp_path, num_steps=1000))
+    view.on_step(step_record(1, step_s=3600.0))
+    for step in range(2, TIMED_STEPS + 1):
+        view.on_step(step_record(step))
+    assert view.seconds_left > 1000 * 2
+    view.on_step(step_record(TIMED_STEPS + 1))
+    assert view.seconds_left == (1000 - TIMED_STEPS - 1) * 2
+
+
+class Stopped(Hook):
+    """Ends a run after a step, as Ctrl-C does."""
+
+    def __init__(self, after):
+        self._after = after
+
+    def on_step(self, record):
+        if record.step == self._after:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_knows_what_came_before(trained, tmp_path):
+    settings = {"train.steps": 8, "run.eval_every": 2, "run.save_every": 4, "train.learning_rate": 10.0}
+    with pytest.raises(KeyboardInterrupt):
+        trained("numpy", settings, [Stopped(6)])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [row | ({"eval_loss": 0.5} if row["step"] == 2 and "eval_loss" in row else {}) for row in rows]
+    rows.append({"step": 4, "event": "save_failed", "message": "no room, before"})
+    metrics.write_text("".join(json.dumps(row | {"step_s": 9e9}) + "\n" for row in rows))
+    saved = max(path.stat().st_mtime for path in (tmp_path / "run" / "checkpoints").glob("step-*4"))
+
+    class Watching(Hook):
+        """The view after the start of the resumed run, before its first step."""
+
+        def on_start(self, info):
+            self.view = RunView(2, 4)
+            self.view.on_start(info)
+            self.at_start = (self.view.step, self.view.saved, self.view.seconds_left, self.view.last.step)
+
+        def on_step(self, record):
+            self.view.on_step(record)
+
+        def on_eval(self, record):
+            self.view.on_eval(record)
+
+        def on_phase_change(self, change):
+            self.view.on_phase_change(change)
+
+    watching = Watching()
+    trained("numpy", settings, [watching])
+    view = watching.view
+    assert watching.at_start == (4, (4, saved), None, 4)
+    assert view.saved[0] == 8 and view.seconds_left < 1e6
+    assert len(view.losses.points()) == 8 and [step for step, _ in view.evals] == [0, 2, 4, 6, 8]
+    assert (view.best.step, view.best.eval_loss) == (2, 0.5) and view.evals[-1][1] > 0.5
+    assert curve(view).count("<circle") == 5 and 'points="86.0,' in curve(view)  # the first of eight steps
+
+
+def test_the_curve_of_a_run_that_was_moved_begins_where_its_rows_do(tmp_path):
+    rows = [{"step": step, "loss": 1.0} for step in range(101, 121)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in (110, 120):
+        (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    view = RunView(None, None)
+    view.on_start(info(tmp_path, num_steps=200, first_step=110))
+    assert view.saved[0] == 110  # not yet renamed, because the run continues before it
+    assert (view.first_step, view.step, len(view.losses.points())) == (100, 110, 10)
+
+
 def test_the_curve_is_thinned_to_means_of_equally_many():
     curve = Thinned(most=2)
     for value in range(11):
@@ -93,6 +167,16 @@ def test_the_state_fits_the_terminal_and_no_text_controls_it(tmp_path, columns):
         assert "größe␊ and a bell ␇" in lines[3]
         assert lines[1] == "evaluated   1.7500 after step 7  best 1.5000 after step 4"
         assert lines[2] == "state       memory 3.0 GiB of 4.0 GiB  checkpoint 4 saved 1 min 05 s ago"
+
+
+@pytest.mark.parametrize("columns", [20, 41, 60])
+def test_a_sample_in_wide_characters_fits_the_terminal(tmp_path, columns):
+    view = RunView(None, None)
+    view.on_start(info(tmp_path))
+    view.on_sample(SampleRecord(7, "首都はどこですか" * 9, "東京です。" * 90))
+    (line,) = panel(view, columns, 0.0)
+    assert columns - 1 <= cell_len(line) <= columns
+    assert columns == 20 or "… → 東京" in line
 
 
 def test_the_log_has_the_time_before_every_line_and_waits_for_a_full_disk(tmp_path, monkeypatch):

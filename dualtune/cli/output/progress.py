@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dualtune.cli.output.screen import REFRESH_HZ, Phases, phases, width
 from dualtune.hooks import EvalRecord, Event, PhaseChange, RunInfo, SampleRecord, StepRecord, StepTaken
 from dualtune.text.show import fitted
-from dualtune.view.lines import Fields, RunLines, stamped
+from dualtune.view.lines import Fields, RunLines
 from dualtune.view.panel import panel
 from dualtune.view.run_view import SAMPLES, RunView
 
@@ -113,7 +113,7 @@ class Progress(RunLines):
 
     def on_event(self, event: Event) -> None:
         super().on_event(event)
-        if event.event == "early_stop":
+        if event.event in ("early_stop", "verdict"):  # after the last samples, no phase follows
             self._show_saving()
 
     def _show_rest(self) -> None:
@@ -147,4 +147,4 @@ class Progress(RunLines):
             self._shown.panel = tuple(panel(self.view, width(), self.view.clock()))
 
     def _tell(self, line: str) -> None:
-        self._shown.tell(line if self._shown.is_live else stamped(line, self.view.clock()))
+        self._shown.tell(line, self.view.clock())

@@ -14,8 +14,10 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
+from rich.cells import cell_len
+
 from dualtune.cli.output.terminal import say
-from dualtune.text.show import fitted, in_time, wrapped
+from dualtune.text.show import fitted, in_time, stamped, wrapped
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -60,9 +62,9 @@ class Phase:
         if self.ends is not None and self.ends > now:
             rest.append((f"{in_time(self.ends - now)} left",))
         rest += [*self.fields, (in_time(now - self.began),)]
-        head = next((head.rstrip() for head in heads if len(head) <= width - len(rest[0][0]) - 2), self.doing)
-        text = fitted(rest, width - len(head) - 2)
-        room = width - len(head) - len(text) - 4
+        head = next((head.rstrip() for head in heads if cell_len(head) <= width - len(rest[0][0]) - 2), self.doing)
+        text = fitted(rest, width - cell_len(head) - 2)
+        room = width - cell_len(head) - len(text) - 4
         bar = _bar(self.done / self.total, min(room, MOST_BAR)) + "  " if self.total and room >= LEAST_BAR else ""
         return f"{head}  {bar}{text}"
 
@@ -75,10 +77,10 @@ def _bar(share: float, columns: int) -> str:
 class Phases:
     """The phases of a command, one at a time."""
 
-    def __init__(self, *, err: bool) -> None:
+    def __init__(self, *, err: bool, stamps: bool = False) -> None:
         self.now = Phase()
         self.panel: tuple[str, ...] = ()  # lines above the live line; replaced, because another thread draws them
-        self._err = err
+        self._err, self._stamps = err, stamps
         self._live = _live(self._draw, err=err) if is_live(sys.stderr if err else sys.stdout) else None
 
     @property
@@ -113,8 +115,13 @@ class Phases:
             self.tell(f"{past:<11} {what}in {self.seconds:.1f} s")
         self.now = Phase()
 
-    def tell(self, line: str) -> None:
-        say(wrapped(line, width()) if self._live else line, err=self._err)
+    def tell(self, line: str, when: float | None = None) -> None:
+        """Say a line. In a pipe its time is before it, if `when` is given or the lines of this command have it."""
+        if self._live:
+            line = wrapped(line, width())
+        elif self._stamps or when is not None:
+            line = stamped(line, time.time() if when is None else when)
+        say(line, err=self._err)
 
     def _draw(self) -> Text:
         from rich.text import Text
@@ -138,16 +145,16 @@ _active: Phases | None = None
 
 
 @contextlib.contextmanager
-def phases(*, err: bool = False) -> Generator[Phases]:
+def phases(*, err: bool = False, stamps: bool = False) -> Generator[Phases]:
     """Yield the phases of this command; inside another such block, the same ones. With `err` on standard error.
 
-    If standard output carries a result, print it after the block.
+    `stamps`: in a pipe, each line begins with its time. If standard output carries a result, print it after the block.
     """
     global _active
     if _active is not None:
         yield _active
         return
-    with Phases(err=err) as _active:
+    with Phases(err=err, stamps=stamps) as _active:
         try:
             yield _active
         finally:

@@ -24,6 +24,8 @@ MAX_VALUE = 60  # characters of a config value
 def command(runs: tuple[Path, ...], as_json: bool) -> None:
     """Compare run directories: the config keys that differ, last and best numbers, and the curves of the loss.
 
+    A directory of runs, such as a sweep's, stands for all of them.
+
     Another program gets plain ASCII; NO_COLOR turns colours off.
     """
     import os
@@ -34,10 +36,11 @@ def command(runs: tuple[Path, ...], as_json: bool) -> None:
     from dualtune.cli.output.screen import is_live, width
     from dualtune.cli.output.terminal import say, say_styled
     from dualtune.train.state.configs import differing, read_flat
-    from dualtune.train.state.listing import summary_of
+    from dualtune.train.state.listing import runs_at, summary_of
     from dualtune.train.state.metrics import each_row
     from dualtune.train.state.run_dir import METRICS
 
+    runs = tuple(run for given in runs for run in runs_at(given))
     if len(runs) < 2:
         raise click.UsageError("Give at least two run directories.")
     found = [summary_of(run) for run in runs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -13,7 +13,7 @@ import click
 @click.option("--open", "opens", is_flag=True, help="Also open the page in the browser.")
 @click.option(
     "--output", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-    help="Where the page is written. Default: report.html in RUN, or in the directory that holds all of them.",
+    help="Where the page is written. Default: report.html in RUN, or in the directory of all of them, or here.",
 )  # fmt: skip
 def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
     """Write the run directories RUN as one page: verdict, curves, answers, data, how to repeat it, what to do next.
@@ -28,21 +28,20 @@ def command(runs: tuple[Path, ...], opens: bool, output: Path | None) -> None:
     from dualtune.errors import EnvironmentFault
     from dualtune.io.disk import write_file
     from dualtune.report.run_page import run_page
+    from dualtune.train.state.listing import runs_at
     from dualtune.train.state.run_dir import REPORT
 
-    found = {run.resolve(): run for given in runs for run in _runs_in(given)}
-    page = run_page([*found.values()])
-    common = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve() for run in runs]))
-    target = output or common / REPORT
-    write_file(target, page)
+    found = {run.resolve(): run for given in runs for run in runs_at(given)}
+    target = output or _place(runs, [*found]) / REPORT
+    write_file(target, run_page([*found.values()], lambda problem: say(f"left out    {problem}", err=True)))
     say(f"report      {target}")
     if opens and not webbrowser.open(target.resolve().as_uri()):
         raise EnvironmentFault(f"{target}: no browser was found to open it. Open the file yourself")
 
 
-def _runs_in(given: Path) -> list[Path]:
-    """Return a run directory, or those in a directory that holds some."""
-    from dualtune.train.state.listing import find_runs
-    from dualtune.train.state.run_dir import is_run_dir
-
-    return [given] if is_run_dir(given) or not given.is_dir() else find_runs(given) or [given]
+def _place(given: Sequence[Path], runs: Sequence[Path]) -> Path:
+    """Return where the page of these runs lies: in the one that is given, beside them, or in the current directory."""
+    if len(given) == 1:
+        return given[0]
+    parents = {run.parent for run in runs}
+    return parents.pop() if len(parents) == 1 else Path()

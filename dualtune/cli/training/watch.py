@@ -36,10 +36,9 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
         raise click.UsageError("Give --once alone: --wait and --serve go on.")
     from dualtune.cli.output.screen import phases
     from dualtune.view.follow import WatchedRun
-    from dualtune.view.lines import stamped
 
     with phases() as shown:
-        watched = WatchedRun(run, lambda line, when: shown.tell(line if shown.is_live else stamped(line, when)))
+        watched = WatchedRun(run, shown.tell)
         watched.read()
         goes_on = not once and (watched.is_running or wait or serve)
         if goes_on and not shown.is_live:

@@ -91,6 +91,11 @@ def find_runs(directory: Path) -> list[Path]:
     return [path for path, problem in _readable(directory) if problem is None]
 
 
+def runs_at(path: Path) -> list[Path]:
+    """Return a run directory itself, and for another directory the runs in it, such as those of a sweep."""
+    return [path] if is_run_dir(path) or not path.is_dir() else find_runs(path) or [path]
+
+
 def summary_of(run_dir: Path) -> RunSummary:
     """Return the summary of one run directory. ConfigError if it is none."""
     check_is_run(run_dir)

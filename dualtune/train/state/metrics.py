@@ -241,6 +241,14 @@ def row_of(line: str) -> dict[str, Any] | None:
     return row if type(row.get("step")) is int and any(key in row for key in KINDS) and _is_sound(row) else None
 
 
+def time_of(row: Mapping[str, Any]) -> float | None:
+    """Return when a row was written, in seconds since 1970; None if it does not say."""
+    try:
+        return datetime.fromisoformat(row["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return None
+
+
 def _is_sound(row: Mapping[str, Any]) -> bool:
     """Return whether the values that `History` uses are numbers, and integers are no larger than floats can count.
 

@@ -54,7 +54,7 @@ def start() -> dict[str, Any]:
         "cuda": found.cuda,
     }
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"started": now, "command": command_line(sys.argv), "hardware": hardware}
+    return {"started": now, "command": command_line(sys.argv), "directory": working_directory(), "hardware": hardware}
 
 
 def command_line(arguments: Sequence[str]) -> str:
@@ -62,3 +62,12 @@ def command_line(arguments: Sequence[str]) -> str:
     program = Path(arguments[0] if arguments else "")
     is_ours = program.name in MODULES and "dualtune" in program.parts
     return redact(shlex.join(["dualtune" if is_ours else program.name, *arguments[1:]]))
+
+
+def working_directory() -> str:
+    """Return where the command was given, for its relative paths; ~ is the home directory, whose name is the user's."""
+    try:
+        path, home = Path.cwd(), Path.home()
+    except (OSError, RuntimeError):  # it was removed, or there is no home
+        return ""
+    return redact(str("~" / path.relative_to(home) if path.is_relative_to(home) else path))
