@@ -9,6 +9,7 @@
 # make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (docs/null_gpu.md); Linux
 #              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
 # make test-trackers   trackio, W&B, MLflow and TensorBoard are sent a run, and what they have stored is read back
+# make test-extras   tasks of lm-eval, and personal data found by presidio, in the real packages
 # make fuzz    every reader of foreign files among 100,000 damaged and forged ones
 # make chaos   kill training runs at random and let them resume (SEED=1 TORCH=300 MLX=40), about ten minutes
 # make lint    style, types
@@ -31,7 +32,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu test-trackers fuzz chaos lint format bench bench-data triton-kernels wheel docs reliability clean
+.PHONY: demo test test-fast test-long test-cluster test-interop test-null-gpu test-trackers test-extras fuzz chaos lint format bench bench-data triton-kernels wheel docs reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -83,6 +84,11 @@ test-trackers: .venv/.dev
 		trackio wandb mlflow-skinny sqlalchemy alembic tensorboard
 	PYTHONPATH=.trackers $(BIN)/python -m pytest tests/cli/trackers
 
+# Beside the environment, with the versions of constraints.txt. Neither package needs torch, so it stays what it is.
+test-extras: .venv/.dev
+	test -d .extras || $(PIP) --target .extras lm-eval presidio-analyzer || { rm -rf .extras; exit 1; }
+	PYTHONPATH=.extras $(BIN)/python -m pytest tests/cli/test_eval_harness.py tests/cli/test_data_clean.py
+
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -m fuzz
 
@@ -119,7 +125,7 @@ reliability: .venv/.dev
 	$(BIN)/python scripts/reliability_table.py
 
 clean:
-	rm -rf .venv .venv-interop .venv-null build dist
+	rm -rf .venv .venv-interop .venv-null .trackers .extras build dist
 
 .venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dualtune needs Python 3.11 or newer: make PYTHON=python3.12 …")'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any
 
 import click
@@ -68,7 +67,10 @@ def advice(name: str, commands: list[str], group: str) -> str:
 
 
 def with_keys_as_set(args: Sequence[str]) -> list[str]:
-    """Write --section.key VALUE and --section.key=VALUE, options by the names of config keys, as --set."""
+    """Write --section.key VALUE and --section.key=VALUE, options by the names of config keys, as --set.
+
+    UsageError if another option stands where the value should.
+    """
     found: list[str] = []
     rest = iter(args)
     for word in rest:
@@ -78,8 +80,10 @@ def with_keys_as_set(args: Sequence[str]) -> list[str]:
             found.append(word)
         elif "=" in word:
             found += ["--set", word.removeprefix("--")]
+        elif (value := next(rest, "--")).startswith("--"):
+            raise click.UsageError(f"{word} needs a value. One that begins with -- is given as {word}=--…")
         else:
-            found += ["--set", "=".join([word.removeprefix("--"), *islice(rest, 1)])]
+            found += ["--set", f"{word.removeprefix('--')}={value}"]
     return found
 
 

@@ -30,7 +30,7 @@ from dualtune.config.values import (
     Section,
     Share,
     Size,
-    TemplateName,
+    Template,
     Trackers,
     refuse,
 )
@@ -149,7 +149,7 @@ class DataConfig(Section):
     """The format of a row; auto detects it from the column names; preference is only checked, not trained on yet."""
     columns: Columns = {}  # noqa: RUF012  pydantic copies it
     """Columns that have other names in the file, such as {prompt: question}."""
-    template: Literal["auto", "none"] | TemplateName | Location = "auto"
+    template: Template = "auto"
     """The chat template: the tokenizer's own, none at all, that of a model family by name, or a Jinja file."""
     special_tokens_in_text: Literal["error", "text", "allow"] = "text"
     """What a control token such as <|im_end|> in a row's text means: a bad row, plain text, or the control token."""

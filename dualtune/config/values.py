@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from dualtune.adapter.methods import NAMES
@@ -34,6 +34,11 @@ def all_different(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def as_list(value: object) -> object:
+    """Return a list of one for a single text: `--run.track trackio` can only mean that."""
+    return (value,) if isinstance(value, str) else value
+
+
 # `format` is a free annotation in JSON schema: it names the meaning of a string, list or mapping for `words.py`.
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -43,6 +48,8 @@ Name = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "name"})
 TemplateName = Literal[
     "chatml", "llama-3", "llama-3.1", "qwen-2.5", "qwen-3", "gemma-2", "gemma-3", "mistral-small", "phi-3"
 ]  # fmt: skip
+# Short names mean the newest version that is here. A config holds the full name once it is read, and so does its run.
+NEWEST_TEMPLATES = {"qwen": "qwen-3", "gemma": "gemma-3", "mistral": "mistral-small", "phi": "phi-3"}
 Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
 ModuleNames = Annotated[
@@ -51,11 +58,16 @@ ModuleNames = Annotated[
     Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
     AfterValidator(all_different),
 ]
+Template = Annotated[
+    Literal["auto", "none"] | TemplateName | Location,
+    BeforeValidator(lambda value: NEWEST_TEMPLATES.get(value, value) if isinstance(value, str) else value),
+]
 MULTILINE = ("sample_prompts",)  # keys whose texts may have line breaks and tabs
 Prompts = Annotated[
     tuple[Annotated[str, Field(pattern=r"\S", max_length=4000, json_schema_extra={"format": "prompt"})], ...],
     Field(strict=False),
     Field(max_length=8, json_schema_extra={"format": "prompts"}),
+    BeforeValidator(as_list),
 ]
 
 
@@ -63,6 +75,7 @@ Trackers = Annotated[
     tuple[Literal["trackio", "wandb", "mlflow", "tensorboard"], ...],
     Field(strict=False, json_schema_extra={"format": "trackers", "uniqueItems": True}),
     AfterValidator(all_different),
+    BeforeValidator(as_list),
 ]
 if TYPE_CHECKING:
     MethodName = str

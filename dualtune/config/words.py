@@ -16,7 +16,7 @@ Fragment = dict[str, Any]  # a part of a JSON schema
 _FORMATS = {
     "columns": "a mapping from our column names to the file's",
     "model": "a hub id or a directory",
-    "modules": "a list of different module names, at least one",
+    "modules": "a list of different module names, such as [q_proj, v_proj]",
     "name": "a name",
     "path": "a path",
     "prompt": "a text of at most 4000 characters",

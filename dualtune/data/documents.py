@@ -181,7 +181,8 @@ class Documents(Sequence[Document]):
 def duplicates_left_out(left_out: Mapping[str, int]) -> str:
     """Say how many rows data.dedup has left out, by kind."""
     kinds = ", ".join(f"{left_out[kind]} {kind}" for kind in ("exact", "near") if left_out.get(kind))
-    return f"{sum(left_out.values())} duplicates left out ({kinds})"
+    total = sum(left_out.values())
+    return f"{total} duplicate{'' if total == 1 else 's'} left out ({kinds})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
-from dualtune.errors import EnvironmentFault
+from dualtune.extras import import_extra
 from dualtune.sweep.values import Choices, Range, Values
 
 DIGITS = 3  # of a chosen number, so that a run's name says it exactly
@@ -20,10 +19,7 @@ def sampler(varied: Sequence[Choices | Range], seed: int) -> Callable[[Known], V
 
     Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011.
     """
-    try:
-        optuna: Any = import_module("optuna")
-    except ImportError as error:
-        raise EnvironmentFault("--trials: needs optuna. Install it with: pip install 'dualtune[optuna]'") from error
+    optuna = import_extra("optuna", "optuna", "--trials")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space: dict[str, Any] = {each.key: _distribution(optuna, each) for each in varied}
     texts = {each.key for each in varied if isinstance(each, Choices)}

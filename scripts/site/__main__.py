@@ -17,6 +17,7 @@ from pages import ROOT, prose, with_links
 from reference import PAGES
 
 REPOSITORY = "https://github.com/dualtune/dualtune/blob/main/"
+STYLE = Path(__file__).parent / "site.css"
 # Pages of the root, and their place on the site.
 FROM_ROOT = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")} | {"README.md": "index.md"}
 
@@ -30,6 +31,7 @@ def main(directory: Path) -> int:
 def build(directory: Path) -> int:
     """Build DIRECTORY/docs into DIRECTORY/site. Returns the exit status: not 0 if a link is broken."""
     shutil.copyfile(ROOT / "zensical.toml", directory / "zensical.toml")
+    shutil.copyfile(STYLE, directory / "docs" / STYLE.name)
     return subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=directory).returncode
 
 

@@ -19,6 +19,7 @@ from dualtune.config.render import entry
 from dualtune.config.schema import SourceConfig
 from dualtune.config.words import config_schema, describe, examples, fragment
 
+WIDTH = 80  # columns of code: as many as the site shows of a line
 # Module -> the names that are shown; all public ones if empty.
 USE = {
     "dualtune": (), "dualtune.train.run": ("TrainResult",), "dualtune.hooks": (), "dualtune.errors": (),
@@ -35,7 +36,7 @@ def commands() -> str:
     """Every command and its options, as `--help` prints them."""
     parts = ["# Commands", "The output of `dualtune COMMAND --help`, for every command."]
     for name, command in _walk("dualtune", cli):
-        settings = {**cli.context_settings, "terminal_width": 100, "max_content_width": 100}
+        settings = {**cli.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
         context = click.Context(command, info_name=name, **settings)
         parts += [f"## {name}", f"```text\n{command.get_help(context)}\n```"]
     return "\n\n".join(parts) + "\n"
@@ -127,7 +128,7 @@ def _signature(node: ast.FunctionDef) -> str:
     decorators = [f"@{ast.unparse(each)}\n" for each in node.decorator_list if "property" in ast.unparse(each)]
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     line = f"def {node.name}({ast.unparse(node.args)}){result}"
-    if len(line) > 100:
+    if len(line) > WIDTH:
         arguments = "".join(f"    {each},\n" for each in _arguments(node.args))
         line = f"def {node.name}(\n{arguments}){result}"
     return "".join(decorators) + line

@@ -72,8 +72,12 @@ def test_clean_rows_keep_their_values_and_their_order(clean, write_rows):
 
 def test_what_is_clean_is_clean(clean, write_rows, dualtune_main, tmp_path):
     _, out, _ = clean(write_rows(ROWS))
-    again = dualtune_main("data", "clean", out / "train.jsonl", "--out", tmp_path / "again")
-    assert "3 read, 3 kept, 0 left out" in again.stdout
+    again = dualtune_main("data", "clean", out / "train.jsonl", out / "train.jsonl", "--out", tmp_path / "again")
+    counted, first, second, left_out = again.stdout.splitlines()
+    assert counted == "rows     6 read, 3 kept, 3 left out: 3 exact duplicates"
+    assert first == f"written  {tmp_path}/again/train.jsonl: 3 of the 3 rows of {out}/train.jsonl"
+    assert second == f"         {tmp_path}/again/train-2.jsonl: 0 of the 3 rows of {out}/train.jsonl"
+    assert left_out == f"         {tmp_path}/again/left_out.jsonl: what was left out, and why"
     assert (tmp_path / "again/train.jsonl").read_bytes() == (out / "train.jsonl").read_bytes()
 
 
@@ -137,6 +141,7 @@ def test_an_error_leaves_nothing_and_names_the_place(dualtune_main, write_rows, 
         ([write_rows([{"prompt": 1, "completion": 2}], "bad.jsonl"), "--out", out], 3, "bad.jsonl: no row can be used"),
         ([path, "--out", tmp_path / "full"], 2, "exists and is not an empty directory"),
         ([path, "--out", out, "--near", "0.5"], 2, "0.7<=x<=1"),
+        ([path, "--out", out, "--exact", "--near", "0.9"], 2, "Give --exact or --near, not both"),
         ([path, "--out", out, "--format", "csv"], 2, "--format: got 'csv', allowed: auto"),
     ]
     for args, code, message in cases:

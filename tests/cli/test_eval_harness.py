@@ -1,15 +1,17 @@
 """The engine as a model of lm-eval: against log-probabilities computed directly, and in the real package."""
 
 import json
+import os
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dualtune.backend import IGNORE_INDEX, Batch
-from dualtune.errors import EnvironmentFault
+from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.inference import load_model
-from dualtune.evaluate.scoring.harness import HarnessModel, check_installed
+from dualtune.evaluate.scoring.harness import HarnessModel, check_installed, run
 
 NUMPY = ("--platform", "numpy")
 
@@ -103,14 +105,85 @@ def test_of_two_stop_texts_in_one_piece_the_first_counts(model, monkeypatch):
 
 
 def test_without_lm_eval_it_is_one_clear_line(dualtune_main, config_file, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(EnvironmentFault, match="lm-eval cannot be imported"):
+    with pytest.raises(EnvironmentFault, match="lm_eval cannot be imported"):
         check_installed()
     result = dualtune_main("eval", config_file(), "--base", "--harness", "arc_easy", *NUMPY)
     assert (result.returncode, result.stderr.count("\n")) == (4, 1)
     assert "pip install 'dualtune[harness]'" in result.stderr
+
+
+class StandInForLmEval:
+    """What `run` uses of the package. Its evaluation reads a request, calls `then`, and reports a result."""
+
+    def __init__(self, monkeypatch, then=lambda lm: None):
+        self.then, self.all_tasks = then, ["known"]
+        for name, content in {
+            "lm_eval": {"simple_evaluate": self.evaluate},
+            "lm_eval.tasks": {"TaskManager": lambda: self},
+            "lm_eval.evaluator": {"get_git_commit_hash": lambda: os.write(2, b"fatal: not a git repository")},
+            "lm_eval.api.model": {"LM": object},
+        }.items():
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+
+    def evaluate(self, *, model, **options):
+        print("0%|     | 0/2", file=sys.stderr)
+        self.then(model)
+        sys.modules["lm_eval.evaluator"].get_git_commit_hash()
+        return {"results": {"known": {"alias": "known", "name": "known", "sample_len": 2, "acc,none": 0.5}}}
+
+
+def harness_of(loaded):
+    return run(loaded[0], "no name", loaded[1], ["known"], limit=None, show=lambda *_: None)
+
+
+@pytest.fixture
+def of_64_tokens(monkeypatch):
+    monkeypatch.setattr("dualtune.evaluate.scoring.harness._max_tokens", lambda *_: 64)
+
+
+def test_metrics_are_reported_and_bars_are_not(loaded, of_64_tokens, monkeypatch, capfd):
+    StandInForLmEval(monkeypatch)
+    assert harness_of(loaded) == {"known": {"acc,none": 0.5}}
+    assert capfd.readouterr().err == ""
+
+
+def test_a_fault_of_a_task_is_one_line_and_one_of_the_engine_stays_itself(loaded, of_64_tokens, monkeypatch):
+    def bad_template(lm):
+        raise KeyError("'x' is undefined\nmore lines")
+
+    StandInForLmEval(monkeypatch, bad_template)
+    with pytest.raises(ConfigError, match=r"^--harness known: KeyError: .*'x' is undefined"):
+        harness_of(loaded)
+
+    def lost_connection(lm):
+        raise OSError("no route to host\nmore lines")
+
+    StandInForLmEval(monkeypatch, lost_connection)
+    with pytest.raises(EnvironmentFault, match=r"^--harness known: OSError: no route to host$"):
+        harness_of(loaded)
+    StandInForLmEval(monkeypatch, lambda lm: lm.generate_until([asked("a", {"max_gen_toks": "a word"})]))
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        harness_of(loaded)
+
+
+BAD_TASKS = {
+    '{"q": 1}\n{"q": 2}\n': "ParserError: ",
+    "a: b\n": "ValueError: Unknown config shape",
+    "task: x\ndataset_path: json\n": "",
+    "task: x\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: '{docs}'}}}}\ntest_split: test\n"
+    "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{{{nofield.x}}}}'\n": "UndefinedError: ",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_TASKS.items(), ids=["json", "no task", "no data", "no field"])
+def test_a_bad_task_file_of_lm_eval_is_one_clear_line(dualtune_main, config_file, tmp_path, write_rows, text, said):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `harness`)")
+    docs, file = write_rows([{"q": "2 is"}], "docs.jsonl"), tmp_path / "bad.yaml"
+    file.write_text(text if text.startswith("{") else text.format(docs=docs))
+    result = dualtune_main("eval", config_file(), "--base", "--harness", file, *NUMPY)
+    assert result.returncode in (2, 4) and f"--harness {file}: {said}" in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_tasks_of_lm_eval_run_on_the_engine(dualtune_main, config_file, tmp_path, write_rows):
@@ -133,5 +206,7 @@ def test_tasks_of_lm_eval_run_on_the_engine(dualtune_main, config_file, tmp_path
     assert found.keys() == kinds.keys()
     assert 0 <= found["choice"]["acc,none"] <= 1 and found["rolling"]["bits_per_byte,none"] > 0
     assert found["generated"]["exact_match,none"] == 0
+    assert all("," in key for numbers in found.values() for key in numbers)
+    assert result.stderr == "platform    numpy: as requested\n"
     unknown = dualtune_main("eval", config_file(), "--base", "--harness", "no_such_task", *NUMPY)
     assert (unknown.returncode, "lm-eval has no task 'no_such_task'" in unknown.stderr) == (2, True)

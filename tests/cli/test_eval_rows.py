@@ -116,3 +116,19 @@ def test_held_out_rows_in_the_training_data_are_counted(
     other = config_file({"data.train": write_rows(qa_rows, "qa.jsonl")}, name="other.yaml")
     result = dualtune_main("eval", other, "--base", *NUMPY)
     assert "\nleaks         0 exactly and 0 nearly of 4 held-out rows are in the training data\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--json-field", "b"), "eval.jsonl:1: the expected answer: JSON object: there is no field 'b'"),
+        (
+            ("--answer-pattern", "= ([0-9]+)"),
+            "eval.jsonl:1: the expected answer does not match the pattern '= ([0-9]+)'",
+        ),
+    ],
+)
+def test_what_no_expected_answer_has_is_said_before_anything_is_measured(dualtune_main, trained, options, message):
+    result = dualtune_main("eval", trained, "--compare", "--exact-match", *options, *NUMPY)
+    assert result.returncode == 3 and result.stderr.endswith(message + "\n"), result.stderr
+    assert "evaluated" not in result.stdout

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dualtune.cli.suggest import with_keys_as_set
-from dualtune.cli.training.settings import SHORT, as_overrides, made_config
+from dualtune.cli.training.settings import SHORT, config_from_options, with_short_options
 from dualtune.config import Config, get_value, load_config, parse_config
 from dualtune.config.render import entry, to_yaml
 
@@ -29,7 +29,9 @@ def test_a_run_without_a_file_is_the_run_of_its_config(dualtune_main, tiny_softm
     done = dualtune_main(*words)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "softmax-my-rows-1"
-    (said,) = (line for line in done.stdout.splitlines() if line.startswith("config"))
+    lines = [line.partition("Z  ")[2] for line in done.stdout.splitlines()]  # without their time
+    said, saved = (line for line in lines if line.startswith("config"))
+    assert saved == "config      saved as runs/softmax-my-rows-1/config.yaml"
     assert f"model.name: {tiny_softmax}, data.train: 'my rows: 1.jsonl', train.steps: 3, adapter.rank: 4, " in said
     assert said.endswith("run.dir: runs/softmax-my-rows-1; the other keys have their defaults")
     config = load_config(run / "config.yaml")
@@ -56,6 +58,22 @@ def test_another_setting_is_not_taken_for_the_same_run(dualtune_main, tiny_softm
     assert dualtune_main(*words).returncode == 0
     again = dualtune_main(*words, "--rank", 2)
     assert again.returncode == 2 and "adapter.rank" in again.stderr
+    assert again.stderr.endswith("start a new run in another directory: --run-dir DIR or --set run.dir=DIR\n")
+
+
+@pytest.mark.parametrize(("model", "data"), [(".", "d.jsonl"), ("../a model", "../a model/d.jsonl"), ("link", "../.")])
+def test_the_run_directory_has_the_names_of_its_model_and_data(tmp_path, monkeypatch, model, data):
+    (tmp_path / "a model").mkdir()
+    (tmp_path / "a model" / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "a model")
+    config = config_from_options(with_short_options({"model": model, "data": (data,)}))
+    names = {"link": f"link-{tmp_path.name}"}
+    assert str(config.run.dir) == f"runs/{names.get(model, 'a-model-d')}"
+
+
+def test_of_two_values_set_by_name_the_last_counts():
+    given = ("model.name=m", "data.train=d", "train.steps=5", "train.steps=6")
+    assert config_from_options(with_short_options({"rank": "4"}, given)).train.steps == 6
 
 
 def test_every_key_is_an_option(tiny_softmax):
@@ -66,16 +84,16 @@ def test_every_key_is_an_option(tiny_softmax):
         words += [f"--{key}", entry("", get_value(config, key)).strip().removeprefix(":").strip()]
     found = with_keys_as_set(words)
     assert found[::2] == ["--set"] * len(KEYS)
-    assert made_config(found[1::2]) == config
+    assert config_from_options(found[1::2]) == config
 
 
 def test_short_options_name_keys_and_texts_are_taken_as_they_are():
     assert {key for key, _ in SHORT.values()} <= set(KEYS)
     odd = "null"
-    given = as_overrides(
+    given = with_short_options(
         {"model": odd, "data": ("a: [b.jsonl", "c.jsonl"), "run_dir": "1e-4", "steps": "5", "rank": None}
     )
-    config = made_config(given)
+    config = config_from_options(given)
     assert (config.model.name, config.data.train, str(config.run.dir)) == (odd, ("a: [b.jsonl", "c.jsonl"), "1e-4")
     assert config.train.steps == 5 and config.adapter.rank == 16
 
@@ -88,7 +106,7 @@ def test_short_options_name_keys_and_texts_are_taken_as_they_are():
         ("--data.columns.prompt question", "--set data.columns.prompt=question"),
         ("--model.name a=b", "--set model.name=a=b"),
         ("--set train.steps=5 --steps 3 -- --train.steps", "--set train.steps=5 --steps 3 -- --train.steps"),
-        ("--train.steps", "--set train.steps"),
+        ("--run.dir=--x --train.learning_rate -1", "--set run.dir=--x --set train.learning_rate=-1"),
         ("train.steps --run-dir ./a.b ../--x.y", "train.steps --run-dir ./a.b ../--x.y"),
     ],
 )
@@ -109,7 +127,22 @@ def test_keys_override_a_file_in_other_commands_too(dualtune_main, tiny_softmax,
         ("train --model m", "Give a config file, or --model and --data, or --demo"),
         ("train c.yaml --demo", "(one of them)"),
         ("train --model m --data d --train.stps 4", "train.stps: unknown key. Did you mean 'steps'?"),
-        ("train --model m --data d --train.steps", "must have the form section.key=value"),
+        ("train --model m --data d --train.steps", "--train.steps needs a value"),
+        (
+            "train --model m --data d --run.dir --dry-run",
+            "--run.dir needs a value. One that begins with -- is given as",
+        ),
+        ("train --model m --data d --learning-rate '' --rank 4", "--learning-rate: got an empty text. Give a value"),
+        ("train --model m --data d --data ''", "--data: got an empty text"),
+        ("train --model m --data d --run-dir=", "--run-dir: got an empty text"),
+        (
+            "train --model m --data d --steps 5 --train.steps 6",
+            "--steps sets train.steps, which is also set by its name",
+        ),
+        (
+            "sweep --model m --data d --steps 5 --train.steps 6",
+            "--steps sets train.steps, which is also set by its name",
+        ),
         ("train --model m --data d --steps abc", "train.steps: got 'abc', must be an integer >= 1"),
         ("train --model m --data d --nothing.here 1", "nothing: unknown key. Allowed here: model, adapter"),
         ("train --model m --data d --max-restarts 1", "--max-restarts is for a run with a config file"),

@@ -84,7 +84,7 @@ runn:
         (
             "adapter.targets",
             "[]",
-            "got an empty list, must be all-linear or a list of different module names, at least one",
+            "got an empty list, must be all-linear or a list of different module names, such as [q_proj, v_proj]",
         ),
         ("adapter.targets", "[a, b, a]", "lists 'a' more than once"),
         ("adapter.targets", "all_linear", "Did you mean 'all-linear'?"),

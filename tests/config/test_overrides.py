@@ -43,6 +43,13 @@ def test_an_override_takes_yaml() -> None:
     assert (config.data.columns, config.data.eval, config.run.dir) == ({"prompt": "q"}, None, "a=b")
 
 
+def test_a_single_word_is_a_list_of_one_where_only_a_list_is_allowed() -> None:
+    run = parse_config(MINIMAL, overrides=["run.track=trackio", "run.sample_prompts=Two words."]).run
+    assert (run.track, run.sample_prompts) == (("trackio",), ("Two words.",))
+    assert "run.track: got 'neptune', must be a list of trackio, wandb," in error_of(MINIMAL, "run.track=neptune")
+    assert error_of(MINIMAL, "adapter.targets=q_proj").endswith("names, such as [q_proj, v_proj]")
+
+
 def test_an_override_heals_a_wrong_value_in_the_file() -> None:
     assert parse_config(with_("adapter: {rank: 0}"), overrides=["adapter.rank=8"]).adapter.rank == 8
 

@@ -43,10 +43,11 @@ def test_off_is_the_default_and_each_mode_leaves_out_its_kind(documents_of, writ
     assert (lines(everything), everything.left_out) == ([1, 2, 3, 4, 5, 6, 7], {})
     exact, _ = documents_of(path, dedup="exact")
     assert (lines(exact), exact.left_out) == ([1, 2, 3, 4, 5, 7], {"exact": 1})
+    assert "; 1 duplicate left out (1 exact)" in exact.summary()
     both, held_out = documents_of(path, dedup="near")
     assert (lines(both), both.left_out) == ([1, 2, 3, 4, 5], {"exact": 1, "near": 1})
     assert "; 2 duplicates left out (1 exact, 1 near)" in both.summary() and "left out" not in everything.summary()
-    recorded = counts(make_config(path), both, held_out, lambda ids: "hf_" + "aB3" * 12 + str(len(ids)))
+    recorded = counts(make_config(path), both, held_out, lambda ids: ("hf_" + "aB3" * 12 + " ") * len(ids))
     assert recorded["left_out"] == {"exact": 1, "near": 1}
     assert [row["where"] for row in recorded["samples"]] == [f"{path}:{line}" for line in (1, 3, 5)]
     assert recorded["samples"][0]["text"].startswith("hf_***") and recorded["samples"][2]["text"].endswith("…")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.config.values import NEWEST_TEMPLATES
 from dualtune.data.chat.formats import Example, Message
 from dualtune.data.chat.named import NAMES, named_template
 from dualtune.data.chat.template import ChatTemplate
@@ -107,3 +108,22 @@ def test_a_name_that_does_not_exist_is_refused_with_those_that_do(tiny_llama):
 def test_a_template_whose_end_is_no_token_of_the_model_is_named(tiny_llama):
     assert Tokenizer(tiny_llama, "chatml").warning is None
     assert "ends a turn with <|eot_id|>, which this tokenizer splits" in Tokenizer(tiny_llama, "llama-3").warning
+
+
+@pytest.mark.parametrize("short", NEWEST_TEMPLATES)
+def test_a_short_name_is_the_newest_version_and_a_config_holds_the_full_name(knowing_all_ends, make_config, short):
+    full = make_config("d.jsonl", {"data.template": short}).data.template
+    assert full == NEWEST_TEMPLATES[short] and full.startswith(short)
+    family = [name for name in NAMES if name.startswith(short)]
+    assert full == family[-1], "the versions of a family stand in their order"
+    assert Tokenizer(knowing_all_ends, short).template.source == named_template(full) != named_template("chatml")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("llama3", "llama-3"), ("qwen_25", "qwen-2.5"), ("gemma3", "gemma-3"), ("phi_35", "phi-3")]
+)
+def test_a_name_of_another_trainer_leads_to_ours(tiny_llama, theirs, ours):
+    with pytest.raises(
+        ConfigError, match=rf"got '{theirs}', allowed: .*, or an existing Jinja file. Did you mean '{ours}'\?"
+    ):
+        Tokenizer(tiny_llama, theirs)

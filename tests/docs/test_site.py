@@ -1,5 +1,6 @@
 """The built site: it builds without a warning, asks no other host for anything, and its search works in a browser."""
 
+import html
 import http.server
 import json
 import queue
@@ -61,6 +62,18 @@ def test_every_page_is_built(site):
         and "dualtune adapter merge" in (site / "reference" / "commands.html").read_text()
     )
     assert "class StepRecord" in re.sub("<[^>]*>", "", (site / "reference" / "python.html").read_text(encoding="utf-8"))
+
+
+def test_help_fits_into_the_lines_that_the_site_shows(site):
+    page = html.unescape((site / "reference" / "commands.html").read_text(encoding="utf-8"))
+    blocks = re.findall(r"<pre.*?</pre>", page, re.S)
+    lines = [line for block in blocks for line in re.sub("<[^>]*>", "", block).splitlines()]
+    assert len(blocks) > 30 and 70 < max(map(len, lines)) <= 80
+
+
+def test_keys_in_tables_stay_whole(site):
+    page = (site / "coming_from" / "trl.html").read_text(encoding="utf-8")
+    assert '<link rel="stylesheet" href="../site.css' in page and (site / "site.css").is_file()
 
 
 def test_a_page_loads_nothing_from_elsewhere(site):

@@ -98,7 +98,9 @@ def test_forbidden_keys_are_refused_in_a_table(box):
         "train.optimizer adamw sgd forbidden",
         "run.seed 1 2 forbidden",
     ]
-    assert lines[-1] == "Restore these values, or choose another run.dir to start a new run."
+    assert (
+        lines[-1] == "Restore these values, or start a new run in another directory: --run-dir DIR or --set run.dir=DIR"
+    )
 
 
 @pytest.mark.fault(
@@ -126,7 +128,10 @@ def test_other_data_are_refused(box, how, qa_rows, write_rows):
     before, now = (f"{count} documents, sha256 " for count in counts)
     assert line.startswith(f"{name} {before}") and now in line[len(name) + len(before) :]
     assert line.endswith("forbidden")
-    assert advice == "Restore the previous files, or choose another run.dir to start a new run."
+    assert (
+        advice
+        == "Restore the previous files, or start a new run in another directory: --run-dir DIR or --set run.dir=DIR"
+    )
 
 
 @pytest.mark.fault(

@@ -42,8 +42,19 @@ class EvalOptions:
         scored = self.task or self.answer_pattern or self.json_fields or self.metrics
         return bool(scored or self.predictions)
 
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks of lm-eval that are named."""
+        return [task.strip() for task in (self.harness or "").split(",") if task.strip()]
+
     def check(self) -> None:
-        """Raise UsageError for options that exclude each other."""
+        """Raise UsageError for options that exclude each other, and for empty ones."""
+        if self.harness is not None and not self.tasks:
+            raise click.UsageError(
+                f"--harness: got {self.harness!r}, which names no task. To list them: lm-eval ls tasks"
+            )
+        if self.answer_pattern == "":
+            raise click.UsageError("--answer-pattern: got '', which matches everything. Give a regular expression.")
         if self.task and self.answer_pattern:
             raise click.UsageError("Give --task or --answer-pattern, not both.")
         if self.base and self.adapter:

@@ -70,6 +70,7 @@ class EvalRun:
         if sources is None:
             return {"adapter": _text(self._adapter), "harness": self._harness(model)}
         documents, examples = self._held_out(sources, model)
+        self._check_expected(model, examples)
         with self._phase("evaluating", "evaluated", "loss"):
             result = evaluate(model.engine, documents, self._recovery(model, documents), show=self._shown.update)
         report: dict[str, Any] = {
@@ -137,6 +138,14 @@ class EvalRun:
             raise DataError("the evaluation data has no target token within data.max_length")
         return documents, sources.held_out_examples(documents)
 
+    def _check_expected(self, model: LoadedModel, examples: list[Example]) -> None:
+        """Raise DataError for an expected answer that cannot be scored, before anything is measured."""
+        if self._metrics:
+            for example in examples[: self._options.limit]:
+                expected = question(model, example).expected
+                for metric in self._metrics:
+                    metric.check(example.where, expected)
+
     def _side(self, model: LoadedModel, documents: Documents, examples: list[Example]) -> Side:
         """Measure one model on every row."""
         options, side = self._options, Side()
@@ -158,10 +167,9 @@ class EvalRun:
         return side
 
     def _harness(self, model: LoadedModel) -> dict[str, dict[str, Any]]:
-        tasks = [task.strip() for task in (self._options.harness or "").split(",") if task.strip()]
         with self._phase("evaluating", "evaluated", "tasks of lm-eval"):
             return harness.run(
-                model, self._settings.model.name, self._backend, tasks, limit=self._options.limit,
+                model, self._settings.model.name, self._backend, self._options.tasks, limit=self._options.limit,
                 show=self._shown.update,
             )  # fmt: skip
 

@@ -30,8 +30,9 @@ def command() -> None:
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The new directory for the clean files.")
 @click.option(
-    "--near", type=click.FloatRange(0.7, 1), default=0.8, show_default=True,
-    help="The least similarity of near duplicates: the Jaccard similarity of their sets of 5 characters in sequence.",
+    "--near", type=click.FloatRange(0.7, 1),
+    help="The least similarity of near duplicates: the Jaccard similarity of their sets of 5 characters in sequence."
+    "  [default: 0.8]",
 )  # fmt: skip
 @click.option("--exact", is_flag=True, help="Leave out only rows that are equal.")
 @click.option(
@@ -44,7 +45,7 @@ def command() -> None:
 @json_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)
 def clean_command(
-    sources: tuple[str, ...], out: Path, near: float, exact: bool, keep: str, pii: bool, format: str,
+    sources: tuple[str, ...], out: Path, near: float | None, exact: bool, keep: str, pii: bool, format: str,
     columns: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Write the rows of each SOURCE (a file, directory or dataset name) without duplicates, as JSON lines, to --out.
@@ -61,12 +62,15 @@ def clean_command(
     from dualtune.data.cleaning.clean import clean
     from dualtune.data.cleaning.personal import recognizer
     from dualtune.data.similarity.repeats import Keep
+    from dualtune.data.similarity.shingles import NEAR
 
+    if exact and near is not None:
+        raise click.UsageError("Give --exact or --near, not both: --exact looks for no near duplicates.")
     with phases(err=as_json) as shown:
         shown.begin("reading", "the rows")
         recognize = recognizer() if pii else None
         opened = _opened(sources, format, named_columns(format, columns))
-        found = clean(opened, out, None if exact else near, cast(Keep, keep), recognize)
+        found = clean(opened, out, None if exact else near or NEAR, cast(Keep, keep), recognize)
     say(json.dumps(asdict(found), indent=2) if as_json else _in_words(found, out))
 
 
@@ -103,10 +107,10 @@ def _in_words(found: Cleaned, out: Path) -> str:
     parts = [
         f"{number} {why}{'' if why == 'unusable' or number == 1 else 's'}" for why, number in found.left_out.items()
     ]
+    files = [f"{out / s.file}: {s.kept} of the {s.rows} rows of {s.path}" for s in found.sources]
     lines = [
         ("rows", f"{rows} read, {kept} kept, {rows - kept} left out{': ' if parts else ''}{', '.join(parts)}"),
-        *(("written", f"{out / s.file}: {s.kept} of the {s.rows} rows of {s.path}") for s in found.sources),
-        ("", f"{out / LEFT_OUT}: what was left out, and why"),
+        *zip(["written", *("" for _ in files)], [*files, f"{out / LEFT_OUT}: what was left out, and why"], strict=True),
     ]
     if found.personal is not None:
         kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(found.personal.items())) or "none found"

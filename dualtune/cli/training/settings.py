@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,35 +36,59 @@ def short_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def as_overrides(short: Mapping[str, str | Sequence[str] | None]) -> tuple[str, ...]:
-    """Return the short options that were given as overrides `section.key=value`."""
+def with_short_options(
+    short: Mapping[str, str | Sequence[str] | None], overrides: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return the short options that were given as overrides `section.key=value`, before these overrides.
+
+    UsageError for a key that both have: which of the two counts would be a guess. ConfigError for an empty value.
+    """
     import json
+
+    from dualtune.errors import ConfigError
 
     def text(name: str, value: str | Sequence[str]) -> str:
         if isinstance(value, str):
             return json.dumps(value) if name in _LITERAL else value  # JSON is YAML
         return json.dumps(value[0] if len(value) == 1 else list(value))
 
-    return tuple(f"{SHORT[name][0]}={text(name, value)}" for name, value in short.items() if value)
+    given = {name: value for name, value in short.items() if value is not None and value != ()}
+    for name, value in given.items():
+        option, key = f"--{name.replace('_', '-')}", SHORT[name][0]
+        if "" in ([value] if isinstance(value, str) else value):
+            raise ConfigError(f"{option}: got an empty text. Give a value (is a variable of the shell unset?)")
+        if key in _keys(overrides):
+            raise click.UsageError(f"{option} sets {key}, which is also set by its name. Give one of them.")
+    return (*(f"{SHORT[name][0]}={text(name, value)}" for name, value in given.items()), *overrides)
 
 
-def made_config(overrides: Sequence[str]) -> Config | None:
+def config_from_options(overrides: Sequence[str]) -> Config | None:
     """Return the config that these overrides make without a file, or None if they do not name model and data.
 
     The default run directory is named after both, so that the same command resumes its run.
     """
     from dualtune.config import load_config
 
-    given = {override.partition("=")[0].strip() for override in overrides}
-    if not {"model.name", "data.train"} <= given:
+    given = _keys(overrides)
+    if not {"model.name", "data.train"} <= given.keys():
         return None
     empty: dict[str, Any] = {"model": {"name": ""}, "data": {"train": ""}, "run": {"dir": ""}}
     if "run.dir" in given:
         return load_config(empty, overrides)
     config = load_config(empty, [*overrides, "run.dir=runs/unnamed"])
-    stems = (Path(config.model.name).name, Path(config.data.sources()[0].path).stem)
+    stems = (_place(config.model.name).name, _place(config.data.sources()[0].path).stem)
     name = "-".join(re.sub(r"[^\w.-]+", "-", stem).strip("-.") for stem in stems)
     return load_config(empty, [*overrides, f"run.dir=runs/{name}"])
+
+
+def _keys(overrides: Sequence[str]) -> dict[str, None]:
+    """Return the keys that are set, in their order."""
+    return dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
+
+
+def _place(name: str) -> Path:
+    """Return a path whose last part is a name, also for `.` and `..`; links keep theirs."""
+    return Path(os.path.abspath(Path(name).expanduser()))  # noqa: PTH100
 
 
 def described(config: Config, overrides: Sequence[str]) -> str:
@@ -71,5 +96,5 @@ def described(config: Config, overrides: Sequence[str]) -> str:
     from dualtune.config import get_value
     from dualtune.config.render import entry
 
-    keys = dict.fromkeys([*(override.partition("=")[0].strip() for override in overrides), "run.dir"])
+    keys = _keys([*overrides, "run.dir"])
     return ", ".join(f"{key}: {entry('', get_value(config, key)).strip(' :')}" for key in keys)

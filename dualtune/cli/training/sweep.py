@@ -10,7 +10,7 @@ import click
 
 from dualtune.cli.options import backend_for, platform_option
 from dualtune.cli.output.screen import tell
-from dualtune.cli.training.settings import as_overrides, made_config, short_options
+from dualtune.cli.training.settings import config_from_options, short_options, with_short_options
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend
@@ -60,12 +60,12 @@ def command(
     from dualtune.sweep.scores import ranked, result_of
 
     def make(all_overrides: Sequence[str]) -> Config:
-        made = load_config(config, all_overrides) if config else made_config(all_overrides)
+        made = load_config(config, all_overrides) if config else config_from_options(all_overrides)
         if made is None:
             raise click.UsageError("Give a config file, or --model and --data.")
         return made
 
-    plan = make_plan((*as_overrides(short), *overrides), make, directory, trials, halving)
+    plan = make_plan(with_short_options(short, overrides), make, directory, trials, halving)
     backend = backend_for(platform)
     if backend.world().size > 1:
         raise click.UsageError("A sweep runs in one process. To use several GPUs, run the same command on each.")
@@ -118,22 +118,31 @@ def _trainer(backend: Backend) -> Train:
 
 def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory: Path) -> None:
     """Print the runs, best first, and write the page that compares them."""
-    from dualtune.io.disk import write_file
-    from dualtune.report.run_page import run_page
     from dualtune.sweep.scores import at_the_edge
     from dualtune.sweep.trials import have_same_eval
     from dualtune.text.show import in_columns
-    from dualtune.train.state.run_dir import ADAPTER, MODEL, REPORT
+    from dualtune.train.state.run_dir import ADAPTER, MODEL
 
     tell(in_columns([("run", "step", "loss", "state"), *map(_row, results)]))
-    begun = [result.trial.path for result in results if result.summary is not None]
-    write_file(directory / REPORT, run_page(begun))
-    tell(f"report      {directory / REPORT}")
+    _write_page([result.trial.path for result in results if result.summary is not None], directory)
     if results[0].is_done and have_same_eval(checked):
         best = results[0].trial
         for advice in at_the_edge(best, [result.trial for result in results]):
             tell(f"advice      {advice}")
         tell(f"best        {best.path / (MODEL if best.config.adapter.trains_model else ADAPTER)}")
+
+
+def _write_page(runs: Sequence[Path], directory: Path) -> None:
+    """Write the page that compares the runs. They are trained, so a page that cannot be written is no failure."""
+    from dualtune.io.disk import write_file
+    from dualtune.report.run_page import run_page
+    from dualtune.train.state.run_dir import REPORT
+
+    try:
+        write_file(directory / REPORT, run_page(runs, lambda problem: tell(f"left out    {problem}")))
+    except Exception as error:  # noqa: BLE001  whatever is wrong with the page, the best run is still to be named
+        return tell(f"no report   {type(error).__name__}: {error}")
+    return tell(f"report      {directory / REPORT}")
 
 
 def _row(result: Result) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import click
 from dualtune.cli.options import backend_for, platform_option, set_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.output.terminal import say
-from dualtune.cli.training.settings import as_overrides, described, made_config, short_options
+from dualtune.cli.training.settings import config_from_options, described, short_options, with_short_options
 
 if TYPE_CHECKING:
     from dualtune.config import Config
@@ -60,15 +60,15 @@ def command(
 
     if hybrid is not None:
         overrides = ("hybrid.enabled=true", f"hybrid.preset={hybrid}", *overrides)
-    overrides = (*as_overrides(short), *overrides)
-    made = None if demo or config is not None else made_config(overrides)
+    overrides = with_short_options(short, overrides)
+    made = None if demo or config is not None else config_from_options(overrides)
     if (config is not None, demo, made is not None).count(True) != 1:
         raise click.UsageError("Give a config file, or --model and --data, or --demo (one of them).")
     if max_restarts and (config is None or dry_run):
         raise click.UsageError("--max-restarts is for a run with a config file, not for --demo or --dry-run.")
     if config is not None and max_restarts:
         ctx.exit(_supervise(config, platform, overrides, resume, max_restarts))
-    with phases() as shown:
+    with phases(stamps=not (demo or dry_run)) as shown:
         shown.begin("reading", "the config")
         if demo:
             from dualtune.cli.training.demo import demo_config, show_demo
@@ -79,7 +79,9 @@ def command(
         if made is not None:
             shown.tell(f"config      {described(made, overrides)}; the other keys have their defaults")
         settings = made or load_config(cast(Path, config), overrides)
-        return _describe(settings, platform, resume) if dry_run else _train(settings, platform, resume, restart_note)
+        if dry_run:
+            return _describe(settings, platform, resume)
+        return _train(settings, platform, resume, restart_note, is_made=made is not None)
 
 
 def _supervise(config: Path, platform: str, overrides: tuple[str, ...], resume: str, max_restarts: int) -> int:
@@ -92,20 +94,32 @@ def _supervise(config: Path, platform: str, overrides: tuple[str, ...], resume: 
     return supervise_alone(work, max_restarts=max_restarts, tell=lambda text: say(text, err=True))
 
 
-def _train(settings: Config, platform: str, resume: str, restart: Path | None) -> None:
+def _train(settings: Config, platform: str, resume: str, restart: Path | None, *, is_made: bool) -> None:
+    """Train. `is_made`: the config was made from options, so say where it is saved.
+
+    The last lines say what the result is; they have no time, for scripts.
+    """
     from dualtune.cli.output.progress import progress_hook, reading
+    from dualtune.cli.output.screen import phases
+    from dualtune.hooks import Hook, RunInfo
     from dualtune.train.run import run
+    from dualtune.train.state.run_dir import CONFIG
+
+    class SavedConfig(Hook):
+        def on_start(self, info: RunInfo) -> None:
+            shown.tell(f"config      saved as {info.run_dir / CONFIG}")
 
     def announce(prepared: Prepared) -> None:
-        tell("\n".join([*prepared.summary(), *prepared.memory.lines()]))
+        shown.tell("\n".join([*prepared.summary(), *prepared.memory.lines()]))
         hook.begin_loading()
 
     backend = backend_for(platform)
     if backend.world().rank > 0:  # only the first process prints
         run(settings, backend, resume=resume)
         return
-    with reading() as show, progress_hook(settings, backend) as hook:
-        result = run(settings, backend, [hook], resume=resume, show=show, announce=announce, restart=restart)
+    with phases() as shown, reading() as show, progress_hook(settings, backend) as hook:
+        hooks = [hook, SavedConfig()] if is_made else [hook]
+        result = run(settings, backend, hooks, resume=resume, show=show, announce=announce, restart=restart)
     if result.was_finished:
         tell(f"finished    this run has already ended, after {result.num_steps} steps: nothing to do")
         for change in result.without_effect:

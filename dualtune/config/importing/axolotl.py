@@ -288,8 +288,8 @@ RULES = (
                "lora_target_linear is `all-linear`; a list of names is the same"),
     translated("lora_model_dir", "adapter.init_from", _init_from),
     translated("chat_template chat_template_jinja", "data.template", template,
-               "`auto` is the tokenizer's own; chatml, llama3, qwen_25, gemma and gemma3 are names here too; "
-               "for another one, name a Jinja file"),
+               "`auto` is the tokenizer's own; llama3, qwen_25, gemma and gemma3 become `llama-3`, `qwen-2.5`, "
+               "`gemma-2` and `gemma-3`; for one that has no name here, name a Jinja file"),
     translated("datasets test_datasets val_set_size", "data.train, data.eval", data,
                "type: alpaca is `alpaca`, chat_template is `messages` (or `sharegpt`), completion is `text`; "
                "val_set_size is a fraction, as here"),

@@ -26,6 +26,10 @@ TRL = (
      "run.log_every, run.eval_every, run.save_every, run.keep", ""),
     ("resume_from_checkpoint", "", "the same command resumes"),
     ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
+    ("merge_and_unload", "", "`dualtune export RUN --to hf`; also `gguf`, `ollama`, `lmstudio` and `mlx`"),
+    ("push_to_hub", "", "`dualtune push hf://owner/name RUN --adapter`: the adapter and a model card"),
+    ("transformers chat, transformers serve", "", "`dualtune chat`, `dualtune serve`"),
+    ("compute_metrics", "", "`dualtune eval`, after the run"),
     ("DPOTrainer, GRPOTrainer and others", "", "not supported yet"),
 )  # fmt: skip
 
@@ -38,11 +42,16 @@ UNSLOTH = (
     ("use_rslora", "adapter.scaling", "`rank_stabilized`"),
     ("use_gradient_checkpointing", "memory.checkpointing", "`full`; by default as little as fits"),
     ("random_state", "run.seed", ""),
-    ("get_chat_template", "data.template", "the tokenizer's own, a name, or a Jinja file"),
+    ("get_chat_template", "data.template", "the tokenizer's own, a name such as `qwen-2.5`, or a Jinja file"),
     ("train_on_responses_only", "data.loss_on", "`assistant`, by default"),
     ("the arguments of SFTConfig", "", "see TRL"),
-    ("save_pretrained_merged", "", "`dualtune adapter merge`"),
-)
+    ("save_pretrained_merged", "", "`dualtune export RUN --to hf`, or `dualtune adapter merge`"),
+    ("save_pretrained_gguf", "", "`dualtune export RUN --to gguf --quantize q4_k_m`; also `ollama` and `lmstudio`"),
+    ("push_to_hub, push_to_hub_merged, push_to_hub_gguf", "",
+     "`dualtune push hf://owner/name RUN --adapter` publishes the adapter; a merged model or a GGUF: `hf upload`"),
+    ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
+    ("for_inference, fast_generate", "", "`dualtune chat`, `dualtune generate`, `dualtune serve`"),
+)  # fmt: skip
 
 LLAMA_FACTORY = (
     ("model_name_or_path", "model.name", ""),
@@ -52,7 +61,7 @@ LLAMA_FACTORY = (
      "lora_alpha is twice the rank by default"),
     ("lora_target", "adapter.targets", "`all` is `all-linear`"),
     ("dataset, dataset_dir, eval_dataset, val_size", "data.train, data.eval", "paths, not names in dataset_info.json"),
-    ("template", "data.template", "the tokenizer's own, a name, or a Jinja file"),
+    ("template", "data.template", "the tokenizer's own, a name such as `qwen-3`, or a Jinja file"),
     ("cutoff_len", "data.max_length", ""),
     ("packing, neat_packing", "data.packing", "documents do not see each other, as with neat_packing"),
     ("train_on_prompt, mask_history", "data.loss_on", "`all`, `last`"),
@@ -60,6 +69,12 @@ LLAMA_FACTORY = (
     ("num_train_epochs, max_steps, learning_rate, lr_scheduler_type, warmup_ratio",
      "train.epochs, train.steps, train.learning_rate, train.schedule, train.warmup", ""),
     ("output_dir, seed", "run.dir, run.seed", ""),
+    ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
+    ("plot_loss", "run.report", "a page with the curves, on by default"),
+    ("do_predict, predict_with_generate", "", "`dualtune eval`: answers and metrics, in predictions.jsonl"),
+    ("export_dir, export_device", "", "`dualtune export RUN --to hf`; also `gguf`, `ollama`, `lmstudio` and `mlx`"),
+    ("export_quantization_bit", "", "`dualtune export --quantize`: no GPTQ"),
+    ("export_hub_model_id", "", "`dualtune push hf://owner/name RUN --adapter`: the adapter alone"),
 )  # fmt: skip
 
 OTHERS = {"TRL": TRL, "Unsloth": UNSLOTH, "LLaMA-Factory": LLAMA_FACTORY}

@@ -8,13 +8,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from dualtune.config.values import TemplateName
+from dualtune.config.advice import unknown_value
+from dualtune.config.values import NEWEST_TEMPLATES, TemplateName
 
 NAMES: tuple[str, ...] = get_args(TemplateName)
 _FOLDER = Path(__file__).parent / "templates"
 
 
 def named_template(name: str) -> str:
-    """Return the Jinja source of a name in NAMES. It refuses conversations with tools instead of hiding them."""
-    guard, template = (_FOLDER / f"{each}.jinja" for each in ("guard", name))
+    """Return the Jinja source of a name. It refuses conversations with tools instead of hiding them."""
+    guard, template = (_FOLDER / f"{each}.jinja" for each in ("guard", NEWEST_TEMPLATES.get(name, name)))
     return guard.read_text(encoding="utf-8") + template.read_text(encoding="utf-8")
+
+
+def is_name(choice: str) -> bool:
+    """Return whether a choice of a template is a name, which may be a short one such as qwen, and not a file."""
+    return choice in NAMES or choice in NEWEST_TEMPLATES
+
+
+def unknown(choice: str) -> str:
+    """Return the message for a choice that is neither a name nor a file. Other tools write llama3 or qwen_25."""
+    names = ", ".join([*NAMES, *NEWEST_TEMPLATES])
+    advice = unknown_value(choice, [*NAMES])
+    message = f"data.template: got '{choice}', allowed: auto, none, {names}, or an existing Jinja file"
+    return f"{message}. {advice}" if advice else message

@@ -6,11 +6,10 @@ language. Names and addresses of people, which need a model, are not found. Noth
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
-from dualtune.errors import EnvironmentFault
+from dualtune.extras import import_extra
 
 RECOGNIZERS = (
     "EmailRecognizer", "PhoneRecognizer", "CreditCardRecognizer", "IbanRecognizer", "UsSsnRecognizer",
@@ -30,7 +29,8 @@ class Personal(NamedTuple):
 
 def recognizer() -> Recognize:
     """Return the function that finds personal data in a text. EnvironmentFault if presidio is not installed."""
-    predefined, tldextract = _imported("presidio_analyzer.predefined_recognizers"), _imported("tldextract")
+    predefined = import_extra("presidio_analyzer.predefined_recognizers", "pii", "--pii")
+    tldextract = import_extra("tldextract", "pii", "--pii")
     recognizers = [getattr(predefined, name)() for name in RECOGNIZERS]
     # With the list of domains that is in the package: by default it is downloaded.
     domains = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
@@ -68,12 +68,3 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in cast(list[Any], value):
             yield from texts_in(item)
-
-
-def _imported(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise EnvironmentFault(
-            f"--pii: presidio-analyzer cannot be imported ({error}). Install it: pip install 'dualtune[pii]'"
-        ) from error

@@ -89,7 +89,7 @@ class Repeats:
         return found
 
     def _near_ones(self, again: set[int], keep: Keep, protected: int) -> dict[int, Repeat]:
-        """Return the near duplicates among the rows that are no exact ones."""
+        """Return the near duplicates among the rows that are not exact duplicates."""
         index = _Kept(self._sketch_of_rows, self._per_band)
         rows: list[int] = [row for row in index.rows.tolist() if row not in again]
         if keep == "longest":

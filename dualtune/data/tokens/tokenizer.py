@@ -20,7 +20,7 @@ import numpy as np
 from dualtune.base_model import vocabulary_size
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.conversations import text as valid_text
-from dualtune.data.chat.named import NAMES, named_template
+from dualtune.data.chat.named import is_name, named_template, unknown
 from dualtune.data.chat.template import ChatTemplate, Ranges
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
@@ -242,13 +242,12 @@ def _template(loaded: Loaded, choice: str) -> ChatTemplate | None:
                 "Save the right one to a file and name that file"
             )
         source = named if isinstance(named, str) else named["default"]
-    elif choice in NAMES:
+    elif is_name(choice):
         source = named_template(choice)
     else:
         path = Path(choice).expanduser()
         if not path.is_file():
-            names = ", ".join(NAMES)
-            raise ConfigError(f"data.template: got '{choice}', allowed: auto, none, {names}, or an existing Jinja file")
+            raise ConfigError(unknown(choice))
         try:
             source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

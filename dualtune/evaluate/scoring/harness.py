@@ -6,9 +6,11 @@ makes a subclass of both.
 
 from __future__ import annotations
 
-import importlib
+import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +23,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.by_document import by_document, greedy, losses
 from dualtune.evaluate.inference import LoadedModel, stream_text
 from dualtune.evaluate.recovery import Recovery
+from dualtune.extras import import_extra
 from dualtune.memory.ask import AUTO_MICRO_BATCH_TOKENS
 
 MOST_TOKENS, USUAL_TOKENS = 8192, 2048  # of a document: the most, and where the model does not say its own limit
@@ -144,7 +147,8 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Return lm-eval's results of each task, by their names there: metrics and standard errors.
 
-    ConfigError for an unknown task, EnvironmentFault if lm-eval or the data of a task are not available.
+    ConfigError for a task that is unknown or cannot be loaded, EnvironmentFault if lm-eval or the data of a task are
+    not available.
     """
     base = _imported("lm_eval.api.model").LM
     lm = type("DualtuneModel", (HarnessModel, base), {})(model, backend, _max_tokens(model, name), show)
@@ -152,15 +156,25 @@ def run(
     unknown = [task for task in tasks if task not in manager.all_tasks and not Path(task).is_file()]
     if unknown:
         raise ConfigError(f"--harness: lm-eval has no task {unknown[0]!r}. To list them: lm-eval ls tasks")
+    _imported("lm_eval.evaluator").get_git_commit_hash = lambda: None  # git complains outside of a repository
     try:
-        found = _imported("lm_eval").simple_evaluate(
-            model=lm, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
-        )
-    except (OSError, ImportError) as error:  # no network; a package that only this task needs
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise EnvironmentFault(f"--harness {','.join(tasks)}: {type(error).__name__}: {why}") from error
-    return {task: {key: value for key, value in numbers.items() if key != "alias"}
+        with redirect_stderr(io.StringIO()):  # bars and remarks; the command line has its own line
+            found = _imported("lm_eval").simple_evaluate(
+                model=lm, tasks=list(tasks), limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000
+            )
+    except Exception as error:  # foreign code and foreign files
+        if _is_of(lm, error):
+            raise
+        kind = EnvironmentFault if isinstance(error, OSError | ImportError) else ConfigError  # no network, no package
+        why = next(iter(str(error).strip().splitlines()), "")[:300]
+        raise kind(f"--harness {','.join(tasks)}: {type(error).__name__}: {why}") from error
+    return {task: {key: value for key, value in numbers.items() if "," in key}  # "acc,none": the metric and its filter
             for task, numbers in found["results"].items()}  # fmt: skip
+
+
+def _is_of(model: HarnessModel, error: BaseException) -> bool:
+    """Return whether an error comes out of the model, not out of lm-eval and its tasks."""
+    return any(frame.f_locals.get("self") is model for frame, _ in walk_tb(error.__traceback__))
 
 
 def _max_tokens(model: LoadedModel, name: str) -> int:
@@ -170,8 +184,4 @@ def _max_tokens(model: LoadedModel, name: str) -> int:
 
 
 def _imported(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        why = f"lm-eval cannot be imported ({error})"
-        raise EnvironmentFault(f"--harness: {why}. Install it: pip install 'dualtune[harness]'") from error
+    return import_extra(module, "harness", "--harness")

@@ -37,6 +37,7 @@ class Metric:
 
     name: str
     scorer: Scorer
+    is_own: bool = False  # a function of the user's, which may be slow or count its calls
 
     def score(self, where: str, expected: str, got: str) -> Score:
         """Return the score of an answer. DataError, which names the row, if it cannot be scored."""
@@ -44,6 +45,11 @@ class Metric:
             return self.scorer(expected, got)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error.__cause__
+
+    def check(self, where: str, expected: str) -> None:
+        """Raise DataError if an expected text cannot be scored, before there are answers."""
+        if not self.is_own:
+            self.score(where, expected, "")
 
 
 def is_right(scores: Sequence[Score]) -> bool | None:
@@ -157,7 +163,7 @@ def user_metric(name: str) -> Metric:
             raise DataError(f"the metric {name} returned {str(plain)[:100]!r}, it must be a finite number or a bool")
         return float(plain)
 
-    return Metric(name, score)
+    return Metric(name, score, is_own=True)
 
 
 def _loaded(name: str) -> Callable[[str, str], Any]:

@@ -102,7 +102,7 @@ def check_config(saved: Checkpoint, config: Config) -> list[Change]:
     """Return the recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
     # A key that the checkpoint's config lacks is newer than the checkpoint: there is nothing to compare.
     changes = [c for c in differences(saved, config) if c.rule != "free" and c.before != UNKNOWN]
-    return _refuse_forbidden(saved, changes, "Restore these values, or choose another run.dir to start a new run.")
+    return _refuse_forbidden(saved, changes, "Restore these values")
 
 
 def differences(saved: Checkpoint, config: Config) -> list[Change]:
@@ -133,7 +133,7 @@ def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
     """Raise ConfigError with a table unless base model, tokenizer and data equal those of the checkpoint."""
     before: dict[str, str] = saved.state.get("fingerprints", {})  # schema version 1 had none
     changes = [Change(k, before[k], now[k], "forbidden") for k in now if k in before and before[k] != now[k]]
-    _refuse_forbidden(saved, changes, "Restore the previous files, or choose another run.dir to start a new run.")
+    _refuse_forbidden(saved, changes, "Restore the previous files")
 
 
 def check_position(saved: Checkpoint, place: Mapping[str, Any]) -> None:
@@ -154,7 +154,8 @@ def table(changes: Sequence[Change]) -> str:
 def _refuse_forbidden(saved: Checkpoint, changes: list[Change], advice: str) -> list[Change]:
     if any(change.rule == "forbidden" for change in changes):
         raise ConfigError(
-            f"{saved.path}: cannot resume: the values marked as forbidden have changed.\n{table(changes)}\n{advice}"
+            f"{saved.path}: cannot resume: the values marked as forbidden have changed.\n{table(changes)}\n"
+            f"{advice}, or start a new run in another directory: --run-dir DIR or --set run.dir=DIR"
         )
     return changes
 
