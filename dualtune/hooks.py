@@ -76,7 +76,7 @@ class PhaseChange:
     """The run leaves one phase and begins the next.
 
     The phases: data, micro-batch (all of a step, forward and backward), optimizer, probe (forward passes of predictive
-    training, to decide by), evaluation, samples, save.
+    training, to decide by), evaluation, samples, save; trackers, at the end, with run.track.
     """
 
     step: int  # in the phases of a step, that step, counted from 1; in evaluation, samples and save, the steps done

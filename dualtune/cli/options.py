@@ -40,6 +40,13 @@ quantization_option = click.option(
     default="auto",
     show_default=True,
 )
+template_option = click.option(
+    "--template",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|NAME|FILE",
+    help="The chat template, for all; auto is that of an adapter's training, and the model's own without an adapter.",
+)
 temperature_option = click.option(
     "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."
 )

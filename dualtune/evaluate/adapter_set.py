@@ -3,66 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from dualtune.adapter.formats.chat_template import mismatch
 from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.adapter.spec import AdapterSpec, Tensors, modules_of, parse_name
 from dualtune.backend import Backend
 from dualtune.backend.generation_cache import GenerationCache
+from dualtune.base_model import resolve_model
 from dualtune.errors import ConfigError
-from dualtune.evaluate.inference import LoadedModel, inference_spec, load_adapter, load_model
+from dualtune.evaluate.inference import LoadedModel, inference_spec, load_adapter, load_model, load_tokenizer
 
 BASE = "base"  # the name of the model without an adapter
 
 
 class AdapterSet:
-    """One model with any number of adapters, by name, and a cache of what each has read.
+    """One engine with any number of adapters, by name, each with its chat template and a cache of what it has read.
 
     `names` begins with "base". Adapters of different ranks, modules and scales share one engine: see `common_spec`.
     """
 
-    def __init__(self, model: LoadedModel, adapters: Mapping[str, Adapter], spec: AdapterSpec | None = None) -> None:
-        self.model = model
+    def __init__(
+        self, models: Mapping[str, LoadedModel], adapters: Mapping[str, Adapter], spec: AdapterSpec | None = None
+    ) -> None:
+        """`models`, by name: one engine, and the tokenizer of each."""
+        self.models, self.engine = models, models[BASE].engine
         self.names = (BASE, *adapters)
         self._caches = {name: GenerationCache() for name in self.names}
         self._tensors: dict[str, Tensors] = {}
         if spec is not None:
-            empty = {name: np.zeros_like(value) for name, value in model.engine.adapter_state().items()}
+            empty = {name: np.zeros_like(value) for name, value in self.engine.adapter_state().items()}
             fitted = {name: fit(adapter, spec, empty) for name, adapter in adapters.items()}
-            self._tensors = {BASE: model.engine.neutral_state()} | fitted
+            self._tensors = {BASE: self.engine.neutral_state()} | fitted
         self._current: str | None = None
 
     def use(self, name: str) -> GenerationCache:
-        """Let the model compute with an adapter, or "base" without one. Return the cache of what it has read.
+        """Let the engine compute with an adapter, or "base" without one. Return the cache of what it has read.
 
         ConfigError for an unknown name.
         """
         if name not in self.names:
             raise ConfigError(f"adapter: got '{name}', allowed: {', '.join(self.names)}")
         if self._tensors and name != self._current:
-            self.model.engine.load_adapter_state(self._tensors[name])
+            self.engine.load_adapter_state(self._tensors[name])
         self._current = name
         return self._caches[name]
 
 
-def load_adapter_set(backend: Backend, name: str, directories: Mapping[str, Path], **options: Any) -> AdapterSet:
-    """Load a model once, with the adapters in these directories by name. `options` are those of `load_model`.
+def load_adapter_set(
+    backend: Backend, name: str, directories: Mapping[str, Path], *,
+    dtype: str = "auto", quantization: str = "auto", template: str = "auto",
+) -> AdapterSet:  # fmt: skip
+    """Load a model once, with the adapters in these directories by name. The options are those of `load_model`.
 
-    The chat template is that of the first adapter. ConfigError for an adapter that does not fit the model.
+    With the template "auto", each adapter has that of its training, and the base its own, or the first one of the
+    adapters' if it has none. ConfigError for an adapter that does not fit the model.
     """
-    if not directories:
-        return AdapterSet(load_model(backend, name, **options), {})
-    adapters = {label: read_adapter(adapter_directory(path)) for label, path in directories.items()}
-    spec = common_spec([*adapters.values()])
-    model = load_model(backend, name, next(iter(directories.values())), spec=spec, **options)
-    state = model.engine.adapter_state()
+    directories = {label: adapter_directory(path) for label, path in directories.items()}
+    adapters = {label: read_adapter(path) for label, path in directories.items()}
+    spec = common_spec([*adapters.values()]) if adapters else None
+    base = load_model(backend, name, dtype=dtype, quantization=quantization, template=template, spec=spec)
+    if spec is None:
+        return AdapterSet({BASE: base}, {})
+    state = base.engine.adapter_state()
     for adapter in adapters.values():
         if not all(_fits(tensor, state.get(tensor_name), spec.rank) for tensor_name, tensor in adapter.tensors.items()):
-            load_adapter(model.engine, adapter, name)  # says which tensors do not fit
-    return AdapterSet(model, adapters, spec)
+            load_adapter(base.engine, adapter, name)  # says which tensors do not fit
+    models = {
+        label: _with_template(base, resolve_model(name, weights=False), adapter, directories[label], template)
+        for label, adapter in adapters.items()
+    }
+    if base.tokenizer.template is None and template == "auto":
+        first = next((model for model in models.values() if model.tokenizer.template is not None), base)
+        base = replace(base, tokenizer=first.tokenizer)
+    return AdapterSet({BASE: base} | models, adapters, spec)
+
+
+def _with_template(base: LoadedModel, model_dir: Path, adapter: Adapter, directory: Path, template: str) -> LoadedModel:
+    """Return the model with the tokenizer of an adapter, which is the base's if they have the same template."""
+    if template != "auto" or adapter.template_hash in (None, base.tokenizer.template_hash):
+        return replace(base, note=mismatch(adapter.template_hash, base.tokenizer.template_hash))
+    tokenizer, note = load_tokenizer(model_dir, adapter, directory, template)
+    return replace(base, tokenizer=tokenizer, note=note)
 
 
 def _fits(tensor: np.ndarray, into: np.ndarray | None, rank: int) -> bool:

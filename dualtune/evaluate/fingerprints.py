@@ -56,7 +56,7 @@ def without_adapter(engine: Engine) -> AbstractContextManager[None]:
 
 
 def _entry(engine: Engine, prompt: str, ids: np.ndarray) -> Entry:
-    *earlier, top = [_top(logprobs_V) for logprobs_V in engine.logprobs(_batch(ids))[0, -1 - EARLIER :]]
+    *earlier, top = [_top(logprobs_V) for logprobs_V in engine.logprobs(plain_batch(ids))[0, -1 - EARLIER :]]
     if not np.isfinite([logprob for likely in (*earlier, top) for _, logprob in likely]).all():
         raise NonFiniteError(
             f"the log-probabilities after {prompt!r} are not finite. No adapter was written. "
@@ -71,8 +71,9 @@ def _top(logprobs_V: np.ndarray) -> list[list[int | float]]:
     return [[int(i), round(float(logprobs_V[i]), 6)] for i in ids]
 
 
-def _batch(ids: np.ndarray) -> Batch:
-    tokens_BT = ids[None].astype(np.int32)
+def plain_batch(ids: Sequence[int] | np.ndarray) -> Batch:
+    """Return a batch of one text, without labels: to compute its log-probabilities."""
+    tokens_BT = np.array(ids, np.int32)[None]
     ones = np.ones_like(tokens_BT)
     positions_BT = np.arange(len(ids), dtype=np.int32)[None]
     return Batch(tokens_BT, ones * IGNORE_INDEX, ones, positions_BT, np.zeros(ones.shape, np.uint32))
@@ -99,10 +100,7 @@ def recorded_tops(entry: Entry) -> list[Top]:
 
 def recompute(engine: Engine, entries: Sequence[Entry]) -> list[np.ndarray]:
     """Return the engine's log p [P, V] after the recorded positions of each entry."""
-    return [
-        engine.logprobs(_batch(np.array(entry["tokens"], np.int32)))[0, -len(recorded_tops(entry)) :]
-        for entry in entries
-    ]
+    return [engine.logprobs(plain_batch(entry["tokens"]))[0, -len(recorded_tops(entry)) :] for entry in entries]
 
 
 def gap(entries: Sequence[Entry], found: Sequence[np.ndarray]) -> Gap:

@@ -19,7 +19,7 @@ from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.generation_cache import GenerationCache
 from dualtune.base_model import position_table_size, read_config, resolve_model
 from dualtune.data.chat.formats import Example
-from dualtune.data.chat.named import NAMES
+from dualtune.data.chat.named import is_name
 from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
@@ -55,24 +55,32 @@ def load_model(
     """Load a model by directory or hub id, with an adapter directory of any layout if one is given.
 
     `template` is as in data.template, but "auto" is the template of the adapter's training, if known. With `init`
-    "random", the weights are those that training with the same seed starts from on this backend. With a `spec`, the
-    engine is made for it, and the caller loads the tensors of its adapter.
+    "random", the weights are those that training with the same seed starts from on this backend. With a `spec` and no
+    adapter, the engine is made for it, and the caller loads the tensors.
     """
     adapter = adapter_directory(adapter) if adapter else None
-    start, own = read_adapter(adapter) if adapter else None, ""
-    own_spec = BASE_ONLY
-    if start is not None and adapter is not None:
-        own_spec = inference_spec(start)
-        template, own = _template_for(start, adapter, template), str(adapter / TEMPLATE_FILE)
+    start = read_adapter(adapter) if adapter else None
+    spec = spec or (inference_spec(start) if start else BASE_ONLY)
     model_dir = resolve_model(name, weights=init == "pretrained")
-    tokenizer = Tokenizer(model_dir, template, special_tokens_in_text)
+    tokenizer, note = load_tokenizer(model_dir, start, adapter, template, special_tokens_in_text)
     engine = backend.load(
-        LoadRequest(model_dir, dtype, quantization, init, spec or own_spec, OptimizerSpec(), seed=seed, kernels=kernels)
+        LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
     )
-    if start is not None and spec is None:
+    if start is not None:
         load_adapter(engine, start, name)
-    note = mismatch(start.template_hash, tokenizer.template_hash) if start and template != own else None
     return LoadedModel(engine, tokenizer, note, position_table_size(read_config(model_dir)))
+
+
+def load_tokenizer(
+    model_dir: Path, adapter: Adapter | None, directory: Path | None, template: str, policy: Policy = "text"
+) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer of a model for an adapter and its directory, and a note if its template is another one."""
+    if adapter is None or directory is None:
+        return Tokenizer(model_dir, template, policy), None
+    template = _template_for(adapter, directory, template)
+    tokenizer = Tokenizer(model_dir, template, policy)
+    is_own = template == str(directory / TEMPLATE_FILE)
+    return tokenizer, None if is_own else mismatch(adapter.template_hash, tokenizer.template_hash)
 
 
 def inference_spec(adapter: Adapter) -> AdapterSpec:
@@ -91,7 +99,7 @@ def load_adapter(engine: Engine, adapter: Adapter, model_name: str) -> None:
 def _template_for(adapter: Adapter, directory: Path, choice: str) -> str:
     """Return the template for the tokenizer; if a file is missing, the adapter's own template."""
     if adapter.template is not None:
-        is_here = choice in (NONE, *NAMES) or Path(choice).expanduser().is_file()
+        is_here = choice == NONE or is_name(choice) or Path(choice).expanduser().is_file()
         return choice if is_here else str(directory / TEMPLATE_FILE)
     return NONE if choice == "auto" and adapter.template_hash == NONE else choice
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dualtune.backend import IGNORE_INDEX, Batch, Engine
+from dualtune.backend import Engine
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.evaluate.fingerprints import PROMPTS
+from dualtune.evaluate.fingerprints import PROMPTS, plain_batch
 
 # Shares of what the adapter changes, by divergence. Rounding to bfloat16 costs a few thousandths of it.
 LOST = 0.02
@@ -37,7 +37,7 @@ def prompts_of(tokenizer: Tokenizer) -> list[list[int]]:
 
 def logprobs(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the engine's log-probabilities, float64 [T, V] for each prompt."""
-    return [engine.logprobs(_batch(prompt))[0].astype(np.float64) for prompt in prompts]
+    return [engine.logprobs(plain_batch(prompt))[0].astype(np.float64) for prompt in prompts]
 
 
 def deviation(expected: Logprobs, found: Logprobs) -> Deviation:
@@ -59,10 +59,3 @@ def _aligned(expected: Logprobs, found: Logprobs) -> Iterator[tuple[np.ndarray, 
     for p_TV, q_TV in zip(expected, found, strict=True):
         size = min(p_TV.shape[-1], q_TV.shape[-1])  # converters leave out or add rows beyond the vocabulary
         yield p_TV[:, :size], q_TV[:, :size]
-
-
-def _batch(prompt: Sequence[int]) -> Batch:
-    tokens_BT = np.array([prompt], np.int32)
-    ones = np.ones_like(tokens_BT)
-    positions_BT = np.arange(tokens_BT.shape[1], dtype=np.int32)[None]
-    return Batch(tokens_BT, ones * IGNORE_INDEX, ones, positions_BT, np.zeros(ones.shape, np.uint32))

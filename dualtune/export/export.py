@@ -32,11 +32,10 @@ from dualtune.export.deviation import (
     lost_share,
     prompts_of,
 )
-from dualtune.export.llama_environment import PLAIN, QUANTIZED, LlamaCpp
-from dualtune.export.merge import check_base, check_free, load_to_merge, note_of_base, write_merged
-from dualtune.export.ollama import family_of, modelfile
+from dualtune.export.llama_environment import PLAIN, QUANTIZED, LlamaCpp, last_line
+from dualtune.export.merge import check_base, check_free, check_plain, load_to_merge, note_of_base, write_merged
+from dualtune.export.ollama import modelfile, template_for
 from dualtune.io.disk import write_file, write_whole
-from dualtune.text.escape import one_line
 from dualtune.verify.verdict import VerifyVerdict
 from dualtune.verify.verify import verify_loaded
 from dualtune.versions import VERSION
@@ -67,8 +66,8 @@ class WritesNf4(Protocol):
 class Request:
     """What to export."""
 
-    adapter: Path
-    base: str
+    adapter: Path  # without a base: a model, which was trained whole
+    base: str | None
     out: Path
     target: str  # a key of KINDS
     kind: str  # one of KINDS[target]
@@ -81,20 +80,26 @@ class Request:
 
 @dataclass(slots=True)
 class Exported:
-    """What was written, and how far each step is from what it stands for."""
+    """What was written, and how far each step is from what it stands for. A whole model has no `effect` and `merge`."""
 
-    files: list[str]
-    verdict: VerifyVerdict | None  # on base and adapter as they are here; None: nothing to compare them with
-    effect: Deviation  # of base and adapter from the base: what the adapter changes
-    merge: Deviation  # of the merged model from base and adapter
+    files: list[str] = field(default_factory=lambda: [])
+    verdict: VerifyVerdict | None = None  # on base and adapter as they are here; None: nothing to compare them with
+    effect: Deviation | None = None  # of base and adapter from the base: what the adapter changes
+    merge: Deviation | None = None  # of the merged model from base and adapter
+    lost: float | None = None  # the merge's share of what the adapter changes that it loses
     result: Deviation | None = None  # of what was written from base and adapter, if it is not the merged model
     base: Deviation | None = None  # of the base, quantized alike, from the base
     notes: list[str] = field(default_factory=lambda: [])
 
-    @property
-    def lost(self) -> float:
-        """The merge's share of what the adapter changes that it loses."""
-        return lost_share(self.merge, self.effect)
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the exported model is to compute."""
+
+    tokenizer: Tokenizer
+    prompts: list[list[int]]
+    tuned: Logprobs
+    base: Logprobs | None = None
 
 
 def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell: Tell) -> Exported:
@@ -102,61 +107,78 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
     check_free(request.out)
     if request.kind == "nf4" and not isinstance(backend, WritesNf4):
         raise ConfigError(f"--quantize nf4: the backend {backend.name} cannot write it. Give --platform cpu or cuda")
-    base_dir, adapter = resolve_model(request.base), read_adapter(request.adapter)
-    if not request.other_base:
-        check_base(adapter, base_dir)
-    found: list[Exported] = []
+    adapter, base = None, request.adapter
+    if request.base is not None:
+        adapter, base = read_adapter(request.adapter), resolve_model(request.base)
+        check_plain(base)
+        if not request.other_base:
+            check_base(adapter, base)
+    if llama_cpp is not None:
+        llama_cpp.check_tokenizer(base)
+    exported = Exported()
 
     def write(directory: Path) -> None:
         merged = directory / "merged"
-        tokenizer, prompts, expected, exported = _merge(request, base_dir, merged, backend, tell)
-        made = _Maker(request, backend, llama_cpp, tokenizer, prompts, tell)
+        if adapter is None:
+            shutil.copytree(base, merged)
+            expected = _expected_of_model(base, backend)
+        else:
+            expected = _merge(request, adapter, base, merged, backend, exported, tell)
+        made = _Maker(request, backend, llama_cpp, expected, tell)
         if request.target == "hf" and request.kind == "none":
             _move_out(merged)
         else:
-            result = made.write(merged, directory)
-            exported.result = deviation(expected["adapter"], made.compute(result))
-            if made.quantizes and request.compares_base:
-                exported.base = made.cost_for_base(base_dir, directory, expected["base"])
+            exported.result = deviation(expected.tuned, made.compute(made.write(merged, directory)))
+            if expected.base is not None and made.quantizes and request.compares_base:
+                exported.base = deviation(expected.base, made.compute_base(base, directory))
             shutil.rmtree(merged)
-        exported.notes += [note for note in (note_of_base(adapter), *made.notes) if note]
+        exported.notes += [note for note in (adapter and note_of_base(adapter), *made.notes) if note]
         exported.files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
         write_file(directory / RECORD, json.dumps(_record(request, exported), indent=2) + "\n")
-        found.append(exported)
 
     write_whole(request.out, write)
-    return found[0]
+    return exported
+
+
+def _expected_of_model(model: Path, backend: Backend) -> Expected:
+    loaded = load_model(backend, str(model), dtype="float32")
+    prompts = prompts_of(loaded.tokenizer)
+    expected = Expected(loaded.tokenizer, prompts, logprobs(loaded.engine, prompts))
+    del loaded
+    gc.collect()
+    return expected
 
 
 def _merge(
-    request: Request, base_dir: Path, out: Path, backend: Backend, tell: Tell
-) -> tuple[Tokenizer, list[list[int]], dict[str, Logprobs], Exported]:
+    request: Request, adapter: Adapter, base: Path, out: Path, backend: Backend, exported: Exported, tell: Tell
+) -> Expected:
     """Write the merged model, load it again, and compare it with base and adapter."""
-    adapter = read_adapter(request.adapter)
-    loaded = load_model(backend, str(base_dir), request.adapter, dtype="float32", quantization="none")
-    verdict = None if request.other_base else _verify(loaded.engine, adapter, base_dir, tell)
-    tokenizer, prompts = loaded.tokenizer, prompts_of(loaded.tokenizer)
-    expected: dict[str, Logprobs] = {"adapter": logprobs(loaded.engine, prompts)}
+    loaded = load_model(backend, str(base), request.adapter, dtype="float32", quantization="none")
+    if not request.other_base:
+        exported.verdict = _verify(loaded.engine, adapter, base, tell)
+    prompts = prompts_of(loaded.tokenizer)
+    tuned = logprobs(loaded.engine, prompts)
     with without_adapter(loaded.engine):
-        expected["base"] = logprobs(loaded.engine, prompts)
+        expected = Expected(loaded.tokenizer, prompts, tuned, before := logprobs(loaded.engine, prompts))
     del loaded
     gc.collect()
-    engine = load_to_merge(adapter, base_dir, backend, request.dtype)
+    engine = load_to_merge(adapter, base, backend, request.dtype)
     write_merged(engine, adapter, out, tell)
     del engine
     gc.collect()
     merged = logprobs(load_model(backend, str(out), dtype="float32", quantization="none").engine, prompts)
     gc.collect()
-    effect, merge = deviation(expected["base"], expected["adapter"]), deviation(expected["adapter"], merged)
-    exported = Exported([], verdict, effect, merge)
-    if not exported.lost <= LOST:
+    effect, merge = deviation(before, tuned), deviation(tuned, merged)
+    lost = lost_share(merge, effect)
+    if not lost <= LOST:
         raise ConfigError(
-            f"export: the merged model is not base and adapter: it differs by {exported.merge.kl:.2e} nats, "
-            f"{exported.lost:.0%} of what the adapter changes ({exported.effect.kl:.2e}), allowed: {LOST:.0%}. The "
-            "base's precision may be too coarse for so small a change: merge with --dtype float32"
+            f"export: the merged model is not base and adapter: it differs by {merge.kl:.2e} nats, {lost:.0%} of what "
+            f"the adapter changes ({effect.kl:.2e}), allowed: {LOST:.0%}. The base's precision may be too coarse for "
+            "so small a change: merge with --dtype float32"
         )
-    tell(f"merge       verified: it loses {exported.lost:.2%} of what the adapter changes")
-    return tokenizer, prompts, expected, exported
+    exported.effect, exported.merge, exported.lost = effect, merge, lost
+    tell(f"merge       verified: it loses {lost:.2%} of what the adapter changes")
+    return expected
 
 
 def _verify(engine: Engine, adapter: Adapter, base_dir: Path, tell: Tell) -> VerifyVerdict | None:
@@ -177,11 +199,10 @@ class _Maker:
     """Converts a model directory for the target, and computes with the result."""
 
     def __init__(
-        self, request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tokenizer: Tokenizer,
-        prompts: list[list[int]], tell: Tell,
-    ) -> None:  # fmt: skip
+        self, request: Request, backend: Backend, llama_cpp: LlamaCpp | None, expected: Expected, tell: Tell
+    ) -> None:
         self._request, self._backend, self._llama_cpp = request, backend, llama_cpp
-        self._tokenizer, self._prompts, self._tell = tokenizer, prompts, tell
+        self._tokenizer, self._prompts, self._tell = expected.tokenizer, expected.prompts, tell
         self.notes: list[str] = []
 
     @property
@@ -200,10 +221,10 @@ class _Maker:
             return self._convert(model, out / "dualtune" / name / file)
         result = self._convert(model, out / file)
         if self._request.target == "ollama":
-            family = family_of(self._tokenizer)
-            text = modelfile(file, family, self._tokenizer.stop_texts(), self._request.system)
+            template = template_for(self._tokenizer)
+            text = modelfile(file, template, self._tokenizer.stop_texts(), self._request.system)
             write_file(out / "Modelfile", text)
-            if family is None:
+            if template is None:
                 self.notes.append(
                     "note: the chat template is none of the named ones, so the Modelfile has none: Ollama takes "
                     "the one that it recognizes in the GGUF, or writes prompts as they are. Add a TEMPLATE by hand"
@@ -218,10 +239,10 @@ class _Maker:
             return self._llama_cpp.logprobs(model, self._prompts)
         return logprobs(load_model(self._backend, str(model), dtype="float32").engine, self._prompts)
 
-    def cost_for_base(self, base: Path, scratch: Path, expected: Logprobs) -> Deviation:
-        """Return what the same quantization costs the base without the adapter."""
+    def compute_base(self, base: Path, scratch: Path) -> Logprobs:
+        """Return the log-probabilities of the base without the adapter, quantized alike."""
         with _removed_after(scratch / ("base.gguf" if self._llama_cpp else "base")) as place:
-            return deviation(expected, self.compute(self._convert(base, place)))
+            return self.compute(self._convert(base, place))
 
     def _convert(self, model: Path, out: Path) -> Path:
         kind = self._request.kind
@@ -260,8 +281,7 @@ def _convert_to_mlx(model: Path, out: Path, bits: int | None) -> None:
     command += [] if bits is None else ["-q", "--q-bits", str(bits), "--q-group-size", "64"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0 or not (out / "config.json").is_file():
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "without a message")
-        raise EnvironmentFault(f"mlx_lm convert failed: {one_line(last)[:300]}. `pip install 'dualtune[mlx]'` has it")
+        raise EnvironmentFault(f"mlx_lm convert failed: {last_line(done.stderr)}. `pip install 'dualtune[mlx]'` has it")
 
 
 @contextmanager
@@ -278,8 +298,8 @@ def _record(request: Request, exported: Exported) -> dict[str, Any]:
         "adapter": str(request.adapter), "files": exported.files,
         "verified": exported.verdict and exported.verdict._asdict(),
         "divergence_nats": {
-            "adapter from base": asdict(exported.effect),
-            "merged from adapter": asdict(exported.merge),
+            "adapter from base": exported.effect and asdict(exported.effect),
+            "merged from adapter": exported.merge and asdict(exported.merge),
             "written from adapter": exported.result and asdict(exported.result),
             "base, quantized alike, from base": exported.base and asdict(exported.base),
         },

@@ -1,11 +1,10 @@
-"""What runs in llama.cpp's own environment: quantization, log-probabilities and greedy answers, by llama-cpp-python.
+"""What runs in llama.cpp's own environment: quantization and log-probabilities, by llama-cpp-python.
 
 python in_llama_cpp.py quantize '{"model": GGUF, "kind": "q4_k_m", "out": GGUF}'
 python in_llama_cpp.py logits '{"model": GGUF, "adapter": GGUF or null, "prompts": [[1, 2], …], "out": FILE}'
-python in_llama_cpp.py greedy '{"model": GGUF, "prompts": [[1, 2], …], "num_tokens": 20}'
 
-`logits` writes float32 [T, V] of each prompt, one after another, and V to standard output; `greedy` writes the token
-ids as JSON. The file imports nothing of dualtune, which need not be there.
+`logits` writes float32 [T, V] of each prompt, one after another, and V to standard output. The file imports nothing of
+dualtune, which need not be there.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -19,7 +18,7 @@ import numpy as np
 
 def main() -> None:
     task, job = sys.argv[1], json.loads(sys.argv[2])
-    {"quantize": quantize, "logits": logits, "greedy": greedy}[task](job)
+    {"quantize": quantize, "logits": logits}[task](job)
 
 
 def quantize(job: dict) -> None:
@@ -48,19 +47,6 @@ def logits(job: dict) -> None:
             llama.eval(prompt)
             llama.scores[: len(prompt)].astype(np.float32).tofile(file)
     sys.stdout.write(f"{llama.n_vocab()}\n")
-
-
-def greedy(job: dict) -> None:
-    llama, found = opened(job), []
-    for prompt in job["prompts"]:
-        llama.reset()
-        llama.eval(prompt)
-        answer = []
-        for _ in range(job["num_tokens"]):
-            answer.append(int(llama.scores[llama.n_tokens - 1].argmax()))
-            llama.eval(answer[-1:])
-        found.append(answer)
-    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

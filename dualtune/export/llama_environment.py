@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dualtune.errors import EnvironmentFault, FormatError
+from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.text.escape import one_line
 
 VARIABLE = "DUALTUNE_LLAMA_CPP"
@@ -20,6 +20,8 @@ VARIABLE = "DUALTUNE_LLAMA_CPP"
 QUANTIZED = ("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q4_0", "iq4_nl", "q3_k_m", "q2_k")
 PLAIN = ("f32", "f16", "bf16")
 _HOW = "To make one: scripts/interop_llama.sh DIR, then --llama-cpp DIR (or the variable DUALTUNE_LLAMA_CPP)"
+CONVERTER = "convert_hf_to_gguf.py"
+_UNKNOWN = "BPE pre-tokenizer was not recognized"  # it knows them by a hash of what they make of a text
 _MOST_LOGITS = 2 << 30  # bytes of an answer
 _SHOWN = 300  # characters of an error of llama.cpp's
 
@@ -31,17 +33,27 @@ class LlamaCpp:
         """Raise EnvironmentFault if it is none."""
         self._python = environment.absolute() / "bin" / "python"
         self._converters = environment.absolute() / "source" / "vendor" / "llama.cpp"
-        for path in (self._python, self._converters / "convert_hf_to_gguf.py"):
+        for path in (self._python, self._converters / CONVERTER):
             if not path.exists():
                 raise EnvironmentFault(f"{environment}: is no environment with llama.cpp ({path} is missing). {_HOW}")
 
+    def check_tokenizer(self, model: Path) -> None:
+        """Convert only the vocabulary of a model, without a result. ConfigError if llama.cpp does not know its kind."""
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "vocabulary.gguf"
+                self._run(self._converters / CONVERTER, model, "--vocab-only", "--outfile", out)
+        except EnvironmentFault as error:
+            if _UNKNOWN not in str(error):
+                raise
+            raise ConfigError(
+                f"{model}: llama.cpp does not know the tokenizer of this model, so it cannot write a GGUF. "
+                "Export to another format: --to hf or --to mlx"
+            ) from error
+
     def convert(self, model: Path, out: Path, kind: str) -> None:
         """Write a model directory as GGUF, in one of PLAIN."""
-        self._run(self._converters / "convert_hf_to_gguf.py", model, "--outtype", kind, "--outfile", out)
-
-    def convert_adapter(self, adapter: Path, base: Path, out: Path, kind: str = "f32") -> None:
-        script = self._converters / "convert_lora_to_gguf.py"
-        self._run(script, adapter, "--base", base, "--outtype", kind, "--outfile", out)
+        self._run(self._converters / CONVERTER, model, "--outtype", kind, "--outfile", out)
 
     def quantize(self, model: Path, out: Path, kind: str) -> None:
         """Write a GGUF in one of QUANTIZED."""
@@ -62,10 +74,6 @@ class LlamaCpp:
         ends = np.cumsum([len(prompt) for prompt in prompts])[:-1]
         return [_log_softmax(logits_TV) for logits_TV in np.split(logits_NV, ends)]
 
-    def greedy(self, model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Return the most probable continuation of each prompt, token by token."""
-        return json.loads(self._ask("greedy", {"model": str(model), "prompts": prompts, "num_tokens": num_tokens}))
-
     def _ask(self, task: str, job: dict[str, Any]) -> str:
         return self._run(Path(__file__).with_name("in_llama_cpp.py"), task, json.dumps(job))
 
@@ -74,9 +82,14 @@ class LlamaCpp:
             [self._python, program, *map(str, args)], capture_output=True, text=True, errors="replace", check=False
         )
         if done.returncode != 0:
-            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "without a message")
-            raise EnvironmentFault(f"llama.cpp: {program.name} ended with {done.returncode}: {one_line(last)[:_SHOWN]}")
+            raise EnvironmentFault(f"llama.cpp: {program.name} ended with {done.returncode}: {last_line(done.stderr)}")
         return done.stdout
+
+
+def last_line(text: str) -> str:
+    """Return the last line of another program's standard error, which says what is wrong."""
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "without a message")
+    return one_line(last)[:_SHOWN]
 
 
 def find_llama_cpp(given: Path | None) -> LlamaCpp:

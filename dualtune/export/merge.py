@@ -17,6 +17,16 @@ from dualtune.verify.identity import compare
 from dualtune.verify.recorded import recorded_in
 
 
+def check_plain(base: Path) -> None:
+    """Raise ConfigError if the model is stored quantized."""
+    config = read_config(base)
+    if "quantization" in config or "quantization_config" in config:
+        raise ConfigError(
+            f"merge: {base} is stored quantized, and merging into packed weights loses the adapter. "
+            "Give the plain model as --base, and quantize the result"
+        )
+
+
 def check_base(adapter: Adapter, base: Path) -> None:
     """Raise ConfigError if the adapter has recorded that it was trained on a model with other weights than `base`."""
     recorded = recorded_in(adapter.metadata, "the adapter")
@@ -36,7 +46,8 @@ def load_to_merge(adapter: Adapter, base: Path, backend: Backend, dtype: str = "
 
     ConfigError if the base is quantized, or if the adapter does not fit it.
     """
-    stored = _plain_dtype(base)
+    check_plain(base)
+    stored = stored_precision(read_config(base)) or "auto"  # the merged float32 weights are rounded to it once
     spec = inference_spec(adapter)
     engine = backend.load(
         LoadRequest(base, stored if dtype == "auto" else dtype, "none", "pretrained", spec, OptimizerSpec(), seed=0)
@@ -68,14 +79,3 @@ def check_free(out: Path) -> None:
     """Raise ConfigError unless `out` does not exist or is an empty directory."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: already exists and is not an empty directory. Choose another path or remove it.")
-
-
-def _plain_dtype(model_dir: Path) -> str:
-    """Return the stored precision of the model: the merged float32 weights are rounded to it once."""
-    config = read_config(model_dir)
-    if "quantization" in config or "quantization_config" in config:
-        raise ConfigError(
-            f"merge: {model_dir} is stored quantized, and merging into packed weights loses the adapter. "
-            "Give the plain model as --base, and quantize the result"
-        )
-    return stored_precision(config) or "auto"

@@ -1,13 +1,15 @@
 """A Modelfile for Ollama: the file of weights, the chat template in Ollama's language, stop texts, a system message.
 
 Ollama cannot read Jinja. The template of the training is recognized by what it writes: if that is what a template by
-name writes (`data.template`), its twin below goes into the Modelfile, otherwise nothing does, and the caller says so. A
-model that was trained without a template gets prompts as they are. The language is Go's text/template, with the fields
-of https://github.com/ollama/ollama/blob/main/docs/template.md.
+name writes (`data.template`), or ChatML with a system message of its own, its twin below goes into the Modelfile,
+otherwise nothing does, and the caller says so. A model that was trained without a template gets prompts as they are.
+The language is Go's text/template, with the fields of
+https://github.com/ollama/ollama/blob/main/docs/template.md.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from dualtune.data.chat.named import NAMES, named_template
@@ -39,6 +41,12 @@ _GEMMA = """{{ $first := true }}{{ range .Messages }}{{ if eq .Role "user" }}<st
 {{ .Content }}<end_of_turn>
 {{ end }}{{ end }}<start_of_turn>model
 """
+
+
+def _chatml_with_default(system_turn: str) -> str:
+    return "{{ if not .System }}" + system_turn + "{{ end }}" + _CHATML
+
+
 # Without the token at the beginning of a text, which llama.cpp adds.
 TEMPLATES = {
     PLAIN: "{{ .Prompt }}",
@@ -51,9 +59,9 @@ Today Date: 26 Jul 2024
 
 {{ .System }}<|eot_id|>{{ range .Messages }}{{ if ne .Role "system" }}<|start_header_id|>"""
     + _LLAMA_TURNS + "{{ end }}{{ end }}" + _LLAMA_ANSWER,
-    "qwen-2.5": """{{ if not .System }}<|im_start|>system
-You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
-{{ end }}""" + _CHATML,
+    "qwen-2.5": _chatml_with_default(
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    ),
     "qwen-3": _CHATML,
     "gemma-2": _GEMMA,
     "gemma-3": _GEMMA,
@@ -67,24 +75,30 @@ You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>
 }  # fmt: skip
 
 
-def family_of(tokenizer: Tokenizer) -> str | None:
-    """Return the key of TEMPLATES that writes what the tokenizer's template writes before an answer, or None."""
+def template_for(tokenizer: Tokenizer) -> str | None:
+    """Return Ollama's template that writes what the tokenizer's template writes before an answer, or None."""
     template = tokenizer.template
     if template is None:
-        return PLAIN
-    written = [_written(template, probe) for probe in _PROBES]
+        return TEMPLATES[PLAIN]
+    written = _written(template)
     for name in NAMES:
-        named = ChatTemplate(named_template(name), tokenizer.special_tokens)
-        if written == [_written(named, probe) for probe in _PROBES]:
-            return name
-    return None
+        if written == _written(ChatTemplate(named_template(name), tokenizer.special_tokens)):
+            return TEMPLATES[name]
+    default = re.match(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", written[0] or "", re.DOTALL)
+    if default is None or "{{" in default[0] or '"""' in default[0]:
+        return None
+    chatml = _written(ChatTemplate(named_template("chatml"), {}))
+    with_default = [
+        text and default[0] * (_SYSTEM not in probe) + text for text, probe in zip(chatml, _PROBES, strict=True)
+    ]
+    return _chatml_with_default(default[0]) if written == with_default else None
 
 
-def modelfile(weights: str, family: str | None, stops: Iterable[str], system: str | None) -> str:
+def modelfile(weights: str, template: str | None, stops: Iterable[str], system: str | None) -> str:
     """Return the text of a Modelfile. `weights` is a path relative to it. ConfigError if a text cannot be quoted."""
     lines = [f"FROM ./{weights}"]
-    if family is not None:
-        lines.append(f'TEMPLATE """{TEMPLATES[family]}"""')
+    if template is not None:
+        lines.append(f'TEMPLATE """{template}"""')
     lines += [f"PARAMETER stop {quoted(stop, 'a stop text')}" for stop in stops]
     if system is not None:
         lines.append(f"SYSTEM {quoted(system, '--system')}")
@@ -100,8 +114,12 @@ def quoted(text: str, what: str) -> str:
     return f'"""{text}"""'
 
 
-def _written(template: ChatTemplate, messages: list[dict[str, str]]) -> str | None:
-    try:
-        return template.render(messages, add_generation_prompt=True)
-    except RowError:
-        return None
+def _written(template: ChatTemplate) -> list[str | None]:
+    """Return what a template writes for each of the probes, None for one that it refuses."""
+    found: list[str | None] = []
+    for probe in _PROBES:
+        try:
+            found.append(template.render(probe, add_generation_prompt=True))
+        except RowError:
+            found.append(None)
+    return found

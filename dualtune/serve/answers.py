@@ -66,10 +66,14 @@ class Answers:
         self._max_tokens, self._max_prompt = max_tokens, max_prompt
         self._waiting: queue.Queue[PendingAnswer] = queue.Queue(max_waiting)
 
+    def check_model(self, name: str) -> None:
+        """Raise BadRequest 404 for an unknown model."""
+        if name not in self.names:
+            raise BadRequest(404, f"model: got '{name[:100]}', there are: {', '.join(self.names)}", "model")
+
     def submit(self, request: CompletionRequest) -> PendingAnswer:
         """Put a request into the queue. BadRequest 404 for an unknown model, 429 if too many wait."""
-        if request.model not in self.names:
-            raise BadRequest(404, f"model: got '{request.model[:100]}', there are: {', '.join(self.names)}", "model")
+        self.check_model(request.model)
         job = PendingAnswer(request)
         try:
             self._waiting.put_nowait(job)
@@ -102,9 +106,9 @@ class Answers:
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
         pieces = stream_text(
-            self._adapters.model, prompt, max_tokens=min(request.max_tokens or self._max_tokens, self._max_tokens),
-            temperature=request.temperature, top_p=request.top_p, seed=request.seed,
-            cache=self._adapters.use(request.model), progress=progress,
+            self._adapters.models[request.model], prompt,
+            max_tokens=min(request.max_tokens or self._max_tokens, self._max_tokens), temperature=request.temperature,
+            top_p=request.top_p, seed=request.seed, cache=self._adapters.use(request.model), progress=progress,
         )  # fmt: skip
         cut = StopTexts(request.stops)
         is_late = False
@@ -121,11 +125,13 @@ class Answers:
         job.pieces.put(Finish("stop" if is_whole else "length", len(prompt), progress.num_tokens))
 
     def _encoded(self, request: CompletionRequest) -> np.ndarray:
-        tokenizer = self._adapters.model.tokenizer
+        tokenizer = self._adapters.models[request.model].tokenizer
         if isinstance(request.prompt, str):
             return tokenizer.encode_text(request.prompt)
         if tokenizer.template is None:
-            raise ConfigError("the model has no chat template. Ask /v1/completions, or serve it with --template FILE")
+            raise ConfigError(
+                f"'{request.model}' has no chat template. Ask /v1/completions, or serve it with --template FILE"
+            )
         return tokenizer.encode_chat(request.prompt)
 
 

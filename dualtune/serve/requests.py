@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -39,7 +39,6 @@ class _TextPart(_Strict):
 class _ChatMessage(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, Field(max_length=MAX_TEXT)] | list[_TextPart]
-    name: str | None = None
 
 
 class _StreamOptions(_Strict):
@@ -50,8 +49,8 @@ class _Body(_Strict):
     """What both kinds of request have. A key with a single allowed value is accepted where that is what happens."""
 
     model: Annotated[str, Field(max_length=500)]
-    temperature: Annotated[float, Field(ge=0, le=100, strict=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, strict=False)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: (
@@ -119,11 +118,14 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
     )  # fmt: skip
 
 
-def _parsed(raw: bytes) -> Any:
+def _parsed(raw: bytes) -> dict[str, Any]:
     try:
-        return json.loads(raw)
+        body = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, f"body: is not JSON: {error}"[:200]) from None
+    if not isinstance(body, dict):
+        raise BadRequest(400, "body: must be a JSON object")
+    return cast("dict[str, Any]", body)
 
 
 def _messages(body: _ChatBody) -> tuple[Message, ...]:

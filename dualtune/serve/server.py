@@ -13,8 +13,10 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
+from urllib.parse import unquote
 
 from dualtune.serve.answers import Answers, Finish, PendingAnswer
 from dualtune.serve.limited import REQUEST_S, LimitedServer
@@ -50,6 +52,12 @@ class Handler(BaseHTTPRequestHandler):
         """Answer a request."""
         self._serve(self._post)
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request, or has another method, in JSON as all else."""
+        self.close_connection, self._has_begun = True, False
+        with contextlib.suppress(OSError):
+            self._fail(BadRequest(code, message or self.responses[HTTPStatus(code)][0]))
+
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing: `_serve` tells more."""
 
@@ -65,15 +73,24 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             said, self.close_connection = "the client is gone", True
         self.server.tell(f"{self.command} {self.path[:100]}  {said}  {time.monotonic() - began:.1f} s")
-        self.server.owes(self.connection)  # the next one
+        self.server.start_waiting(self.connection)  # for the next one
 
     def _check_client(self) -> None:
-        """Refuse pages of other sites that a browser on this machine shows, and clients without the key."""
+        """Refuse pages of other sites that a browser on this machine shows, clients without the key, and doubtful ends.
+
+        A proxy in front that sees another end of the body would take a part of it for the next client's request.
+        """
         if not self.server.admits(self.headers.get("Host")):
             raise self._refusal(403, "Host: this server answers its own machine, as localhost")
         given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if self.server.key and not hmac.compare_digest(given.encode(), self.server.key.encode()):
             raise self._refusal(401, "Authorization: the key is not that of this server")
+        if "Transfer-Encoding" in self.headers:
+            raise self._refusal(
+                501, "Transfer-Encoding: is not supported. Send the whole body, with its Content-Length"
+            )
+        if len(self.headers.get_all("Content-Length", [])) > 1:
+            raise self._refusal(400, "Content-Length: is given more than once")
 
     def _refusal(self, status: int, text: str) -> BadRequest:
         """End the connection too: the body has not been read, and would be taken for the next request."""
@@ -81,21 +98,24 @@ class Handler(BaseHTTPRequestHandler):
         return BadRequest(status, text)
 
     def _get(self) -> str:
-        self.server.owes_nothing(self.connection)
+        if self.headers.get("Content-Length", "0") != "0":
+            raise self._refusal(400, "Content-Length: a GET has no body")
+        self.server.stop_waiting(self.connection)
         if self.path == "/health":
             self._send(200, {"status": "ok"})
         elif self.path == "/v1/models":
-            models = [
-                {"id": n, "object": "model", "created": 0, "owned_by": "dualtune"} for n in self.server.answers.names
-            ]
-            self._send(200, {"object": "list", "data": models})
+            self._send(200, {"object": "list", "data": [_model(name) for name in self.server.answers.names]})
+        elif self.path.startswith("/v1/models/"):
+            name = unquote(self.path.removeprefix("/v1/models/"))
+            self.server.answers.check_model(name)
+            self._send(200, _model(name))
         else:
             raise BadRequest(404, f"there is no {self.path[:100]}. GET: /v1/models, /health. POST: {', '.join(PATHS)}")
         return "200"
 
     def _post(self) -> str:
         body = self._body()
-        self.server.owes_nothing(self.connection)
+        self.server.stop_waiting(self.connection)
         if self.path not in PATHS:
             raise BadRequest(404, f"there is no {self.path[:100]} to POST to, there are: {', '.join(PATHS)}")
         request = read_request(body, is_chat=PATHS[self.path])
@@ -187,7 +207,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "dualtune"}
 
 
 def _chained(first: str | Finish, rest: Iterator[str | Finish]) -> Iterator[str | Finish]:

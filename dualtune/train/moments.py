@@ -19,6 +19,7 @@ from dualtune.view.run_view import RunView
 from dualtune.watchers import Watchers
 
 EVALUATION, SAMPLES, SAVE = "evaluation", "samples", "save"  # the phases between steps
+TRACKERS = "trackers"  # the last phase: trackers get the last rows
 
 
 def watchers_of(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> tuple[Watchers, list[str]]:

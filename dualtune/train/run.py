@@ -40,7 +40,7 @@ from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
 from dualtune.train.model_dir import write_model
-from dualtune.train.moments import Moments, watchers_of
+from dualtune.train.moments import TRACKERS, Moments, watchers_of
 from dualtune.train.packing import check_packing
 from dualtune.train.policies import MakePolicy
 from dualtune.train.prepare import Prepared, Resumed, prepare
@@ -188,6 +188,8 @@ def execute(
             _write_result(run_dir.result(config), prepared, engine, log, guards, recovery, num_steps)
         if config.run.report and team.is_first:
             _write_report(run_dir.path, log, num_steps)
+        if config.run.track:
+            moments.enter(num_steps, TRACKERS)
     except Preempted as stop:
         raise (_stopped(stop, saver) if team.is_first else stop) from None
     finally:

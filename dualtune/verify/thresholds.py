@@ -32,7 +32,10 @@ class Precision:
     @property
     def options(self) -> str:
         """The options of `dualtune verify` for this precision."""
-        return f"--quantization {self.quantization}" + (f" --dtype {self.dtype}" if self.dtype in DTYPES else "")
+        dtype = f" --dtype {self.dtype}" if self.dtype in DTYPES else ""
+        if not self.quantization.isidentifier():  # it has no name, so only a stored model can have it
+            return f"a --base that is stored as {self.quantization}" + (dtype and f", and{dtype}")
+        return f"--quantization {self.quantization}{dtype}"
 
     @property
     def is_16_bit(self) -> bool:

@@ -19,6 +19,7 @@ from dualtune.train.state.run_dir import METRICS
 from dualtune.view import rows
 
 EVALUATION, SAMPLES, SAVE = BETWEEN_STEPS = ("evaluation", "samples", "save")
+TRACKERS = "trackers"  # the last phase
 MAX_POINTS = 256  # of the curve, at most twice as many
 TIMED_STEPS = 64  # the last ones, whose mean gives the time left: a stall is forgotten
 

@@ -1,7 +1,15 @@
 """`dualtune chat`: what a user types, and what the model has to compute for it."""
 
+import contextlib
+import fcntl
 import io
 import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import termios
 from dataclasses import replace
 
 import numpy as np
@@ -9,12 +17,16 @@ import pytest
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.cli.adapters import chat as module
 from dualtune.cli.adapters.chat import side_by_side
+from dualtune.data.chat.named import named_template
 from dualtune.errors import ConfigError
+from dualtune.evaluate import chat as chat_module
 from dualtune.evaluate.adapter_set import load_adapter_set
 from dualtune.evaluate.chat import Chat, Sampling
-from dualtune.evaluate.inference import load_model
+from dualtune.evaluate.inference import load_model, stream_text
 from dualtune.testing.tiny_models import random_batch
+from dualtune.train.run import run
 
 NUMPY = ("--platform", "numpy")
 SHAPES = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (32, 64)}  # out, in
@@ -57,9 +69,57 @@ def test_each_adapter_of_a_set_is_the_function_that_it_is_alone(open_backend, ti
     assert abs(alone["one"] - alone["base"]).max() > 0.1 < abs(alone["one"] - alone["two"]).max()
     for name in ("two", "base", "one", "base"):
         found.use(name)
-        np.testing.assert_allclose(found.model.engine.logprobs(batch), alone[name], atol=1e-5)
+        np.testing.assert_allclose(found.engine.logprobs(batch), alone[name], atol=1e-5)
     with pytest.raises(ConfigError, match="got 'three', allowed: base, one, two"):
         found.use("three")
+
+
+@pytest.mark.parametrize("backend", ["torch", "numpy"])
+def test_each_adapter_answers_with_the_template_of_its_own_training(
+    open_backend, tiny_llama, tiny_softmax, make_config, write_rows, qa_rows, tmp_path, backend
+):
+    backend, model = open_backend(backend), str({"torch": tiny_llama, "numpy": tiny_softmax}[backend])
+    directories = {}
+    for name in ("mistral-small", "chatml", "none"):
+        changes = {"data.template": name, "run.dir": tmp_path / name, "adapter.targets": "all-linear"}
+        directories[name] = run(make_config(write_rows(qa_rows), changes, model), backend).adapter_dir
+    found = load_adapter_set(backend, model, directories)
+
+    def answer(name, directory, **options):
+        loaded = load_model(backend, model, directory, **options)
+        return "".join(stream_text(loaded, loaded.tokenizer.encode_prompt("1 plus 1?"), max_tokens=6))
+
+    chat = Chat(found, "base", Sampling(max_tokens=6))
+    for name in ("mistral-small", "base", "chatml"):  # the base: its own, which is ChatML
+        chat.switch(name)
+        chat.reset()
+        expected = answer(name, directories.get(name))
+        assert "".join(chat.ask("1 plus 1?")) == expected
+        other = "chatml" if name == "mistral-small" else "mistral-small"
+        assert expected != answer(name, directories.get(name), template=other)
+    with pytest.raises(ConfigError, match="the adapter 'none' has no chat template"):
+        chat.switch("none")
+    assert chat.name == "chatml"
+
+
+def test_a_base_without_a_template_has_that_of_the_first_adapter_and_one_that_is_given_holds_for_all(
+    open_backend, tiny_softmax, make_config, write_rows, qa_rows, tmp_path
+):
+    backend, model = open_backend("numpy"), tmp_path / "model"
+    shutil.copytree(tiny_softmax, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    changes = {"data.template": "phi-3", "run.dir": tmp_path / "run"}
+    directories = {"a": run(make_config(write_rows(qa_rows), changes, model), backend).adapter_dir}
+    found = load_adapter_set(backend, str(model), directories)
+    sources = {name: loaded.tokenizer.template.source for name, loaded in found.models.items()}
+    assert sources["base"] == sources["a"] == named_template("phi-3") and not found.models["a"].note
+    found = load_adapter_set(backend, str(model), directories, template="gemma-2")
+    sources = {name: loaded.tokenizer.template.source for name, loaded in found.models.items()}
+    assert sources["base"] == sources["a"] == named_template("gemma-2")
+    assert "was trained with the chat template" in found.models["a"].note and not found.models["base"].note
 
 
 def test_an_adapter_of_another_model_is_refused(open_backend, tiny_llama, tmp_path):
@@ -75,7 +135,7 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_without_a_cache(
     found = load_adapter_set(open_backend(backend), str(tiny_llama), directories, dtype="float32")
     sampling, engine, question = (
         Sampling(max_tokens=6),
-        found.model.engine,
+        found.engine,
         "Hello, this is a long question, is it not?",
     )
     chat, computed, forward = Chat(found, "one", sampling, "Be brief."), [], engine._next_logits
@@ -143,14 +203,81 @@ def test_a_conversation_by_pipe(talk, adapter, tmp_path):
     assert "".join(each["content"] + "\n" for each in row["messages"][1::2]) == result.stdout
 
 
-def test_base_and_adapter_answer_side_by_side_each_with_its_own_history(talk, adapter, tmp_path):
+def test_base_and_adapter_answer_each_with_its_own_history(talk, adapter, tmp_path):
     saved = tmp_path / "talk.jsonl"
-    lines = ["1 plus 1?", f"/save {saved}", "/reset", f"/save {saved}"]
+    lines = [f"/save {saved}", "1 plus 1?", f"/save {saved}", "/reset", f"/save {saved}"]
     result = talk(lines, "--adapter", f"tuned={adapter}", "--compare", "--system", "S")
     assert result.returncode == 0, result.stderr
     assert [line for line in result.stdout.splitlines() if line.startswith("[")] == ["[base]", "[tuned]"]
+    rows = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [row["adapter"] for row in rows] == ["base", "tuned"]
+    assert all([each["role"] for each in row["messages"]] == ["system", "user", "assistant"] for row in rows)
+    assert result.stderr.count("/save: there is no answer yet") == 2
+
+
+def test_what_is_saved_of_a_comparison_can_be_trained_on(talk, adapter, tmp_path, make_config, open_backend):
+    saved = tmp_path / "talk.jsonl"
+    assert talk(["1 plus 1?", f"/save {saved}"], "--adapter", adapter, "--compare").returncode == 0
+    assert run(make_config(saved, {"train.steps": 1}), open_backend("torch")).adapter_dir.is_dir()
+
+
+def test_compared_answers_come_piece_by_piece(talk, adapter, monkeypatch):
+    passed = []
+    monkeypatch.setattr(module, "pass_on", passed.append)
+    talk(["1 plus 1?"], "--adapter", f"tuned={adapter}", "--compare")
+    second = passed.index("\n[tuned]\n")
+    assert passed[0] == "[base]\n" and passed[-1] == "\n"
+    assert len(list(filter(None, passed[1:second]))) > 2 < len(list(filter(None, passed[second + 1 : -1])))
+
+
+def test_ctrl_c_drops_a_compared_turn_for_all(talk, adapter, monkeypatch, tmp_path):
+    saved, asked, stream = tmp_path / "talk.jsonl", [], chat_module.stream_text
+
+    def interrupted(*args, **options):
+        asked.append(args)
+        yield "some"
+        if len(asked) == 2:  # the second of both, in the first turn
+            raise KeyboardInterrupt
+        yield from stream(*args, **options)
+
+    monkeypatch.setattr(chat_module, "stream_text", interrupted)
+    lines = ["1 plus 1?", f"/save {saved}", "2 plus 2?", f"/save {saved}"]
+    result = talk(lines, "--adapter", adapter, "--compare")
+    assert "the turn is forgotten, as not all have answered" in result.stderr
+    assert "/save: there is no answer yet" in result.stderr
     rows = [json.loads(line)["messages"] for line in saved.read_text().splitlines()]
-    assert [len(row) for row in rows] == [3, 3, 1, 1] and rows[2][0] == {"role": "system", "content": "S"}
+    assert [row[0]["content"] for row in rows] == ["2 plus 2?"] * 2 and [len(row) for row in rows] == [2, 2]
+
+
+def test_on_a_wide_terminal_the_answers_stand_side_by_side_while_they_come(adapter, tiny_softmax):
+    leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    command = [sys.executable, "-m", "dualtune", "chat", tiny_softmax, "--adapter", f"tuned={adapter}", "--compare"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment["TERM"] = "xterm"
+    with subprocess.Popen(
+        [*map(str, command), "--max-tokens", "5", *NUMPY], stdin=subprocess.PIPE, stdout=follower,
+        stderr=subprocess.DEVNULL, env=environment,
+    ) as process:  # fmt: skip
+        os.close(follower)
+        process.stdin.write(b"1 plus 1?\n")
+        process.stdin.close()
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while piece := os.read(leader, 4096):
+                shown += piece
+    os.close(leader)
+    assert process.returncode == 0
+    assert shown.count(b"[base]".ljust(48) + b" | [tuned]") >= 2  # live, and whole at the end
+
+
+def test_ctrl_c_on_a_line_that_is_not_finished_ends_it(monkeypatch, capsys):
+    def half_typed(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", half_typed)
+    assert module._next_line(True) == "\n"
+    assert capsys.readouterr().err == "\n"
 
 
 @pytest.mark.parametrize(
@@ -167,9 +294,8 @@ def test_what_cannot_be_done_is_said(talk, options, message):
     assert result.returncode == 2 and message in result.stderr
 
 
-def test_columns_share_the_width_and_a_narrow_terminal_has_none():
+def test_columns_share_the_width():
     answers = [("base", "one two three " * 6), ("tuned", "four\n\nfive")]
     lines = side_by_side(answers, 79)
     assert max(map(len, lines)) <= 79 and lines[0] == "[base]".ljust(38) + " | [tuned]"
     assert " ".join(line.split("|")[0].strip() for line in lines[1:]) == answers[0][1].strip()
-    assert side_by_side(answers, 70) == ["[base]", answers[0][1], "[tuned]", answers[1][1]]

@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 from dualtune.adapter.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
 from dualtune.cli.adapters.export import TARGETS
-from dualtune.data.chat.named import NAMES
+from dualtune.config import Config
+from dualtune.data.chat.named import NAMES, named_template
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault, FormatError
 from dualtune.export import export as module
 from dualtune.export.deviation import LOST, deviation, lost_share
 from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
-from dualtune.export.ollama import TEMPLATES, family_of, modelfile
+from dualtune.export.ollama import TEMPLATES, modelfile, template_for
 from dualtune.train.run import run
 from dualtune_torch.weights.nf4 import unpack
 
@@ -195,6 +196,44 @@ def test_mlx_lms_own_converter_writes_and_quantizes(export, open_backend, tmp_pa
     assert json.loads((tmp_path / "out/config.json").read_text())["quantization"]["bits"] == 8
     distances = json.loads((tmp_path / "out/export.json").read_text())["divergence_nats"]
     assert 0 < distances["written from adapter"]["kl"] < 0.1 * distances["adapter from base"]["kl"]
+    plain = export("--to", "mlx", out=tmp_path / "plain")
+    assert "written as mlx: from base and adapter" in plain.stdout and "as none" not in plain.stdout
+
+
+def test_an_adapter_of_a_base_that_is_stored_quantized_needs_the_plain_one(
+    dualtune_main, make_config, write_rows, qa_rows, open_backend, tiny_llama, tmp_path
+):
+    backend, stored = open_backend("mlx"), tmp_path / "stored"
+    mlx_lm = pytest.importorskip("mlx_lm")
+    mlx_lm.convert(str(tiny_llama), mlx_path=str(stored), quantize=True, q_group_size=32)
+    trained = run(make_config(write_rows(qa_rows), {"train.steps": 1}, stored), backend).adapter_dir
+    words = ("export", trained, tmp_path / "out", "--to", "hf", "--platform", "mlx")
+    refused = dualtune_main(*words)
+    assert refused.returncode == 2 and f"{stored} is stored quantized" in refused.stderr
+    assert "Give the plain model as --base" in refused.stderr
+    done = dualtune_main(*words, "--base", tiny_llama)
+    assert done.returncode == 0, done.stderr
+    assert "Verify with a --base that is stored as affine 4-bit, groups of 32, and --dtype float32" in done.stdout
+
+
+def test_a_model_that_was_trained_whole_is_converted_and_compared(
+    dualtune_main, make_config, write_rows, qa_rows, open_backend, tmp_path
+):
+    config = make_config(write_rows(qa_rows), {"train.steps": 1})
+    run(Config.model_validate(config.model_dump() | {"adapter": {"method": "full"}}), open_backend("torch"))
+    words = ("export", tmp_path / "run", "--to", "hf", "--platform", "cpu")
+    done = dualtune_main(*words, "--quantize", "nf4")
+    assert done.returncode == 0, done.stderr
+    assert "written as nf4: from the model" in done.stdout and "merged" not in done.stdout
+    record = json.loads((tmp_path / "run-hf" / "export.json").read_text())
+    assert record["divergence_nats"]["written from adapter"]["kl"] > 1e-5
+    assert record["base"] is record["divergence_nats"]["merged from adapter"] is record["lost_share_of_merge"] is None
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert dualtune_main(*words[:2], tmp_path / "plain", *words[2:]).returncode == 0
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    assert all((plain[name] == value).all() for name, value in trained.state_dict().items())
+    refused = dualtune_main(*words, "--dtype", "float32")
+    assert refused.returncode == 2 and "is a whole model. Leave out --base, --other-base and --dtype" in refused.stderr
 
 
 def test_transformers_writes_nf4_which_every_reader_of_it_takes(export, tmp_path):
@@ -279,6 +318,14 @@ def test_a_converter_that_fails_is_one_line_and_leaves_nothing(export, stub, tmp
     assert {path.name for path in tmp_path.iterdir()} == {"env", "tuned"}
 
 
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_seen_before_the_merge(export, stub, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "load_model", pytest.fail)
+    stub("assert '--vocab-only' in sys.argv; sys.exit('NotImplementedError: BPE pre-tokenizer was not recognized - …')")
+    done = export("--to", "gguf", "--llama-cpp", tmp_path / "env")
+    assert done.returncode == 2 and "llama.cpp does not know the tokenizer of this model" in done.stderr
+    assert "Export to another format: --to hf or --to mlx" in done.stderr and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "code",
     ["", "print(3)", "open(json.loads(sys.argv[3])['out'], 'wb').write(bytes(24)); print('three')",
@@ -300,18 +347,27 @@ def test_a_whole_answer_is_read(stub, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_is_recognized_by_what_it_writes(tiny_llama, name):
-    found = family_of(Tokenizer(tiny_llama, name))
-    assert TEMPLATES[found] == TEMPLATES[name] and (found == name or {found, name} == {"chatml", "qwen-3"})
+    assert template_for(Tokenizer(tiny_llama, name)) == TEMPLATES[name]
+
+
+@pytest.mark.parametrize(("system", "is_known"), [("You are SmolLM.", True), ("Not {{ this }}.", False)])
+def test_chatml_with_a_system_message_of_its_own_is_recognized(tiny_llama, tmp_path, system, is_known):
+    turn = f"<|im_start|>system\n{system}<|im_end|>\n"
+    guard = "{% if messages[0].role != 'system' %}{% raw %}" + turn + "{% endraw %}\n{% endif %}"
+    (tmp_path / "t.jinja").write_text(guard + named_template("chatml"))
+    found = template_for(Tokenizer(tiny_llama, str(tmp_path / "t.jinja")))
+    expected = "{{ if not .System }}" + turn + "{{ end }}" + TEMPLATES["chatml"]
+    assert found == (expected if is_known else None)
 
 
 def test_a_model_without_a_template_gets_the_prompt_and_an_unknown_one_nothing(tiny_llama, tmp_path):
-    assert family_of(Tokenizer(tiny_llama, "none")) == "none"
+    assert template_for(Tokenizer(tiny_llama, "none")) == "{{ .Prompt }}"
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    assert family_of(Tokenizer(tiny_llama, str(tmp_path / "t.jinja"))) is None
+    assert template_for(Tokenizer(tiny_llama, str(tmp_path / "t.jinja"))) is None
 
 
 def test_a_modelfile_names_the_weights_the_template_and_where_to_stop():
-    found = modelfile("m.gguf", "chatml", ["<|im_end|>", "</s>"], "Be\nbrief.")
+    found = modelfile("m.gguf", TEMPLATES["chatml"], ["<|im_end|>", "</s>"], "Be\nbrief.")
     assert found.startswith('FROM ./m.gguf\nTEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}\n')
     assert found.endswith('PARAMETER stop "<|im_end|>"\nPARAMETER stop "</s>"\nSYSTEM """Be\nbrief."""\n')
     assert "TEMPLATE" not in modelfile("m.gguf", None, [], None)

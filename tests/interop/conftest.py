@@ -51,8 +51,14 @@ class Converted:
 
     def convert_adapter(self, adapter: Path, base: Path) -> Path:
         out = self._directory / f"{adapter.parent.name}-{adapter.name}.gguf"
-        self.tools.convert_adapter(adapter, base, out)
+        script = self.tools._converters / "convert_lora_to_gguf.py"
+        self.tools._run(script, adapter, "--base", base, "--outtype", "f32", "--outfile", out)
         return out
+
+    def greedy(self, model: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """The most probable continuation of each prompt, token by token."""
+        job = {"model": str(model), "prompts": prompts, "num_tokens": num_tokens}
+        return json.loads(self.tools._run(Path(__file__).with_name("greedy.py"), json.dumps(job)))
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,10 @@ import pytest
 
 from dualtune.data.chat.named import NAMES, named_template
 from dualtune.data.chat.template import ChatTemplate
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.evaluate.inference import chooser, load_model
 from dualtune.export.deviation import logprobs
-from dualtune.export.ollama import TEMPLATES
+from dualtune.export.ollama import TEMPLATES, template_for
 
 pytestmark = pytest.mark.interop
 SPECIAL = {"bos_token": "", "eos_token": "</s>"}  # llama.cpp adds the token at the beginning
@@ -39,7 +40,7 @@ def test_50_greedy_answers_through_llama_cpp_are_ours(
     prompts = [ours.tokenizer.encode(text, special=True) for text in texts]
     expected = [list(ours.engine.generate(ids, choose=chooser(24, frozenset()))) for ids in prompts]
     gguf = tmp_path / "out" / "out-F32.gguf"
-    found = llama_cpp.tools.greedy(gguf, [ids.tolist() for ids in prompts], 24)
+    found = llama_cpp.greedy(gguf, [ids.tolist() for ids in prompts], 24)
     others = [each for each in zip(prompts, found, expected, strict=True) if each[1] != each[2]]
     assert all(are_equally_probable(ours.engine, *each) for each in others) and len(others) <= 2
     assert len({tuple(answer) for answer in expected}) > 25
@@ -72,16 +73,28 @@ def test_the_layouts_of_ollama_and_lm_studio(environment, stories, dualtune_main
     assert (tmp_path / "l/dualtune/l/l-Q8_0.gguf").is_file()
 
 
-def test_go_writes_each_template_of_ollama_as_ours_write_it(environment, llama_cpp):
+# SmolLM2's, of https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct: ChatML with a system message of its own.
+SMOLLM_2 = (
+    r"{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
+    r"are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    r"message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    r"{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_go_writes_each_template_of_ollama_as_ours_write_it(environment, llama_cpp, shared, tmp_path):
+    (tmp_path / "smollm.jinja").write_text(SMOLLM_2)
+    smollm_2 = template_for(Tokenizer(shared("models/stories260k"), str(tmp_path / "smollm.jinja")))
+    twins = [(named_template(name), name, TEMPLATES[name]) for name in NAMES] + [(SMOLLM_2, "smollm-2", smollm_2)]
     jobs, expected = [], []
-    for name in NAMES:
-        ours = ChatTemplate(named_template(name), SPECIAL)
+    for source, name, twin in twins:
+        ours = ChatTemplate(source, SPECIAL)
         for chat in CHATS:
             if name == "gemma-2" and SYSTEM in chat:  # refused by ours; Ollama writes it as Gemma 3 does
                 continue
             messages = [{"Role": message["role"], "Content": message["content"]} for message in chat]
             system = SYSTEM["content"] if SYSTEM in chat else ""
-            jobs.append({"Template": TEMPLATES[name], "System": system, "Messages": messages})
+            jobs.append({"Template": twin, "System": system, "Messages": messages})
             expected.append(ours.render(chat, add_generation_prompt=True))
     command = [environment / "bin" / "go", "run", Path(__file__).with_name("render.go")]
     env = os.environ | {"GOCACHE": str(environment / "go-cache"), "GOFLAGS": "-mod=mod"}

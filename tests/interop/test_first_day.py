@@ -44,7 +44,7 @@ def test_a_first_day(shared, dualtune_main, llama_cpp, environment, open_backend
     ours = load_model(open_backend("torch"), model, tmp_path / "runs/b/adapter", dtype="float32")
     ids = [ours.tokenizer.encode(text, special=True) for text in PROMPTS]
     expected = [list(ours.engine.generate(each, choose=chooser(16, frozenset()))) for each in ids]
-    assert llama_cpp.tools.greedy(tmp_path / "tuned/tuned-F32.gguf", [each.tolist() for each in ids], 16) == expected
+    assert llama_cpp.greedy(tmp_path / "tuned/tuned-F32.gguf", [each.tolist() for each in ids], 16) == expected
 
     served = ("serve", model, "--adapter", "tuned=runs/b/adapter", "--port", "0")
     command = [sys.executable, "-m", "dualtune.cli.main", *served]

@@ -26,7 +26,7 @@ class Served:
 
     @property
     def engine(self):
-        return self.server.answers._adapters.model.engine
+        return self.server.answers._adapters.engine
 
     def ask(self, body, path="/v1/chat/completions", headers=None):
         """POST a body (a table, or bytes as they are). Return the status and the answer, JSON or text."""

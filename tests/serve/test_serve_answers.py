@@ -1,6 +1,7 @@
 """What a server answers: the text of `dualtune generate`, in the form of OpenAI's API."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -36,6 +37,9 @@ def test_the_openai_client_gets_what_generate_prints(serve, open_backend, tiny_l
     served = serve(backend, tiny_llama, {"tuned": adapter})
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["base", "tuned"]
+    assert client.models.retrieve("tuned").id == "tuned"
+    with pytest.raises(openai.NotFoundError, match="got 'other', there are: base, tuned"):
+        client.models.retrieve("other")
     texts = {}
     for name, directory in (("base", None), ("tuned", adapter), ("base", None)):
         asked = {"model": name, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0}
@@ -120,3 +124,12 @@ def test_another_address_needs_a_key(dualtune_main, tiny_softmax, monkeypatch):
     monkeypatch.delenv("DUALTUNE_API_KEY", raising=False)
     result = dualtune_main("serve", tiny_softmax, "--host", "0.0.0.0", "--platform", "numpy")
     assert result.returncode == 2 and "Set DUALTUNE_API_KEY to a key that clients must send" in result.stderr
+
+
+def test_a_host_that_is_none_is_not_a_matter_of_the_port(dualtune_main, tiny_softmax, monkeypatch):
+    monkeypatch.setenv("DUALTUNE_API_KEY", "key")
+    result = dualtune_main("serve", tiny_softmax, "--host", "192.0.2.1", "--platform", "numpy")  # of documentation
+    assert result.returncode == 4 and "Give an address of this machine, such as 127.0.0.1" in result.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = dualtune_main("serve", tiny_softmax, "--port", taken.getsockname()[1], "--platform", "numpy")
+    assert result.returncode == 4 and "Choose another port" in result.stderr

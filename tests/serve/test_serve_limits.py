@@ -27,12 +27,16 @@ def send(served, asked):
 @pytest.mark.parametrize(
     ("change", "status", "message"),
     [
-        (b"{", 400, "body: is not JSON"), (b"[" * 100_000, 400, "body: is not JSON"), (b"[]", 400, "body: "),
+        (b"{", 400, "body: is not JSON"), (b"[" * 100_000, 400, "body: is not JSON"),
+        (b"[]", 400, "body: must be a JSON object"),
         (NO_NUMBER, 400, "temperature: "), ({"messages": None}, 400, "messages: "), ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role: "),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ({"n": 2}, 400, "n: "), ({"tools": []}, 400, "tools: is not supported"), ({"max_tokens": "5"}, 400, "max_"),
-        ({"temperature": -1}, 400, "temperature: "), ({"top_p": 0}, 400, "top_p: "), ({"logprobs": True}, 400, "log"),
+        ({"temperature": -1}, 400, "temperature: "),
+        ({"temperature": True}, 400, "temperature: "), ({"temperature": "0.5"}, 400, "temperature: "),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "messages.0.name: is not supported"),
+        ({"top_p": 0}, 400, "top_p: "), ({"logprobs": True}, 400, "log"),
         ({"stop": ["x"] * 9}, 400, "stop: got 9"), ({"stop": ""}, 400, "stop"), ({"seed": -1}, 400, "seed: "),
         ({"model": "x" * 300}, 404, "model: got 'xxx"), ({"frequency_penalty": 0.5}, 400, "frequency_penalty: "),
     ],
@@ -71,6 +75,7 @@ def test_wrong_paths_types_hosts_and_keys_are_refused(serve, hello):
     [
         (b"", b"411"), (b"Content-Length: -1\r\n", b"411"), (b"Content-Length: 1e3\r\n", b"411"),
         (b"Content-Length: %d\r\n" % (MAX_BODY + 1), b"413"), (b"Content-Length: 99999999999999999999\r\n", b"413"),
+        (b"Content-Length: 2\r\nContent-Length: 0\r\n", b"400"),
         (b"X: " + b"y" * 70_000 + b"\r\n", b"431"), (b"X: y\r\n" * 200, b"431"),
     ],
 )  # fmt: skip
@@ -80,28 +85,119 @@ def test_a_body_or_a_head_of_any_size_is_refused(serve, headers, status):
         assert connection.recv(4096).split(b" ", 2)[1] == status
 
 
-def test_a_slow_client_is_cut_off_and_keeps_nobody_waiting(serve, hello, monkeypatch):
-    monkeypatch.setattr(module, "REQUEST_S", 0.2)
+@pytest.fixture
+def clock(monkeypatch):
+    """The time by which a server judges its connections."""
+    now = [1000.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    return now
+
+
+def connect(served):
+    return socket.create_connection(("127.0.0.1", served.port), timeout=20)
+
+
+def read_to_end(connection):
+    return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def until(condition):
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("it has not happened in a minute")
+
+
+def test_a_slow_client_is_cut_off_and_keeps_nobody_waiting(serve, hello, clock):
     served = serve()
-    slow = [socket.create_connection(("127.0.0.1", served.port), timeout=20) for _ in range(20)]
+    slow = [connect(served) for _ in range(20)]
     for i, connection in enumerate(slow):
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Le" if i % 2 else b"")
+    until(lambda: len(served.server._waiting_since) == len(slow))
     assert served.ask(hello)[0] == 200
+    clock[0] += module.REQUEST_S + 1
     assert all(connection.recv(1) == b"" for connection in slow)
     for connection in slow:
         connection.close()
+    assert served.ask(hello)[0] == 200
 
 
-def test_a_slow_second_request_is_cut_off_too(serve, hello, monkeypatch):
+def test_a_slow_second_request_is_cut_off_too(serve, clock):
     """However it comes: a byte now and then, which no time limit of a socket sees."""
-    monkeypatch.setattr(module, "REQUEST_S", 0.5)
-    with socket.create_connection(("127.0.0.1", serve().port), timeout=20) as connection:
+    served = serve()
+    with connect(served) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b'{"status": "ok"}'):
+            answer += connection.recv(4096)
+        until(lambda: served.server._waiting_since)
+        for _ in range(2):
+            connection.sendall(b"P")
+            clock[0] += 0.6 * module.REQUEST_S
+        assert connection.recv(1) == b""
+
+
+def test_a_new_client_gets_the_place_of_the_one_that_has_been_waited_for_longest(serve, hello, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 4)
+    served, idle = serve(), []
+    for n in range(4):
+        idle.append(connect(served))
+        until(lambda n=n: len(served.server._waiting_since) == n + 1)
+    assert served.ask(hello)[0] == 200
+    assert idle[0].recv(1) == b""
+    for _ in range(3):  # the place of a connection that has ended is free
+        until(lambda: len(served.server._open) == 3)
+        assert served.ask(hello)[0] == 200
+    idle[1].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert idle[1].recv(4096).startswith(b"HTTP/1.1 200")
+    for connection in idle:
+        connection.close()
+
+
+def test_where_all_places_are_taken_by_requests_a_client_is_told_in_json(serve, hello, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
+    served, gate = serve(), threading.Event()
+    generate = served.engine.generate
+    served.engine.generate = lambda *args, **options: gate.wait() and generate(*args, **options)
+    asked = [send(served, hello) for _ in range(2)]
+    try:
+        until(lambda: len(served.server._open) == 2 and not served.server._waiting_since)
+        with connect(served) as refused:
+            answer = read_to_end(refused)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503") and "try again later" in json.loads(body)["error"]["message"]
+    finally:
+        gate.set()
+    for connection in asked:
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-        with pytest.raises(OSError):
-            for _ in range(2000):
-                connection.sendall(b"P")
-                time.sleep(0.02)
+        connection.close()
+
+
+@pytest.mark.parametrize("method", ["PUT", "HEAD", "OPTIONS", "DELETE"])
+def test_a_method_that_is_none_is_refused_in_json(serve, method):
+    with connect(serve()) as connection:
+        connection.sendall(f"{method} /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 501") and b"Content-Type: application/json" in head
+    assert (body == b"") if method == "HEAD" else ("Unsupported method" in json.loads(body)["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n", b"501"),
+        (b"GET /health HTTP/1.1\r\nContent-Length: 40\r\n", b"400"),
+    ],
+)
+def test_a_body_whose_end_a_proxy_may_see_elsewhere_ends_the_connection(serve, head, status):
+    with connect(serve()) as connection:
+        connection.sendall(
+            head + b"Content-Type: application/json\r\nHost: localhost\r\n\r\n{}"
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
+        answer = read_to_end(connection)
+    assert answer.count(b"HTTP/1.1") == 1 and answer.startswith(b"HTTP/1.1 " + status) and b'{"error"' in answer
 
 
 def test_the_body_of_a_refused_request_is_not_read_as_the_next_one(serve):
@@ -109,24 +205,32 @@ def test_the_body_of_a_refused_request_is_not_read_as_the_next_one(serve):
     with socket.create_connection(("127.0.0.1", serve(key="right").port), timeout=20) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
         connection.sendall(head + body)
-        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        answer = read_to_end(connection)
     assert answer.startswith(b"HTTP/1.1 401") and answer.count(b"HTTP/1.1") == 1
 
 
 def test_more_than_may_wait_are_told_to_come_again(serve, hello):
-    served, gate, found = serve(max_waiting=1), threading.Event(), []
+    served, gate, computing, found = serve(max_waiting=1), threading.Event(), threading.Event(), []
     generate = served.engine.generate
-    served.engine.generate = lambda *args, **options: gate.wait(30) and generate(*args, **options)
-    threads = [threading.Thread(target=lambda: found.append(served.ask(hello)[0])) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.05)
-    while found.count(429) < 4:  # one computes, one waits
-        time.sleep(0.01)
-    gate.set()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == [200, 200, 429, 429, 429, 429]
+
+    def waits(*args, **options):
+        computing.set()
+        gate.wait()
+        return generate(*args, **options)
+
+    served.engine.generate = waits
+    threads = [threading.Thread(target=lambda: found.append(served.ask(hello)[0])) for _ in range(2)]
+    try:
+        threads[0].start()
+        computing.wait()
+        threads[1].start()
+        until(served.server.answers._waiting.full)
+        assert [served.ask(hello)[0] for _ in range(4)] == [429] * 4
+    finally:
+        gate.set()
+        for thread in threads:
+            thread.join()
+    assert found == [200, 200]
 
 
 def test_an_answer_that_fails_is_one_error_and_the_next_one_comes(serve, hello):
@@ -141,7 +245,7 @@ def test_an_answer_that_fails_is_one_error_and_the_next_one_comes(serve, hello):
 def test_an_error_that_leaves_nothing_to_answer_with_ends_the_engine(serve, hello):
     answers, request = serve().server.answers, read_request(json.dumps(hello).encode(), is_chat=True)
     alone = Answers(answers._adapters, **ALONE, is_fatal=lambda error: True)
-    alone._adapters.model.engine.generate = lambda *args, **options: 1 / 0
+    alone._adapters.engine.generate = lambda *args, **options: 1 / 0
     job = alone.submit(request)
     with pytest.raises(ZeroDivisionError):
         alone.answer_next()

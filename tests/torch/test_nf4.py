@@ -163,3 +163,8 @@ def test_a_model_whose_rows_split_blocks_computes_with_the_unpacked_weights(tmp_
     with torch.no_grad():
         found, expected = (model(tokens).logits for model in (packed, plain))
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_importing_bitsandbytes_says_nothing_of_kernels_that_no_one_has_asked_for(python):
+    done = python("-c", "import dualtune_torch.weights.nf4, bitsandbytes")
+    assert done.returncode == 0 and "gemm_4bit_forward" not in done.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from logging import getLogger
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -25,6 +26,8 @@ from dualtune_torch.weights.by_module import frozen, own
 from dualtune_torch.weights.packed import WEIGHTS_AT_ONCE, product
 
 BLOCK_SIZE, SCALES_BLOCK_SIZE = 64, 256
+# On some CPUs it warns when it is imported that a faster kernel, which no one has asked for, is not installed.
+getLogger("bitsandbytes.backends.cpu.ops").setLevel("ERROR")
 
 
 def finished(module: nn.Module, dtype: torch.dtype, *, is_head: bool) -> nn.Module:

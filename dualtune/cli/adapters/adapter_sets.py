@@ -28,23 +28,30 @@ def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
     return found
 
 
+def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
+    """Return the backend for --platform. ConfigError if it cannot load a model in this form."""
+    from dualtune.capabilities import check_value
+    from dualtune.cli.options import backend_for
+
+    backend = backend_for(platform, err=True)
+    check_value(backend, "model.dtype", dtype)
+    check_value(backend, "model.quantization", quantization)
+    return backend
+
+
 def load_adapters(
     model: str, directories: Mapping[str, Path], platform: str, *, dtype: str, quantization: str, template: str
 ) -> tuple[AdapterSet, Backend]:
     """Load a model with its adapters on the backend for --platform, and show what is loaded."""
-    from dualtune.cli.options import backend_for
     from dualtune.cli.output.screen import phases
 
     with phases(err=True) as shown:
-        shown.begin("importing", "the backend")
-        from dualtune.capabilities import check_value
+        backend = backend_that_loads(dtype, quantization, platform)
         from dualtune.evaluate.adapter_set import load_adapter_set
 
-        backend = backend_for(platform, err=True)
-        check_value(backend, "model.dtype", dtype)
-        check_value(backend, "model.quantization", quantization)
         shown.begin("loading", "the model")
         found = load_adapter_set(backend, model, directories, dtype=dtype, quantization=quantization, template=template)
-    if found.model.note:
-        say(f"template    {found.model.note}", err=True)
+    for name, loaded in found.models.items():
+        if loaded.note:
+            say(f"template    {name}: {loaded.note}", err=True)
     return found, backend

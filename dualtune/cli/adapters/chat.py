@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -20,6 +20,7 @@ from dualtune.cli.options import (
     quantization_option,
     seed_option,
     temperature_option,
+    template_option,
     top_p_option,
 )
 from dualtune.cli.output.terminal import pass_on, say
@@ -46,13 +47,7 @@ HELP = """\
 )
 @click.option("--compare", is_flag=True, help="Let the base and each adapter answer, side by side.")
 @click.option("--system", metavar="TEXT", help="The system message.")
-@click.option(
-    "--template",
-    default="auto",
-    show_default=True,
-    metavar="auto|FILE",
-    help="The chat template; auto is the first adapter's, or else the model's own.",
-)
+@template_option
 @temperature_option
 @top_p_option
 @click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of each answer.")
@@ -126,44 +121,107 @@ class Conversation:
         elif name not in self._names:
             say(f"/adapter: got '{name}', there are: {', '.join(self._names)}", err=True)
         else:
-            self._chats[0].name = name
+            self._chats[0].switch(name)
             say(f"answering   {name}", err=True)
 
     def _save(self, name: str) -> None:
         if not name:
             return say("/save needs the name of a file", err=True)
+        if not all(any(each.role == "assistant" for each in chat.messages) for chat in self._chats):
+            return say("/save: there is no answer yet, so nothing that could be trained on", err=True)
         try:
             with Path(name).expanduser().open("a", encoding="utf-8") as file:
                 for chat in self._chats:
-                    row = {"messages": [{"role": each.role, "content": each.content} for each in chat.messages]}
+                    messages = [{"role": each.role, "content": each.content} for each in chat.messages]
+                    row = {"messages": messages} | ({"adapter": chat.name} if len(self._chats) > 1 else {})
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
             return say(f"/save: {name}: {error.strerror}", err=True)
         return say(f"appended to {name}", err=True)
 
     def _answer(self, text: str) -> None:
-        if len(self._chats) == 1:
-            for piece in self._chats[0].ask(text):
+        if len(self._chats) > 1:
+            return self._compare(text)
+        with contextlib.closing(self._chats[0].ask(text)) as pieces:
+            for piece in pieces:
                 pass_on(piece)
-            return pass_on("\n")
-        answers = [(chat.name, "".join(chat.ask(text))) for chat in self._chats]
-        return pass_on("\n".join(side_by_side(answers, _width())) + "\n")
+        return pass_on("\n")
+
+    def _compare(self, text: str) -> None:
+        """Let all answer. A turn that not all have answered is forgotten by all, so that they talk about the same."""
+        before = [chat.messages for chat in self._chats]
+        try:
+            with _shown([chat.name for chat in self._chats], _width()) as show:
+                for chat in self._chats:
+                    with contextlib.closing(chat.ask(text)) as pieces:
+                        for piece in pieces:
+                            show(chat.name, piece)
+        except BaseException:
+            for chat, messages in zip(self._chats, before, strict=True):
+                chat.messages = messages
+            say("the turn is forgotten, as not all have answered", err=True)
+            raise
+
+
+@contextlib.contextmanager
+def _shown(names: Sequence[str], width: int) -> Generator[Callable[[str, str], None]]:
+    """Show the pieces of answers as they come: in columns, or one below the other where columns would be too narrow."""
+    if _column(len(names), width) < LEAST_COLUMN:
+        yield _BelowEachOther().show
+        pass_on("\n")
+        return
+    import shutil
+
+    from rich.live import Live
+    from rich.text import Text
+
+    from dualtune.cli.output.console import Console
+
+    answers = dict.fromkeys(names, "")
+
+    def show(name: str, piece: str) -> None:
+        answers[name] += piece
+
+    def draw() -> Text:  # its last lines, as many as there are on the screen
+        lines = side_by_side([*answers.items()], width)
+        return Text("\n".join(lines[1 - shutil.get_terminal_size().lines :]), no_wrap=True, overflow="crop")
+
+    try:
+        with Live(console=Console(sys.stdout), get_renderable=draw, transient=True):
+            yield show
+    finally:
+        pass_on("\n".join(side_by_side([*answers.items()], width)) + "\n")
+
+
+class _BelowEachOther:
+    """Shows each answer under its name."""
+
+    def __init__(self) -> None:
+        self._last: str | None = None
+
+    def show(self, name: str, piece: str) -> None:
+        if name != self._last:
+            pass_on(f"[{name}]\n" if self._last is None else f"\n[{name}]\n")
+            self._last = name
+        pass_on(piece)
 
 
 def side_by_side(answers: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Return the lines of named texts in columns, or one below the other where columns would be too narrow."""
+    """Return the lines of named texts in columns."""
     import textwrap
     from itertools import zip_longest
 
-    column = (width - 3 * (len(answers) - 1)) // len(answers)
-    if column < LEAST_COLUMN:
-        return [line for name, text in answers for line in (f"[{name}]", text)]
+    column = _column(len(answers), width)
     wrapped = [
         [f"[{name}]"[:column], *(part for line in text.splitlines() for part in textwrap.wrap(line, column) or [""])]
         for name, text in answers
     ]
     rows = zip_longest(*wrapped, fillvalue="")
     return [" | ".join(part.ljust(column) for part in row).rstrip() for row in rows]
+
+
+def _column(count: int, width: int) -> int:
+    return (width - 3 * (count - 1)) // count
 
 
 def _width() -> int:
@@ -196,4 +254,5 @@ def _next_line(is_typed: bool) -> str:
     except EOFError:
         return ""
     except KeyboardInterrupt:  # of a line that is not finished
+        say("", err=True)
         return "\n"

@@ -50,7 +50,7 @@ def command(
     directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
     name: str | None, system: str | None, llama_cpp: Path | None, without_base: bool, other_base: bool, platform: str,
 ) -> None:  # fmt: skip
-    """Write MODEL with the adapter of DIRECTORY for another program to the new directory OUT.
+    """Write MODEL with the adapter of DIRECTORY, or the model that a run has trained whole, for another program to OUT.
 
     Without OUT it lies beside the run, with the program in its name: runs/first-gguf for runs/first.
 
@@ -72,30 +72,44 @@ def command(
             raise ConfigError("--system: is for --to ollama. Others take the system message in each conversation")
         quoted(system, "--system")
     tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
-    base = base or _named_base(directory)
-    run = _run_of(directory)
+    run, whole_model = _run_of(directory), _whole_model(directory)
+    if whole_model is None:
+        base = base or _named_base(directory)
+    elif base or other_base or dtype != "auto":
+        raise ConfigError(f"{whole_model}: is a whole model. Leave out --base, --other-base and --dtype, which merge")
     name = name or (out.resolve() if out else run).name
     if Path(name).name != name:
         raise ConfigError(f"--name: got '{name}', which is a path. Give a name for files, such as {Path(name).name}")
     out = out or run.with_name(f"{run.name}-{target}")
-    request = Request(directory, base, out, target, kind, name, dtype, system, other_base, not without_base)
+    request = Request(
+        whole_model or directory, base, out, target, kind, name, dtype, system, other_base, not without_base
+    )
     with phases() as shown:
         backend = backend_for(platform)
-        shown.begin("merging", "the adapter")
+        shown.begin("exporting", "the model")
         found = export(request, backend, tools, shown.tell)
-    say(f"\n{_table(found, kind)}")
+    say(f"\n{_table(found, target if kind == 'none' else kind)}")
     for note in found.notes:
         say(note)
     say(f"written     {out}: {', '.join(found.files)}")
     if target == "ollama":
-        model = re.sub(r"[^\w.-]+", "-", request.name).lower()
-        say(f"next        {shlex.join(['ollama', 'create', model, '-f', str(out / 'Modelfile')])}")
+        created = re.sub(r"[^\w.-]+", "-", request.name).lower()
+        say(f"next        {shlex.join(['ollama', 'create', created, '-f', str(out / 'Modelfile')])}")
 
 
 def _run_of(directory: Path) -> Path:
-    """Return the run directory of a run's adapter; of another adapter its own directory."""
+    """Return the run directory of a run's adapter or model; of another one its own directory."""
     place = directory.resolve()
-    return place.parent if place.name == "adapter" else place
+    return place.parent if place.name in ("adapter", "model") else place
+
+
+def _whole_model(directory: Path) -> Path | None:
+    """Return the model of a run that has trained it whole, or of this directory. None for an adapter."""
+    from dualtune.adapter.formats.directory import CONFIG_FILE, adapter_directory
+
+    if (adapter_directory(directory) / CONFIG_FILE).exists():
+        return None
+    return next((place for place in (directory / "model", directory) if (place / "config.json").is_file()), None)
 
 
 def _named_base(directory: Path) -> str:
@@ -115,15 +129,16 @@ def _table(found: Exported, kind: str) -> str:
     from dualtune.text.show import in_columns
 
     rows = [("", "mean KL, nats", "largest", "same first token")]
+    tuned = "the model" if found.effect is None else "base and adapter"
     for what, distance in (
         ("the adapter changes the base by", found.effect),
         ("merged: from base and adapter", found.merge),
-        (f"written as {kind}: from base and adapter", found.result),
+        (f"written as {kind}: from {tuned}", found.result),
         (f"the base as {kind}: from the base", found.base),
     ):
         if distance is not None:
             rows.append((what, f"{distance.kl:.2e}", f"{distance.largest:.2e}", f"{distance.same_token:.0%}"))
     lines = in_columns(rows)
-    if found.result is not None and found.result.kl > found.effect.kl:
+    if found.result is not None and found.effect is not None and found.result.kl > found.effect.kl:
         lines += "\nnote: writing it so costs more than the adapter changes. Choose a finer --quantize"
     return lines

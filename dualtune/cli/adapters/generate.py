@@ -8,12 +8,14 @@ from pathlib import Path
 import click
 
 from dualtune import interrupt
+from dualtune.cli.adapters.adapter_sets import backend_that_loads
 from dualtune.cli.options import (
     dtype_option,
     platform_option,
     quantization_option,
     seed_option,
     temperature_option,
+    template_option,
     top_p_option,
 )
 from dualtune.cli.output.terminal import pass_on, say
@@ -28,13 +30,7 @@ MOST_PROMPT = 2**22  # characters
 @click.option(
     "--raw", is_flag=True, help="Continue the prompt as it is: without chat template, with its control tokens."
 )
-@click.option(
-    "--template",
-    default="auto",
-    show_default=True,
-    metavar="auto|none|FILE",
-    help="The chat template; auto is the adapter's, or else the model's own.",
-)
+@template_option
 @temperature_option
 @top_p_option
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
@@ -51,20 +47,15 @@ def command(
 
     On a terminal, control characters in it are escaped; a file or another program gets it unchanged.
     """
-    from dualtune.cli.options import backend_for
     from dualtune.cli.output.screen import phases
 
     if raw and template != "auto":
         raise click.UsageError("Give --raw or --template, not both.")
     text = _read_prompt() if prompt == "-" else prompt
     with phases(err=True) as shown:
-        shown.begin("importing", "the backend")
-        from dualtune.capabilities import check_value
+        backend = backend_that_loads(dtype, quantization, platform)
         from dualtune.evaluate.inference import load_model, stream_text
 
-        backend = backend_for(platform, err=True)
-        check_value(backend, "model.dtype", dtype)
-        check_value(backend, "model.quantization", quantization)
         shown.begin("loading", "the model")
         loaded = load_model(
             backend, model, adapter, dtype=dtype, quantization=quantization, template="none" if raw else template,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 
@@ -9,7 +10,7 @@ import click
 
 from dualtune import interrupt
 from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories
-from dualtune.cli.options import dtype_option, platform_option, quantization_option
+from dualtune.cli.options import dtype_option, platform_option, quantization_option, template_option
 from dualtune.cli.output.terminal import say
 
 KEY_VARIABLE = "DUALTUNE_API_KEY"
@@ -27,13 +28,7 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")
-@click.option(
-    "--template",
-    default="auto",
-    show_default=True,
-    metavar="auto|none|FILE",
-    help="The chat template; auto is the first adapter's, or else the model's own.",
-)
+@template_option
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="The most tokens of an answer."
 )
@@ -80,8 +75,9 @@ def command(
             host, port, answers, key=key, tell=lambda text: None if quiet else say(text, err=True)
         )
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise EnvironmentFault(f"--host {host} --port {port}: {reason}. Choose another port") from error
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        what = "Choose another port" if is_port else "Give an address of this machine, such as 127.0.0.1"
+        raise EnvironmentFault(f"--host {host} --port {port}: {error.strerror or error}. {what}") from error
     with server:
         threading.Thread(target=server.serve_forever, name="dualtune-http", daemon=True).start()
         address = f"[{host}]" if ":" in host else host

@@ -13,7 +13,7 @@ from dualtune.hooks import EvalRecord, Event, PhaseChange, RunInfo, SampleRecord
 from dualtune.text.show import fitted
 from dualtune.view.lines import Fields, RunLines
 from dualtune.view.panel import panel
-from dualtune.view.run_view import SAMPLES, RunView
+from dualtune.view.run_view import SAMPLES, TRACKERS, RunView
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend
@@ -110,6 +110,10 @@ class Progress(RunLines):
             self._shown.begin("answering")
         elif change.before == SAMPLES:
             self._show_rest()
+        elif change.phase == TRACKERS:
+            self._shown.finish("saved")
+            self.is_saving = False
+            self._shown.begin("sending", "the last rows to the trackers")
 
     def on_event(self, event: Event) -> None:
         super().on_event(event)

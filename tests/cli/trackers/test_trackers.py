@@ -213,6 +213,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(train, place, monkeypatch):
     run, said = train("run")
     assert "trackio is still sending, in a process of its own" in said and "Training continues" not in said
     assert "raised" not in said
+    assert said.index("saved       the adapter in") < said.index("is still sending")  # the wait is not the saving's
     assert (run / "adapter/adapter_model.safetensors").is_file()
 
 
