@@ -138,6 +138,8 @@ class RunView(Hook):
         self._save_failed |= event.event == "save_failed"
 
     def on_phase_change(self, change: PhaseChange) -> None:
+        if change.phase not in BETWEEN_STEPS and self.phase not in BETWEEN_STEPS:
+            return  # a phase of a step: there are many, and the step's record has their seconds
         now = self.clock()
         self.note_phase(self._phase_step, self.phase, now - self.began, now)
         self._phase_step, self.phase, self.began = change.step, change.phase, now

@@ -176,7 +176,16 @@ def test_whatever_goes_wrong_with_one_run_the_others_are_listed(made, states, mo
 
 @pytest.mark.parametrize(
     ("order", "names"),
-    [("name", "a b c"), ("loss", "b c a"), ("eval", "b c a"), ("date", "c a b"), ("time", "c a b"), ("best", "b c a"), ("step", "c a b"), ("start", "a b c")],
+    [
+        ("name", "a b c"),
+        ("loss", "b c a"),
+        ("eval", "b c a"),
+        ("date", "c a b"),
+        ("time", "c a b"),
+        ("best", "b c a"),
+        ("step", "c a b"),
+        ("start", "a b c"),
+    ],
 )
 def test_runs_are_sorted(made, dualtune_main, tmp_path, order, names):
     made("a", (3.0, 2.0), {"started": "2026-02-02T00:00:00+00:00"})
