@@ -56,8 +56,9 @@ def test_a_run_that_ends_well_after_a_restart_ends_with_0(program):
 
 
 PARENT = """if True:
-    import sys
+    import signal, sys
     from dualtune.launch.alone import supervise_alone
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which the tests may have been told to ignore, by nohup
     class Work:
         first_resume = next_resume = lambda self: "auto"
         command = lambda self, resume: [sys.executable, "-S", "-c", sys.argv[1]]
