@@ -32,6 +32,8 @@ def test_mlx_lms_server_answers_as_we_do(stories, open_backend):
 
 
 def test_llama_server_answers_as_we_do(llama_cpp, environment, stories, open_backend, dualtune_main, tmp_path):
+    if not (environment / "bin" / "llama-server").exists():
+        pytest.skip("the environment was made WITHOUT_SERVER=1")
     model, adapter, _ = stories
     words = ("export", adapter, tmp_path / "out", "--base", model, "--llama-cpp", environment, "--platform", "cpu")
     assert dualtune_main(*words, "--to", "gguf", "--quantize", "f32").returncode == 0
@@ -45,7 +47,7 @@ def test_llama_server_answers_as_we_do(llama_cpp, environment, stories, open_bac
 @pytest.fixture(scope="module")
 def vllm():
     """The program, from the environment that scripts/interop_vllm.sh has made."""
-    if (place := os.environ.get("DUALTUNE_VLLM")) is None:
+    if not (place := os.environ.get("DUALTUNE_VLLM")):
         pytest.skip("DUALTUNE_VLLM names no environment: scripts/interop_vllm.sh makes one")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, instead of half of the memory
