@@ -71,6 +71,10 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=lambda: {})
 
 
+# The phases between steps, by the names in PhaseChange; TRACKERS comes after the last step.
+EVALUATION, SAMPLES, SAVE, TRACKERS = "evaluation", "samples", "save", "trackers"
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseChange:
     """The run leaves one phase and begins the next.

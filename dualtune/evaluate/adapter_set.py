@@ -72,8 +72,9 @@ def load_adapter_set(
     for adapter in adapters.values():
         if not all(_fits(tensor, state.get(tensor_name), spec.rank) for tensor_name, tensor in adapter.tensors.items()):
             load_adapter(base.engine, adapter, name)  # says which tensors do not fit
+    model_dir = resolve_model(name, weights=False)
     models = {
-        label: _with_template(base, resolve_model(name, weights=False), adapter, directories[label], template)
+        label: _with_template(base, model_dir, adapter, directories[label], template)
         for label, adapter in adapters.items()
     }
     if base.tokenizer.template is None and template == "auto":

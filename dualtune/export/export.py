@@ -120,17 +120,19 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
     def write(directory: Path) -> None:
         merged = directory / "merged"
         if adapter is None:
-            shutil.copytree(base, merged)
-            expected = _expected_of_model(base, backend)
+            model, expected = base, _expected_of_model(base, backend)
         else:
-            expected = _merge(request, adapter, base, merged, backend, exported, tell)
+            model, expected = merged, _merge(request, adapter, base, merged, backend, exported, tell)
         made = _Maker(request, backend, llama_cpp, expected, tell)
-        if request.target == "hf" and request.kind == "none":
-            _move_out(merged)
-        else:
-            exported.result = deviation(expected.tuned, made.compute(made.write(merged, directory)))
+        if request.target != "hf" or request.kind != "none":
+            exported.result = deviation(expected.tuned, made.compute(made.write(model, directory)))
             if expected.base is not None and made.quantizes and request.compares_base:
                 exported.base = deviation(expected.base, made.compute_base(base, directory))
+        elif adapter is None:
+            shutil.copytree(model, directory, dirs_exist_ok=True)
+        else:
+            _move_out(merged)
+        if merged.exists():
             shutil.rmtree(merged)
         exported.notes += [note for note in (adapter and note_of_base(adapter), *made.notes) if note]
         exported.files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())

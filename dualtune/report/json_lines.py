@@ -13,9 +13,7 @@ from dualtune.report.page import notice
 T = TypeVar("T")
 
 
-def read_lines(
-    path: Path, parse: Callable[[bytes, str], T], *, max_bytes: int, max_line: int
-) -> tuple[list[T], str]:  # fmt: skip
+def read_lines(path: Path, parse: Callable[[bytes, str], T], *, max_bytes: int, max_line: int) -> tuple[list[T], str]:
     """Return the rows, and a notice as HTML on what is left out, empty if nothing is.
 
     `parse(line, where)` raises FormatError for a line that is no row. A line of more than `max_line` bytes is several.

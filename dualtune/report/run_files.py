@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dualtune.config.reader import BadYaml, read_yaml
-from dualtune.errors import ConfigError, DualtuneError, FormatError
+from dualtune.errors import DualtuneError, FormatError
 from dualtune.io.untrusted import open_file, read_json
 from dualtune.report.curves import Curves, curves_of
 from dualtune.train.health.score import Score
@@ -18,7 +18,7 @@ from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import state_of
 from dualtune.train.state.lock import read_note
 from dualtune.train.state.metrics import each_row
-from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, MODEL, is_run_dir
+from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, MODEL, check_is_run
 
 MAX_METRICS_BYTES = 1 << 30  # about four million steps
 MAX_CONFIG_BYTES = 1 << 18
@@ -75,8 +75,7 @@ class RunFiles:
 def read_run(path: Path) -> RunFiles:
     """Read a run directory. ConfigError if it is none, FormatError if a file in it is damaged."""
     try:
-        if not is_run_dir(path):
-            raise ConfigError(f"{path}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+        check_is_run(path)
         curves = _curves(path / METRICS)
         note, is_held = read_note(path)
         newest = next(iter(checkpoint.steps(path / CHECKPOINTS)), None)

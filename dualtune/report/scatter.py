@@ -37,10 +37,12 @@ def scatter(runs: Sequence[RunFiles]) -> str:
     if len(dots) < MIN_RUNS or not keys or all(dot.loss == math.inf for dot in dots):
         return ""
     others = {keys[0]: keys[1], keys[1]: keys[0]} if len(keys) == 2 else {}
-    pictures = "".join(_figure(dots, key, others.get(key, "")) for key in keys[:MAX_PLOTS])
+    winner, highest = best_of([dot.run for dot in dots]), _highest(dots)
+    best = next((dot for dot in dots if dot.run is winner), None)
+    pictures = "".join(_figure(dots, key, others.get(key, ""), highest, best) for key in keys[:MAX_PLOTS])
     held_out = all(dot.run.score.is_held_out for dot in dots if dot.run.is_done)
     what = "evaluation loss of the weights that a run writes" if held_out else "training loss at the end"
-    edge = " A triangle is a loss above the picture." * any(dot.loss > _highest(dots) for dot in dots)
+    edge = " A triangle is a loss above the picture." * any(dot.loss > highest for dot in dots)
     given_up = " A ring is a run that was not trained to its end." * any(not dot.run.is_done for dot in dots)
     return (
         f'<h2 id="values">Loss by value</h2>\n<p class="hint">The {what}.{edge}{given_up}</p>\n'
@@ -61,10 +63,13 @@ def _highest(dots: Sequence[Dot]) -> float:
     return min(max(losses), lowest + CUT * (middle - lowest)) if middle > lowest else max(losses)
 
 
-def _figure(dots: Sequence[Dot], key: str, other: str) -> str:
-    """Return the picture of a key. `other`: the only other key that differs, whose values get a line each; or empty."""
+def _figure(dots: Sequence[Dot], key: str, other: str, high: float, best: Dot | None) -> str:
+    """Return the picture of a key. `other`: the only other key that differs, whose values get a line each; or empty.
+
+    `high`: the loss at the top.
+    """
     place, ticks = _axis([dot.values.get(key) for dot in dots])
-    low, high = min(dot.loss for dot in dots), _highest(dots)
+    low = min(dot.loss for dot in dots)
 
     def at(dot: Dot) -> tuple[float, float]:
         share = (min(dot.loss, high) - low) / (high - low) if high > low else 0.5
@@ -73,8 +78,6 @@ def _figure(dots: Sequence[Dot], key: str, other: str) -> str:
 
     names = list(dict.fromkeys(shown_value(dot.values.get(other)) for dot in dots)) if other else []
     names = names if len(names) <= MAX_LINES else []
-    winner = best_of([dot.run for dot in dots])
-    best = next((dot for dot in dots if dot.run is winner), None)
     marks: list[str] = []
     for dot in dots:
         series = names.index(shown_value(dot.values.get(other))) if names else 0

@@ -13,7 +13,7 @@ from dualtune.errors import ConfigError, DualtuneError
 from dualtune.sweep.values import Values
 from dualtune.train.prepare import prepare
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.state.resume import UNKNOWN, as_recorded, differences, table
+from dualtune.train.state.resume import as_recorded, effective_changes, table
 from dualtune.train.state.run_dir import check_usable, find_saved, path_of
 
 
@@ -60,8 +60,7 @@ def check(trial: SweepTrial, backend: Backend, show: Show) -> CheckedTrial:
 
 def _check_same(saved: Checkpoint, config: Config) -> None:
     """Raise ConfigError if a run began with other values: it would be trained with both, and not be comparable."""
-    changes = [c for c in differences(saved, as_recorded(saved, config)) if c.rule != "free" and c.before != UNKNOWN]
-    if changes:
+    if changes := effective_changes(saved, as_recorded(saved, config)):
         raise ConfigError(
             f"{saved.path}: was trained with other values, so it is no run of this sweep.\n{table(changes)}\n"
             "Give these values again, or another directory: --dir DIR"

@@ -8,14 +8,13 @@ and in another process, it goes on there. A row that was sent just before a cras
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,7 +28,7 @@ from dualtune.io.untrusted import read_json
 from dualtune.text.escape import one_line
 from dualtune.text.redaction import redact
 from dualtune.trackers.tracker import TRACKERS, TrackedRow, TrackedRun, Tracker, open_tracker
-from dualtune.train.state.metrics import row_of
+from dualtune.train.state.metrics import row_of, time_of
 from dualtune.train.state.run_dir import CONFIG, METRICS
 from dualtune.view.follow import Followed
 
@@ -174,13 +173,7 @@ def _numbers(lines: Iterable[str]) -> Iterator[tuple[Place, TrackedRow]]:
             if name not in NOT_SENT and isinstance(value, int | float) and not isinstance(value, bool)
             and abs(value) <= sys.float_info.max
         }  # fmt: skip
-        yield (row["step"], int("eval_loss" in row)), TrackedRow(row["step"], _seconds(row), found)
-
-
-def _seconds(row: Mapping[str, Any]) -> float:
-    with contextlib.suppress(TypeError, ValueError):
-        return datetime.fromisoformat(row["time"]).timestamp() if "time" in row else time.time()
-    return time.time()
+        yield (row["step"], int("eval_loss" in row)), TrackedRow(row["step"], time_of(row) or time.time(), found)
 
 
 def _place(value: Any) -> Place | None:

@@ -18,9 +18,6 @@ from dualtune.view.lines import RunLog
 from dualtune.view.run_view import RunView
 from dualtune.watchers import Watchers
 
-EVALUATION, SAMPLES, SAVE = "evaluation", "samples", "save"  # the phases between steps
-TRACKERS = "trackers"  # the last phase: trackers get the last rows
-
 
 def watchers_of(prepared: Prepared, run_dir: RunDir, hooks: Sequence[Hook]) -> tuple[Watchers, list[str]]:
     """Return what calls the hooks: timeline of memory, log, the given ones, the installed ones; and why some cannot be.

@@ -32,7 +32,7 @@ from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.samples import Samples, check_not_split
 from dualtune.evaluate.shortage import explained
 from dualtune.evaluate.weights import result_of, using, using_result
-from dualtune.hooks import Event, Hook, RunInfo
+from dualtune.hooks import TRACKERS, Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
 from dualtune.report.run_page import run_page
 from dualtune.train.health.guards import Guards
@@ -40,7 +40,7 @@ from dualtune.train.health.verdict import RunVerdict, judge
 from dualtune.train.killed import suspected
 from dualtune.train.memory import agreed
 from dualtune.train.model_dir import write_model
-from dualtune.train.moments import TRACKERS, Moments, watchers_of
+from dualtune.train.moments import Moments, watchers_of
 from dualtune.train.packing import check_packing
 from dualtune.train.policies import MakePolicy
 from dualtune.train.prepare import Prepared, Resumed, prepare

@@ -12,13 +12,13 @@ from dualtune.backend import Engine
 from dualtune.config import Config, to_yaml
 from dualtune.errors import DiskError, FormatError
 from dualtune.evaluate.recovery import Recovery
-from dualtune.hooks import Event
+from dualtune.hooks import SAVE, Event
 from dualtune.io.disk import free_name, write_file
 from dualtune.io.replaced import OpenDirectory, set_aside
 from dualtune.text.show import in_bytes
 from dualtune.train import remembered
 from dualtune.train.health.guards import Guards
-from dualtune.train.moments import SAVE, Moments
+from dualtune.train.moments import Moments
 from dualtune.train.policies import entry_of
 from dualtune.train.prepare import Prepared, position_of
 from dualtune.train.schedule import is_due, learning_rate, optimizer_spec

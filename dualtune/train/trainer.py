@@ -15,9 +15,9 @@ from dualtune.evaluate.evaluation import evaluate
 from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.samples import Samples
 from dualtune.evaluate.weights import using_result
-from dualtune.hooks import Event, StepRecord
+from dualtune.hooks import EVALUATION, SAMPLES, Event, StepRecord
 from dualtune.train.health.guards import Guards
-from dualtune.train.moments import EVALUATION, SAMPLES, Moments
+from dualtune.train.moments import Moments
 from dualtune.train.policies import restore_policy
 from dualtune.train.prepare import Prepared
 from dualtune.train.saver import Saver

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dualtune.errors import ConfigError, FormatError
+from dualtune.errors import FormatError
 from dualtune.hooks import RunInfo
 from dualtune.io.untrusted import open_file
 from dualtune.profiler.snapshot import parsed_timeline
@@ -22,7 +22,7 @@ from dualtune.report.samples import sample
 from dualtune.train.state.listing import state_of
 from dualtune.train.state.lock import read_note
 from dualtune.train.state.metrics import row_of, time_of
-from dualtune.train.state.run_dir import METRICS, SAMPLES, TIMELINE, is_run_dir
+from dualtune.train.state.run_dir import METRICS, SAMPLES, TIMELINE, check_is_run
 from dualtune.view import rows
 from dualtune.view.lines import RunLines
 from dualtune.view.run_view import BETWEEN_STEPS, RunView
@@ -78,8 +78,7 @@ class WatchedRun:
 
     def __init__(self, path: Path, say: Callable[[str, float], None], clock: Callable[[], float] = time.time) -> None:
         """`say(line, when)` gets what is new in the run since the first `read`; `when` in seconds since 1970."""
-        if not is_run_dir(path):
-            raise ConfigError(f"{path}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+        check_is_run(path)
         self.path, self._say, self._clock = path, say, clock
         self.state, self.reason = "", ""
         self._metrics, self._samples = Followed(path / METRICS), Followed(path / SAMPLES)

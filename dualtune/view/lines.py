@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
+from dualtune.hooks import EVALUATION, EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
 from dualtune.text.escape import one_line, visible
 from dualtune.text.show import in_bytes, in_time, stamped
-from dualtune.view.run_view import EVALUATION, RunView
+from dualtune.view.run_view import RunView
 
 Fields = Sequence[tuple[str, ...]]  # the numbers of a line, each in several forms from long to short
 MAX_SAMPLE = 400  # characters of a prompt or an answer

@@ -13,13 +13,23 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from dualtune.backend import MemoryStats
-from dualtune.hooks import EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
+from dualtune.hooks import (
+    EVALUATION,
+    SAMPLES,
+    SAVE,
+    EvalRecord,
+    Event,
+    Hook,
+    PhaseChange,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+)
 from dualtune.train.state.metrics import each_row
 from dualtune.train.state.run_dir import METRICS
 from dualtune.view import rows
 
-EVALUATION, SAMPLES, SAVE = BETWEEN_STEPS = ("evaluation", "samples", "save")
-TRACKERS = "trackers"  # the last phase
+BETWEEN_STEPS = (EVALUATION, SAMPLES, SAVE)
 MAX_POINTS = 256  # of the curve, at most twice as many
 TIMED_STEPS = 64  # the last ones, whose mean gives the time left: a stall is forgotten
 

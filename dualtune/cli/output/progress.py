@@ -9,11 +9,21 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from dualtune.cli.output.screen import REFRESH_HZ, Phases, phases, width
-from dualtune.hooks import EvalRecord, Event, PhaseChange, RunInfo, SampleRecord, StepRecord, StepTaken
+from dualtune.hooks import (
+    SAMPLES,
+    TRACKERS,
+    EvalRecord,
+    Event,
+    PhaseChange,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+    StepTaken,
+)
 from dualtune.text.show import fitted
 from dualtune.view.lines import Fields, RunLines
 from dualtune.view.panel import panel
-from dualtune.view.run_view import SAMPLES, TRACKERS, RunView
+from dualtune.view.run_view import RunView
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend

@@ -54,10 +54,10 @@ def _sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], 
     A text with a secret has no targets: without the secret, the places in it are others.
     """
     document = documents[i]
-    first = {name: getattr(document, name)[:SAMPLE_TOKENS] for name in ("tokens", "loss_mask")}
-    beginning = show_document(replace(document, **first, weights=None), decode)
+    tokens, loss_mask = document.tokens[:SAMPLE_TOKENS], document.loss_mask[:SAMPLE_TOKENS]
+    beginning = replace(document, tokens=tokens, loss_mask=loss_mask, weights=None)
     text, targets = "", list[tuple[int, int]]()
-    for weight, part in beginning.runs():
+    for weight, part in show_document(beginning, decode).runs():
         if weight:
             targets.append((len(text), len(text) + len(part)))
         text += part

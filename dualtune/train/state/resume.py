@@ -100,9 +100,13 @@ def with_tokens(config: Config, tokens: int) -> Config:
 
 def check_config(saved: Checkpoint, config: Config) -> list[Change]:
     """Return the recorded changes since the checkpoint. ConfigError with a table if there is a forbidden one."""
+    return _refuse_forbidden(saved, effective_changes(saved, config), "Restore these values")
+
+
+def effective_changes(saved: Checkpoint, config: Config) -> list[Change]:
+    """Return the changes since the checkpoint on which the result depends."""
     # A key that the checkpoint's config lacks is newer than the checkpoint: there is nothing to compare.
-    changes = [c for c in differences(saved, config) if c.rule != "free" and c.before != UNKNOWN]
-    return _refuse_forbidden(saved, changes, "Restore these values")
+    return [c for c in differences(saved, config) if c.rule != "free" and c.before != UNKNOWN]
 
 
 def differences(saved: Checkpoint, config: Config) -> list[Change]:
