@@ -66,7 +66,7 @@ TEXTS = {
     ),
     "mistral_v03": (
         "<s>[INST] What is 2+2?[/INST] It is 4.</s>[INST] Be brief.\n\nAnd 3+3?[/INST] 6, of course.</s>",
-        ["It is 4.", " 6, of course.</s>"],  # the first by its sentinel: its end token is found among the tokens
+        ["It is 4.</s>", " 6, of course.</s>"],  # the first by its sentinel, so without the space before it
     ),
     "no_end_token": (
         "System: Be brief.\nUser: What is 2+2?\nAssistant: It is 4.\nUser: And 3+3?\nAssistant: 6, of course.\n",
@@ -181,7 +181,7 @@ def test_a_sentinel_is_found_where_the_template_trims_and_rewrites(with_template
         "{{ messages | length }} messages\n{% for m in messages %}[{{ m.content | trim }}]\n{% endfor %}"
     )
     example = chat(turn("user", "Hi"), turn("assistant", " \ue0000\ue001 "), turn("user", "Bye"))
-    assert targets(example, tokenizer) == ["\ue0000\ue001"]
+    assert targets(example, tokenizer) == ["\ue0000\ue001]"]
 
 
 def test_a_turn_is_not_found_by_content_that_stands_twice(with_template):
@@ -284,8 +284,8 @@ def mistral_v03(turns):
             pieces.append(("", "", ""))
         elif role == "user":
             pieces.append((f"[INST] {system if i == last_question else ''}{content}[/INST]", "", ""))
-        elif system and i < last_question:  # by its sentinel: the content and no more
-            pieces.append((" ", content, "</s>"))
+        elif system and i < last_question:  # by its sentinel: without the space
+            pieces.append((" ", f"{content}</s>", ""))
         else:
             pieces.append(("", f" {content}</s>", ""))
     return [("<s>" + pieces[0][0], *pieces[0][1:]), *pieces[1:]]

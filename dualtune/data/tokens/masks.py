@@ -5,14 +5,21 @@ differ, so there are three methods to find it, the most reliable first, and each
 
 1. generation markers in the template;
 2. prefixes: the turn is what the template adds to the conversation before it. If it renders the last turn differently
-   (Qwen3 writes a think block there), the added text must end with the turn's text in the conversation;
-3. a sentinel around the message's content, for templates that rewrite earlier turns when later ones follow (Mistral).
+   (Qwen3 writes a think block there), the added text must end with the turn's text in the conversation. If the
+   generation prompt is not in the text (Gemma 4 ends it with an empty thought), the turn begins where the head of a
+   rendered turn ends;
+3. a sentinel around the message's content, or in its tool calls, for templates that rewrite earlier turns when later
+   ones follow (Mistral).
+
+The end of a turn is that of the rendered turn, whatever the generation prompt is.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any, cast
 
 from dualtune.data.chat.conversations import Message
@@ -22,6 +29,8 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 
 Range = tuple[int, int]  # of characters: start, end
 HEAD = 64  # characters used to search for the start of a turn
+THOUGHT_END = "</think>"  # in content: what some templates leave out of earlier answers, with all before it
+_UNFINISHED_MARK = re.compile(r"[<\[][^<>\[\]]*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,8 @@ class _Chat:
 
     def _turn(self, i: int) -> Range:
         """Return the range of assistant message `i`."""
-        found = self._marked[i] if self._marked is not None else self._by_prefix(i) or self._by_sentinel(i)
+        found = self._with_end(self._marked[i]) if self._marked is not None else self._by_prefix(i)
+        found = found or self._by_sentinel(i) or self._by_call(i)
         if found is None:
             raise RowError(
                 f"message {i + 1}: the chat template writes this turn differently when others follow, so it cannot be "
@@ -122,19 +132,47 @@ class _Chat:
         return found
 
     def _by_prefix(self, i: int) -> Range | None:
+        turn = self._turn_alone(i)
+        if turn is None:
+            return None
+        start, text = turn
         content = self._messages[i].content
+        if not self.text.startswith(text, start):
+            said = dict.fromkeys((content.strip(), content.rpartition(THOUGHT_END)[2].strip()))
+            text = next((rest for part in said if (rest := _suffix_at(self.text, start, text, part))), "")
+        return (start, start + _end(text, content)) if text else None
+
+    def _turn_alone(self, i: int) -> tuple[int, str] | None:
+        """Return where message `i` starts, and its text if no other follows; None if the text begins differently."""
+        rendered = self._rendered_until(i)
+        if rendered is None:
+            return None
+        start, through = rendered
+        return (start, through[start:]) if self.text.startswith(through[:start]) else None
+
+    def _rendered_until(self, i: int) -> tuple[int, str] | None:
+        """Render the conversation through message `i`; return where that message starts, and the whole text."""
         try:
             before = self._render(self._messages[:i], add_generation_prompt=True)
-            is_last = i + 1 == len(self._messages)
-            through = self.text if is_last else self._render(self._messages[: i + 1])
+            through = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1])
+            start = len(before) if through.startswith(before) else self._head(i, before, through)
         except RowError:  # some templates reject a part of a conversation that they accept as a whole
             return None
-        if not (self.text.startswith(before) and through.startswith(before)):
+        return None if start is None else (start, through)
+
+    def _head(self, i: int, prompt: str, through: str) -> int | None:
+        """Return where turn `i` starts if the text does not contain the generation prompt.
+
+        It is where the head of a turn ends, as a plain answer has it; or else where the turn, that head and the prompt
+        begin to differ, outside of any markup.
+        """
+        sentinel = _sentinel(self.text)
+        head, found, _ = self._render([*self._messages[:i], Message("assistant", sentinel)]).partition(sentinel)
+        if not found:
             return None
-        start, turn = len(before), through[len(before) :]
-        if not self.text.startswith(turn, start):
-            turn = _suffix_at(self.text, start, turn, content.strip())
-        return (start, start + _end(turn, content)) if turn else None
+        if through.startswith(head):
+            return len(head)
+        return len(_UNFINISHED_MARK.sub("", commonprefix([through, head, prompt])))
 
     def _by_sentinel(self, i: int) -> Range | None:
         """Find a turn by a sentinel around its content, or around the stripped content if the template trims it."""
@@ -143,15 +181,39 @@ class _Chat:
             return None  # tool calls are targets too, and are outside the content
         sentinel = _sentinel(self.text)
         for content in dict.fromkeys((message.content, message.content.strip())):
-            marked = message.content.replace(content, sentinel + content + sentinel, 1)
-            messages = (*self._messages[:i], replace(message, content=marked), *self._messages[i + 1 :])
-            try:
-                parts = self._render(messages).split(sentinel)
-            except RowError:
-                continue
-            if len(parts) == 3 and "".join(parts) == self.text:
-                return len(parts[0]), len(parts[0]) + len(parts[1])
+            parts = self._parts(
+                i,
+                replace(message, content=message.content.replace(content, sentinel + content + sentinel, 1)),
+                sentinel,
+            )
+            if len(parts) == 3:
+                return self._with_end((len(parts[0]), len(parts[0]) + len(parts[1])))
         return None
+
+    def _by_call(self, i: int) -> Range | None:
+        """Find a turn with tool calls: its text without later turns, where a sentinel in the first call's name is."""
+        message, rendered = self._messages[i], self._rendered_until(i)
+        if rendered is None or not _call_names(message):
+            return None
+        turn = rendered[1][rendered[0] :]
+        turn = turn[: _end(turn, message.content)]
+        sentinel = _sentinel(self.text)
+        parts = self._parts(i, _with_mark_in_call(message, sentinel), sentinel)
+        at = self.text.find(turn, max(0, len(parts[0]) - len(turn))) if turn and len(parts) == 2 else -1
+        return (at, at + len(turn)) if 0 <= at <= len(parts[0]) < at + len(turn) else None
+
+    def _parts(self, i: int, message: Message, sentinel: str) -> list[str]:
+        """Split the text at the sentinels in message `i`; return [] if they change the text between them."""
+        try:
+            parts = self._render((*self._messages[:i], message, *self._messages[i + 1 :])).split(sentinel)
+        except RowError:
+            return []
+        return parts if "".join(parts) == self.text else []
+
+    def _with_end(self, turn: Range) -> Range:
+        """Extend a turn by what the template writes after an answer."""
+        closing = self._tokenizer.closing.rstrip()
+        return turn[0], turn[1] + len(closing) * self.text.startswith(closing, turn[1])
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return self._tokenizer.render(messages, tools=self._tools, add_generation_prompt=add_generation_prompt)
@@ -200,3 +262,10 @@ def _tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _call_names(message: Message) -> list[str]:
     return _tool_names(message.extra.get("tool_calls") or ())
+
+
+def _with_mark_in_call(message: Message, mark: str) -> Message:
+    """Return a copy with a mark before the name of the first tool call."""
+    first, *others = message.extra["tool_calls"]
+    function = {**first["function"], "name": mark + first["function"]["name"]}
+    return replace(message, extra={**message.extra, "tool_calls": [{**first, "function": function}, *others]})

@@ -6,6 +6,7 @@ our own template code first.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -28,6 +29,7 @@ from dualtune.data.tokens.tokenizer_files import Loaded, load
 from dualtune.errors import ConfigError, DataError, FormatError
 from dualtune.io.untrusted import read_json
 
+PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
 # The files that determine the ids of a text, if the model has them.
 MAX_GENERATION_CONFIG_BYTES = 1 << 20
@@ -64,11 +66,9 @@ class Tokenizer:
         self.eos_id = self._loaded.id_of("eos_token")
         # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
-        closing = self._text_after_answer()
-        end_token = self.encode(closing, special=False)[:1].tolist()  # ends a turn, if it is a single token
-        ends = {self.eos_id, *_generation_ends(model_dir), *(self.special_ids & {*end_token})}
-        self.stop_ids = frozenset(id for id in ends if id is not None)  # tokens that end an answer
-        self.warning = self._template_warning(closing)
+        self.closing, self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
+        self.stop_ids = frozenset(ends)  # tokens that end an answer
+        self.warning = self._template_warning(self.closing.lstrip())
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the ids of a text or a chat."""
@@ -200,18 +200,45 @@ class Tokenizer:
             "was trained with another template. Set data.template"
         )
 
-    def _text_after_answer(self) -> str:
-        """Return what the template writes after an assistant message."""
-        if self.template is None:
-            return ""
-        question, answer = Message("user", "?"), Message("assistant", "!")
-        try:
-            before = self.render([question], add_generation_prompt=True)
-            through = self.render([question, answer])
-        except RowError:
-            return ""
-        _, found, rest = through[len(before) :].rpartition(answer.content)
-        return rest if found else ""
+    def _turn_ends(self, generation_ends: Sequence[int]) -> tuple[str, int | None, set[int]]:
+        """Return what the template writes after an answer, the id that ends one, and the ids that end any turn.
+
+        They are read from rendered turns alone: a generation prompt may be longer than the head of a turn.
+        """
+        ends = {id for id in (self.eos_id, *generation_ends) if id is not None}
+        closing = self._after(Message("assistant", PROBE)) if self.template else ""
+        end_id = next((id for id in self._specials_in(closing) if id != self.bos_id), None)
+        if end_id is None and self.template:  # some templates end an answer only if another turn follows
+            after = self._specials_in(self._after(Message("assistant", PROBE), Message("user", "?")))
+            heads = self._specials_in(self._before_question())
+            end_id = next((id for id in after[:1] if id in ends or id not in heads), None)
+        if end_id is not None:
+            ends.add(end_id)
+        if self.template:
+            call = {"type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
+            after_call = self._specials_in(self._after(Message("assistant", "", extra={"tool_calls": [call]})))
+            if after_call and not ends & {*after_call}:
+                ends.add(after_call[-1])  # those before it may only end a call that others follow
+        return closing, self.eos_id if end_id is None else end_id, ends
+
+    def _after(self, answer: Message, *following: Message) -> str:
+        """Return what the template writes after the last PROBE in an answer; "" if it refuses the conversation."""
+        system, question = Message("system", "?"), Message("user", "?")
+        calls: Any = answer.extra.get("tool_calls", [])
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}} for _ in calls]
+        for before in ((question,), (system, question)):
+            with contextlib.suppress(RowError):
+                _, found, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
+                return rest if found else ""
+        return ""
+
+    def _before_question(self) -> str:
+        with contextlib.suppress(RowError):
+            return self.render([Message("user", PROBE)]).partition(PROBE)[0]
+        return ""
+
+    def _specials_in(self, text: str) -> list[int]:
+        return [id for id in self.encode(text, special=False).tolist() if id in self.special_ids]
 
 
 def _generation_ends(model_dir: Path) -> list[int]:
