@@ -165,6 +165,9 @@ class DataConfig(Section):
     """What to do with rows that cannot be used: stop with an error that lists them, or skip them."""
     max_bad_rows: Fraction | Count = 0.01
     """How many rows may be skipped: below 1 a fraction of them, from 1 on a number."""
+    on_lost_text: Literal["error", "accept"] = "error"
+    """What to do if the chat template leaves out what the assistant says in more than 5 % of the rows: stop with an
+    error, or train on the rest."""
 
     def sources(self) -> tuple[SourceConfig, ...]:
         """Return the training sources. A missing format or columns is replaced by data.format or data.columns."""

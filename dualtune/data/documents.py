@@ -20,6 +20,7 @@ from dualtune.data.sources.bad_rows import BadRows, check_bad_rows
 from dualtune.data.sources.readers import Role, SourceFiles, has_role, open_source
 from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.tokens.cache import open_store
+from dualtune.data.tokens.lost_text import check_lost_text, sentences
 from dualtune.data.tokens.store import INDEX, Document, HiddenStates, TokenStore, Writer, stored_in_memory
 from dualtune.data.tokens.tokenize import State, TokenizedRow, Tokens, tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -176,6 +177,13 @@ class Documents(Sequence[Document]):
         if self.left_out:
             text += f"; {duplicates_left_out(self.left_out)}"
         return f"{text}; {self.remark}" if self.remark else text
+
+
+def lost_text(*parts: Documents) -> list[str]:
+    """Say how many rows of these documents' sources have text that is not learned, by kind."""
+    stores = {id(store): store for documents in parts for store in documents.stores}.values()
+    counts = sum((Counter(store.lost_text) for store in stores), Counter[str]())
+    return sentences(counts, sum(store.num_rows for store in stores))
 
 
 def duplicates_left_out(left_out: Mapping[str, int]) -> str:
@@ -338,12 +346,14 @@ class Data:
                 writer.add(row)
             show(files.name, 1.0)
             check(bad.count, bad.first, writer.num_rows)
+            check_lost_text(writer.lost_text, writer.num_rows, files.name, accept=data.on_lost_text == "accept")
 
         def check(num_bad: int, first: Sequence[str], num_good: int) -> None:
             check_bad_rows(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
 
         store = open_store(key, build)
         check(store.num_bad, store.bad, store.num_rows)
+        check_lost_text(store.lost_text, store.num_rows, files.name, accept=data.on_lost_text == "accept")
         return store
 
 

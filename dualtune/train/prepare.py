@@ -27,7 +27,7 @@ from dualtune.config import Config
 from dualtune.data.batching.batches import Row, SequenceLayout, make_batch, micro_batches, share
 from dualtune.data.batching.order import Order, without
 from dualtune.data.chat.named import NAMES
-from dualtune.data.documents import Data, Documents, Show
+from dualtune.data.documents import Data, Documents, Show, lost_text
 from dualtune.data.held_out import probe_documents
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ class Prepared:
         if found.layout.max_tokens < layout_of(self.config).max_tokens:
             chosen = " (since memory ran out)"
         packed = "packed rows" if found.layout.row_length else "one document a row"
-        doubts = [tokenizer.warning]
+        doubts = [tokenizer.warning, *lost_text(found.train, found.eval)]
         if rows := found.train.with_control_text() + found.eval.with_control_text():
             doubts.append(control_token_warning(len(rows), rows[0], data.special_tokens_in_text))
         if self.start is not None:

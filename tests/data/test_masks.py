@@ -181,7 +181,7 @@ def test_a_sentinel_is_found_where_the_template_trims_and_rewrites(with_template
         "{{ messages | length }} messages\n{% for m in messages %}[{{ m.content | trim }}]\n{% endfor %}"
     )
     example = chat(turn("user", "Hi"), turn("assistant", " \ue0000\ue001 "), turn("user", "Bye"))
-    assert targets(example, tokenizer) == ["\ue0000\ue001]"]
+    assert targets(example, tokenizer) == ["\ue0000\ue001"]
 
 
 def test_a_turn_is_not_found_by_content_that_stands_twice(with_template):

@@ -60,7 +60,7 @@ def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ..
         order = Order(settings, train.lengths, train.sources, train.weights)
         documents = first_documents(train, order, tokenizer, rows)
         found = survey(settings, train, eval_, order, layout_of(settings))
-        notes = warnings(found, settings, data.train, train, tokenizer)
+        notes = warnings(found, settings, data.train, train, tokenizer, eval_)
         notes += [f"evaluation data: {eval_.remark}"] * bool(eval_.remark)
         numbers = [*describe(found), ("template", _template(tokenizer))]
         if page:

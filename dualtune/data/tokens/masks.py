@@ -19,17 +19,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from typing import Any, cast
 
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
+from dualtune.data.chat.template import REASONING
 from dualtune.data.sources.rows import RowError
+from dualtune.data.tokens import lost_text
+from dualtune.data.tokens.lost_text import THOUGHT_END
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 Range = tuple[int, int]  # of characters: start, end
 HEAD = 64  # characters used to search for the start of a turn
-THOUGHT_END = "</think>"  # in content: what some templates leave out of earlier answers, with all before it
 _UNFINISHED_MARK = re.compile(r"[<\[][^<>\[\]]*\Z")
 
 
@@ -45,6 +46,7 @@ class Rendered:
     line: int
     control_token: str | None = None  # the first one in the content…
     masked: str | None = None  # …and the text for `ControlTokens.encode_batch`; None: `text` is encoded
+    notices: frozenset[str] = frozenset()  # kinds of `lost_text.py`
 
 
 def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rendered:
@@ -55,9 +57,11 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
     in the content is not allowed.
     """
     is_chat = tokenizer.template is not None and bool(example.messages)
+    notices: frozenset[str] = frozenset()
     if is_chat:
         chat = _Chat(example, tokenizer)
         text, ranges, weights = chat.text, *chat.targets(loss_on)
+        notices = chat.notices(loss_on)
         control = tokenizer.masked_chat(example.messages, text, tools=example.tools)
     elif example.completion is not None:
         prompt = example.prompt or ""
@@ -71,7 +75,7 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
     filled = [(target, weight) for target, weight in zip(ranges, weights, strict=True) if target[0] < target[1]]
     ranges, weights = [target for target, _ in filled], [weight for _, weight in filled]
     some = weights if any(weight != 1 for weight in weights) else None
-    return Rendered(text, ranges, some, is_chat, example.path, example.line, *control)
+    return Rendered(text, ranges, some, is_chat, example.path, example.line, *control, notices)
 
 
 class _Chat:
@@ -83,6 +87,7 @@ class _Chat:
         _check_names(_tool_names(example.tools), self.text, "tools")
         self._turns = [i for i, message in enumerate(example.messages) if message.role == "assistant"]
         self._marked: dict[int, Range] | None = None
+        self._found: dict[int, Range] = {}  # turns that were located
         if tokenizer.template is not None and tokenizer.template.marks_turns:
             if len(marked) != len(self._turns):
                 raise RowError(
@@ -95,9 +100,38 @@ class _Chat:
         """Return the target ranges and their loss weights."""
         if loss_on == "all":
             return self._all_text()
-        wanted = self._turns[-1:] if loss_on == "last" else self._turns
-        wanted = [i for i in wanted if self._messages[i].train]
+        wanted = self._trained(loss_on)
         return [self._turn(i) for i in wanted], [self._messages[i].weight for i in wanted]
+
+    def notices(self, loss_on: str) -> frozenset[str]:
+        """Return the kinds of what is said and not learned; call it after `targets`."""
+        trained = {i: self._found.get(i) for i in self._trained(loss_on)}
+        turns = {i: self.text[slice(*turn)] if turn else self.text for i, turn in trained.items()}
+        question = max((i for i, message in enumerate(self._messages) if message.role == "user"), default=-1)
+        kinds: set[str] = set()
+        for i, turn in turns.items():
+            message = self._messages[i]
+            kinds |= lost_text.lost_in(message, turn, is_earlier=i < question)
+            if lost_text.is_missing_call(message, turn):
+                kinds.add(lost_text.CALLS)
+            if (place := trained[i]) and self._messages[i - 1].role == "user" and not self._is_prompted(place[0]):
+                kinds.add(lost_text.PROMPT)
+        context = (self._messages[i] for i in self._turns if i not in turns)
+        if any(lost_text.CONTENT in lost_text.lost_in(message, self.text, is_earlier=True) for message in context):
+            kinds.add(lost_text.CONTEXT)
+        if loss_on != "all" and lost_text.is_uneven([(self._messages[i], turn) for i, turn in turns.items()]):
+            kinds.add(lost_text.UNEVEN)
+        return frozenset(kinds)
+
+    def _trained(self, loss_on: str) -> list[int]:
+        wanted = self._turns[-1:] if loss_on == "last" else self._turns
+        return [i for i in wanted if self._messages[i].train]
+
+    def _is_prompted(self, start: int) -> bool:
+        """Return whether the generation prompt ends where a turn starts, or in the turn."""
+        prompt = self._tokenizer.generation_prompt
+        at = self.text.rfind(prompt, 0, start + len(prompt))
+        return at >= 0 and at + len(prompt) >= start
 
     def _all_text(self) -> tuple[list[Range], list[float]]:
         """Return all text except excluded turns. A turn with a weight other than 1 is a separate range."""
@@ -121,14 +155,16 @@ class _Chat:
     def _turn(self, i: int) -> Range:
         """Return the range of assistant message `i`."""
         found = self._with_end(self._marked[i]) if self._marked is not None else self._by_prefix(i)
-        found = found or self._by_sentinel(i) or self._by_call(i)
+        found = found or self._by_own_text(i) or self._by_sentinel(i)
         if found is None:
+            choices = "all" if i == self._turns[-1] else "last or all"
             raise RowError(
                 f"message {i + 1}: the chat template writes this turn differently when others follow, so it cannot be "
-                "located in the text. Set data.loss_on to last or all, use another data.template, or add "
+                f"located in the text. Set data.loss_on to {choices}, use another data.template, or add "
                 "{% generation %} markers to it"
             )
         _check_names(_call_names(self._messages[i]), self.text[found[0] : found[1]], "tool calls")
+        self._found[i] = found
         return found
 
     def _by_prefix(self, i: int) -> Range | None:
@@ -172,7 +208,19 @@ class _Chat:
             return None
         if through.startswith(head):
             return len(head)
-        return len(_UNFINISHED_MARK.sub("", commonprefix([through, head, prompt])))
+        return len(_UNFINISHED_MARK.sub("", _common_prefix(through, head, prompt)))
+
+    def _by_own_text(self, i: int) -> Range | None:
+        """Find a turn with tool calls or reasoning: its text without later turns, around a sentinel in the text."""
+        message, rendered = self._messages[i], self._rendered_until(i)
+        if rendered is None or not {"tool_calls", *REASONING} & {*message.extra}:
+            return None
+        turn = rendered[1][rendered[0] :]
+        turn = turn[: _end(turn, message.content)]
+        sentinel = _sentinel(self.text)
+        parts = self._parts(i, _with_mark(message, sentinel), sentinel)
+        at = self.text.find(turn, max(0, len(parts[0]) - len(turn))) if turn and len(parts) == 2 else -1
+        return (at, at + len(turn)) if 0 <= at <= len(parts[0]) < at + len(turn) else None
 
     def _by_sentinel(self, i: int) -> Range | None:
         """Find a turn by a sentinel around its content, or around the stripped content if the template trims it."""
@@ -181,26 +229,11 @@ class _Chat:
             return None  # tool calls are targets too, and are outside the content
         sentinel = _sentinel(self.text)
         for content in dict.fromkeys((message.content, message.content.strip())):
-            parts = self._parts(
-                i,
-                replace(message, content=message.content.replace(content, sentinel + content + sentinel, 1)),
-                sentinel,
-            )
+            marked = message.content.replace(content, sentinel + content + sentinel, 1)
+            parts = self._parts(i, replace(message, content=marked), sentinel)
             if len(parts) == 3:
                 return self._with_end((len(parts[0]), len(parts[0]) + len(parts[1])))
         return None
-
-    def _by_call(self, i: int) -> Range | None:
-        """Find a turn with tool calls: its text without later turns, where a sentinel in the first call's name is."""
-        message, rendered = self._messages[i], self._rendered_until(i)
-        if rendered is None or not _call_names(message):
-            return None
-        turn = rendered[1][rendered[0] :]
-        turn = turn[: _end(turn, message.content)]
-        sentinel = _sentinel(self.text)
-        parts = self._parts(i, _with_mark_in_call(message, sentinel), sentinel)
-        at = self.text.find(turn, max(0, len(parts[0]) - len(turn))) if turn and len(parts) == 2 else -1
-        return (at, at + len(turn)) if 0 <= at <= len(parts[0]) < at + len(turn) else None
 
     def _parts(self, i: int, message: Message, sentinel: str) -> list[str]:
         """Split the text at the sentinels in message `i`; return [] if they change the text between them."""
@@ -211,8 +244,8 @@ class _Chat:
         return parts if "".join(parts) == self.text else []
 
     def _with_end(self, turn: Range) -> Range:
-        """Extend a turn by what the template writes after an answer."""
-        closing = self._tokenizer.closing.rstrip()
+        """Extend a turn by the tokens with which the template ends an answer."""
+        closing = self._tokenizer.turn_end
         return turn[0], turn[1] + len(closing) * self.text.startswith(closing, turn[1])
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
@@ -264,8 +297,15 @@ def _call_names(message: Message) -> list[str]:
     return _tool_names(message.extra.get("tool_calls") or ())
 
 
-def _with_mark_in_call(message: Message, mark: str) -> Message:
-    """Return a copy with a mark before the name of the first tool call."""
-    first, *others = message.extra["tool_calls"]
-    function = {**first["function"], "name": mark + first["function"]["name"]}
-    return replace(message, extra={**message.extra, "tool_calls": [{**first, "function": function}, *others]})
+def _with_mark(message: Message, mark: str) -> Message:
+    """Return a copy with a mark before the name of the first tool call, or else before the content."""
+    calls: Any = message.extra.get("tool_calls")
+    if not calls:
+        return replace(message, content=mark + message.content.lstrip())
+    function = {**calls[0]["function"], "name": mark + calls[0]["function"]["name"]}
+    return replace(message, extra={**message.extra, "tool_calls": [{**calls[0], "function": function}, *calls[1:]]})
+
+
+def _common_prefix(first: str, *others: str) -> str:
+    same = (i for i in range(len(first) + 1) if not all(text.startswith(first[: i + 1]) for text in others))
+    return first[: next(same, len(first))]

@@ -18,10 +18,12 @@ import numpy as np
 from dualtune import interrupt
 from dualtune.data.chat.formats import Example
 from dualtune.data.sources.rows import BadRow, RowError
+from dualtune.data.tokens.lost_text import NO_END
 from dualtune.data.tokens.masks import Rendered, render_example
 from dualtune.data.tokens.tokenizer import Tokenizer
 
 ENCODE_ROWS = 1000
+END_TOKENS = 4  # the most tokens with which a template ends a turn
 
 # Token ids int32 [T], with character offsets int32 [T, 2], or with the loss mask: bool [T], or float32 [T] loss weights
 # if the row has weights, 0 for tokens that are not targets.
@@ -47,6 +49,7 @@ class TokenizedRow:
     state: State
     documents: list[Tokens]  # (token ids, loss mask); none if the row was dropped
     control_token: str | None = None  # the first one in the content
+    notices: frozenset[str] = frozenset()  # kinds of `lost_text.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,10 @@ def tokenize_rows(
         while chunk := list(islice(ready, ENCODE_ROWS)):
             encoding = pool.submit(_encode, [row.rendered for row in chunk if isinstance(row, _Ready)], tokenizer)
             if waiting:
-                yield from _finish(*waiting, tokenizer, max_length)
+                yield from _finish(*waiting, tokenizer, loss_on, max_length)
             waiting = chunk, encoding
         if waiting:
-            yield from _finish(*waiting, tokenizer, max_length)
+            yield from _finish(*waiting, tokenizer, loss_on, max_length)
 
 
 def _render(examples: Iterable[Example | BadRow], tokenizer: Tokenizer, loss_on: str) -> Iterator[_Ready | BadRow]:
@@ -102,18 +105,25 @@ def _encode(rows: Sequence[Rendered], tokenizer: Tokenizer) -> list[Tokens]:
 
 
 def _finish(
-    chunk: Sequence[_Ready | BadRow], encoding: Future[list[Tokens]], tokenizer: Tokenizer, max_length: int
+    chunk: Sequence[_Ready | BadRow],
+    encoding: Future[list[Tokens]],
+    tokenizer: Tokenizer,
+    loss_on: str,
+    max_length: int,
 ) -> Iterator[TokenizedRow | BadRow]:
     encoded = iter(encoding.result())
     for row in chunk:
         if isinstance(row, BadRow):
             yield row
             continue
-        tokens, mask = _with_mask(row.rendered, *next(encoded), tokenizer)
-        state, documents = _fitted(tokens, mask, max_length, split=row.is_text)
         rendered = row.rendered
+        tokens, mask = _with_mask(rendered, *next(encoded), tokenizer)
+        state, documents = _fitted(tokens, mask, max_length, split=row.is_text)
+        notices = rendered.notices
+        if loss_on != "all" and rendered.is_chat and not _earlier_end(tokens, mask, tokenizer.stop_ids):
+            notices |= {NO_END}
         yield TokenizedRow(
-            rendered.path, rendered.line, row.number, len(tokens), state, documents, rendered.control_token
+            rendered.path, rendered.line, row.number, len(tokens), state, documents, rendered.control_token, notices
         )
 
 
@@ -138,6 +148,14 @@ def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer
             tokens = np.append(tokens[: last + 1], np.int32(end_id))
             mask = np.append(mask[: last + 1], mask.dtype.type(weights[-1]))
     return tokens, mask
+
+
+def _earlier_end(tokens: np.ndarray, mask: np.ndarray, stop_ids: frozenset[int]) -> bool:
+    """Return whether each run of targets but the last ends with a stop token, or with a few more behind one."""
+    trained = mask.astype(bool)
+    ends = np.flatnonzero(trained[:-1] & ~trained[1:])
+    ends = ends[ends < np.flatnonzero(trained)[-1]].tolist() if len(ends) else []
+    return all(not stop_ids.isdisjoint(tokens[max(0, end + 1 - END_TOKENS) : end + 1].tolist()) for end in ends)
 
 
 def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer: Tokenizer) -> Tokens:

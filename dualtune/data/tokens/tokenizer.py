@@ -66,9 +66,10 @@ class Tokenizer:
         self.eos_id = self._loaded.id_of("eos_token")
         # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
-        self.closing, self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
+        closing, self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
+        self.turn_end = closing.rstrip() if self._specials_in(closing) else ""  # what ends an answer, if tokens do
         self.stop_ids = frozenset(ends)  # tokens that end an answer
-        self.warning = self._template_warning(self.closing.lstrip())
+        self.warning = self._template_warning(closing)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the ids of a text or a chat."""
@@ -232,9 +233,19 @@ class Tokenizer:
                 return rest if found else ""
         return ""
 
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template adds to a question for the model to answer it; "" if that changes the question."""
+        with contextlib.suppress(RowError):
+            question = [Message("user", "?")]
+            bare, prompted = self.render(question), self.render(question, add_generation_prompt=True)
+            return prompted[len(bare) :] if prompted.startswith(bare) else ""
+        return ""
+
     def _before_question(self) -> str:
         with contextlib.suppress(RowError):
-            return self.render([Message("user", PROBE)]).partition(PROBE)[0]
+            before, found, _ = self.render([Message("user", PROBE)]).partition(PROBE)
+            return before if found else ""
         return ""
 
     def _specials_in(self, text: str) -> list[int]:

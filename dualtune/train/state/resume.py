@@ -35,6 +35,8 @@ RULES: dict[str, Rule] = {
     "data.packing": "free",  # the rows of a step change, its documents and its mathematics do not
     "data.on_bad_row": "recorded",
     "data.max_bad_rows": "recorded",
+    "data.template_variables": "recorded",  # where it matters, the fingerprints of the template differ
+    "data.on_lost_text": "recorded",
     "train.epochs": "recorded",
     "train.steps": "recorded",
     "train.micro_batch_tokens": "free",
@@ -69,7 +71,10 @@ RULES: dict[str, Rule] = {
 
 
 # Keys newer than some checkpoints, which were all trained with the present default.
-DEFAULT_WHERE_ABSENT = {"adapter.method", "adapter.scaling", "data.dedup", "train.optimizer", "train.average"}
+DEFAULT_WHERE_ABSENT = {
+    "adapter.method", "adapter.scaling", "data.dedup", "data.on_lost_text", "data.template_variables",
+    "train.optimizer", "train.average",
+}  # fmt: skip
 
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
