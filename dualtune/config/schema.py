@@ -31,6 +31,7 @@ from dualtune.config.values import (
     Share,
     Size,
     Template,
+    TemplateVariables,
     Trackers,
     refuse,
 )
@@ -151,6 +152,9 @@ class DataConfig(Section):
     """Columns that have other names in the file, such as {prompt: question}."""
     template: Template = "auto"
     """The chat template: the tokenizer's own, none at all, that of a model family by name, or a Jinja file."""
+    template_variables: TemplateVariables = {}  # noqa: RUF012  pydantic copies it
+    """Variables of the chat template and their values, such as {enable_thinking: false}; they are saved with the
+    adapter's template, so that it is used with them."""
     special_tokens_in_text: Literal["error", "text", "allow"] = "text"
     """What a control token such as <|im_end|> in a row's text means: a bad row, plain text, or the control token."""
     max_length: Annotated[int, Field(ge=2)] = 2048

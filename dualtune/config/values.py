@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from dualtune.adapter.methods import NAMES
@@ -50,6 +60,26 @@ TemplateName = Literal[
 ]  # fmt: skip
 # Short names mean the newest version that is here. A config holds the full name once it is read, and so does its run.
 NEWEST_TEMPLATES = {"qwen": "qwen-3", "gemma": "gemma-3", "mistral": "mistral-small", "phi": "phi-3"}
+# What a chat template is given by those who render it, and options of transformers' apply_chat_template.
+RESERVED_VARIABLES = frozenset({
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
+
+
+def template_variables(variables: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    for name in variables:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise refuse(f"got the variable {name!r}, allowed: letters, digits and _, such as enable_thinking")
+        if name in RESERVED_VARIABLES or name.endswith(("_token", "_tokens")):
+            raise refuse(f"got the variable {name!r}, which every template is given; allowed: the template's own ones")
+    return variables
+
+
+TemplateVariables = Annotated[
+    dict[str, JsonValue], AfterValidator(template_variables), Field(json_schema_extra={"format": "variables"})
+]
 Location = Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "path"})]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)? ?[MGT]i?B$", json_schema_extra={"format": "size"})]
 ModuleNames = Annotated[

@@ -5,9 +5,11 @@ The next token is chosen here, in NumPy, so that both backends sample alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +49,7 @@ def load_model(
     quantization: str = "auto",
     template: str = "auto",
     special_tokens_in_text: Policy = "text",
+    template_variables: Mapping[str, Any] | None = None,
     kernels: str = "auto",
     init: str = "pretrained",
     seed: int = 0,
@@ -62,7 +65,9 @@ def load_model(
     start = read_adapter(adapter) if adapter else None
     spec = spec or (inference_spec(start) if start else BASE_ONLY)
     model_dir = resolve_model(name, weights=init == "pretrained")
-    tokenizer, note = load_tokenizer(model_dir, start, adapter, template, special_tokens_in_text)
+    tokenizer, note = load_tokenizer(
+        model_dir, start, adapter, template, special_tokens_in_text, template_variables or {}
+    )
     engine = backend.load(
         LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
     )
@@ -72,14 +77,19 @@ def load_model(
 
 
 def load_tokenizer(
-    model_dir: Path, adapter: Adapter | None, directory: Path | None, template: str, policy: Policy = "text"
+    model_dir: Path,
+    adapter: Adapter | None,
+    directory: Path | None,
+    template: str,
+    policy: Policy = "text",
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Tokenizer, str | None]:
     """Return the tokenizer of a model for an adapter and its directory, and a note if its template is another one."""
     if adapter is None or directory is None:
-        return Tokenizer(model_dir, template, policy), None
+        return Tokenizer(model_dir, template, policy, variables), None
     template = _template_for(adapter, directory, template)
-    tokenizer = Tokenizer(model_dir, template, policy)
     is_own = template == str(directory / TEMPLATE_FILE)
+    tokenizer = Tokenizer(model_dir, template, policy, {} if is_own else variables)  # its own has those of the training
     return tokenizer, None if is_own else mismatch(adapter.template_hash, tokenizer.template_hash)
 
 

@@ -207,7 +207,9 @@ def _prepare(
     model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
     _check_activation_cache(config, start, model_dir)
-    tokenizer = Tokenizer(model_dir, template_of(config, saved), config.data.special_tokens_in_text)
+    tokenizer = Tokenizer(
+        model_dir, template_of(config, saved), config.data.special_tokens_in_text, config.data.template_variables
+    )
     train, eval_ = sources.train_and_eval(tokenizer, show)
     _check_targets(config, train, eval_)
     if team.is_first:

@@ -25,11 +25,13 @@ DEFAULTS = {
         "template": "auto",
         "max_length": 2048,
         "packing": True,
+        "template_variables": {},
         "special_tokens_in_text": "text",
         "loss_on": "assistant",
         "dedup": "off",
         "on_bad_row": "error",
         "max_bad_rows": 0.01,
+        "on_lost_text": "error",
     },
     "train": {
         "epochs": 3,

@@ -27,7 +27,7 @@ CALLED = chat(("user", "Hi", {}), ("assistant", "", CALL), ("tool", "4", {}), ("
 
 def turns(head, body="{{ m.content }}", end="<|im_end|>\n", prompt=None):
     """A template that writes turns of one form."""
-    call = "{% if m.role == 'assistant' %}{% for c in m.tool_calls or [] %}[call {{ c.function | tojson }}]{% endfor %}{% endif %}"
+    call = "{% for c in m.tool_calls or [] %}[call {{ c.function | tojson }}]{% endfor %}"
     return (
         "{{ tools | tojson if tools else '' }}{% for m in messages %}" + head + body + call + end + "{% endfor %}"
         "{% if add_generation_prompt %}" + (head.replace("{{ m.role }}", "assistant") if prompt is None else prompt)
@@ -125,7 +125,10 @@ def test_the_head_of_the_next_turn_is_no_end(with_template):
 
 
 def test_generation_blocks_that_leave_out_the_end_are_learned_with_it(with_template):
-    body = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    body = (
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}"
+    )
     for end in ("<|im_end|>", " <|im_end|><pad>"):
         tokenizer = with_template(turns(HEAD, body, end=f"{end}\n", prompt=ASSISTANT + "<think></think>"))
         assert learned(tokenizer, TWO) == [f"Ho{end}", f"So long{end}"]
@@ -142,7 +145,8 @@ def test_a_call_that_ends_with_a_token_of_its_own_stops_there(with_template):
 def test_a_call_in_a_template_that_rewrites_earlier_turns_is_found_by_its_name(with_template):
     """As in Mistral: the tools stand before the last question, so every earlier turn begins elsewhere."""
     tokenizer = with_template(
-        "{% set last = messages | selectattr('role', 'equalto', 'user') | list | length %}{% set seen = namespace(n=0) %}"
+        "{% set last = messages | selectattr('role', 'equalto', 'user') | list | length %}"
+        "{% set seen = namespace(n=0) %}"
         "{% for m in messages %}{% if m.role == 'user' %}{% set seen.n = seen.n + 1 %}"
         "{% if seen.n == last %}{{ tools | tojson }}{% endif %}[INST]{{ m.content }}[/INST]"
         "{% elif m.tool_calls %}[TOOL_CALLS]{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}</s>"

@@ -135,7 +135,8 @@ def _of_config(path: Path) -> list[Stream]:
 
     settings = load_config(path)
     data = settings.data
-    tokenizer = Tokenizer(resolve_model(settings.model.name, weights=False), data.template, data.special_tokens_in_text)
+    model = resolve_model(settings.model.name, weights=False)
+    tokenizer = Tokenizer(model, data.template, data.special_tokens_in_text, data.template_variables)
 
     def stream(role: Role, source: SourceConfig) -> Stream:
         examples = _examples(source, role)

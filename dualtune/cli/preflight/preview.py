@@ -96,8 +96,8 @@ def _read(settings: Config, *, quiet: bool) -> tuple[Data, Tokenizer, Documents,
 
     with reading() as show:
         data = Data(settings)
-        policy = settings.data.special_tokens_in_text
-        tokenizer = Tokenizer(resolve_model(settings.model.name, weights=False), settings.data.template, policy)
+        model, chosen = resolve_model(settings.model.name, weights=False), settings.data
+        tokenizer = Tokenizer(model, chosen.template, chosen.special_tokens_in_text, chosen.template_variables)
         train, eval_ = data.train_and_eval(tokenizer) if quiet else data.train_and_eval(tokenizer, show)
     if not len(train):
         raise DataError(

@@ -6,11 +6,13 @@ Templates run in our own sandbox (`template_sandbox.py`), because they come with
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
+from jinja2 import meta
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from dualtune.adapter.formats.chat_template import hash_of
@@ -51,6 +53,10 @@ class ChatTemplate:
         self.marks_turns = self._sandbox.marks_turns
         self._lock = threading.Lock()  # the sandbox can meter only one render at a time
 
+    def variables(self) -> set[str]:
+        """Return the names that the template reads and does not set before."""
+        return meta.find_undeclared_variables(self._sandbox.parse(self.source))
+
     def render(self, messages: Messages, *, tools: Messages = (), add_generation_prompt: bool = False) -> str:
         """Render the conversation. Raises RowError if the template rejects it, TemplateLimit if it exceeds a limit."""
         return self.render_marked(messages, tools=tools, add_generation_prompt=add_generation_prompt)[0]
@@ -87,6 +93,29 @@ class ChatTemplate:
             pieces.append(piece)
             sandbox.written += len(piece)
         return "".join(pieces), sandbox.turns
+
+
+def with_variables(source: str, variables: Mapping[str, Any]) -> str:
+    """Return a template in which variables have values wherever it is rendered, unless they are given others there.
+
+    They travel in its source, so that whatever identifies or copies the template does so with them.
+    """
+    head = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in variables.items()
+    )
+    # Behind a block the first line break is not rendered.
+    return source if not head or source.startswith(f"{head}\n") else f"{head}\n{source}"
+
+
+def _literal(value: Any) -> str:
+    """Return the Jinja literal of a JSON value."""
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, Any], value).items()
+        return f"{{{', '.join(f'{_literal(key)}: {_literal(item)}' for key, item in items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, cast(Sequence[Any], value)))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _compile(sandbox: Sandbox, source: str) -> Any:

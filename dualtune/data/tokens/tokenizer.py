@@ -14,15 +14,17 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 
 from dualtune.base_model import vocabulary_size
+from dualtune.config.values import RESERVED_VARIABLES
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.conversations import text as valid_text
 from dualtune.data.chat.named import is_name, named_template, unknown
-from dualtune.data.chat.template import ChatTemplate, Ranges
+from dualtune.data.chat.template import ChatTemplate, Ranges, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
 from dualtune.data.tokens.tokenizer_files import Loaded, load
@@ -45,10 +47,17 @@ class Tokenizer:
     `template` is "auto" (the model's template, if it has one), "none", a name in NAMES, or a path to a Jinja file. A
     chat contains only the special tokens that its template writes: if the tokenizer adds BOS to plain text but the
     template writes none, the chat has none, as in the model's original training. `special_tokens_in_text` sets what a
-    control token in content becomes: an error, text, or (allow) the control token.
+    control token in content becomes: an error, text, or (allow) the control token. `template_variables` are values for
+    variables of the template, and become a part of it.
     """
 
-    def __init__(self, model_dir: Path, template: str = "auto", special_tokens_in_text: Policy = "text") -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        template: str = "auto",
+        special_tokens_in_text: Policy = "text",
+        template_variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._policy: Policy = special_tokens_in_text
         self._loaded = load(model_dir)
         self._rust = self._loaded.rust
@@ -60,7 +69,7 @@ class Tokenizer:
         self._model_dir = model_dir
         self.vocabulary_size = vocabulary_size(model_dir)  # of the model, not the tokenizer
         self.special_tokens = self._loaded.named  # role -> text, such as "bos_token": "<s>"
-        self.template = _template(self._loaded, template)
+        self.template = _template(self._loaded, template, template_variables)
         self.template_hash = self.template.hash if self.template else "none"
         self.bos_id = self._loaded.id_of("bos_token")
         self.eos_id = self._loaded.id_of("eos_token")
@@ -267,7 +276,24 @@ def _hashes(model_dir: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def _template(loaded: Loaded, choice: str) -> ChatTemplate | None:
+def _template(loaded: Loaded, choice: str, variables: Mapping[str, Any]) -> ChatTemplate | None:
+    source = _source(loaded, choice)
+    if not variables:
+        return None if source is None else ChatTemplate(source, loaded.named)
+    names = ", ".join(variables)
+    if source is None:
+        raise ConfigError(f"data.template_variables: got {names}, but there is no chat template. Set data.template")
+    if unread := sorted({*variables} - (read := ChatTemplate(source, loaded.named).variables())):
+        allowed = ", ".join(sorted(read - RESERVED_VARIABLES - {*loaded.named})) or "none"
+        raise ConfigError(
+            f"data.template_variables: got {', '.join(unread)}, which the chat template does not read; "
+            f"allowed: {allowed}"
+        )
+    return ChatTemplate(with_variables(source, variables), loaded.named)
+
+
+def _source(loaded: Loaded, choice: str) -> str | None:
+    """Return the source of the chosen template, or None if there is none."""
     if choice == "none":
         return None
     if choice == "auto":
@@ -290,4 +316,4 @@ def _template(loaded: Loaded, choice: str) -> ChatTemplate | None:
             source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"data.template: {path} is not UTF-8 (byte {error.start})") from error
-    return ChatTemplate(source, loaded.named)
+    return source
