@@ -35,6 +35,7 @@ class Stream(NamedTuple):
     path: str
     role: Role
     rows: Iterator[Example | TokenizedRow | BadRow]
+    accepts_lost_text: bool = False
 
     @property
     def name(self) -> str:
@@ -97,7 +98,9 @@ def command(
                 say("\n".join([*report["control_text"]["first"], f"{stream.name}: {_summary(report)}"]))
     if as_json:
         say(json.dumps({"sources": reports}, indent=2))
-    ctx.exit(DataError.exit_code if any(report["bad"] or report["error"] for report in reports) else 0)
+    ctx.exit(
+        DataError.exit_code if any(report[key] for report in reports for key in ("bad", "error", "refused")) else 0
+    )
 
 
 def named_columns(format: str, columns: tuple[str, ...]) -> dict[str, str]:
@@ -140,7 +143,8 @@ def _of_config(path: Path) -> list[Stream]:
 
     def stream(role: Role, source: SourceConfig) -> Stream:
         examples = _examples(source, role)
-        return Stream(source.path, role, tokenize_rows(examples, tokenizer, data.loss_on, data.max_length))
+        rows = tokenize_rows(examples, tokenizer, data.loss_on, data.max_length)
+        return Stream(source.path, role, rows, data.on_lost_text == "accept")
 
     chosen: dict[Role, tuple[SourceConfig, ...]] = {"train": data.sources(), "valid": eval_sources(data)}
     return [stream(role, source) for role, sources in chosen.items() for source in sources]
@@ -158,6 +162,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
     from dualtune.data.documents import REASONS
     from dualtune.data.sources.bad_rows import advice_for
     from dualtune.data.sources.rows import BadRow
+    from dualtune.data.tokens.lost_text import check_lost_text, sentences
     from dualtune.data.tokens.tokenize import State, TokenizedRow
     from dualtune.errors import DataError
     from dualtune.text.escape import one_line
@@ -167,12 +172,14 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
     states: Counter[State] = Counter()
     num_control, control = 0, list[str]()
     kinds: Counter[str] = Counter()
+    lost_text: Counter[str] = Counter()
     failure: str | None = None
     try:
         for row in stream.rows:
             num_rows += 1
             if isinstance(row, TokenizedRow):
                 states[row.state] += 1
+                lost_text.update(row.notices)
                 if row.control_token is not None:
                     num_control += 1
                     if num_control <= MOST_CONTROL_TEXT:
@@ -192,8 +199,16 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         failure = redact(str(error))
         if not silent:
             say("\n".join(map(one_line, failure.split("\n"))))
+    refusal: str | None = None
+    try:
+        check_lost_text(lost_text, num_rows - num_bad, stream.name, accept=stream.accepts_lost_text)
+    except DataError as error:
+        refusal = redact(str(error))
     if not silent:
         _say_kinds(kinds, listing)
+        told = [*sentences(lost_text, num_rows - num_bad), *([refusal] if refusal else [])]
+        if told:
+            say("\n".join(map(one_line, told)))
         if way := advice_for(kinds):
             say(way)
     return {
@@ -206,6 +221,8 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         "cut": states[State.CUT],
         "split": states[State.SPLIT],
         "control_text": {"rows": num_control, "first": control},
+        "lost_text": dict(lost_text),
+        "refused": refusal,
         "dropped": {reason: states[state] for state, reason in REASONS.items() if states[state]},
     }
 

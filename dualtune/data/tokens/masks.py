@@ -232,8 +232,17 @@ class _Chat:
             marked = message.content.replace(content, sentinel + content + sentinel, 1)
             parts = self._parts(i, replace(message, content=marked), sentinel)
             if len(parts) == 3:
-                return self._with_end((len(parts[0]), len(parts[0]) + len(parts[1])))
+                start, end = self._behind_prompt(i, len(parts[0])), len(parts[0]) + len(parts[1])
+                return self._with_end((start, end))
         return None
+
+    def _behind_prompt(self, i: int, content: int) -> int:
+        """Return where the generation prompt ends, if the text has it before the content of message `i`."""
+        try:
+            before = self._render(self._messages[:i], add_generation_prompt=True)
+        except RowError:
+            return content
+        return len(before) if self.text[:content].startswith(before) else content
 
     def _parts(self, i: int, message: Message, sentinel: str) -> list[str]:
         """Split the text at the sentinels in message `i`; return [] if they change the text between them."""
@@ -245,8 +254,8 @@ class _Chat:
 
     def _with_end(self, turn: Range) -> Range:
         """Extend a turn by the tokens with which the template ends an answer."""
-        closing = self._tokenizer.turn_end
-        return turn[0], turn[1] + len(closing) * self.text.startswith(closing, turn[1])
+        ends = (end for end in self._tokenizer.turn_ends if self.text.startswith(end, turn[1]))
+        return turn[0], turn[1] + len(next(filter(None, ends), ""))
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return self._tokenizer.render(messages, tools=self._tools, add_generation_prompt=add_generation_prompt)

@@ -75,10 +75,10 @@ class Tokenizer:
         self.eos_id = self._loaded.id_of("eos_token")
         # A turn may end with a special token other than EOS (Llama 3: <|eot_id|>).
         self.special_ids = self._loaded.special_ids
-        closing, self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
-        self.turn_end = closing.rstrip() if self._specials_in(closing) else ""  # what ends an answer, if tokens do
+        self._closing = self._after(Message("assistant", PROBE)) if self.template else ""
+        self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
         self.stop_ids = frozenset(ends)  # tokens that end an answer
-        self.warning = self._template_warning(closing)
+        self.warning = self._template_warning(self._closing)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the ids of a text or a chat."""
@@ -210,26 +210,31 @@ class Tokenizer:
             "was trained with another template. Set data.template"
         )
 
-    def _turn_ends(self, generation_ends: Sequence[int]) -> tuple[str, int | None, set[int]]:
-        """Return what the template writes after an answer, the id that ends one, and the ids that end any turn.
+    def _turn_ends(self, generation_ends: Sequence[int]) -> tuple[int | None, set[int]]:
+        """Return the id that ends the last answer, and the ids that end any turn.
 
         They are read from rendered turns alone: a generation prompt may be longer than the head of a turn.
         """
         ends = {id for id in (self.eos_id, *generation_ends) if id is not None}
-        closing = self._after(Message("assistant", PROBE)) if self.template else ""
-        end_id = next((id for id in self._specials_in(closing) if id != self.bos_id), None)
-        if end_id is None and self.template:  # some templates end an answer only if another turn follows
-            after = self._specials_in(self._after(Message("assistant", PROBE), Message("user", "?")))
-            heads = self._specials_in(self._before_question())
-            end_id = next((id for id in after[:1] if id in ends or id not in heads), None)
-        if end_id is not None:
-            ends.add(end_id)
-        if self.template:
-            call = {"type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
-            after_call = self._specials_in(self._after(Message("assistant", "", extra={"tool_calls": [call]})))
-            if after_call and not ends & {*after_call}:
-                ends.add(after_call[-1])  # those before it may only end a call that others follow
-        return closing, self.eos_id if end_id is None else end_id, ends
+        if self.template is None:
+            return self.eos_id, ends
+        written = self._specials_in(self.turn_ends[0]) or self._specials_in(self.turn_ends[1])
+        if written:  # some templates end an answer only if another turn follows
+            ends.add(written[0])
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": PROBE}}}
+        after_call = self._specials_in(self._after(Message("assistant", "", extra={"tool_calls": [call]})))
+        if after_call and not ends & {*after_call}:
+            ends.add(after_call[-1])  # those before it may only end a call that others follow
+        return written[0] if written else self.eos_id, ends
+
+    @cached_property
+    def turn_ends(self) -> tuple[str, str]:
+        """What the template writes after the last answer, and after one that a question follows; "" if no token."""
+        closing = self._closing.rstrip() if self._specials_in(self._closing) else ""
+        after = self._after(Message("assistant", PROBE), Message("user", "?"))
+        heads = {self._rust.id_to_token(id) for id in self._specials_in(self._before_question())}
+        head = min((at for token in heads if (at := after.find(token)) >= 0), default=0)
+        return closing, after[:head].rstrip() if self._specials_in(after[:head]) else ""
 
     def _after(self, answer: Message, *following: Message) -> str:
         """Return what the template writes after the last PROBE in an answer; "" if it refuses the conversation."""
