@@ -193,6 +193,7 @@ def test_json_says_the_same(dualtune_main, write_lines):
     assert (problem["path"], problem["line"]) == (str(bad), 2)
     assert dualtune_main("check-data", bad).stdout.startswith(f"{bad}:2: {problem['reason']}\n")
     nothing = {"error": None, "cut": 0, "split": 0, "dropped": {}, "control_text": {"rows": 0, "first": []}}
+    nothing |= {"lost_text": {}, "refused": None}
     assert first == {"path": str(bad), "role": "train", "rows": 2, "bad": 1} | nothing
     assert second == {"path": str(good), "role": "train", "rows": 1, "bad": 0, "problems": []} | nothing
     assert result.returncode == 3

@@ -152,9 +152,8 @@ def _with_mask(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, tokenizer
 
 def _earlier_end(tokens: np.ndarray, mask: np.ndarray, stop_ids: frozenset[int]) -> bool:
     """Return whether each run of targets but the last ends with a stop token, or with a few more behind one."""
-    trained = mask.astype(bool)
-    ends = np.flatnonzero(trained[:-1] & ~trained[1:])
-    ends = ends[ends < np.flatnonzero(trained)[-1]].tolist() if len(ends) else []
+    trained = np.flatnonzero(mask)
+    ends: list[int] = trained[:-1][np.diff(trained) > 1].tolist()
     return all(not stop_ids.isdisjoint(tokens[max(0, end + 1 - END_TOKENS) : end + 1].tolist()) for end in ends)
 
 

@@ -239,8 +239,8 @@ class Tokenizer:
     def _after(self, answer: Message, *following: Message) -> str:
         """Return what the template writes after the last PROBE in an answer; "" if it refuses the conversation."""
         system, question = Message("system", "?"), Message("user", "?")
-        calls: Any = answer.extra.get("tool_calls", [])
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}} for _ in calls]
+        tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        tools = [tool] if "tool_calls" in answer.extra else []
         for before in ((question,), (system, question)):
             with contextlib.suppress(RowError):
                 _, found, rest = self.render((*before, answer, *following), tools=tools).rpartition(PROBE)
