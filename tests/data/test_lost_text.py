@@ -15,8 +15,10 @@ from dualtune.errors import DataError
 HEAD = "<|im_start|>{{ m.role }}\n"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALLS = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-LAST = "{% set q = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+LAST = (
+    "{% set q = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set q.at = loop.index0 %}{% endif %}{% endfor %}"
+)
 TEMPLATES = {
     "chatml": "{% for m in messages %}" + HEAD + "{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}" + PROMPT,
     "qwen3": LAST + "{% for m in messages %}" + HEAD + "{% set said = m.content %}{% set thought = '' %}"
