@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
+from dualtune.adapter.formats.chat_template import TEMPLATE_FILE, write_training_template
 from dualtune.adapter.formats.directory import read_adapter
 from dualtune.errors import ConfigError
 from dualtune.evaluate.inference import load_model
@@ -164,3 +164,32 @@ def test_to_continue_an_adapter_with_another_template_is_told(make, torch, tools
     assert len(told) == 1 and "trained with the chat template sha256 " in told[0] and "none is used here" in told[0]
     same = prepare(make(data__template=tools, **on), torch).summary()
     assert not any("warning" in line for line in same)
+
+
+def test_template_variables_go_with_the_adapter_and_into_an_export(make, torch, bare, tmp_path):
+    source = TOOLS.replace("assistant\n{%", "assistant\n{{ '' if thinking else '<think></think>' }}{%")
+    (path := tmp_path / "t.jinja").write_text(source)
+    done = run(make(data__template=path, data__template_variables={"thinking": True}), torch)
+    asked = "TOOLS<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    model = load_model(torch, str(bare), done.adapter_dir)
+    assert (prompt_of(model), model.note) == (asked, None)
+    by_config = load_model(
+        torch, str(bare), done.adapter_dir, template=str(path), template_variables={"thinking": True}
+    )
+    assert (prompt_of(by_config), by_config.note) == (asked, None)
+    other = load_model(torch, str(bare), done.adapter_dir, template=str(path))  # the variable is not set here
+    assert prompt_of(other).endswith("<think></think>") and "used here is sha256" in other.note
+    adapter = read_adapter(done.adapter_dir)
+    write_training_template(bare, adapter.template, adapter.metadata)
+    assert prompt_of(load_model(torch, str(bare))) == asked
+
+
+def test_what_the_template_leaves_out_is_told_before_the_first_step(make_config, write_rows, torch, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"} | extra]}
+        for i, extra in enumerate([{"thinking": "Hm"}] + [{}] * 19)
+    ]
+    (tmp_path / "t.jinja").write_text(TOOLS)
+    config = make_config(write_rows(rows), {"data.template": tmp_path / "t.jinja"})
+    told = "warning     1 of 20 rows: thinking is not in the text of a trained turn"
+    assert told in prepare(config, torch).summary()
