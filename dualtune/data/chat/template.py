@@ -55,7 +55,8 @@ class ChatTemplate:
 
     def variables(self) -> set[str]:
         """Return the names that the template reads and does not set before."""
-        return meta.find_undeclared_variables(self._sandbox.parse(self.source))
+        known = {*cast(dict[str, Any], self._sandbox.globals), "raise_exception"}
+        return meta.find_undeclared_variables(self._sandbox.parse(self.source)) - known
 
     def render(self, messages: Messages, *, tools: Messages = (), add_generation_prompt: bool = False) -> str:
         """Render the conversation. Raises RowError if the template rejects it, TemplateLimit if it exceeds a limit."""
