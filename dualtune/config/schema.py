@@ -27,6 +27,7 @@ from dualtune.config.values import (
     Name,
     Positive,
     Prompts,
+    Roles,
     Section,
     Share,
     Size,
@@ -84,6 +85,7 @@ class AdapterConfig(Section):
 
 
 Format = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt", "preference"]
+Consecutive = Literal["join", "keep", "refuse"]
 Columns = Annotated[dict[str, Name], Field(json_schema_extra={"format": "columns"})]
 
 
@@ -102,6 +104,10 @@ class SourceConfig(Section):
     """The subset of a Hugging Face dataset, such as main."""
     split: Name | None = None
     """The split of a Hugging Face dataset, such as train."""
+    roles: Roles | None = None
+    """Names of roles in its messages; null uses data.roles."""
+    consecutive: Consecutive | None = None
+    """What becomes of two turns of one role in a row; null uses data.consecutive."""
 
     @property
     def identity(self) -> tuple[str, str | None, str | None]:
@@ -138,18 +144,38 @@ Sources = Annotated[
 ]
 
 
+DEFAULT_SHARE = 0.1  # of the training rows, held out by data.eval: auto
+
+
+def with_old_default(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the section `data` with `auto` for the default that an older dualtune wrote out.
+
+    It wrote every key, and 0.1 for the default of data.eval, which was replaced by a valid file too.
+    """
+    written_out = {"eval", "max_length", "loss_on", "on_bad_row", "max_bad_rows"} <= data.keys()
+    is_old = written_out and "consecutive" not in data
+    return data | {"eval": "auto"} if is_old and data["eval"] == DEFAULT_SHARE else data
+
+
 class DataConfig(Section):
     """The training and evaluation data."""
 
     train: Annotated[Location | SourceConfig | Sources, Field(examples=["data/train.jsonl"])]
     """The training data: a file, a directory or a Hugging Face dataset; a mapping says how to read it."""
-    eval: Fraction | Location | SourceConfig | Sources | None = 0.1
+    eval: Literal["auto"] | Fraction | Location | SourceConfig | Sources | None = "auto"
     """The evaluation data, or the fraction of the training rows to hold out for it; with 0 or null
-    nothing is evaluated; a valid file in the data directory replaces the default."""
+    nothing is evaluated; auto is the valid file in the data directory if there is one, else 0.1."""
     format: Format = "auto"
     """The format of a row; auto detects it from the column names; preference is only checked, not trained on yet."""
     columns: Columns = {}  # noqa: RUF012  pydantic copies it
     """Columns that have other names in the file, such as {prompt: question}."""
+    roles: Roles = {}  # noqa: RUF012  pydantic copies it
+    """Further names of roles in messages, such as {critic: user}; common names are known in any case."""
+    consecutive: Consecutive = "join"
+    """What becomes of two user or two assistant turns in a row: one turn with a blank line, two turns, or a bad row."""
+    system: Literal["fold", "refuse"] = "fold"
+    """What becomes of a system message where the chat template writes none: it is put before the question, or the row
+    is a bad row."""
     template: Template = "auto"
     """The chat template: the tokenizer's own, none at all, that of a model family by name, or a Jinja file."""
     template_variables: TemplateVariables = {}  # noqa: RUF012  pydantic copies it
@@ -174,12 +200,25 @@ class DataConfig(Section):
     error, or train on the rest."""
 
     def sources(self) -> tuple[SourceConfig, ...]:
-        """Return the training sources. A missing format or columns is replaced by data.format or data.columns."""
+        """Return the training sources. What a source lacks is taken from `data`."""
         return self._complete(_listed(self.train))
 
     def eval_sources(self) -> tuple[SourceConfig, ...]:
-        """Return the evaluation sources, like `sources`. Empty if data.eval is a share, 0 or null."""
-        return () if self.eval is None or isinstance(self.eval, int | float) else self._complete(_listed(self.eval))
+        """Return the evaluation sources, like `sources`. Empty if data.eval is auto, a share, 0 or null."""
+        named = self.eval is not None and self.eval != "auto" and not isinstance(self.eval, int | float)
+        return self._complete(_listed(self.eval)) if named else ()
+
+    @property
+    def held_out_share(self) -> float:
+        """The fraction of the training rows to hold out if there are no evaluation data of their own."""
+        if self.eval == "auto":
+            return DEFAULT_SHARE
+        return self.eval if isinstance(self.eval, int | float) else 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_old_default(cls, value: object) -> object:
+        return with_old_default(cast(dict[str, Any], value)) if isinstance(value, dict) else value
 
     def _complete(self, sources: list[SourceConfig]) -> tuple[SourceConfig, ...]:
         return tuple(
@@ -187,6 +226,8 @@ class DataConfig(Section):
                 update={
                     "format": source.format or self.format,
                     "columns": self.columns if source.columns is None else source.columns,
+                    "roles": self.roles if source.roles is None else source.roles,
+                    "consecutive": source.consecutive or self.consecutive,
                 }
             )
             for source in sources

@@ -88,6 +88,9 @@ ModuleNames = Annotated[
     Field(min_length=1, json_schema_extra={"format": "modules", "uniqueItems": True}),
     AfterValidator(all_different),
 ]
+Roles = Annotated[
+    dict[str, Literal["system", "user", "assistant", "tool"]], Field(json_schema_extra={"format": "roles"})
+]
 Template = Annotated[
     Literal["auto", "none"] | TemplateName | Location,
     BeforeValidator(lambda value: NEWEST_TEMPLATES.get(value, value) if isinstance(value, str) else value),

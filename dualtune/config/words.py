@@ -22,6 +22,7 @@ _FORMATS = {
     "path": "a path",
     "prompt": "a text of at most 4000 characters",
     "prompts": "a list of at most 8 texts",
+    "roles": "a mapping from names to system, user, assistant or tool, such as {critic: user}",
     "sources": "a list of these",
     "trackers": "a list of trackio, wandb, mlflow and tensorboard, which may be empty",
     "size": "a size such as 12GB or 12GiB",

@@ -12,7 +12,7 @@ from typing import overload
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.config.schema import DataConfig, SourceConfig
+from dualtune.config.schema import Consecutive, DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.dedup import Dedup
 from dualtune.data.held_out import held_out_tokens
@@ -179,10 +179,10 @@ class Documents(Sequence[Document]):
         return f"{text}; {self.remark}" if self.remark else text
 
 
-def lost_text(*parts: Documents) -> list[str]:
-    """Say how many rows of these documents' sources have text that is not learned, by kind."""
+def notices(*parts: Documents) -> list[str]:
+    """Say how many rows of these documents' sources are not learned as they stand there, by kind."""
     stores = {id(store): store for documents in parts for store in documents.stores}.values()
-    counts = sum((Counter(store.lost_text) for store in stores), Counter[str]())
+    counts = sum((Counter(store.notices) for store in stores), Counter[str]())
     return sentences(counts, sum(store.num_rows for store in stores))
 
 
@@ -197,7 +197,7 @@ def duplicates_left_out(left_out: Mapping[str, int]) -> str:
 class OpenedSource:
     """A source that exists; nothing has been read from it yet."""
 
-    source: SourceConfig  # `format` and `columns` are set
+    source: SourceConfig  # `format` and `columns` are set; without `roles` and `consecutive` it has their defaults
     files: SourceFiles
 
     def examples(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
@@ -205,17 +205,18 @@ class OpenedSource:
 
     def format(self) -> str:
         """Return the configured format, or the one detected from the first good row; "auto" if there is no good row."""
-        named, columns = self.layout
+        named, columns, *_ = self.layout
         if named != "auto":
             return named
         first = next((row for row in self.files.rows() if isinstance(row, RawRow)), None)
         return detect_format(first, columns) if first else "auto"
 
     @property
-    def layout(self) -> tuple[str, Mapping[str, str]]:
-        """The format of its rows, and which columns have other names."""
-        assert self.source.format is not None and self.source.columns is not None  # filled in by DataConfig
-        return self.source.format, self.source.columns
+    def layout(self) -> tuple[str, Mapping[str, str], Mapping[str, str], Consecutive]:
+        """The format of its rows, which columns and roles have other names, and what becomes of turns in a row."""
+        source = self.source
+        assert source.format is not None and source.columns is not None  # filled in by DataConfig
+        return source.format, source.columns, source.roles or {}, source.consecutive or "join"
 
     def trainable(self, tell: Callable[[float], None] = lambda share: None) -> Iterator[Example | BadRow]:
         """Yield the examples to train on. Raises ConfigError for preference pairs."""
@@ -230,18 +231,32 @@ def open_sources(config: Config, eval_path: str | None = None) -> tuple[list[Ope
     data = config.data
     train = [open_one(source, "train") for source in data.sources()]
     if eval_path is not None:
-        return train, [open_one(SourceConfig(path=eval_path, format=data.format, columns=data.columns), "test")]
+        named = data.model_copy(update={"eval": SourceConfig(path=eval_path)}).eval_sources()
+        return train, [open_one(source, "test") for source in named]
     return train, [open_one(source, "valid") for source in eval_sources(data)]
 
 
 def eval_sources(data: DataConfig) -> tuple[SourceConfig, ...]:
     """Return the evaluation sources; none if a share of the training rows is held out.
 
-    The validation split of a directory or dataset takes precedence over the default share.
+    With data.eval: auto, the validation split of a directory or dataset takes precedence over a share.
     """
-    if data.eval == DataConfig.model_fields["eval"].default:  # also if the run's config.yaml writes it out
-        return tuple(s for s in data.sources() if s.split is None and has_role(s.path, "valid", s.subset))
-    return data.eval_sources()
+    return _with_valid(data) if data.eval == "auto" else data.eval_sources()
+
+
+def unused_valid(data: DataConfig) -> list[str]:
+    """Say which evaluation data beside the training data are not used, because data.eval names a share."""
+    if data.eval == "auto" or not data.held_out_share:
+        return []
+    return [
+        f"{source.path}: has evaluation data, which are not used: data.eval holds out {data.held_out_share:.0%} of the "
+        "training rows. Set data.eval: auto to use them"
+        for source in _with_valid(data)
+    ]
+
+
+def _with_valid(data: DataConfig) -> tuple[SourceConfig, ...]:
+    return tuple(s for s in data.sources() if s.split is None and has_role(s.path, "valid", s.subset))
 
 
 def open_one(source: SourceConfig, role: Role) -> OpenedSource:
@@ -283,9 +298,8 @@ class Data:
                 Documents(stores, everything, weights),
                 Documents(evals, [np.ones(store.num_rows, bool) for store in evals]),
             )
-        share = self._config.data.eval
+        share = self._config.data.held_out_share
         tokens = [store.tokens_of_rows() for store in stores]
-        share = share if isinstance(share, float | int) else 0.0
         chosen, remark = held_out_tokens(np.concatenate(tokens), share, self._config.run.seed)
         eval_rows = np.split(chosen, np.cumsum([len(rows) for rows in tokens])[:-1])
         train_rows = [~rows for rows in eval_rows]
@@ -331,6 +345,9 @@ class Data:
             "names": [str(path) for path in files.files] or [files.name],
             "format": source.format,
             "columns": source.columns,
+            "roles": source.roles,
+            "consecutive": source.consecutive,
+            "system": data.system,
             "loss_on": data.loss_on,
             "special_tokens_in_text": data.special_tokens_in_text,
             "max_length": data.max_length,
@@ -346,14 +363,14 @@ class Data:
                 writer.add(row)
             show(files.name, 1.0)
             check(bad.count, bad.first, writer.num_rows)
-            check_lost_text(writer.lost_text, writer.num_rows, files.name, accept=data.on_lost_text == "accept")
+            check_lost_text(writer.notices, writer.num_rows, files.name, accept=data.on_lost_text == "accept")
 
         def check(num_bad: int, first: Sequence[str], num_good: int) -> None:
             check_bad_rows(num_bad, first, num_good, skip=data.on_bad_row == "skip", limit=data.max_bad_rows)
 
         store = open_store(key, build)
         check(store.num_bad, store.bad, store.num_rows)
-        check_lost_text(store.lost_text, store.num_rows, files.name, accept=data.on_lost_text == "accept")
+        check_lost_text(store.notices, store.num_rows, files.name, accept=data.on_lost_text == "accept")
         return store
 
 

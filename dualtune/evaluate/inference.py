@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,6 +50,7 @@ def load_model(
     template: str = "auto",
     special_tokens_in_text: Policy = "text",
     template_variables: Mapping[str, Any] | None = None,
+    system: Literal["fold", "refuse"] = "fold",
     kernels: str = "auto",
     init: str = "pretrained",
     seed: int = 0,
@@ -66,7 +67,7 @@ def load_model(
     spec = spec or (inference_spec(start) if start else BASE_ONLY)
     model_dir = resolve_model(name, weights=init == "pretrained")
     tokenizer, note = load_tokenizer(
-        model_dir, start, adapter, template, special_tokens_in_text, template_variables or {}
+        model_dir, start, adapter, template, special_tokens_in_text, template_variables or {}, system
     )
     engine = backend.load(
         LoadRequest(model_dir, dtype, quantization, init, spec, OptimizerSpec(), seed=seed, kernels=kernels)
@@ -83,13 +84,15 @@ def load_tokenizer(
     template: str,
     policy: Policy = "text",
     variables: Mapping[str, Any] = MappingProxyType({}),
+    system: Literal["fold", "refuse"] = "fold",
 ) -> tuple[Tokenizer, str | None]:
     """Return the tokenizer of a model for an adapter and its directory, and a note if its template is another one."""
     if adapter is None or directory is None:
-        return Tokenizer(model_dir, template, policy, variables), None
+        return Tokenizer(model_dir, template, policy, variables, system), None
     template = _template_for(adapter, directory, template)
     is_own = template == str(directory / TEMPLATE_FILE)
-    tokenizer = Tokenizer(model_dir, template, policy, {} if is_own else variables)  # its own has those of the training
+    variables = {} if is_own else variables  # its own has those of the training
+    tokenizer = Tokenizer(model_dir, template, policy, variables, system)
     return tokenizer, None if is_own else mismatch(adapter.template_hash, tokenizer.template_hash)
 
 

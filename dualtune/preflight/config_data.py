@@ -58,8 +58,8 @@ def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Che
     own = eval_sources(config.data) if local else config.data.eval_sources()
     for source in own:
         rows.append(_look(config, source, "valid", tokenizer)[0])
-    if held_out_share(config) and not own and [found.num_rows for found in seen] == [1]:
-        found = f"none: data.eval holds out {held_out_share(config):.0%} of the rows, but there is only one"
+    if config.data.held_out_share and not own and [found.num_rows for found in seen] == [1]:
+        found = f"none: data.eval holds out {config.data.held_out_share:.0%} of the rows, but there is only one"
         rows.append(Check("eval data", "advice", found, "Split the row, or name evaluation data in data.eval"))
     return rows, seen
 
@@ -149,17 +149,12 @@ def _estimated(config: Config, seen: list[Seen]) -> tuple[Order | None, np.ndarr
     if None in counts or (config.train.documents_per_step is None and not lengths):
         return None, np.array(lengths)
     sizes = [count or 0 for count in counts]
-    chosen = held_out(sum(sizes), held_out_share(config), config.run.seed)
+    chosen = held_out(sum(sizes), config.data.held_out_share, config.run.seed)
     sources = np.repeat(np.arange(len(sizes)), sizes)[~chosen]
     if not len(sources):
         return None, np.array(lengths)
     documents = np.resize(np.array(lengths or [config.data.max_length]), len(sources))
     return Order(config, documents, sources, [found.weight for found in seen]), documents
-
-
-def held_out_share(config: Config) -> float:
-    """Return the share of the training rows to hold out, 0 if data.eval names data."""
-    return config.data.eval if isinstance(config.data.eval, int | float) else 0.0
 
 
 def _step(config: Config, order: Order | None, lengths: np.ndarray) -> str:

@@ -94,9 +94,7 @@ def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, 
         found = f"{model.directory} has no tokenizer.json"
         return None, _fails("tokenizer", found, "Copy the whole model directory")
     try:
-        tokenizer = Tokenizer(
-            model.directory, config.data.template, config.data.special_tokens_in_text, config.data.template_variables
-        )
+        tokenizer = Tokenizer.of(model.directory, config.data)
     except DualtuneError as error:
         return None, failure("tokenizer", error)
     size = tokenizer.vocabulary_size

@@ -27,7 +27,7 @@ from dualtune.config import Config
 from dualtune.data.batching.batches import Row, SequenceLayout, make_batch, micro_batches, share
 from dualtune.data.batching.order import Order, without
 from dualtune.data.chat.named import NAMES
-from dualtune.data.documents import Data, Documents, Show, lost_text
+from dualtune.data.documents import Data, Documents, Show, notices, unused_valid
 from dualtune.data.held_out import probe_documents
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ class Prepared:
         if found.layout.max_tokens < layout_of(self.config).max_tokens:
             chosen = " (since memory ran out)"
         packed = "packed rows" if found.layout.row_length else "one document a row"
-        doubts = [tokenizer.warning, *lost_text(found.train, found.eval)]
+        doubts = [tokenizer.warning, *notices(found.train, found.eval), *unused_valid(data)]
         if rows := found.train.with_control_text() + found.eval.with_control_text():
             doubts.append(control_token_warning(len(rows), rows[0], data.special_tokens_in_text))
         if self.start is not None:
@@ -207,9 +207,7 @@ def _prepare(
     model_dir = resolve_model(config.model.name, weights=is_pretrained and is_here)
     _check_length(config, model_dir)
     _check_activation_cache(config, start, model_dir)
-    tokenizer = Tokenizer(
-        model_dir, template_of(config, saved), config.data.special_tokens_in_text, config.data.template_variables
-    )
+    tokenizer = Tokenizer.of(model_dir, config.data, template_of(config, saved))
     train, eval_ = sources.train_and_eval(tokenizer, show)
     _check_targets(config, train, eval_)
     if team.is_first:

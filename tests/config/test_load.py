@@ -13,7 +13,7 @@ from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 
 MINIMAL = "model:\n  name: m\ndata:\n  train: t\n"
-MAPPING = "a mapping (keys: path, weight, format, columns, subset, split)"
+MAPPING = "a mapping (keys: path, weight, format, columns, subset, split, roles, consecutive)"
 TOKEN = "hf_" + "aB3" * 10
 KEYS = [(section, key) for section, model in sections().items() for key in model.model_fields]
 
@@ -57,7 +57,8 @@ runn:
         "c.yaml:8: adapter.targets[1]: got 3, must be a name",
         f"c.yaml:9: data.train: missing; 'data' needs it: a path, {MAPPING} or a list of these, "
         "such as `train: data/train.jsonl`",
-        f"c.yaml:10: data.eval: got true, must be a number >= 0 and < 1, a path, {MAPPING}, a list of these, or null",
+        f"c.yaml:10: data.eval: got true, must be auto, a number >= 0 and < 1, a path, {MAPPING}, a list of these, "
+        "or null",
         "c.yaml:12: train.leraning_rate: unknown key. Did you mean 'learning_rate'?",
         "c.yaml:13: train.warmup: got 100 steps, must be below train.steps (50)",
         "c.yaml:15: train.rank: unknown key. It belongs to another section: 'adapter.rank'",
@@ -89,7 +90,7 @@ runn:
         ("adapter.targets", "[a, b, a]", "lists 'a' more than once"),
         ("adapter.targets", "all_linear", "Did you mean 'all-linear'?"),
         ("adapter.init_from", "''", "got '', must be a path or null"),
-        ("data.eval", "1", f"got 1, must be a number >= 0 and < 1, a path, {MAPPING}, a list of these, or null"),
+        ("data.eval", "1", f"got 1, must be auto, a number >= 0 and < 1, a path, {MAPPING}, a list of these, or null"),
         ("data.eval", ".nan", "got .nan, must be finite"),
         ("data.packing", "yes", "got 'yes', must be true or false"),
         ("data.on_bad_row", "ignore", "got 'ignore', allowed: error, skip"),

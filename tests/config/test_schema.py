@@ -19,9 +19,12 @@ DEFAULTS = {
     },
     "data": {
         "train": "t",
-        "eval": 0.1,
+        "eval": "auto",
         "format": "auto",
         "columns": {},
+        "roles": {},
+        "consecutive": "join",
+        "system": "fold",
         "template": "auto",
         "max_length": 2048,
         "packing": True,

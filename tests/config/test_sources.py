@@ -14,7 +14,7 @@ from dualtune.errors import ConfigError
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.resume import check_config, table
 
-MAPPING = "a mapping (keys: path, weight, format, columns, subset, split)"
+MAPPING = "a mapping (keys: path, weight, format, columns, subset, split, roles, consecutive)"
 HUB = "{path: openai/gsm8k, columns: {prompt: question, completion: answer}, subset: main, split: train}"
 THREE = f"[{{path: a.jsonl, weight: 2}}, b.parquet, {HUB}]"
 
@@ -37,20 +37,24 @@ def errors_of(data: str, *overrides: str) -> list[str]:
 # --- What the readers see --------------------------------------------------------------------------------------------
 
 
+REST = {"roles": {}, "consecutive": "join"}  # of the section
+
+
 def test_a_string_a_mapping_and_a_list_give_sources() -> None:
-    plain = SourceConfig(path="a", format="auto", columns={})
+    plain = SourceConfig(path="a", format="auto", columns={}, **REST)
     assert config_of("train: a").data.sources() == (plain,)
     assert config_of("train: {path: a}").data.sources() == (plain,)
     assert config_of("train: [a]").data.sources() == (plain,)
     assert config_of(f"train: {THREE}").data.sources() == (
-        SourceConfig(path="a.jsonl", weight=2, format="auto", columns={}),
-        SourceConfig(path="b.parquet", format="auto", columns={}),
+        SourceConfig(path="a.jsonl", weight=2, format="auto", columns={}, **REST),
+        SourceConfig(path="b.parquet", format="auto", columns={}, **REST),
         SourceConfig(
             path="openai/gsm8k",
             subset="main",
             split="train",
             format="auto",
             columns={"prompt": "question", "completion": "answer"},
+            **REST,
         ),
     )
 
@@ -74,7 +78,7 @@ def test_a_share_is_no_eval_source(given: str) -> None:
 @pytest.mark.parametrize("given", ["e", "{path: e}", "[e]"])
 def test_eval_data_gives_sources_like_training_data(given: str) -> None:
     data = config_of(f"train: t\nformat: text\neval: {given}").data
-    assert data.eval_sources() == (SourceConfig(path="e", format="text", columns={}),)
+    assert data.eval_sources() == (SourceConfig(path="e", format="text", columns={}, **REST),)
 
 
 def test_it_is_known_whether_the_user_chose_the_held_out_share() -> None:
@@ -107,7 +111,7 @@ def test_the_default_text_explains_the_keys_of_a_source() -> None:
         "#   weight: How often its documents are used per epoch: 0.5 uses half of them, 2 uses each twice."
     )
     assert at < lines.index("data:")
-    assert [line.split(":")[0] for line in lines[at - 1 : at + 5]] == [
+    assert [line.split(":")[0] for line in lines[at - 1 : at + 7]] == [
         f"#   {key}" for key in SourceConfig.model_fields
     ]
 
@@ -201,7 +205,7 @@ train:
         ),
         (
             "[{path: a, zzz: x}]",
-            "{key}[0].zzz: unknown key. Allowed here: path, weight, format, columns, subset, split",
+            "{key}[0].zzz: unknown key. Allowed here: path, weight, format, columns, subset, split, roles, consecutive",
         ),
         ("{path: a, SourceConfig: 1}", "{key}.SourceConfig: unknown key. Allowed here: path,"),
         ("{path: a, constrained-str: 1}", "{key}.constrained-str: unknown key. Allowed here: path,"),

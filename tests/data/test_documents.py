@@ -201,7 +201,7 @@ def test_more_rows_than_a_chunk_stay_in_order(bare, monkeypatch):
 
 
 def test_rows_that_the_template_refuses_are_listed(with_template):
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}x"
+    template = "{% if messages[-2].content == 'And 3+3?' %}{{ raise_exception('no system turn') }}{% endif %}x"
     with pytest.raises(DataError) as caught:
         tokenize([SUMS, plain("a", "b"), SUMS], with_template(template), "all", 1000)
     assert str(caught.value).splitlines() == [
@@ -270,11 +270,11 @@ def test_a_directory_s_valid_file_wins_over_the_default_share_alone(make_config,
     write_rows(qa_rows[:5], "data/valid.jsonl")
     sizes = {
         share: tuple(map(len, Data(make_config(tmp_path / "data", {"data.eval": share})).train_and_eval(chatml)))
-        for share in (0.1, 0.25, 0)
+        for share in ("auto", 0.1, 0.25, 0)
     }
-    assert sizes == {0.1: (16, 5), 0.25: (12, 4), 0: (16, 0)}
+    assert sizes == {"auto": (16, 5), 0.1: (14, 2), 0.25: (12, 4), 0: (16, 0)}
     # Who names a split has chosen: its rows shall not be evaluated on again as if they were others.
-    chosen = make_config({"path": str(tmp_path / "data"), "split": "train"}, {"data.eval": 0.1})
+    chosen = make_config({"path": str(tmp_path / "data"), "split": "train"}, {"data.eval": "auto"})
     assert tuple(map(len, Data(chosen).train_and_eval(chatml))) == (14, 2)
 
 

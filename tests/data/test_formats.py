@@ -32,6 +32,10 @@ def system(content):
     return {"role": "system", "content": content}
 
 
+def tool(content):
+    return {"role": "tool", "content": content}
+
+
 def said(question, answer, system=None):
     head = (Message("system", system),) if system else ()
     return (*head, Message("user", question), Message("assistant", answer))
@@ -138,19 +142,20 @@ BAD_ROWS = [
     ({"messages": "9" * 5000}, "messages: got a string that is not usable JSON: Exceeds the limit"),
     ({"messages": "[" * 10**5}, "is nested too deeply"),
     ({"messages": "{}"}, "messages: got dict, a list is needed"),
-    (chat(ASK, ASK), "message 2: the second user message in a row"),
+    (chat(ASK, ASK), "has no assistant message, so there is nothing to train on"),
     (chat(ASK, SAY, tools={}), "tools: got dict, a list is needed"),
     (chat(ASK, SAY, tools=[SCHEMA, 7]), "tool 2: got int, an object is needed"),
-    ({"conversations": [BE_BRIEF, ASK, SAY], "system": "x"}, "system: the conversation has a system message already; "),
-    ({"conversations": [ASK, ASK], "system": "x"}, "message 2: the second user message in a row"),
-    ({"prompt": "a", "completion": 4}, "'prompt' and 'completion' must both be strings or both lists of messages: got "
-     "str and int"),
+    ({"conversations": [BE_BRIEF, ASK, SAY], "system": "x"}, "system: the conversation has another system message"),
+    ({"conversations": [ASK, tool("x"), SAY], "system": "x"}, "message 2: a tool message must follow"),
+    ({"prompt": "a", "completion": {"x": 4}}, "'prompt' and 'completion' must both be strings or both lists of "
+     "messages: got str and dict"),
+    ({"prompt": "a", "completion": float("nan")}, "'prompt' and 'completion' must both be strings or both lists"),
     ({"prompt": "a", "completion": " "}, "completion: is blank, so there is nothing to train on"),
     ({"prompt": [ASK], "completion": [user("x")]}, "completion: has no assistant message, so there is "),
-    ({"prompt": [ASK], "completion": [ASK, SAY]}, "prompt and completion: message 2: the second user message in a row"),
+    ({"prompt": [ASK], "completion": [tool("x"), SAY]}, "prompt and completion: message 2: a tool message must follow"),
     ({"prompt": [ASK, 7], "completion": [SAY]}, "prompt: message 2: got int, an object is needed"),
     ({"instruction": "a", "output": ""}, "output: is blank, so there is nothing to train on"),
-    ({"instruction": "a", "input": 7, "output": "b"}, "input: got int, a string is needed"),
+    ({"instruction": "a", "input": ["x"], "output": "b"}, "input: got list, a string is needed"),
     ({"text": ["a"]}, "text: got list, a string is needed"),
     ({"text": "\n"}, "text: is blank, so there is nothing to train on"),
     ({"chosen": "a", "rejected": "b"}, "has no 'prompt', which is needed if 'chosen' and 'rejected' are strings"),
@@ -163,7 +168,7 @@ BAD_ROWS = [
     ({"chosen": [ASK, SAY], "rejected": [ASK]}, "rejected: must end with an assistant message, got a user message"),
     ({"prompt": "3+3?", "chosen": [ASK, SAY], "rejected": [ASK, assistant("5.")]},
      "chosen: is a whole conversation, but does not contain the messages of 'prompt'"),
-    ({"chosen": [SAY], "rejected": [SAY]}, "chosen with its prompt: message 1: starts with an assistant message"),
+    ({"chosen": [SAY], "rejected": [SAY]}, "'chosen' and 'rejected' are the same"),
 ]  # fmt: skip
 
 
@@ -238,8 +243,10 @@ def test_columns_map_our_keys_to_the_file_s():
 
 @pytest.mark.parametrize(("format", "key", "message"), [
     ("prompt_completion", "question",
-     "data.columns: got 'question', the format prompt_completion has: prompt, completion, system, tools"),
-    ("auto", "input", "data.columns: got 'input', the format prompt_completion has: prompt, completion, system, tools"),
+     "data.columns: got 'question', the format prompt_completion has: prompt, completion, "
+     "system, tools, functions, context, history"),
+    ("auto", "input", "data.columns: got 'input', the format prompt_completion has: prompt, completion, "
+     "system, tools, functions, context, history"),
     ("text", "prompt", "data.columns: got 'prompt', the format text has: text"),
 ])  # fmt: skip
 def test_a_column_key_that_the_format_lacks_is_refused(format, key, message):

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from dualtune.data import documents as data_documents
 from dualtune.data.chat.formats import Example, Message
-from dualtune.data.documents import Data, lost_text
+from dualtune.data.documents import Data
 from dualtune.data.sources.rows import BadRow
 from dualtune.data.tokens.lost_text import check_lost_text
 from dualtune.data.tokens.tokenize import tokenize_rows
@@ -151,13 +152,13 @@ def documents(config, tiny_llama):
 def test_lost_text_is_counted_over_the_whole_source_and_an_error_above_its_share(with_lost, tiny_llama):
     told = ["5 of 100 rows: reasoning is not in the text of a trained turn"]
     for _ in range(2):  # the second time from the cache
-        assert lost_text(*documents(with_lost(5), tiny_llama)) == told
+        assert data_documents.notices(*documents(with_lost(5), tiny_llama)) == told
     for _ in range(2):
         with pytest.raises(DataError, match=r"6 of 100 rows: reasoning is not .*data\.on_lost_text: accept"):
             documents(with_lost(6), tiny_llama)
     accepting = with_lost(6, **{"data.on_lost_text": "accept"})
     for _ in range(2):
-        assert lost_text(*documents(accepting, tiny_llama))[0].startswith("6 of 100 rows")
+        assert data_documents.notices(*documents(accepting, tiny_llama))[0].startswith("6 of 100 rows")
     with pytest.raises(DataError):  # the accepted store is in the cache
         documents(with_lost(6), tiny_llama)
 

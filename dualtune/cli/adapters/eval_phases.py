@@ -104,7 +104,8 @@ class EvalRun:
             self._backend, str(directory) if is_whole else model.name, self._adapter, dtype=model.dtype,
             quantization=model.quantization, template=self._settings.data.template,
             special_tokens_in_text=self._settings.data.special_tokens_in_text,
-            template_variables=self._settings.data.template_variables, kernels=model.kernels,
+            template_variables=self._settings.data.template_variables, system=self._settings.data.system,
+            kernels=model.kernels,
             init="pretrained" if is_whole else model.init, seed=self._settings.run.seed,
         )  # fmt: skip
 

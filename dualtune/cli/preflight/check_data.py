@@ -138,8 +138,7 @@ def _of_config(path: Path) -> list[Stream]:
 
     settings = load_config(path)
     data = settings.data
-    model = resolve_model(settings.model.name, weights=False)
-    tokenizer = Tokenizer(model, data.template, data.special_tokens_in_text, data.template_variables)
+    tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), data)
 
     def stream(role: Role, source: SourceConfig) -> Stream:
         examples = _examples(source, role)
@@ -159,10 +158,11 @@ def _examples(source: SourceConfig, role: Role) -> Iterator[Example | BadRow]:
 
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
     """Check all rows. An error that ends them early is reported with them."""
+    from dualtune.data.chat.formats import Example
     from dualtune.data.documents import REASONS
     from dualtune.data.sources.bad_rows import advice_for
     from dualtune.data.sources.rows import BadRow
-    from dualtune.data.tokens.lost_text import check_lost_text, sentences
+    from dualtune.data.tokens.lost_text import LOST, TOLD, check_lost_text, sentences
     from dualtune.data.tokens.tokenize import State, TokenizedRow
     from dualtune.errors import DataError
     from dualtune.text.escape import one_line
@@ -172,14 +172,15 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
     states: Counter[State] = Counter()
     num_control, control = 0, list[str]()
     kinds: Counter[str] = Counter()
-    lost_text: Counter[str] = Counter()
+    notices: Counter[str] = Counter()
     failure: str | None = None
     try:
         for row in stream.rows:
             num_rows += 1
+            if isinstance(row, TokenizedRow | Example):
+                notices.update(row.notices)
             if isinstance(row, TokenizedRow):
                 states[row.state] += 1
-                lost_text.update(row.notices)
                 if row.control_token is not None:
                     num_control += 1
                     if num_control <= MOST_CONTROL_TEXT:
@@ -201,12 +202,12 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
             say("\n".join(map(one_line, failure.split("\n"))))
     refusal: str | None = None
     try:
-        check_lost_text(lost_text, num_rows - num_bad, stream.name, accept=stream.accepts_lost_text)
+        check_lost_text(notices, num_rows - num_bad, stream.name, accept=stream.accepts_lost_text)
     except DataError as error:
         refusal = redact(str(error))
     if not silent:
         _say_kinds(kinds, listing)
-        told = [*sentences(lost_text, num_rows - num_bad), *([refusal] if refusal else [])]
+        told = [*sentences(notices, num_rows - num_bad), *([refusal] if refusal else [])]
         if told:
             say("\n".join(map(one_line, told)))
         if way := advice_for(kinds):
@@ -221,7 +222,8 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         "cut": states[State.CUT],
         "split": states[State.SPLIT],
         "control_text": {"rows": num_control, "first": control},
-        "lost_text": dict(lost_text),
+        "lost_text": {kind: number for kind, number in notices.items() if kind in LOST | TOLD},
+        "notices": {kind: number for kind, number in notices.items() if kind not in LOST | TOLD},
         "refused": refusal,
         "dropped": {reason: states[state] for state, reason in REASONS.items() if states[state]},
     }

@@ -96,8 +96,7 @@ def _read(settings: Config, *, quiet: bool) -> tuple[Data, Tokenizer, Documents,
 
     with reading() as show:
         data = Data(settings)
-        model, chosen = resolve_model(settings.model.name, weights=False), settings.data
-        tokenizer = Tokenizer(model, chosen.template, chosen.special_tokens_in_text, chosen.template_variables)
+        tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), settings.data)
         train, eval_ = data.train_and_eval(tokenizer) if quiet else data.train_and_eval(tokenizer, show)
     if not len(train):
         raise DataError(

@@ -1,22 +1,29 @@
 """Messages: normalize and validate the messages of a row.
 
-A message is {role, content} or ShareGPT's {from, value}, with the role names of either and of LLaMA-Factory.
-Content is a string or a list of text parts, which are joined. `train: true|false` on an assistant message decides
-whether its tokens are targets, and `weight` is their loss weight: 0 excludes them, 1 is the default. Tool calls become
+A message is {role, content} or ShareGPT's {from, value}, with the role names of either and of LLaMA-Factory, in any
+case, and those of `data.roles`. Content is a string or a list of text parts, which are joined; a number or a boolean is
+its JSON text. `train: true|false` on an assistant message decides whether its tokens are targets, and `weight` is their
+loss weight: 0 excludes them, 1 is the default, which other messages may have too. Tool calls become
 {"type": "function", "id"?, "function": {"name", "arguments"}} with an object as arguments, as chat templates expect.
-All other keys of a message are passed to the template unchanged. User, system and tool messages may be blank; an
+All other keys of a message are passed to the template unchanged. Turns of one role in a row are joined, if they can be
+(`data.consecutive`). User, system and tool messages may be blank; an
 assistant message may be blank only if it is not trained on.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 
+from dualtune.config.schema import Consecutive
+from dualtune.data.chat.notices import JOINED, KEPT, SCALAR
 from dualtune.data.sources.rows import RowError
 
 MAX_WEIGHT = 1000.0  # of a message: weights are relative, and a larger factor is a mistake
@@ -24,11 +31,14 @@ SHOWN_CHARACTERS = 60
 SHOWN_KEYS = 10
 CALL_ROLES = ("function_call", "tool_call")  # roles whose content is a call as JSON, or a list of calls
 CALL_AS_TEXT = "<tool_call>"  # marks a call inside the content, as in Hermes' data and many later sets
-ROLES = {
-    "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
-    "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
-    "tool": "tool", "function": "tool", "ipython": "tool", "observation": "tool", "tool_response": "tool",
-} | dict.fromkeys(CALL_ROLES, "assistant")  # fmt: skip
+# Names are in lower case, with _ between words; a file may have them in any case and with other marks between words.
+NAMES_OF_ROLES = {
+    "system": "system developer sys",
+    "user": "user human prompter",
+    "assistant": f"assistant gpt chatgpt bing bard model ai bot chatbot llm {' '.join(CALL_ROLES)}",
+    "tool": "tool function ipython observation tool_response tool_result tool_output function_response function_result",
+}
+ROLES = {name: role for role, names in NAMES_OF_ROLES.items() for name in names.split()}
 # The keys read here; all other keys of a message go to the template.
 MESSAGE_KEYS = {"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"}
 
@@ -46,65 +56,143 @@ class Message:
         return {"role": self.role, "content": self.content, **self.extra}
 
 
-def read_messages(value: Any, key: str, name: str = "message") -> tuple[Message, ...]:
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the messages of a row are read, and the kinds of notices about them."""
+
+    roles: Mapping[str, str] = field(default_factory=lambda: MappingProxyType[str, str]({}))  # data.roles
+    consecutive: Consecutive = "join"  # data.consecutive
+    notices: set[str] = field(default_factory=set[str])
+
+
+def read_messages(value: Any, key: str, reading: Reading | None = None, name: str = "message") -> tuple[Message, ...]:
     """Read a list of messages and check each one separately. Error messages call a message `name`."""
-    turns = as_list(value, key)
+    reading = reading or Reading()
+    turns = _as_turns(value, key)
     if not turns:
         raise RowError(f"{key}: is empty, at least one message is needed")
-    return tuple(_message(turn, f"{name} {number}") for number, turn in enumerate(turns, start=1))
+    return tuple(_message(turn, f"{name} {number}", reading) for number, turn in enumerate(turns, start=1))
 
 
-def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+def _as_turns(value: Any, key: str) -> list[Any]:
+    """Return a list of messages; an object of lists, as Arrow makes of a list of objects, is transposed."""
+    value = from_json(value, key)
+    columns = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    if not {"role", "from"} & columns.keys() or not all(isinstance(each, list) for each in columns.values()):
+        return as_list(value, key)
+    lengths = {name: len(each) for name, each in columns.items()}
+    if len({*lengths.values()}) > 1:
+        sizes = ", ".join(f"{size} of '{name}'" for name, size in lengths.items())
+        raise RowError(f"{key}: is an object of lists with different lengths: {sizes[:200]}")
+    return [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+
+
+def read_tools(value: Any, key: str = "tools") -> tuple[Mapping[str, Any], ...]:
     """Read the JSON schemas of the functions, unchanged."""
-    tools = tuple(as_object(tool, f"tool {number}") for number, tool in enumerate(as_list(value, "tools"), start=1))
-    _check_texts(tools, "tools")
+    name = key.removesuffix("s")
+    tools = tuple(as_object(tool, f"{name} {number}") for number, tool in enumerate(as_list(value, key), start=1))
+    _check_texts(tools, key)
     return tools
 
 
-def check_conversation(messages: Sequence[Message], name: str = "message", first: int = 1) -> None:
-    """Raise RowError if a message is in an invalid position. `first` is the number of the first message."""
-    previous = ""
+def arranged(
+    messages: Sequence[Message], reading: Reading, name: str = "message", first: int = 1
+) -> tuple[Message, ...]:
+    """Return a conversation with turns of one role in a row joined, if that is wanted and they can be.
+
+    Raises RowError if a message is in an invalid position. `first` is the number of the first message. Whether an
+    assistant may begin, or follow its own calls, is for the chat template to say.
+    """
+    _check_order(messages, reading, name, first)
+    turns: list[Message] = []
+    for message in messages:
+        if not turns or not _is_repeated(turns[-1], message):
+            turns.append(message)
+        elif reading.consecutive == "join" and _can_join(turns[-1], message):
+            turns[-1] = _joined(turns[-1], message)
+            reading.notices.add(JOINED)
+        else:
+            turns.append(message)
+            reading.notices.add(KEPT)
+    return tuple(turns)
+
+
+def _check_order(messages: Sequence[Message], reading: Reading, name: str, first: int) -> None:
+    previous: Message | None = None
     calls: list[dict[str, Any]] = []  # the calls that a tool message may answer
     for number, message in enumerate(messages, start=first):
         at = f"{name} {number}"
-        if message.role == previous and message.role in ("user", "assistant"):
-            raise RowError(f"{at}: the second {previous} message in a row; join the two, or add what was between them")
+        if previous and _is_repeated(previous, message) and reading.consecutive == "refuse":
+            raise RowError(
+                f"{at}: the second {message.role} message in a row; set data.consecutive to join or keep, "
+                "or add what was between them"
+            )
         if message.role == "tool":
             _check_answer(message, calls, at)
         else:
             as_text = message.role == "assistant" and CALL_AS_TEXT in message.content
             calls = message.extra.get("tool_calls", [{}] if as_text else [])
-        if message.role == "assistant" and not previous:
-            raise RowError(f"{at}: starts with an assistant message; a user or system message must come first")
         if message.role == "assistant" and message.train and not (message.content.strip() or calls):
             raise RowError(f"{at}: the assistant's answer is blank; fill it in, or set train: false")
-        previous = message.role
+        previous = message
     if all(message.role != "assistant" for message in messages):
         raise RowError("has no assistant message, so there is nothing to train on")
+
+
+def _is_repeated(message: Message, following: Message) -> bool:
+    """Return whether two turns are of one role that takes turns. An answer after calls is another turn."""
+    return message.role == following.role in ("user", "assistant") and "tool_calls" not in message.extra
+
+
+def _can_join(message: Message, following: Message) -> bool:
+    """Return whether nothing but the border between two turns is lost if they are joined."""
+    rest = {key: value for key, value in following.extra.items() if key != "tool_calls"}
+    same = message.role == "user" or (message.train, message.weight) == (following.train, following.weight)
+    return same and all(key in message.extra and message.extra[key] == value for key, value in rest.items())
+
+
+def _joined(message: Message, following: Message) -> Message:
+    contents = [each.content for each in (message, following) if each.content.strip()]
+    return replace(message, content="\n\n".join(contents), extra={**message.extra, **following.extra})
+
+
+def fold_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the conversation with each system message put before the user message that follows it.
+
+    It is the same object if there is none to put anywhere: no system message with a text, or no user message after one.
+    """
+    turns: list[Message] = []
+    waiting: list[str] = []
+    for message in messages:
+        if message.role == "system":
+            waiting += [message.content] if message.content.strip() else []
+        elif message.role == "user" and waiting:
+            turns.append(replace(message, content="\n\n".join([*waiting, message.content])))
+            waiting = []
+        else:
+            turns.append(message)
+    return messages if waiting or all(message.role != "system" for message in messages) else tuple(turns)
 
 
 def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str) -> None:
     if not calls:
         raise RowError(f"{at}: a tool message must follow an assistant message with tool_calls or another tool message")
     ids = [call["id"] for call in calls if "id" in call]
-    if "tool_call_id" in message.extra and message.extra["tool_call_id"] not in ids:
+    if ids and "tool_call_id" in message.extra and message.extra["tool_call_id"] not in ids:
         got = shown(message.extra["tool_call_id"])
         raise RowError(f"{at}: tool_call_id: got {got}, the calls before it have: {listed(ids)}")
 
 
-def _message(value: Any, at: str) -> Message:
+def _message(value: Any, at: str, reading: Reading) -> Message:
     fields = present(as_object(value, at))
     role_key, text_key = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
-    given_role = needed(fields, role_key, at)
-    if not isinstance(given_role, str) or given_role not in ROLES:
-        raise RowError(f"{at}: {role_key}: got {shown(given_role)}, allowed: {', '.join(ROLES)}")
-    role = ROLES[given_role]
+    name, role = _role(needed(fields, role_key, at), f"{at}: {role_key}", reading.roles)
     weight = _weight(fields, role, at)
     train = weight != 0
     extra = {key: item for key, item in fields.items() if key not in MESSAGE_KEYS}
     for key, item in extra.items():
         _check_texts([key, item], f"{at}: {shown(key)}")
-    if given_role in CALL_ROLES:
+    if name in CALL_ROLES and role == "assistant":
         calls, content = from_json(needed(fields, text_key, at), f"{at}: {text_key}"), ""
         calls = cast(list[Any], calls) if isinstance(calls, list) else [calls]
     else:
@@ -112,7 +200,7 @@ def _message(value: Any, at: str) -> Message:
         if "function_call" in fields:  # OpenAI's name for it before there were several
             calls = [*calls, fields["function_call"]]
         content = needed(fields, text_key, at) if train and not calls else fields.get(text_key, "")
-        content = _content(content, f"{at}: {text_key}")
+        content = _content(content, f"{at}: {text_key}", reading)
     if calls:
         if role != "assistant":
             raise RowError(f"{at}: tool_calls: allowed only in an assistant message, this is a {role} message")
@@ -120,9 +208,24 @@ def _message(value: Any, at: str) -> Message:
     return Message(role, content, train, extra, weight or 1.0)
 
 
-def _content(value: Any, at: str) -> str:
+def _role(value: Any, at: str, roles: Mapping[str, str]) -> tuple[str, str]:
+    """Return the name of a role in the form of ROLES, and the role."""
+    if isinstance(value, str):
+        name = re.sub(r"[\s_-]+", "_", value.strip().lower())
+        for given in (value, value.strip(), name):
+            if given in roles:
+                return name, roles[given]
+        if name in ROLES:
+            return name, ROLES[name]
+    allowed = ", ".join({**roles, **ROLES})
+    raise RowError(
+        f"{at}: got {shown(value)}, allowed: {allowed}. data.roles: {{NAME: user}} says what another name is"
+    )
+
+
+def _content(value: Any, at: str, reading: Reading) -> str:
     if not isinstance(value, list):
-        return text(value, at)
+        return text_of(value, at, reading)
     texts: list[str] = []
     for number, item in enumerate(cast(list[Any], value), start=1):
         part = as_object(item, f"{at}: part {number}")
@@ -143,9 +246,8 @@ def _weight(fields: Mapping[str, Any], role: str, at: str) -> float:
         raise RowError(f"{at}: train and weight contradict each other; keep one of them")
     if role == "assistant":
         return 0.0 if train is False else float(np.float32(1.0 if weight is None else weight))
-    if train or weight:
-        key = "train" if train else "weight"
-        raise RowError(f"{at}: {key}: allowed only in an assistant message, this is a {role} message")
+    if weight not in (None, 0, 1):
+        raise RowError(f"{at}: weight: got {weight:g}, allowed in a {role} message: 0 or 1; it is not trained on")
     return 1.0
 
 
@@ -179,6 +281,19 @@ def text(value: Any, at: str) -> str:
         half = value[error.start].encode("unicode-escape").decode()
         raise RowError(f"{at}: contains an unpaired surrogate ({half}), which is not valid text") from error
     return value
+
+
+def text_of(value: Any, at: str, reading: Reading) -> str:
+    """Return a text. A number or a boolean becomes its JSON text, and a notice."""
+    if not is_scalar(value):
+        return text(value, at)
+    reading.notices.add(SCALAR)
+    return json.dumps(value)
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a value is a number or a boolean that JSON has."""
+    return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def from_json(value: Any, at: str) -> Any:

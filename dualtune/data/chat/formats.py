@@ -2,15 +2,20 @@
 
 | format            | keys (optional ones in brackets)                                                     |
 |-------------------|--------------------------------------------------------------------------------------|
-| preference        | chosen, rejected [prompt, system, tools]: strings, or lists of messages               |
-| messages          | messages: [{role, content}, …] [tools]                                                |
-| sharegpt          | conversations: [{from, value}, …] [system, tools]                                     |
-| prompt_completion | prompt, completion [system, tools]: two strings, or two lists of messages             |
-| alpaca            | instruction, output [input, system]                                                   |
+| preference        | chosen, rejected [prompt or messages]: strings, or lists of messages                  |
+| messages          | messages: [{role, content}, …]                                                        |
+| sharegpt          | conversations: [{from, value}, …]                                                     |
+| prompt_completion | prompt, completion [context, history]: two strings, or two lists of messages          |
+| alpaca            | instruction, output (or response) [input (or context), history]                       |
 | text              | text                                                                                  |
+
+All but text may have system (or system_prompt, system_message), and tools or OpenAI's older functions.
 
 Null counts as absent everywhere, a blank string only for an optional key. A string in place of a list or an object is
 parsed as JSON. An answer or a text must not be blank; a prompt may be.
+
+`history` is a list of [question, answer] or of messages, before the question; `context` is text before it. Other
+columns that seem to hold a part of the conversation are named in a notice (`notices.py`).
 
 A format of strings gives a conversation, for models with a chat template, and a plain form: `prompt` and `completion`,
 with `system` and a blank line before the prompt; the plain form cannot include tools. If the messages come in two
@@ -20,10 +25,24 @@ parts, only the second part is trained on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from dualtune.data.chat.conversations import Message, check_conversation, listed, read_messages, read_tools, text
+from dualtune.config.schema import Consecutive
+from dualtune.data.chat.conversations import (
+    Message,
+    Reading,
+    arranged,
+    as_list,
+    from_json,
+    is_scalar,
+    listed,
+    read_messages,
+    read_tools,
+    text_of,
+)
+from dualtune.data.chat.notices import unread
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.errors import DataError
 
@@ -51,27 +70,48 @@ class Example:
     completion: str | None = None  # …and what it generates
     rejected: tuple[Message, ...] | str | None = None  # the worse answer, instead of the last message or completion
     is_text: bool = False  # plain text: no turns, every token is a target, split if too long
+    notices: frozenset[str] = field(default=frozenset(), compare=False)  # kinds of `notices.py`
 
     @property
     def where(self) -> str:
         return f"{self.path}:{self.line}"
 
 
+SYSTEM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"system": ("system_prompt", "system_message")})
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
-    convert: Callable[[RawRow, Mapping[str, Any]], Example]
+    convert: Callable[[RawRow, Mapping[str, Any], Reading], Example]
     keys: tuple[str, ...]  # every row has them
     optional: tuple[str, ...] = ()
+    # Other names of a key, used where a row has none of its own name.
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SYSTEM_NAMES)
 
     @property
     def all_keys(self) -> tuple[str, ...]:
         return self.keys + self.optional
 
+    def column(self, key: str, fields: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+        """Return the name of the column that holds a key in this row."""
+        name = columns.get(key, key)
+        if key in columns or _has(fields, name):
+            return name
+        taken = {*columns.values()}
+        return next((each for each in self.aliases.get(key, ()) if each not in taken and _has(fields, each)), name)
 
-def to_examples(rows: Iterable[RawRow | BadRow], format: str, columns: Mapping[str, str]) -> Iterator[Example | BadRow]:
+
+def to_examples(
+    rows: Iterable[RawRow | BadRow],
+    format: str,
+    columns: Mapping[str, str],
+    roles: Mapping[str, str] = MappingProxyType({}),
+    consecutive: Consecutive = "join",
+) -> Iterator[Example | BadRow]:
     """Convert rows of a named format, or of the format detected from the first good row ("auto").
 
     `columns` maps our key to the file's, for instance {"prompt": "question", "completion": "answer"}.
+    `roles` maps further names of roles to ours, `consecutive` says what becomes of two turns of one role in a row.
     Raises DataError for faults of all rows: `columns` that do not fit the format, a first row in no known format.
     """
     name = "" if format == "auto" else format
@@ -82,7 +122,7 @@ def to_examples(rows: Iterable[RawRow | BadRow], format: str, columns: Mapping[s
             yield row
             continue
         name = name or detect_format(row, columns)
-        yield _convert(row, name, columns)
+        yield _convert(row, name, columns, Reading(roles, consecutive))
 
 
 def detect_format(row: RawRow, columns: Mapping[str, str]) -> str:
@@ -102,10 +142,11 @@ def detect_format(row: RawRow, columns: Mapping[str, str]) -> str:
 
 
 def _formats_of(row: RawRow, columns: Mapping[str, str]) -> list[str]:
-    def has(key: str) -> bool:
-        return row.fields.get(columns.get(key, key)) is not None
-
-    return [name for name, format in FORMATS.items() if all(map(has, format.keys))]
+    return [
+        name
+        for name, format in FORMATS.items()
+        if all(row.fields.get(format.column(key, row.fields, columns)) is not None for key in format.keys)
+    ]
 
 
 def _check_columns(columns: Mapping[str, str], known: Iterable[str], owner: str) -> None:
@@ -114,20 +155,28 @@ def _check_columns(columns: Mapping[str, str], known: Iterable[str], owner: str)
         raise DataError(f"data.columns: got '{unknown[0]}', {owner}: {', '.join(known)}")
 
 
-def _convert(row: RawRow, name: str, columns: Mapping[str, str]) -> Example | BadRow:
+def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: Reading) -> Example | BadRow:
     format = FORMATS[name]
     try:
-        fields = {key: row.fields.get(columns.get(key, key)) for key in format.all_keys}
+        places = {key: format.column(key, row.fields, columns) for key in format.all_keys}
+        fields = {key: row.fields.get(place) for key, place in places.items()}
         for key in format.keys:
             if fields[key] is None:
-                raise RowError(_lacks(row, name, columns.get(key, key)))
-        absent = {key for key in format.optional if fields[key] is None or _is_blank(fields[key])}
-        fields = {key: value for key, value in fields.items() if key not in absent}
-        return format.convert(row, fields)
+                raise RowError(_lacks(row, name, places[key]))
+        fields = {key: value for key, value in fields.items() if key in format.keys or _has(fields, key)}
+        example = format.convert(row, fields, reading)
+        texts = [message.content for message in example.messages] or [example.completion or ""]
+        kinds = reading.notices | unread(row.fields, {*places.values()}, texts)
+        return replace(example, notices=frozenset(kinds)) if kinds else example
     except RowError as reason:
         return BadRow(row.path, row.line, str(reason))
     except RecursionError:
         return BadRow(row.path, row.line, "is nested too deeply")
+
+
+def _has(fields: Mapping[str, Any], key: str) -> bool:
+    """Return whether a row has a value for a key that may be absent: null and blank text count as absent."""
+    return fields.get(key) is not None and not _is_blank(fields[key])
 
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
@@ -141,121 +190,185 @@ def _lacks(row: RawRow, name: str, key: str) -> str:
 # --- one row of each format ------------------------------------------------------------------------------------------
 
 
-def _messages(row: RawRow, fields: Mapping[str, Any]) -> Example:
-    return _chat(row, fields, read_messages(fields["messages"], "messages"))
+def _messages(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+    return _chat(row, fields, read_messages(fields["messages"], "messages", reading), reading)
 
 
-def _sharegpt(row: RawRow, fields: Mapping[str, Any]) -> Example:
-    return _chat(row, fields, read_messages(fields["conversations"], "conversations"))
+def _sharegpt(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+    return _chat(row, fields, read_messages(fields["conversations"], "conversations", reading), reading)
 
 
-def _prompt_completion(row: RawRow, fields: Mapping[str, Any]) -> Example:
+def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
     if _are_strings(fields, "prompt", "completion"):
-        prompt = text(fields["prompt"], "prompt")
-        return _pair(row, fields, prompt, prompt, "completion")
-    before = read_messages(fields["prompt"], "prompt", "prompt: message")
-    answer = read_messages(fields["completion"], "completion", "completion: message")
+        prompt = text_of(fields["prompt"], "prompt", reading)
+        if "context" in fields:
+            prompt = f"{text_of(fields['context'], 'context', reading)}\n\n{prompt}"
+        return _pair(row, fields, prompt, prompt, "completion", reading)
+    if "context" in fields:
+        raise RowError("context: is read only beside a prompt that is a text; put it into a message of the prompt")
+    before = read_messages(fields["prompt"], "prompt", reading, "prompt: message")
+    answer = read_messages(fields["completion"], "completion", reading, "completion: message")
     if all(message.role != "assistant" for message in answer):
         raise RowError("completion: has no assistant message, so there is nothing to train on")
-    return _chat(row, fields, _not_trained_on(before) + answer, "prompt and completion: message")
+    messages = _with_history(fields, _not_trained_on(before) + answer, reading)
+    return _chat(row, fields, messages, reading, "prompt and completion: message")
 
 
-def _alpaca(row: RawRow, fields: Mapping[str, Any]) -> Example:
-    instruction = text(fields["instruction"], "instruction")
-    given = text(fields.get("input", ""), "input")
+def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+    instruction = text_of(fields["instruction"], "instruction", reading)
+    given = text_of(fields.get("input", ""), "input", reading)
     plain = (ALPACA_INPUT_PROMPT if given else ALPACA_PROMPT).format(instruction=instruction, input=given)
-    return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output")
+    return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output", reading)
 
 
-def _text(row: RawRow, fields: Mapping[str, Any]) -> Example:
-    return Example(row.path, row.line, prompt="", completion=_answer(fields, "text"), is_text=True)
+def _text(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+    return Example(row.path, row.line, prompt="", completion=_answer(fields, "text", reading), is_text=True)
 
 
-def _preference(row: RawRow, fields: Mapping[str, Any]) -> Example:
-    if _are_strings(fields, "chosen", "rejected"):
+def _preference(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+    if _are_strings(fields, "chosen", "rejected") and not _prompt_is_chat(fields):
         if "prompt" not in fields:
             raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
-        prompt, rejected = text(fields["prompt"], "prompt"), _answer(fields, "rejected")
-        example = replace(_pair(row, fields, prompt, prompt, "chosen"), rejected=rejected)
+        prompt, rejected = text_of(fields["prompt"], "prompt", reading), _answer(fields, "rejected", reading)
+        example = replace(_pair(row, fields, prompt, prompt, "chosen", reading), rejected=rejected)
         if example.completion == rejected:
             raise RowError("'chosen' and 'rejected' are the same")
         return example
-    chosen, rejected = _whole(fields, "chosen"), _whole(fields, "rejected")
+    chosen, rejected = (_whole(fields, key, reading) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise RowError("'chosen' and 'rejected' are the same")
     if chosen[:-1] != rejected[:-1]:
         raise RowError("'chosen' and 'rejected' may differ only in their last message")
+    key, prompt = _prompt_messages(fields, reading)
+    if key == "messages" and prompt[-1].role == "assistant" and prompt[-1] not in (chosen[-1], rejected[-1]):
+        raise RowError("messages: ends with an answer that is neither that of 'chosen' nor of 'rejected'; remove one")
     return Example(row.path, row.line, chosen, _tools(fields), rejected=rejected[-1:])
 
 
-def _whole(fields: Mapping[str, Any], key: str) -> tuple[Message, ...]:
-    """Return the whole conversation. The value holds only the answer to `prompt`, or the messages before it too."""
-    messages = read_messages(fields[key], key, f"{key}: message")
+def _whole(fields: Mapping[str, Any], key: str, reading: Reading) -> tuple[Message, ...]:
+    """Return the whole conversation. The value holds only the answer to the prompt, or the messages before it too."""
+    if _is_string(fields[key]):
+        messages = (Message("assistant", _answer(fields, key, reading)),)
+    else:
+        messages = read_messages(fields[key], key, reading, f"{key}: message")
     if messages[-1].role != "assistant":
         raise RowError(f"{key}: must end with an assistant message, got a {messages[-1].role} message")
-    prompt = _prompt_messages(fields)
-    if messages[0].role == "assistant":
+    prompt_key, prompt = _prompt_messages(fields, reading)
+    is_whole = messages[0].role != "assistant"
+    if prompt_key == "messages" and prompt[-1].role == "assistant":  # one of the two conversations, once more
+        prompt = prompt[:-1]
+    if not is_whole:
         messages = prompt + messages
     elif any(message not in messages for message in prompt):
-        raise RowError(f"{key}: is a whole conversation, but does not contain the messages of 'prompt'")
-    messages = _with_system(fields, _not_trained_on(messages[:-1]) + messages[-1:])
-    check_conversation(messages, f"{key} with its prompt: message", _first(fields))
-    return messages
+        raise RowError(f"{key}: is a whole conversation, but does not contain the messages of '{prompt_key}'")
+    messages = _with_system(fields, _not_trained_on(messages[:-1]) + messages[-1:], reading)
+    return arranged(messages, reading, f"{key} with its prompt: message", _first(fields))
 
 
-def _prompt_messages(fields: Mapping[str, Any]) -> tuple[Message, ...]:
+def _prompt_messages(fields: Mapping[str, Any], reading: Reading) -> tuple[str, tuple[Message, ...]]:
+    """Return the key that holds the prompt of a preference, and its messages."""
+    if fields.get("messages"):
+        messages = read_messages(fields["messages"], "messages", reading, "messages: message")
+        if "prompt" not in fields:
+            return "messages", messages
+        _, prompt = _prompt_messages({"prompt": fields["prompt"]}, reading)
+        if any(message not in messages for message in prompt):
+            raise RowError("messages: does not contain the messages of 'prompt'; keep one of them")
+        return "messages", messages
     if "prompt" not in fields:
-        return ()
-    if isinstance(fields["prompt"], str):
-        return (Message("user", text(fields["prompt"], "prompt")),)
-    return read_messages(fields["prompt"], "prompt", "prompt: message")
+        return "prompt", ()
+    if _is_string(fields["prompt"]):
+        return "prompt", (Message("user", text_of(fields["prompt"], "prompt", reading)),)
+    return "prompt", read_messages(fields["prompt"], "prompt", reading, "prompt: message")
 
 
+def _prompt_is_chat(fields: Mapping[str, Any]) -> bool:
+    return bool(fields.get("messages")) or isinstance(fields.get("prompt"), list | dict)
+
+
+_COMMON = ("system", "tools", "functions")
 # In order of detection: the most specific keys first.
 FORMATS = {
-    "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "system", "tools")),
-    "messages": Format(_messages, ("messages",), ("tools",)),
-    "sharegpt": Format(_sharegpt, ("conversations",), ("system", "tools")),
-    "prompt_completion": Format(_prompt_completion, ("prompt", "completion"), ("system", "tools")),
-    "alpaca": Format(_alpaca, ("instruction", "output"), ("input", "system")),
+    "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "messages", *_COMMON)),
+    "messages": Format(_messages, ("messages",), _COMMON),
+    "sharegpt": Format(_sharegpt, ("conversations",), _COMMON),
+    "prompt_completion": Format(_prompt_completion, ("prompt", "completion"), (*_COMMON, "context", "history")),
+    "alpaca": Format(
+        _alpaca, ("instruction", "output"), ("input", *_COMMON, "history"),
+        {**SYSTEM_NAMES, "output": ("response",), "input": ("context",)},
+    ),
     "text": Format(_text, ("text",)),
-}
+}  # fmt: skip
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _chat(row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], name: str = "message") -> Example:
-    messages = _with_system(fields, messages)
-    check_conversation(messages, name, _first(fields))
+def _chat(
+    row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], reading: Reading, name: str = "message"
+) -> Example:
+    messages = arranged(_with_system(fields, messages, reading), reading, name, _first(fields))
     return Example(row.path, row.line, messages, _tools(fields))
 
 
-def _pair(row: RawRow, fields: Mapping[str, Any], question: str, plain: str, answer_key: str) -> Example:
-    """Build an example of a question and an answer, as a conversation and in plain form."""
-    answer = _answer(fields, answer_key)
-    messages = _with_system(fields, (Message("user", question), Message("assistant", answer)))
+def _pair(
+    row: RawRow, fields: Mapping[str, Any], question: str, plain: str, answer_key: str, reading: Reading
+) -> Example:
+    """Build an example of a question and an answer, as a conversation and in plain form.
+
+    With earlier turns there is no plain form: it would be without them.
+    """
+    answer = _answer(fields, answer_key, reading)
+    turns = (Message("user", question), Message("assistant", answer))
+    if "history" in fields:
+        return _chat(row, fields, _with_history(fields, turns, reading), reading, "history and row: message")
+    messages = _with_system(fields, turns, reading)
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
     return Example(row.path, row.line, messages, _tools(fields), prompt, answer)
 
 
-def _answer(fields: Mapping[str, Any], key: str) -> str:
-    answer = text(fields[key], key)
+def _with_history(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: Reading) -> tuple[Message, ...]:
+    """Return the messages after those of `history`: a list of messages, or of [question, answer]."""
+    history = from_json(fields.get("history", []), "history")
+    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, "history")):
+        return read_messages(history, "history", reading, "history: message") + messages
+    earlier: list[Message] = []
+    for number, item in enumerate(as_list(history, "history"), start=1):
+        at = f"history: turn {number}"
+        pair = as_list(item, at)
+        if len(pair) != 2:
+            raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
+        for role, said in zip(("user", "assistant"), pair, strict=True):
+            if said is not None and not _is_blank(said):
+                earlier.append(Message(role, text_of(said, at, reading)))
+    return (*earlier, *messages)
+
+
+def _answer(fields: Mapping[str, Any], key: str, reading: Reading) -> str:
+    answer = text_of(fields[key], key, reading)
     if _is_blank(answer):
         raise RowError(f"{key}: is blank, so there is nothing to train on")
     return answer
 
 
 def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    return read_tools(fields.get("tools", []))
+    """Read `tools`, or the `functions` that OpenAI had before them, in the form of tools."""
+    tools = read_tools(fields.get("tools", []))
+    functions = read_tools(fields.get("functions", []), "functions")
+    if tools and functions:
+        raise RowError("functions: the row has tools already; keep one of them")
+    return tools or tuple(each if "function" in each else {"type": "function", "function": each} for each in functions)
 
 
-def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: Reading) -> tuple[Message, ...]:
     if "system" not in fields:
         return messages
-    if messages[0].role == "system":
-        raise RowError("system: the conversation has a system message already; keep one of them")
-    return (Message("system", text(fields["system"], "system")), *messages)
+    system = text_of(fields["system"], "system", reading)
+    if messages[0].role != "system":
+        return (Message("system", system), *messages)
+    if messages[0].content.strip() != system.strip():
+        raise RowError("system: the conversation has another system message already; keep one of them")
+    return messages
 
 
 def _first(fields: Mapping[str, Any]) -> int:
@@ -271,9 +384,13 @@ def _is_blank(value: Any) -> bool:
     return isinstance(value, str) and not value.strip()
 
 
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str) or is_scalar(value)
+
+
 def _are_strings(fields: Mapping[str, Any], first: str, second: str) -> bool:
-    """Return whether both keys hold strings. Raises RowError if only one does."""
-    are = [isinstance(fields[key], str) for key in (first, second)]
+    """Return whether both keys hold texts. Raises RowError if only one does."""
+    are = [_is_string(fields[key]) for key in (first, second)]
     if are[0] != are[1]:
         got = " and ".join(type(fields[key]).__name__ for key in (first, second))
         raise RowError(f"'{first}' and '{second}' must both be strings or both lists of messages: got {got}")

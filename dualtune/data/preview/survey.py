@@ -12,7 +12,7 @@ import numpy as np
 from dualtune.config import Config
 from dualtune.data.batching.batches import SequenceLayout, fill, plan
 from dualtune.data.batching.order import Order
-from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out, lost_text
+from dualtune.data.documents import REASONS, Documents, OpenedSource, duplicates_left_out, notices, unused_valid
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenize import State
@@ -173,7 +173,8 @@ def warnings(
             texts.append(f"{source.path}: no end token is a target, so the model would not learn to stop; {advice}")
     if tokenizer.warning is not None:
         texts.append(tokenizer.warning)
-    texts += lost_text(*([train] if eval_ is None else [train, eval_]))
+    texts += notices(*([train] if eval_ is None else [train, eval_]))
+    texts += unused_valid(config.data)
     if found.first_control_text_row is not None:
         policy = config.data.special_tokens_in_text
         texts.append(control_token_warning(found.control_text_rows, found.first_control_text_row, policy))

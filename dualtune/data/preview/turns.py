@@ -135,7 +135,8 @@ def _places(text: str, example: Example, tokenizer: Tokenizer) -> list[_Place]:
 
 def _in_chat(example: Example, tokenizer: Tokenizer) -> tuple[str, list[_Place]]:
     try:
-        text = tokenizer.render(example.messages, tools=example.tools)
+        messages, text, _ = tokenizer.render_folded(example.messages, tools=example.tools)
+        example = replace(example, messages=tuple(messages))
         marked = tokenizer.render([_marked(message) for message in example.messages], tools=example.tools)
     except RowError:
         return "", []

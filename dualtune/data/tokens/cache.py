@@ -113,9 +113,9 @@ def _read(directory: Path) -> TokenStore | None:
         index = np.memmap(file, INDEX, mode="r") if file.stat().st_size else np.zeros(0, INDEX)  # cannot map 0 bytes
         counts = (table["num_rows"], table["num_bad"], tuple(table["bad"]))
         weights = TokenFile(directory / WEIGHTS, "<f4") if WEIGHTS in table["bytes"] else None
-        left_out, lost_text = table.get("left_out", {}), table.get("lost_text", {})  # an older dualtune counted neither
+        left_out, notices = table.get("left_out", {}), table.get("notices", {})  # an older dualtune counted neither
         files, tokens = tuple(table["files"]), TokenFile(directory / TOKENS)
-        return TokenStore(tokens, index, files, *counts, directory, weights, left_out, lost_text)
+        return TokenStore(tokens, index, files, *counts, directory, weights, left_out, notices)
     except (OSError, ValueError, KeyError):
         return None
 

@@ -13,6 +13,7 @@ from html import escape
 from typing import Any, cast
 
 from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.notices import sentence
 from dualtune.data.chat.template import REASONING
 from dualtune.errors import DataError
 
@@ -73,10 +74,9 @@ def is_uneven(turns: Sequence[tuple[Message, str]]) -> bool:
 
 
 def sentences(counts: Mapping[str, int], num_rows: int) -> list[str]:
-    """Say how many rows there are of each kind."""
-    return [
-        f"{counts[kind]:,} of {num_rows:,} rows: {text}" for kind, text in (LOST | TOLD).items() if counts.get(kind)
-    ]
+    """Say how many rows there are of each kind, those of `chat/notices.py` last."""
+    texts = LOST | TOLD | {kind: text for kind in sorted(counts) if (text := sentence(kind))}
+    return [f"{counts[kind]:,} of {num_rows:,} rows: {text}" for kind, text in texts.items() if counts.get(kind)]
 
 
 def check_lost_text(counts: Mapping[str, int], num_rows: int, name: str, *, accept: bool) -> None:

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
+from dualtune.data.chat.notices import FOLDED
 from dualtune.data.chat.template import REASONING
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens import lost_text
@@ -62,7 +63,7 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
         chat = _Chat(example, tokenizer)
         text, ranges, weights = chat.text, *chat.targets(loss_on)
         notices = chat.notices(loss_on)
-        control = tokenizer.masked_chat(example.messages, text, tools=example.tools)
+        control = tokenizer.masked_chat(chat.messages, text, tools=example.tools)
     elif example.completion is not None:
         prompt = example.prompt or ""
         text = prompt + example.completion
@@ -75,17 +76,18 @@ def render_example(example: Example, tokenizer: Tokenizer, loss_on: str) -> Rend
     filled = [(target, weight) for target, weight in zip(ranges, weights, strict=True) if target[0] < target[1]]
     ranges, weights = [target for target, _ in filled], [weight for _, weight in filled]
     some = weights if any(weight != 1 for weight in weights) else None
-    return Rendered(text, ranges, some, is_chat, example.path, example.line, *control, notices)
+    return Rendered(text, ranges, some, is_chat, example.path, example.line, *control, notices | example.notices)
 
 
 class _Chat:
     """A rendered conversation, and the search for its turns."""
 
     def __init__(self, example: Example, tokenizer: Tokenizer) -> None:
-        self._messages, self._tools, self._tokenizer = example.messages, example.tools, tokenizer
-        self.text, marked = tokenizer.render_marked(example.messages, tools=example.tools)
+        self._tools, self._tokenizer = example.tools, tokenizer
+        self.messages, self.text, marked = tokenizer.render_folded(example.messages, tools=example.tools)
+        self._is_folded = self.messages is not example.messages
         _check_names(_tool_names(example.tools), self.text, "tools")
-        self._turns = [i for i, message in enumerate(example.messages) if message.role == "assistant"]
+        self._turns = [i for i, message in enumerate(self.messages) if message.role == "assistant"]
         self._marked: dict[int, Range] | None = None
         self._found: dict[int, Range] = {}  # turns that were located
         if tokenizer.template is not None and tokenizer.template.marks_turns:
@@ -101,31 +103,31 @@ class _Chat:
         if loss_on == "all":
             return self._all_text()
         wanted = self._trained(loss_on)
-        return [self._turn(i) for i in wanted], [self._messages[i].weight for i in wanted]
+        return [self._turn(i) for i in wanted], [self.messages[i].weight for i in wanted]
 
     def notices(self, loss_on: str) -> frozenset[str]:
         """Return the kinds of what is said and not learned; call it after `targets`."""
         trained = {i: self._found.get(i) for i in self._trained(loss_on)}
         turns = {i: self.text[slice(*turn)] if turn else self.text for i, turn in trained.items()}
-        question = max((i for i, message in enumerate(self._messages) if message.role == "user"), default=-1)
-        kinds: set[str] = set()
+        question = max((i for i, message in enumerate(self.messages) if message.role == "user"), default=-1)
+        kinds = {FOLDED} if self._is_folded else set[str]()
         for i, turn in turns.items():
-            message = self._messages[i]
+            message = self.messages[i]
             kinds |= lost_text.lost_in(message, turn, is_earlier=i < question)
             if lost_text.is_missing_call(message, turn):
                 kinds.add(lost_text.CALLS)
-            if (place := trained[i]) and self._messages[i - 1].role == "user" and not self._is_prompted(place[0]):
+            if (place := trained[i]) and self.messages[i - 1].role == "user" and not self._is_prompted(place[0]):
                 kinds.add(lost_text.PROMPT)
-        context = (self._messages[i] for i in self._turns if i not in turns)
+        context = (self.messages[i] for i in self._turns if i not in turns)
         if any(lost_text.CONTENT in lost_text.lost_in(message, self.text, is_earlier=True) for message in context):
             kinds.add(lost_text.CONTEXT)
-        if loss_on != "all" and lost_text.is_uneven([(self._messages[i], turn) for i, turn in turns.items()]):
+        if loss_on != "all" and lost_text.is_uneven([(self.messages[i], turn) for i, turn in turns.items()]):
             kinds.add(lost_text.UNEVEN)
         return frozenset(kinds)
 
     def _trained(self, loss_on: str) -> list[int]:
         wanted = self._turns[-1:] if loss_on == "last" else self._turns
-        return [i for i in wanted if self._messages[i].train]
+        return [i for i in wanted if self.messages[i].train]
 
     def _is_prompted(self, start: int) -> bool:
         """Return whether the generation prompt ends where a turn starts, or in the turn."""
@@ -139,7 +141,7 @@ class _Chat:
         weights: list[float] = []
         start = 0
         for i in self._turns:
-            message = self._messages[i]
+            message = self.messages[i]
             if message.train and message.weight == 1:
                 _check_names(_call_names(message), self.text, "tool calls")
                 continue
@@ -150,7 +152,7 @@ class _Chat:
                 ranges.append(turn)
                 weights.append(message.weight)
             start = turn[1]
-        return [*ranges, (start, _end(self.text, self._messages[-1].content))], [*weights, 1.0]
+        return [*ranges, (start, _end(self.text, self.messages[-1].content))], [*weights, 1.0]
 
     def _turn(self, i: int) -> Range:
         """Return the range of assistant message `i`."""
@@ -163,7 +165,7 @@ class _Chat:
                 f"located in the text. Set data.loss_on to {choices}, use another data.template, or add "
                 "{% generation %} markers to it"
             )
-        _check_names(_call_names(self._messages[i]), self.text[found[0] : found[1]], "tool calls")
+        _check_names(_call_names(self.messages[i]), self.text[found[0] : found[1]], "tool calls")
         self._found[i] = found
         return found
 
@@ -172,7 +174,7 @@ class _Chat:
         if turn is None:
             return None
         start, text = turn
-        content = self._messages[i].content
+        content = self.messages[i].content
         if not self.text.startswith(text, start):
             said = dict.fromkeys((content.strip(), content.rpartition(THOUGHT_END)[2].strip()))
             text = next((rest for part in said if (rest := _suffix_at(self.text, start, text, part))), "")
@@ -189,8 +191,8 @@ class _Chat:
     def _rendered_until(self, i: int) -> tuple[int, str] | None:
         """Render the conversation through message `i`; return where that message starts, and the whole text."""
         try:
-            before = self._render(self._messages[:i], add_generation_prompt=True)
-            through = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1])
+            before = self._render(self.messages[:i], add_generation_prompt=True)
+            through = self.text if i + 1 == len(self.messages) else self._render(self.messages[: i + 1])
             start = len(before) if through.startswith(before) else self._head(i, before, through)
         except RowError:  # some templates reject a part of a conversation that they accept as a whole
             return None
@@ -203,7 +205,7 @@ class _Chat:
         begin to differ, outside of any markup.
         """
         sentinel = _sentinel(self.text)
-        head, found, _ = self._render([*self._messages[:i], Message("assistant", sentinel)]).partition(sentinel)
+        head, found, _ = self._render([*self.messages[:i], Message("assistant", sentinel)]).partition(sentinel)
         if not found:
             return None
         if through.startswith(head):
@@ -212,7 +214,7 @@ class _Chat:
 
     def _by_own_text(self, i: int) -> Range | None:
         """Find a turn with tool calls or reasoning: its text without later turns, around a sentinel in the text."""
-        message, rendered = self._messages[i], self._rendered_until(i)
+        message, rendered = self.messages[i], self._rendered_until(i)
         if rendered is None or not {"tool_calls", *REASONING} & {*message.extra}:
             return None
         turn = rendered[1][rendered[0] :]
@@ -224,7 +226,7 @@ class _Chat:
 
     def _by_sentinel(self, i: int) -> Range | None:
         """Find a turn by a sentinel around its content, or around the stripped content if the template trims it."""
-        message = self._messages[i]
+        message = self.messages[i]
         if _call_names(message):
             return None  # tool calls are targets too, and are outside the content
         sentinel = _sentinel(self.text)
@@ -239,7 +241,7 @@ class _Chat:
     def _behind_prompt(self, i: int, content: int) -> int:
         """Return where the generation prompt ends, if the text has it before the content of message `i`."""
         try:
-            before = self._render(self._messages[:i], add_generation_prompt=True)
+            before = self._render(self.messages[:i], add_generation_prompt=True)
         except RowError:
             return content
         return len(before) if self.text[:content].startswith(before) else content
@@ -247,7 +249,7 @@ class _Chat:
     def _parts(self, i: int, message: Message, sentinel: str) -> list[str]:
         """Split the text at the sentinels in message `i`; return [] if they change the text between them."""
         try:
-            parts = self._render((*self._messages[:i], message, *self._messages[i + 1 :])).split(sentinel)
+            parts = self._render((*self.messages[:i], message, *self.messages[i + 1 :])).split(sentinel)
         except RowError:
             return []
         return parts if "".join(parts) == self.text else []

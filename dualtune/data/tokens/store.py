@@ -84,7 +84,7 @@ class TokenStore:
     path: Path | None = None  # None: in memory
     weights: np.ndarray | TokenFile | None = None  # float32, one per token; None: no document has weights
     left_out: Mapping[str, int] = field(default_factory=dict[str, int])  # duplicates that are not here: kind -> rows
-    lost_text: Mapping[str, int] = field(default_factory=dict[str, int])  # kind of `lost_text.py` -> rows
+    notices: Mapping[str, int] = field(default_factory=dict[str, int])  # kind of `notices.py`, `lost_text.py` -> rows
 
     def tokens_of_rows(self) -> np.ndarray:
         """Return int64 [num_rows]: the number of tokens in the documents of each row; 0 for a dropped row."""
@@ -116,12 +116,12 @@ class Writer:
         self._files: dict[str, int] = {}
         self.num_rows = 0
         self.left_out: Counter[str] = Counter()  # duplicates that were not added: kind -> rows
-        self.lost_text: Counter[str] = Counter()
+        self.notices: Counter[str] = Counter()
 
     def add(self, row: TokenizedRow) -> None:
         """Append a row. Raises DiskError if it cannot be written."""
         self.num_rows = row.number + 1
-        self.lost_text.update(row.notices)
+        self.notices.update(row.notices)
         entries = np.zeros(max(1, len(row.documents)), INDEX)
         entries["row"], entries["line"], entries["state"] = row.number, row.line, row.state
         entries["row_length"], entries["control"] = row.num_tokens, row.control_token is not None
@@ -153,7 +153,7 @@ class Writer:
         self.weights.write(weights.tobytes())
 
     def table(self) -> dict[str, Any]:
-        counts = {"left_out": self.left_out, "lost_text": self.lost_text}
+        counts = {"left_out": self.left_out, "notices": self.notices}
         return {"files": list(self._files), "num_rows": self.num_rows, **counts}
 
 
@@ -167,7 +167,7 @@ def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:
     weighed = None
     if writer.weights is not None:
         weighed = np.frombuffer(weights.getvalue().ljust(flat.nbytes, b"\0"), "<f4")
-    return TokenStore(flat, entries, files, writer.num_rows, 0, (), weights=weighed, lost_text=writer.lost_text)
+    return TokenStore(flat, entries, files, writer.num_rows, 0, (), weights=weighed, notices=writer.notices)
 
 
 def _digest(raw: np.ndarray, weights: np.ndarray | None) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 
 from dualtune import interrupt
 from dualtune.data.chat.formats import Example
+from dualtune.data.chat.notices import NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
 from dualtune.data.tokens.lost_text import NO_END
 from dualtune.data.tokens.masks import Rendered, render_example
@@ -49,7 +50,7 @@ class TokenizedRow:
     state: State
     documents: list[Tokens]  # (token ids, loss mask); none if the row was dropped
     control_token: str | None = None  # the first one in the content
-    notices: frozenset[str] = frozenset()  # kinds of `lost_text.py`
+    notices: frozenset[str] = frozenset()  # kinds of `notices.py` and `lost_text.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ def _finish(
         notices = rendered.notices
         if loss_on != "all" and rendered.is_chat and not _earlier_end(tokens, mask, tokenizer.stop_ids):
             notices |= {NO_END}
+        if not rendered.is_chat and tokenizer.bos_id not in (None, *tokens[:1].tolist()):
+            notices |= {NO_BOS}
         yield TokenizedRow(
             rendered.path, rendered.line, row.number, len(tokens), state, documents, rendered.control_token, notices
         )

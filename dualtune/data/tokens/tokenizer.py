@@ -11,17 +11,19 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from dualtune.base_model import vocabulary_size
+from dualtune.config.schema import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
-from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.conversations import Message, fold_system
 from dualtune.data.chat.conversations import text as valid_text
 from dualtune.data.chat.named import is_name, named_template, unknown
 from dualtune.data.chat.template import ChatTemplate, Ranges, with_variables
@@ -48,7 +50,8 @@ class Tokenizer:
     chat contains only the special tokens that its template writes: if the tokenizer adds BOS to plain text but the
     template writes none, the chat has none, as in the model's original training. `special_tokens_in_text` sets what a
     control token in content becomes: an error, text, or (allow) the control token. `template_variables` are values for
-    variables of the template, and become a part of it.
+    variables of the template, and become a part of it. `system` says what becomes of a system message that the template
+    does not write: it is put before the question, or the conversation is refused.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class Tokenizer:
         template: str = "auto",
         special_tokens_in_text: Policy = "text",
         template_variables: Mapping[str, Any] = MappingProxyType({}),
+        system: Literal["fold", "refuse"] = "fold",
     ) -> None:
         self._policy: Policy = special_tokens_in_text
+        self._folds_system = system == "fold"
         self._loaded = load(model_dir)
         self._rust = self._loaded.rust
         # Some tokenizer.json files contain the truncation and padding settings of a training.
@@ -79,6 +84,12 @@ class Tokenizer:
         self.end_id, ends = self._turn_ends(_generation_ends(model_dir))
         self.stop_ids = frozenset(ends)  # tokens that end an answer
         self.warning = self._template_warning(self._closing)
+
+    @classmethod
+    def of(cls, model_dir: Path, data: DataConfig, template: str | None = None) -> Tokenizer:
+        """Return the tokenizer that a config asks for. `template` replaces data.template."""
+        chosen = template or data.template
+        return cls(model_dir, chosen, data.special_tokens_in_text, data.template_variables, data.system)
 
     def fingerprint(self) -> str:
         """Return a hash of everything that determines the ids of a text or a chat."""
@@ -152,6 +163,52 @@ class Tokenizer:
         turns = [message.as_dict() for message in messages]
         return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
 
+    def render_folded(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+    ) -> tuple[Sequence[Message], str, Ranges]:
+        """Call `render_marked`, and also return the messages that were rendered.
+
+        These are others if the template refuses system messages or leaves one out: each is put before the user message
+        that follows. Raises RowError if that does not help, or if `system` is refuse.
+        """
+
+        def rendered(turns: Sequence[Message]) -> tuple[str, Ranges]:
+            return self.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
+
+        folded = fold_system(messages)
+        try:
+            text, marked = rendered(messages)
+            if folded is messages or not self._leaves_out_system(messages, text, rendered):
+                return messages, text, marked
+            refusal = RowError("the chat template leaves out a system message")
+        except RowError as error:
+            if folded is messages:
+                raise
+            refusal = error
+        try:
+            text, marked = rendered(folded)
+        except RowError:
+            raise refusal from None
+        if not self._folds_system:
+            raise RowError(f"{refusal}. data.system: fold puts it before the question")
+        return folded, text, marked
+
+    def _leaves_out_system(
+        self, messages: Sequence[Message], text: str, rendered: Callable[[Sequence[Message]], tuple[str, Ranges]]
+    ) -> bool:
+        """Return whether a system message is not in the text, not even in another form (upper case, quoted …)."""
+        missing = [i for i, each in enumerate(messages) if each.role == "system" and each.content.strip() not in text]
+        if not missing:
+            return False
+        probed = [replace(each, content=PROBE) if i in missing else each for i, each in enumerate(messages)]
+        with contextlib.suppress(RowError):
+            return rendered(probed)[0].count(PROBE) < len(missing)
+        return True
+
     @cached_property
     def control_tokens(self) -> ControlTokens:
         return ControlTokens(self._rust, self.special_ids, self._policy)
@@ -181,7 +238,8 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """Encode a chat for the model to answer. Raises RowError if the template or the policy rejects it."""
-        text = valid_text(self.render(messages, tools=tools, add_generation_prompt=True), "the text")
+        messages, text, _ = self.render_folded(messages, tools=tools, add_generation_prompt=True)
+        text = valid_text(text, "the text")
         _, masked = self.masked_chat(messages, text, tools=tools, add_generation_prompt=True)
         return self._encode_masked(masked, special=False) if masked else self.encode(text, special=False)
 

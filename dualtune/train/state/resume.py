@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from dualtune.config import Config
-from dualtune.config.schema import sections
+from dualtune.config.schema import sections, with_old_default
 from dualtune.errors import ConfigError
 from dualtune.text.show import in_columns
 from dualtune.train.state.checkpoint import Checkpoint
@@ -29,6 +29,9 @@ RULES: dict[str, Rule] = {
     "data.eval": "recorded",
     "data.format": "recorded",
     "data.columns": "recorded",
+    "data.roles": "recorded",  # where these matter, the fingerprints of the data differ
+    "data.consecutive": "recorded",
+    "data.system": "recorded",
     "data.template": "recorded",
     "data.special_tokens_in_text": "recorded",  # where it matters, the documents' fingerprints differ
     "data.dedup": "recorded",  # where it matters, the documents' fingerprints differ
@@ -91,9 +94,13 @@ class Change(NamedTuple):
 def as_recorded(saved: Checkpoint, config: Config) -> Config:
     """Return the config with the recorded value for `auto`.
 
-    `auto` depends on the data and the epochs, but a run that is continued for more epochs keeps its steps.
+    `auto` depends on the data and the epochs, but a run that is continued for more epochs keeps its steps. A run of an
+    older dualtune evaluated on a valid file in spite of `data.eval: 0.1`, and goes on to.
     """
     recorded = saved.state["config"].get("train", {}).get("tokens_per_step")
+    eval_before = saved.state["config"].get("data", {}).get("eval")
+    if config.data.eval == eval_before != with_old_default(saved.state["config"].get("data", {})).get("eval"):
+        config = config.model_copy(update={"data": config.data.model_copy(update={"eval": "auto"})})
     is_open = config.train.tokens_per_step == "auto" and isinstance(recorded, int) and recorded > 0
     return with_tokens(config, recorded) if is_open else config
 
@@ -122,6 +129,7 @@ def differences(saved: Checkpoint, config: Config) -> list[Change]:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     for section, table in new.items():
         before = old.get(section, {})
+        before = with_old_default(before) if section == "data" else before
         for name, value in table.items():
             key, default = f"{section}.{name}", sections()[section].model_fields[name].default
             rule = _rule(key, before.get(name, default), value)

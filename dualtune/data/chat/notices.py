@@ -1,0 +1,98 @@
+"""What of a row is read otherwise than it stands there, or not at all: kinds of notices, counted and told by kind.
+
+A kind is one of the words below, or, with the name of a column, `unread_column: context`. The counts of all rows
+are shown by `dualtune check-data`, `dualtune preview` and at the start of a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+# Kinds are keys in `--json`, so these words stay.
+JOINED, KEPT, FOLDED, SCALAR, NO_BOS = "joined_turns", "kept_turns", "folded_system", "scalar_text", "no_bos"
+UNREAD, INDEX_COLUMN = "unread_column", "index_column"  # with the name of the column
+TEXTS = {
+    JOINED: "turns of one role in a row are joined with a blank line (data.consecutive)",
+    KEPT: "turns of one role in a row stay apart (data.consecutive)",
+    FOLDED: "the chat template writes no system message, so it stands before the question (data.system)",
+    SCALAR: "a number, true or false in place of a text is read as its JSON text",
+    NO_BOS: "plain text without the tokenizer's BOS token, which the tokenizer names and does not add",
+    UNREAD: "the column '{}' is not read; data.columns names columns to read, or remove it",
+    INDEX_COLUMN: "the column '{}' is taken for the row numbers of pandas and is not read",
+}
+_INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
+_CONTENT = frozenset({
+    "answer", "answers", "audio", "chat", "chosen", "completion", "content", "context", "contexts", "conversation",
+    "conversations", "cot", "dialog", "dialogue", "document", "documents", "function", "functions", "history",
+    "image", "images", "input", "inputs", "instruction", "instructions", "knowledge", "message", "messages",
+    "output", "outputs", "passage", "persona", "prompt", "prompts", "query", "question", "questions", "rationale",
+    "reasoning", "rejected", "response", "responses", "system", "text", "thinking", "thought", "thoughts", "tool",
+    "tools", "turns", "video",
+})  # fmt: skip
+# Words of names that say something about a text, such as prompt_id, and hold none.
+_ABOUT = frozenset({
+    "category", "count", "date", "domain", "hash", "id", "ids", "idx", "index", "key", "lang", "language", "len",
+    "length", "level", "model", "name", "num", "number", "rating", "score", "scores", "size", "source", "split",
+    "subset", "tag", "tags", "time", "timestamp", "tokens", "topic", "type", "url", "uuid", "version",
+})  # fmt: skip
+
+
+def sentence(kind: str) -> str:
+    """Return what a kind means; "" if it is not one of these kinds."""
+    word, _, column = kind.partition(": ")
+    return TEXTS.get(word, "").format(column)
+
+
+def unread(fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str]) -> set[str]:
+    """Return the kinds of the columns that are not in `read` and seem to hold a part of the conversation.
+
+    `texts` are what was read: a column that only repeats them, or that is all of them with a frame, is no loss.
+    """
+    kinds: set[str] = set()
+    whole: str | None = None
+    parts: list[str] = []
+    for name, value in fields.items():
+        if name in read or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            continue
+        if name in _INDEX_NAMES:
+            kinds.add(f"{INDEX_COLUMN}: {name}")
+            continue
+        leaves = list(_texts_of(value))
+        if not leaves or not (_is_content(name) or _holds_messages(value)):
+            continue
+        if whole is None:
+            parts = [text.strip() for text in texts]
+            whole = "\n".join(parts)
+        if all(leaf in whole for leaf in leaves) or all(part in "\n".join(leaves) for part in parts):
+            continue
+        kinds.add(f"{UNREAD}: {name}")
+    return kinds
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_content(name: str) -> bool:
+    words = {word.lower() for word in _WORD.findall(name)}
+    return bool(words & _CONTENT) and not words & _ABOUT
+
+
+def _holds_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages, or one."""
+    first = cast(list[Any], value)[0] if isinstance(value, list) else value
+    return isinstance(first, dict) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
+
+
+def _texts_of(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the texts in a value that are not blank, without those that only say who speaks."""
+    if isinstance(value, str):
+        if value.strip() and key not in ("role", "from"):
+            yield value.strip()
+    elif isinstance(value, Mapping):
+        for name, item in cast(Mapping[Any, Any], value).items():
+            yield from _texts_of(item, str(name))
+    elif isinstance(value, list | tuple):
+        for item in cast(Iterable[Any], value):
+            yield from _texts_of(item, key)
