@@ -1,0 +1,97 @@
+"""An export stops where the training stopped: the tokens that end a turn are named wherever a program looks for them."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig
+
+from dualtune.adapter.formats.directory import Adapter, write_adapter
+from dualtune.adapter.spec import AdapterSpec, init_adapter
+from dualtune.config import Config
+from dualtune.data.tokens.stop_tokens import stop_tokens, write_stop_tokens
+from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.train.run import run
+
+EOS, END = 2, 4  # </s>, at which the base stops, and <|im_end|>, with which its chat template ends a turn
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def eos_of(model, name, key="eos_token_id"):
+    return json.loads((model / name).read_text()).get(key)
+
+
+@pytest.fixture
+def base(tiny_llama, tmp_path):
+    """A base checkpoint: it knows the tokens of ChatML, and stops at </s> by each of its files."""
+    shutil.copytree(tiny_llama, tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.5}')
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    tensors = init_adapter({"model.layers.0.self_attn.q_proj": (32, 32)}, 2, 0)
+    tensors = {name: tensor + 0.3 for name, tensor in tensors.items()}
+    spec = AdapterSpec(2, 40.0, 0.0, ("model.layers.0.self_attn.q_proj",))
+    write_adapter(tmp_path / "tuned", Adapter(spec, tensors, template=TURNS))
+    return tmp_path / "tuned"
+
+
+def assert_stops(model):
+    assert eos_of(model, "generation_config.json") == [END, EOS]
+    assert eos_of(model, "config.json") == [END, EOS]
+    assert AutoTokenizer.from_pretrained(model).eos_token_id == END
+    assert GenerationConfig.from_pretrained(model).eos_token_id == [END, EOS]
+    assert stop_tokens(Tokenizer(model)) == ([END, EOS], ["<|im_end|>", "</s>"])
+
+
+@pytest.mark.parametrize("words", [("export", "--to", "hf"), ("export", "--to", "mlx"), ("adapter", "merge")])
+def test_the_files_of_a_merged_model_name_the_end_of_a_turn(words, base, adapter, tmp_path, dualtune_main, open_backend):
+    open_backend("torch")
+    command, options = (words[:1], words[1:]) if words[0] == "export" else (words, ())
+    done = dualtune_main(*command, adapter, tmp_path / "out", "--base", base, "--platform", "cpu", *options)
+    assert done.returncode == 0, done.stderr
+    assert_stops(tmp_path / "out")
+    assert eos_of(tmp_path / "out", "generation_config.json", "temperature") == 0.5
+    assert eos_of(base, "config.json") == EOS  # the base's own files stay as they are
+
+
+def test_a_model_that_was_trained_whole_stops_too(make_config, write_rows, qa_rows, open_backend, base, tmp_path):
+    config = make_config(write_rows(qa_rows), {"train.steps": 1}, base)
+    run(Config.model_validate(config.model_dump() | {"adapter": {"method": "full"}}), open_backend("torch"))
+    assert_stops(tmp_path / "run" / "model")
+
+
+def test_a_whole_model_of_an_older_run_is_exported_with_its_stops(base, tmp_path, dualtune_main, open_backend):
+    open_backend("torch")
+    words = ("export", base, tmp_path / "out", "--to", "hf", "--platform", "cpu")
+    done = dualtune_main(*words)
+    assert done.returncode == 0, done.stderr
+    assert_stops(tmp_path / "out")
+    assert eos_of(base, "config.json") == EOS
+
+
+def test_the_tokenizer_keeps_its_eos_where_the_template_writes_it(base):
+    """`{{ eos_token }}` in a template would otherwise become another text."""
+    (base / "chat_template.jinja").write_text(TURNS + "{{ eos_token if messages | length > 4 }}")
+    assert write_stop_tokens(base).ids == [END, EOS]
+    assert AutoTokenizer.from_pretrained(base).eos_token_id == EOS
+    assert eos_of(base, "generation_config.json") == [END, EOS]
+
+
+def test_a_model_whose_turns_end_with_its_eos_is_left_alone(base):
+    (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    before = {path.name: path.read_bytes() for path in base.iterdir() if path.name.startswith("tokenizer")}
+    assert write_stop_tokens(base) == ([EOS], ["</s>"])
+    assert eos_of(base, "config.json") == eos_of(base, "generation_config.json") == EOS
+    assert before == {name: (base / name).read_bytes() for name in before}
+
+
+def test_without_a_generation_config_one_is_written_with_what_the_config_says(base):
+    (base / "generation_config.json").unlink()
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"text_config": {"eos_token_id": 2}}))
+    write_stop_tokens(base)
+    assert json.loads((base / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [END, EOS]}
+    assert eos_of(base, "config.json", "text_config") == {"eos_token_id": [END, EOS]}
