@@ -12,7 +12,7 @@ from dualtune.base_model.config_file import (
     stored_precision,
     vocabulary_size,
 )
-from dualtune.base_model.copies import copy_without_weights, staged
+from dualtune.base_model.copies import MODEL_FILES, copy_model, copy_without_weights, staged
 from dualtune.base_model.fingerprint import fingerprint
 from dualtune.base_model.inside import file_in
 from dualtune.base_model.resolve import HUB_PATTERNS, find_weights, resolve_model
@@ -21,8 +21,10 @@ from dualtune.base_model.weights import BaseWeights, check_complete, has_weights
 __all__ = [
     "HUB_PATTERNS",
     "MAX_CONFIG_BYTES",
+    "MODEL_FILES",
     "BaseWeights",
     "check_complete",
+    "copy_model",
     "copy_without_weights",
     "file_in",
     "find_weights",

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from dualtune.adapter.formats.directory import Adapter, read_adapter
 from dualtune.backend import Backend, Engine
-from dualtune.base_model import read_config, resolve_model, stored_precision
+from dualtune.base_model import copy_model, read_config, resolve_model, stored_precision
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.fingerprints import without_adapter
@@ -36,6 +36,7 @@ from dualtune.export.llama_environment import PLAIN, QUANTIZED, LlamaCpp, last_l
 from dualtune.export.merge import check_base, check_free, check_plain, load_to_merge, note_of_base, write_merged
 from dualtune.export.ollama import modelfile, template_for
 from dualtune.io.disk import write_file, write_whole
+from dualtune.io.fields import shown
 from dualtune.verify.verdict import VerifyVerdict
 from dualtune.verify.verify import verify_loaded
 from dualtune.versions import VERSION
@@ -113,23 +114,24 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
         check_plain(base)
         if not request.other_base:
             check_base(adapter, base)
-    if llama_cpp is not None:
-        llama_cpp.check_tokenizer(base)
     exported = Exported()
 
     def write(directory: Path) -> None:
+        is_plain = request.target == "hf" and request.kind == "none"
+        if llama_cpp is not None:
+            with _copy_of_base(base, directory / "base") as source:
+                llama_cpp.check_tokenizer(source)
         merged = directory / "merged"
         if adapter is None:
-            model, expected = base, _expected_of_model(base, backend)
+            exported.notes += _note_of_left_out(copy_model(base, merged, link_weights=not is_plain))
+            expected = _expected_of_model(base, backend)
         else:
-            model, expected = merged, _merge(request, adapter, base, merged, backend, exported, tell)
+            expected = _merge(request, adapter, base, merged, backend, exported, tell)
         made = _Maker(request, backend, llama_cpp, expected, tell)
-        if request.target != "hf" or request.kind != "none":
-            exported.result = deviation(expected.tuned, made.compute(made.write(model, directory)))
+        if not is_plain:
+            exported.result = deviation(expected.tuned, made.compute(made.write(merged, directory)))
             if expected.base is not None and made.quantizes and request.compares_base:
                 exported.base = deviation(expected.base, made.compute_base(base, directory))
-        elif adapter is None:
-            shutil.copytree(model, directory, dirs_exist_ok=True)
         else:
             _move_out(merged)
         if merged.exists():
@@ -243,8 +245,11 @@ class _Maker:
 
     def compute_base(self, base: Path, scratch: Path) -> Logprobs:
         """Return the log-probabilities of the base without the adapter, quantized alike."""
-        with _removed_after(scratch / ("base.gguf" if self._llama_cpp else "base")) as place:
-            return self.compute(self._convert(base, place))
+        with (
+            _copy_of_base(base, scratch / "plain-base") as plain,
+            _removed_after(scratch / ("base.gguf" if self._llama_cpp else "base")) as place,
+        ):
+            return self.compute(self._convert(plain, place))
 
     def _convert(self, model: Path, out: Path) -> Path:
         kind = self._request.kind
@@ -284,6 +289,20 @@ def _convert_to_mlx(model: Path, out: Path, bits: int | None) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0 or not (out / "config.json").is_file():
         raise EnvironmentFault(f"mlx_lm convert failed: {last_line(done.stderr)}. `pip install 'dualtune[mlx]'` has it")
+
+
+@contextmanager
+def _copy_of_base(base: Path, place: Path) -> Generator[Path]:
+    """The base for a converter of another program, which takes more from a directory than the model."""
+    with _removed_after(place):
+        copy_model(base, place, link_weights=True)
+        yield place
+
+
+def _note_of_left_out(names: list[str]) -> list[str]:
+    """Return the note that names the files of a model directory that are not copied."""
+    listed = ", ".join(shown(name) for name in names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return [f"note: left out, as no files of the model: {listed}"] if names else []
 
 
 @contextmanager
