@@ -19,10 +19,12 @@ from typing import Any, Protocol, runtime_checkable
 from dualtune.adapter.formats.directory import Adapter, read_adapter
 from dualtune.backend import Backend, Engine
 from dualtune.base_model import copy_model, read_config, resolve_model, stored_precision
+from dualtune.data.tokens.stop_tokens import stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.fingerprints import without_adapter
 from dualtune.evaluate.inference import load_model
+from dualtune.export import gguf_file
 from dualtune.export.deviation import (
     LOST,
     Deviation,
@@ -32,8 +34,17 @@ from dualtune.export.deviation import (
     lost_share,
     prompts_of,
 )
+from dualtune.export.gguf_keys import set_numbers
 from dualtune.export.llama_environment import PLAIN, QUANTIZED, LlamaCpp, last_line
-from dualtune.export.merge import check_base, check_free, check_plain, load_to_merge, note_of_base, write_merged
+from dualtune.export.merge import (
+    check_base,
+    check_free,
+    check_plain,
+    load_to_merge,
+    named_stops,
+    note_of_base,
+    write_merged,
+)
 from dualtune.export.ollama import modelfile, template_for
 from dualtune.io.disk import write_file, write_whole
 from dualtune.io.fields import shown
@@ -119,19 +130,22 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
     def write(directory: Path) -> None:
         is_plain = request.target == "hf" and request.kind == "none"
         if llama_cpp is not None:
-            with _copy_of_base(base, directory / "base") as source:
+            with _copy_of_base(base, directory / "base", llama_cpp) as source:
                 llama_cpp.check_tokenizer(source)
         merged = directory / "merged"
         if adapter is None:
             exported.notes += _note_of_left_out(copy_model(base, merged, link_weights=not is_plain))
+            tell(f"stops at    {named_stops(merged)}")
             expected = _expected_of_model(base, backend)
         else:
             expected = _merge(request, adapter, base, merged, backend, exported, tell)
+        checked = base if adapter is None else merged  # with the weights themselves, not links to them
         made = _Maker(request, backend, llama_cpp, expected, tell)
         if not is_plain:
-            exported.result = deviation(expected.tuned, made.compute(made.write(merged, directory)))
+            written = made.write(merged if _is_foreign(llama_cpp) else checked, directory)
+            exported.result = made.distance(expected.tuned, written, checked)
             if expected.base is not None and made.quantizes and request.compares_base:
-                exported.base = deviation(expected.base, made.compute_base(base, directory))
+                exported.base = made.distance_of_base(expected.base, base, directory)
         else:
             _move_out(merged)
         if merged.exists():
@@ -226,7 +240,7 @@ class _Maker:
         result = self._convert(model, out / file)
         if self._request.target == "ollama":
             template = template_for(self._tokenizer)
-            text = modelfile(file, template, self._tokenizer.stop_texts(), self._request.system)
+            text = modelfile(file, template, stop_tokens(self._tokenizer).texts, self._request.system)
             write_file(out / "Modelfile", text)
             if template is None:
                 self.notes.append(
@@ -235,21 +249,34 @@ class _Maker:
                 )
         return result
 
-    def compute(self, model: Path) -> Logprobs:
-        """Return the log-probabilities of a model that `write` or `_convert` has made."""
-        self._tell(f"computing   the prompts with the {'GGUF' if model.suffix == '.gguf' else 'model'} just written")
-        if model.suffix == ".gguf":
-            assert self._llama_cpp is not None
-            return self._llama_cpp.logprobs(model, self._prompts)
+    def distance(self, expected: Logprobs, written: Path, source: Path) -> Deviation | None:
+        """Return how far what `write` has made of the model `source` is from what it stands for.
+
+        None, with a note, for a GGUF that nothing here can compute.
+        """
+        self._tell(f"computing   the prompts with the {'GGUF' if written.suffix == '.gguf' else 'model'} just written")
+        if written.suffix != ".gguf":
+            return deviation(expected, self._logprobs(written))
+        assert self._llama_cpp is not None
+        if self._llama_cpp.computes:
+            return deviation(expected, self._llama_cpp.logprobs(written, self._prompts))
+        if not gguf_file.can_unpack(source):
+            self.notes.append("note: what was written is not computed here: that takes llama.cpp's library")
+            return None
+        with _removed_after(written.with_suffix(".unpacked")) as plain:
+            gguf_file.unpack(written, source, plain)
+            return deviation(expected, self._logprobs(plain))
+
+    def _logprobs(self, model: Path) -> Logprobs:
         return logprobs(load_model(self._backend, str(model), dtype="float32").engine, self._prompts)
 
-    def compute_base(self, base: Path, scratch: Path) -> Logprobs:
-        """Return the log-probabilities of the base without the adapter, quantized alike."""
+    def distance_of_base(self, expected: Logprobs, base: Path, scratch: Path) -> Deviation | None:
+        """Return how far the base without the adapter, quantized alike, is from the base."""
         with (
-            _copy_of_base(base, scratch / "plain-base") as plain,
+            _copy_of_base(base, scratch / "plain-base", self._llama_cpp) as plain,
             _removed_after(scratch / ("base.gguf" if self._llama_cpp else "base")) as place,
         ):
-            return self.compute(self._convert(plain, place))
+            return self.distance(expected, self._convert(plain, place), base)
 
     def _convert(self, model: Path, out: Path) -> Path:
         kind = self._request.kind
@@ -261,12 +288,17 @@ class _Maker:
             self._backend.write_nf4(model, out)
             return out
         assert self._llama_cpp is not None
-        if kind in PLAIN:
-            self._llama_cpp.convert(model, out, kind)
-            return out
+        if kind in self._llama_cpp.kinds:
+            return self._to_gguf(model, out, kind)
         with _removed_after(out.with_name(f"{out.stem}.plain.gguf")) as plain:
-            self._llama_cpp.convert(model, plain, _plain_kind(model))
-            self._llama_cpp.quantize(plain, out, kind)
+            self._llama_cpp.quantize(self._to_gguf(model, plain, _plain_kind(model)), out, kind)
+        return out
+
+    def _to_gguf(self, model: Path, out: Path, kind: str) -> Path:
+        """Convert a model directory, and name the tokens that end a turn, of which a converter may know but one."""
+        assert self._llama_cpp is not None
+        self._llama_cpp.convert(model, out, kind)
+        set_numbers(out, gguf_file.stop_keys(stop_tokens(self._tokenizer)))
         return out
 
 
@@ -292,11 +324,18 @@ def _convert_to_mlx(model: Path, out: Path, bits: int | None) -> None:
 
 
 @contextmanager
-def _copy_of_base(base: Path, place: Path) -> Generator[Path]:
+def _copy_of_base(base: Path, place: Path, llama_cpp: LlamaCpp | None) -> Generator[Path]:
     """The base for a converter of another program, which takes more from a directory than the model."""
+    if not _is_foreign(llama_cpp):
+        yield base
+        return
     with _removed_after(place):
         copy_model(base, place, link_weights=True)
         yield place
+
+
+def _is_foreign(llama_cpp: LlamaCpp | None) -> bool:
+    return llama_cpp is None or llama_cpp.is_foreign
 
 
 def _note_of_left_out(names: list[str]) -> list[str]:

@@ -108,7 +108,7 @@ def test_without_out_the_export_lies_beside_the_run(
     ],
 )
 def test_what_cannot_be_written_is_refused_before_any_work(export, option, value, said, monkeypatch, tmp_path):
-    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda given: None)
+    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda *_: None)
     monkeypatch.setattr(module, "export", pytest.fail)
     done = export("--to", "ollama", option, value)
     assert done.returncode == 2 and said in done.stderr
@@ -288,6 +288,7 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(export, opt
 
 def test_without_llama_cpp_the_error_says_how_to_get_it(export, tmp_path, monkeypatch):
     monkeypatch.delenv("DUALTUNE_LLAMA_CPP", raising=False)
+    monkeypatch.setattr("dualtune.export.llama_environment._is_installed", lambda module: False)
     done = export("--to", "gguf")
     assert done.returncode == 4 and "scripts/interop_llama.sh DIR" in done.stderr
     with pytest.raises(EnvironmentFault, match=r"is no environment with llama\.cpp"):

@@ -1,4 +1,4 @@
-"""An export stops where the training stopped: the tokens that end a turn are named wherever a program looks for them."""
+"""An export stops where the training stopped: its files name the tokens that end a turn, wherever a program looks."""
 
 import json
 import shutil
@@ -47,7 +47,9 @@ def assert_stops(model):
 
 
 @pytest.mark.parametrize("words", [("export", "--to", "hf"), ("export", "--to", "mlx"), ("adapter", "merge")])
-def test_the_files_of_a_merged_model_name_the_end_of_a_turn(words, base, adapter, tmp_path, dualtune_main, open_backend):
+def test_the_files_of_a_merged_model_name_the_end_of_a_turn(
+    words, base, adapter, tmp_path, dualtune_main, open_backend
+):
     open_backend("torch")
     command, options = (words[:1], words[1:]) if words[0] == "export" else (words, ())
     done = dualtune_main(*command, adapter, tmp_path / "out", "--base", base, "--platform", "cpu", *options)

@@ -40,7 +40,8 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
 @click.option("--system", metavar="TEXT", help="ollama: the system message.")
 @click.option(
     "--llama-cpp", type=click.Path(path_type=Path), envvar="DUALTUNE_LLAMA_CPP", show_envvar=True,
-    help="The environment with llama.cpp, made by scripts/interop_llama.sh.",
+    help="A checkout of llama.cpp, built or not, or an environment of scripts/interop_llama.sh.  [default: what is "
+    "installed: pip's gguf, llama-quantize, llama-cpp-python]",
 )  # fmt: skip
 @click.option("--without-base", is_flag=True, help="Do not quantize the base too, to compare what that costs.")
 @other_base_option
@@ -71,7 +72,7 @@ def command(
         if target != "ollama":
             raise ConfigError("--system: is for --to ollama. Others take the system message in each conversation")
         quoted(system, "--system")
-    tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
+    tools = find_llama_cpp(llama_cpp, kind) if target in ("gguf", "ollama", "lmstudio") else None
     run, whole_model = _run_of(directory), _whole_model(directory)
     if whole_model is None:
         base = base or _named_base(directory)

@@ -1,7 +1,7 @@
 """The tokens that end a trained turn, named in every file of a model where a program looks for them.
 
-A base checkpoint stops at the end of a text; tuned with a chat template, it stops at the end of a turn. transformers and
-vLLM read generation_config.json and the tokenizer's `eos_token`, mlx-lm config.json, llama.cpp's converter
+A base checkpoint stops at the end of a text; tuned with a chat template, it stops at the end of a turn. transformers
+and vLLM read generation_config.json and the tokenizer's `eos_token`, mlx-lm config.json, llama.cpp's converter
 tokenizer_config.json: a file that still names only the old token lets that program write on and on.
 """
 
@@ -49,7 +49,7 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
     except RowError:
         return None
     _, found, rest = text.rpartition(_ANSWER)
-    tokens = tokenizer.encode(rest, special=False).tolist() if found else []
+    tokens: list[int] = tokenizer.encode(rest, special=False).tolist() if found else []
     return next((token for token in tokens if token in tokenizer.stop_ids), None)
 
 
