@@ -13,6 +13,7 @@ from dualtune.base_model.config_file import (
     vocabulary_size,
 )
 from dualtune.base_model.copies import MODEL_FILES, copy_model, copy_without_weights, staged
+from dualtune.base_model.embeddings import untrained_rows
 from dualtune.base_model.fingerprint import fingerprint
 from dualtune.base_model.inside import file_in
 from dualtune.base_model.resolve import HUB_PATTERNS, find_weights, resolve_model
@@ -36,5 +37,6 @@ __all__ = [
     "resolve_model",
     "staged",
     "stored_precision",
+    "untrained_rows",
     "vocabulary_size",
 ]

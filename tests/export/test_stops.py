@@ -3,12 +3,15 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.config import Config
+from dualtune.base_model import untrained_rows
+from dualtune.config import Config, to_yaml
 from dualtune.data.tokens.stop_tokens import stop_tokens, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.run import run
@@ -97,3 +100,58 @@ def test_without_a_generation_config_one_is_written_with_what_the_config_says(ba
     write_stop_tokens(base)
     assert json.loads((base / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [END, EOS]}
     assert eos_of(base, "config.json", "text_config") == {"eos_token_id": [END, EOS]}
+
+
+# --- a token that the model never learned ----------------------------------------------------------------------------
+
+
+def write_rows_of(model, rows):
+    """Replace rows of the embedding and the output head, by token."""
+    tensors = load_file(model / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        for token, values in rows.items():
+            tensors[name][token] = values
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
+LIKE_OTHERS = np.linspace(0.5, 1.5, 32, dtype=np.float32) / 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "reason"),
+    [
+        ({END: 0.0}, (), "it is zero"),
+        ({END: 0.001 * LIKE_OTHERS}, (), "its norm is 0.0"),
+        ({END: LIKE_OTHERS, 3: LIKE_OTHERS, 0: LIKE_OTHERS}, (), "2 other reserved tokens have the same"),
+        ({END: LIKE_OTHERS, 3: LIKE_OTHERS}, (), None),
+        ({3: 0.0, EOS: 0.0}, (), None),  # neither ends a turn of this template
+        ({END: 0.0}, ("--set", "adapter.targets=[q_proj, lm_head]"), None),
+        ({END: 0.0}, ("--set", "adapter.method=full"), None),
+        ({END: 0.0}, ("--set", "data.template=none"), None),
+        ({EOS: 0.0}, ("--set", "data.template=none"), "it is zero"),
+    ],
+)
+def test_check_config_says_that_the_end_of_a_turn_is_untrained(
+    rows, options, reason, base, dualtune_main, make_config, write_rows, qa_rows, tmp_path
+):
+    write_rows_of(base, rows)
+    (tmp_path / "config.yaml").write_text(to_yaml(make_config(write_rows(qa_rows), model=base)))
+    words = ("check-config", tmp_path / "config.yaml", "--platform", "cpu", "--json", *options)
+    checks = json.loads(dualtune_main(*words).stdout)["checks"]
+    found = [check for check in checks if check["name"] == "stop token"]
+    assert [check["level"] for check in found] == (["advice"] if reason else [])
+    if reason:
+        names = ("lm_head.weight", "model.embed_tokens.weight")
+        assert all(f"{name}: {reason}" in found[0]["found"] for name in names)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_are_read_in_the_precision_of_the_file(dtype, base):
+    import torch
+    from safetensors.torch import load_file as load_torch
+    from safetensors.torch import save_file as save_torch
+
+    tensors = {n: x.to(getattr(torch, dtype)) for n, x in load_torch(base / "model.safetensors").items()}
+    tensors["lm_head.weight"][END] = 0
+    save_torch(tensors, base / "model.safetensors", {"format": "pt"})
+    assert untrained_rows(base, END, range(5)) == [("lm_head.weight", "it is zero")]
