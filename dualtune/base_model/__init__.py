@@ -16,7 +16,7 @@ from dualtune.base_model.copies import MODEL_FILES, copy_model, copy_without_wei
 from dualtune.base_model.embeddings import untrained_rows
 from dualtune.base_model.fingerprint import fingerprint
 from dualtune.base_model.inside import file_in
-from dualtune.base_model.resolve import HUB_PATTERNS, find_weights, resolve_model
+from dualtune.base_model.resolve import HUB_PATTERNS, find_weights, is_elsewhere, plain_name, resolve_model
 from dualtune.base_model.weights import BaseWeights, check_complete, has_weights
 
 __all__ = [
@@ -31,7 +31,9 @@ __all__ = [
     "find_weights",
     "fingerprint",
     "has_weights",
+    "is_elsewhere",
     "longest_text",
+    "plain_name",
     "position_table_size",
     "read_config",
     "resolve_model",

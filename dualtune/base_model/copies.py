@@ -1,7 +1,7 @@
 """Copies of a model directory: one to load from, one for merged weights, and one of the whole model.
 
-Every copy takes the names of MODEL_FILES and the checked weights, and nothing else: a stranger's directory may hold code,
-pickles, and links to private files.
+Every copy takes the names of MODEL_FILES and the checked weights, and nothing else: a stranger's directory may hold
+code, pickles, and links to private files.
 """
 
 from __future__ import annotations

@@ -32,16 +32,16 @@ BLOCK = 32  # numbers that share a scale in q8_0
 END_KEYS = ("eos", "eot", "eom")  # of tokenizer.ggml.…_token_id: llama.cpp stops at each
 
 
-class Family(NamedTuple):
+class Architecture(NamedTuple):
     """A family's name in GGUF, and whether its queries and keys are stored with the halves of a head interleaved."""
 
-    architecture: str
+    name: str
     interleaves: bool
 
 
 FAMILIES = {
-    "llama": Family("llama", True), "mistral": Family("llama", True), "qwen2": Family("qwen2", False),
-    "qwen3": Family("qwen3", False),
+    "llama": Architecture("llama", True), "mistral": Architecture("llama", True), "qwen2": Architecture("qwen2", False),
+    "qwen3": Architecture("qwen3", False),
 }  # fmt: skip
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5  # llama.cpp's types of tokens
 # How a tokenizer splits a text, by the name under which llama.cpp does the same.
@@ -98,7 +98,7 @@ def write(model: Path, out: Path, kind: str) -> None:
     """
     check(model)
     gguf, config, weights = gguf_package(), read_config(model), find_weights(model)
-    writer = gguf.GGUFWriter(out, FAMILIES[str(config["model_type"])].architecture)
+    writer = gguf.GGUFWriter(out, FAMILIES[str(config["model_type"])].name)
     _add_shape(writer, gguf, config, kind)
     _add_vocabulary(writer, model, int(config["vocab_size"]))
     readers = _readers(gguf, config, weights)
@@ -152,7 +152,7 @@ def unpack(file: Path, model: Path, out: Path) -> None:
 
 def _named_pairs(gguf: Any, config: Mapping[str, Any], weights: BaseWeights) -> list[tuple[str, str]]:
     """Return (name in the model, name in GGUF) of each tensor. ConfigError for one that the architecture lacks."""
-    architecture = FAMILIES[str(config["model_type"])].architecture
+    architecture = FAMILIES[str(config["model_type"])].name
     [number] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     table = gguf.get_tensor_name_map(number, int(config["num_hidden_layers"]))
     pairs = list[tuple[str, str]]()
@@ -195,7 +195,7 @@ def _read(tensor: StoredTensor) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else values.astype(np.float32)
 
 
-def _heads(name: str, config: Mapping[str, Any], family: Family) -> int | None:
+def _heads(name: str, config: Mapping[str, Any], family: Architecture) -> int | None:
     """Return the number of heads of a tensor whose rows GGUF orders in another way; None for the others."""
     if not family.interleaves:
         return None

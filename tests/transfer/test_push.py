@@ -77,7 +77,7 @@ def test_a_push_reads_an_adapter_no_more_often_than_its_checks_need(tmp_path):
 
 @pytest.mark.parametrize("where", ["share/first", "share/first.tar", "share/first.dualtune"])
 def test_a_run_goes_to_a_directory_and_is_continued_elsewhere(place, dualtune_main, tiny_softmax, where):
-    pushed = dualtune_main("push", where, "runs/first")
+    pushed = dualtune_main("push", where, "runs/first", "--run")
     assert (pushed.returncode, pushed.stderr) == (0, "")
     assert names_in(place / "share") == ["first/bundle.tar" if where == "share/first" else where.removeprefix("share/")]
     assert f"sent        {where}" in pushed.stdout and "checkpoint after step 4" in pushed.stdout
