@@ -24,7 +24,7 @@ from dualtune.data.tokens.tokenizer_vetting import MAX_FILE_BYTES, MAX_STRUCTURE
 from dualtune.errors import ConfigError, FormatError
 from dualtune.extras import import_extra
 from dualtune.io.fields import shown
-from dualtune.io.tensors import StoredForm, bytes_of, write_safetensors
+from dualtune.io.tensors import StoredForm, bytes_of, write_model_weights
 from dualtune.io.untrusted import read_json
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
@@ -144,7 +144,7 @@ def unpack(file: Path, model: Path, out: Path) -> None:
 
     copy_without_weights(model, out)
     (out / "config.json").write_text(json.dumps({**config, "dtype": "float32", "torch_dtype": "float32"}), "utf-8")
-    write_safetensors(out / "model.safetensors", forms, read, {"format": "pt"})
+    write_model_weights(out, forms, read)
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------

@@ -91,6 +91,18 @@ def test_modules_to_save_that_were_not_trained_are_copies_too(base, tmp_path):
         import_adapter(saved, base=base)
 
 
+@pytest.mark.parametrize("name", ["/home/somebody/llama", "unsloth/llama-3-8b-bnb-4bit"])
+def test_the_base_of_an_import_is_written_where_the_named_one_is_of_no_use(name, base, tmp_path, dualtune_main):
+    saved = saved_by_peft(base, tmp_path / "a")
+    config = json.loads((saved / "adapter_config.json").read_text()) | {"base_model_name_or_path": name}
+    (saved / "adapter_config.json").write_text(json.dumps(config))
+    done = dualtune_main("adapter", "import", saved, tmp_path / "out", "--base", base, "--json")
+    assert done.returncode == 0, done.stderr
+    [warning] = json.loads(done.stdout)["warnings"]
+    assert name in warning and str(base) in warning
+    assert read_adapter(tmp_path / "out").base_model == str(base)
+
+
 def test_an_adapted_output_head_with_its_base_layer_computes_as_in_peft(base, tmp_path, dualtune_main):
     if json.loads((base / "config.json").read_text())["tie_word_embeddings"]:
         pytest.skip("a tied head is not adapted")

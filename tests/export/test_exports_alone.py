@@ -86,6 +86,27 @@ def test_the_base_is_the_one_that_the_adapter_names(dualtune_main, adapter, tiny
     assert json.loads((tmp_path / "out" / "export.json").read_text())["base"] == str(tiny_llama)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/home/somebody/models/llama", "a path of another machine"),
+        ("C:\\models\\llama", "a path of another machine"),
+        ("../llama", "a path of another machine"),
+        ("unsloth/llama-3-8b-bnb-4bit", "--base unsloth/llama-3-8b"),
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "--base unsloth/Qwen3-8B"),
+        ("mlx-community/Qwen3-8B-4bit", "--base mlx-community/Qwen3-8B"),
+        ("TheBloke/Mistral-7B-v0.1-GPTQ", "--base TheBloke/Mistral-7B-v0.1"),
+    ],
+)
+def test_a_base_that_cannot_be_found_by_its_name_is_asked_for(name, said, dualtune_main, adapter, tmp_path):
+    unnamed_adapter = read_adapter(adapter)
+    shutil.rmtree(adapter)
+    write_adapter(adapter, replace(unnamed_adapter, base_model=name))
+    done = dualtune_main("export", adapter, tmp_path / "out", "--to", "hf", "--platform", "cpu")
+    assert done.returncode == 2 and said in done.stderr and "--base MODEL" in done.stderr
+    assert name in done.stderr
+
+
 @pytest.mark.parametrize(("given", "place"), [(".", "run-hf"), ("adapter", "run-hf"), ("../other", "other-hf")])
 def test_without_out_the_export_lies_beside_the_run(
     given, place, dualtune_main, adapter, tiny_llama, tmp_path, open_backend, monkeypatch

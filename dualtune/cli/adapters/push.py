@@ -54,9 +54,7 @@ def command(
         say(f"source      {source}: the run in runs/ that was written to last")
     choice = PushRequest(source, step, adapter, tokenizer, key, to_resume)
     if sends_adapter(choice):
-        say(
-            f"sending     the adapter of {source}: the run has ended. To resume it, send its checkpoint: --run"
-        )
+        say(f"sending     the adapter of {source}: the run has ended. To resume it, send its checkpoint: --run")
     with transferring("sending", retries) as patience:
         done = push(target, choice, force=force, public=public, patience=patience)
     for note in done.notes:
