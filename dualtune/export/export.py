@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from dualtune.adapter.formats.directory import Adapter, read_adapter
+from dualtune.adapter.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.backend import Backend, Engine
 from dualtune.base_model import copy_model, read_config, resolve_model, stored_precision
 from dualtune.data.tokens.stop_tokens import stop_tokens
@@ -25,6 +25,7 @@ from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.fingerprints import without_adapter
 from dualtune.evaluate.inference import load_model
 from dualtune.export import gguf_file
+from dualtune.export.card import CARD, card
 from dualtune.export.deviation import (
     LOST,
     Deviation,
@@ -35,6 +36,7 @@ from dualtune.export.deviation import (
     prompts_of,
 )
 from dualtune.export.gguf_keys import set_numbers
+from dualtune.export.held_out import HeldOut, last_evaluation, manifest_of, open_held_out
 from dualtune.export.llama_environment import PLAIN, QUANTIZED, LlamaCpp, last_line
 from dualtune.export.merge import (
     check_base,
@@ -88,6 +90,17 @@ class Request:
     system: str | None = None  # ollama: the system message
     other_base: bool = False  # whether the base may be another one than that of the training
     compares_base: bool = True  # whether the base is quantized too, to compare what that costs
+    run: Path | None = None  # the run whose held-out rows the export is evaluated on; None: it is not
+
+
+@dataclass(slots=True)
+class HeldOutLosses:
+    """Mean losses on the rows that the run held out, in nats; None where nothing was measured."""
+
+    run: float | None = None  # of the run's last evaluation
+    merged: float | None = None  # of the merged model, or of the one that was trained whole
+    written: float | None = None  # of what was written, if that is not the merged model
+    unknown: str | None = None  # why the export was not evaluated
 
 
 @dataclass(slots=True)
@@ -101,6 +114,9 @@ class Exported:
     lost: float | None = None  # the merge's share of what the adapter changes that it loses
     result: Deviation | None = None  # of what was written from base and adapter, if it is not the merged model
     base: Deviation | None = None  # of the base, quantized alike, from the base
+    loss: HeldOutLosses = field(default_factory=HeldOutLosses)
+    stops: list[str] = field(default_factory=lambda: [])  # the texts of the tokens that end an answer
+    trained_on: str | None = None  # the form of the base in the adapter's training: none, nf4, …; None: not recorded
     notes: list[str] = field(default_factory=lambda: [])
 
 
@@ -126,6 +142,7 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
         if not request.other_base:
             check_base(adapter, base)
     exported = Exported()
+    held_out = _held_out(request, adapter, base, exported)
 
     def write(directory: Path) -> None:
         is_plain = request.target == "hf" and request.kind == "none"
@@ -136,14 +153,15 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
         if adapter is None:
             exported.notes += _note_of_left_out(copy_model(base, merged, link_weights=not is_plain))
             tell(f"stops at    {named_stops(merged)}")
-            expected = _expected_of_model(base, backend)
+            expected = _expected_of_model(base, backend, held_out, exported)
         else:
-            expected = _merge(request, adapter, base, merged, backend, exported, tell)
+            expected = _merge(request, adapter, base, merged, backend, held_out, exported, tell)
         checked = base if adapter is None else merged  # with the weights themselves, not links to them
-        made = _Maker(request, backend, llama_cpp, expected, tell)
+        made = _Maker(request, backend, llama_cpp, expected, held_out, tell)
         if not is_plain:
             written = made.write(merged if _is_foreign(llama_cpp) else checked, directory)
             exported.result = made.distance(expected.tuned, written, checked)
+            exported.loss.written = made.loss
             if expected.base is not None and made.quantizes and request.compares_base:
                 exported.base = made.distance_of_base(expected.base, base, directory)
         else:
@@ -151,6 +169,9 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
         if merged.exists():
             shutil.rmtree(merged)
         exported.notes += [note for note in (adapter and note_of_base(adapter), *made.notes) if note]
+        exported.stops = stop_tokens(expected.tokenizer).texts
+        if adapter is not None or not (directory / CARD).exists():  # the author's own one stays
+            write_file(directory / CARD, card(request.name, _record(request, exported)))
         exported.files = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
         write_file(directory / RECORD, json.dumps(_record(request, exported), indent=2) + "\n")
 
@@ -158,8 +179,25 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
     return exported
 
 
-def _expected_of_model(model: Path, backend: Backend) -> Expected:
+def _held_out(request: Request, adapter: Adapter | None, base: Path, exported: Exported) -> HeldOut | None:
+    """Return the held-out rows of the run, and note its last evaluation, or why the export cannot be evaluated."""
+    metadata = adapter.metadata if adapter else manifest_of(base)
+    exported.loss.run = last_evaluation(metadata)
+    recorded: dict[str, Any] = metadata.get("base") or {}
+    exported.trained_on = recorded.get("loaded_as")
+    if request.run is None:
+        return None
+    found = open_held_out(request.run, base, adapter, adapter and adapter_directory(request.adapter))
+    if isinstance(found, str):
+        exported.loss.unknown = found
+        return None
+    return found
+
+
+def _expected_of_model(model: Path, backend: Backend, held_out: HeldOut | None, exported: Exported) -> Expected:
     loaded = load_model(backend, str(model), dtype="float32")
+    if held_out is not None:
+        exported.loss.merged = held_out.loss(loaded.engine)
     prompts = prompts_of(loaded.tokenizer)
     expected = Expected(loaded.tokenizer, prompts, logprobs(loaded.engine, prompts))
     del loaded
@@ -168,8 +206,9 @@ def _expected_of_model(model: Path, backend: Backend) -> Expected:
 
 
 def _merge(
-    request: Request, adapter: Adapter, base: Path, out: Path, backend: Backend, exported: Exported, tell: Tell
-) -> Expected:
+    request: Request, adapter: Adapter, base: Path, out: Path, backend: Backend, held_out: HeldOut | None,
+    exported: Exported, tell: Tell,
+) -> Expected:  # fmt: skip
     """Write the merged model, load it again, and compare it with base and adapter."""
     loaded = load_model(backend, str(base), request.adapter, dtype="float32", quantization="none")
     if not request.other_base:
@@ -184,7 +223,12 @@ def _merge(
     write_merged(engine, adapter, out, tell)
     del engine
     gc.collect()
-    merged = logprobs(load_model(backend, str(out), dtype="float32", quantization="none").engine, prompts)
+    engine = load_model(backend, str(out), dtype="float32", quantization="none").engine
+    merged = logprobs(engine, prompts)
+    if held_out is not None:
+        tell("evaluating  the merged model on the rows that the run held out")
+        exported.loss.merged = held_out.loss(engine)
+    del engine
     gc.collect()
     effect, merge = deviation(before, tuned), deviation(tuned, merged)
     lost = lost_share(merge, effect)
@@ -217,10 +261,12 @@ class _Maker:
     """Converts a model directory for the target, and computes with the result."""
 
     def __init__(
-        self, request: Request, backend: Backend, llama_cpp: LlamaCpp | None, expected: Expected, tell: Tell
-    ) -> None:
+        self, request: Request, backend: Backend, llama_cpp: LlamaCpp | None, expected: Expected,
+        held_out: HeldOut | None, tell: Tell,
+    ) -> None:  # fmt: skip
         self._request, self._backend, self._llama_cpp = request, backend, llama_cpp
         self._tokenizer, self._prompts, self._tell = expected.tokenizer, expected.prompts, tell
+        self._held_out, self.loss = held_out, None  # of what was written first, which is the tuned model
         self.notes: list[str] = []
 
     @property
@@ -268,7 +314,10 @@ class _Maker:
             return deviation(expected, self._logprobs(plain))
 
     def _logprobs(self, model: Path) -> Logprobs:
-        return logprobs(load_model(self._backend, str(model), dtype="float32").engine, self._prompts)
+        engine = load_model(self._backend, str(model), dtype="float32").engine
+        if self._held_out is not None:
+            self.loss, self._held_out = self._held_out.loss(engine), None
+        return logprobs(engine, self._prompts)
 
     def distance_of_base(self, expected: Logprobs, base: Path, scratch: Path) -> Deviation | None:
         """Return how far the base without the adapter, quantized alike, is from the base."""
@@ -363,5 +412,6 @@ def _record(request: Request, exported: Exported) -> dict[str, Any]:
             "written from adapter": exported.result and asdict(exported.result),
             "base, quantized alike, from base": exported.base and asdict(exported.base),
         },
-        "lost_share_of_merge": exported.lost, "notes": exported.notes,
+        "lost_share_of_merge": exported.lost, "loss": asdict(exported.loss), "stops": exported.stops,
+        "trained_on": exported.trained_on, "notes": exported.notes,
     }  # fmt: skip

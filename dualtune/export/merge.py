@@ -87,7 +87,10 @@ def note_of_base(adapter: Adapter) -> str | None:
     trained_on = recorded.get("loaded_as", "none")
     if trained_on == "none":
         return None
-    return f"note: the adapter was trained on a base in {trained_on}, and is merged into the plain weights"
+    return (
+        f"note: the adapter was trained on a base in {trained_on}, and is merged into the original weights, not into "
+        "the dequantized ones: the loss may differ from that of the training"
+    )
 
 
 def check_free(out: Path) -> None:

@@ -181,7 +181,7 @@ def test_the_package_alone_exports_and_computes_what_it_has_written(export, tmp_
     distances = json.loads((tmp_path / "out/export.json").read_text())["divergence_nats"]
     assert 0 < distances["written from adapter"]["kl"] < 0.1 * distances["adapter from base"]["kl"]
     assert distances["base, quantized alike, from base"]["kl"] > 0
-    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["export.json", "out-Q8_0.gguf"]
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["README.md", "export.json", "out-Q8_0.gguf"]
     done = export("--to", "ollama", "--quantize", "f32", "--without-base", out=tmp_path / "ollama")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "ollama/Modelfile").read_text()
