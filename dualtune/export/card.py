@@ -28,7 +28,7 @@ def card(name: str, record: Mapping[str, Any]) -> str:
     table: dict[str, Any] = {"library_name": _LIBRARIES[record["target"]], "tags": ["dualtune"]}
     if base and _HUB_NAME.fullmatch(base):
         table |= {"base_model": base, "base_model_relation": "finetune"}
-    whole = "A model that was trained whole" if base is None else f"`{_safe(_last(base))}` with a LoRA adapter merged"
+    whole = "A model that was trained whole" if base is None else f"{_code(_last(base))} with a LoRA adapter merged"
     parts = [
         f"---\n{yaml.safe_dump(table, sort_keys=True, allow_unicode=True)}---",
         f"# {_safe(name)}",
@@ -36,7 +36,7 @@ def card(name: str, record: Mapping[str, Any]) -> str:
         _merge(record),
         _rows("Loss on the rows that the run held out, nats", _losses(record["loss"])),
         _rows("Distances on fixed prompts, mean KL in nats", _distances(record["divergence_nats"])),
-        f"An answer ends with {', '.join(f'`{_safe(text)}`' for text in record['stops'])}." if record["stops"] else "",
+        f"An answer ends with {', '.join(map(_code, record['stops']))}." if record["stops"] else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -48,8 +48,8 @@ def _merge(record: Mapping[str, Any]) -> str:
     if trained_on == "none":
         return "The adapter was trained on the base's own weights, and is merged into them."
     return (
-        f"The adapter was trained on the base in {_safe(trained_on)} (QLoRA), and is merged into the original weights, not "
-        "into the dequantized ones that it was trained on: the loss may differ from that of the training."
+        f"The adapter was trained on the base in {_safe(trained_on)} (QLoRA), and is merged into the original weights, "
+        "not into the dequantized ones that it was trained on: the loss may differ from that of the training."
     )
 
 
@@ -78,5 +78,10 @@ def _last(base: str) -> str:
 
 
 def _safe(text: object) -> str:
-    """Return a text that neither ends a cell of a table nor a code span."""
-    return re.sub(r"[|`<>\r\n]", " ", str(text)) if "<|" not in str(text) else re.sub(r"[`\r\n]", " ", str(text))
+    """Return a text without what ends a cell of a table or begins markup."""
+    return re.sub(r"[|`<>\r\n]", " ", str(text))
+
+
+def _code(text: str) -> str:
+    """Return a text as a span of code."""
+    return f"`{re.sub(chr(96), ' ', ' '.join(text.split()))}`"

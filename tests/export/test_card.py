@@ -55,7 +55,7 @@ def test_without_the_data_the_export_is_written_and_says_what_is_missing(trained
 
 
 def record_of(**changes):
-    nothing = {key: None for key in ("run", "merged", "written", "unknown")}
+    nothing = dict.fromkeys(("run", "merged", "written", "unknown"))
     distances = dict.fromkeys(
         ("adapter from base", "merged from adapter", "written from adapter", "base, quantized alike, from base")
     )

@@ -23,6 +23,7 @@ from dualtune.export import export as module
 from dualtune.export.deviation import LOST, deviation, lost_share
 from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
 from dualtune.export.ollama import TEMPLATES, modelfile, template_for
+from dualtune.export.request import KINDS
 from dualtune.train.run import run
 from dualtune_torch.weights.nf4 import unpack
 
@@ -291,7 +292,7 @@ def test_a_backend_without_nf4_says_so_before_it_merges(export, open_backend, tm
 
 
 def test_the_command_offers_each_target():
-    assert set(TARGETS) == module.KINDS.keys()
+    assert set(TARGETS) == KINDS.keys()
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from dualtune.cli.options import backend_for, json_option, other_base_option, pl
 from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.export.export import Exported
+    from dualtune.export.request import Exported
 
-TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export, which has them too, is imported late
+TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.request, which has them too, is imported late
 
 
 @click.command("export")
@@ -65,9 +65,10 @@ def command(
     """
     from dualtune.cli.output.screen import phases
     from dualtune.errors import ConfigError
-    from dualtune.export.export import KINDS, RECORD, Request, export
+    from dualtune.export.export import RECORD, export
     from dualtune.export.llama_environment import find_llama_cpp
     from dualtune.export.ollama import quoted
+    from dualtune.export.request import KINDS, Request
 
     kind = quantize or KINDS[target][0]
     if kind not in KINDS[target]:
