@@ -27,7 +27,7 @@ MODEL_FILES = (
     "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
     "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model", "tekken.json",
     "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt",
-    "preprocessor_config.json", "processor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
     "NOTICE.txt", "NOTICE.md", "USE_POLICY.md",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # a directory of further templates, as transformers reads it
@@ -35,6 +35,9 @@ TEMPLATES = "additional_chat_templates"  # a directory of further templates, as 
 OF_THE_WHOLE = ("README.md", "dualtune.json")
 MAX_COPIED_BYTES = 64 << 20
 MAX_TEMPLATES = 64
+MAX_VOCABULARIES = 8
+# The vocabularies of SentencePiece and tiktoken, whatever they are called.
+_VOCABULARY = re.compile(r"[\w-][\w.-]{0,99}\.(model|model\.v\d|tiktoken)", re.ASCII)
 _TEMPLATE = re.compile(r"[\w-]{1,100}\.jinja", re.ASCII)
 
 
@@ -99,6 +102,10 @@ def copy_model(source: Path, target: Path, *, link_weights: bool = False) -> lis
 def _names(source: Path) -> list[str]:
     """Return the names of MODEL_FILES and of further templates that are there, also as broken links."""
     names = [name for name in MODEL_FILES if os.path.lexists(source / name)]
+    others = {path.name for path in source.iterdir() if _VOCABULARY.fullmatch(path.name)} - {*names}
+    if len(others) > MAX_VOCABULARIES:
+        raise FormatError(f"{source}: {len(others)} vocabularies of tokenizers, at most {MAX_VOCABULARIES} are copied")
+    names += sorted(others)
     if not (source / TEMPLATES).is_dir():
         return names
     templates = [path.name for path in (source / TEMPLATES).iterdir() if _TEMPLATE.fullmatch(path.name)]

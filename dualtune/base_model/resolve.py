@@ -10,7 +10,7 @@ from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import EnvironmentFault
 
 # No `*.py` and no pickle: a base model is data, never code.
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 # The same weights again under their publisher's names (Mistral, Llama): they would double the download.
 CONSOLIDATED = "consolidated*.safetensors"
 _LOCAL = re.compile(r"[/~.]|[A-Za-z]:|file:")

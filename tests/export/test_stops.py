@@ -8,9 +8,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoTokenizer, GenerationConfig
 
+from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.spec import AdapterSpec, init_adapter
-from dualtune.base_model import untrained_rows
+from dualtune.base_model import copy_without_weights, untrained_rows
 from dualtune.config import Config, to_yaml
 from dualtune.data.tokens.stop_tokens import stop_tokens, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -100,6 +101,27 @@ def test_without_a_generation_config_one_is_written_with_what_the_config_says(ba
     write_stop_tokens(base)
     assert json.loads((base / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": [END, EOS]}
     assert eos_of(base, "config.json", "text_config") == {"eos_token_id": [END, EOS]}
+
+
+OTHER_FILES = (
+    "tekken.json", "tiktoken.model", "qwen.tiktoken", "tokenizer.model", "preprocessor_config.json",
+    "processor_config.json", "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_own_template", [True, False])
+def test_every_file_of_the_tokenizer_travels(is_own_template, base, tmp_path):
+    """An additional template belongs to the base's default one: with another, transformers would take it for tools."""
+    for name in OTHER_FILES:
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text("{}")
+    (base / "secret.txt").write_text("not a file of a model")
+    copy_without_weights(base, tmp_path / "copy")
+    assert all((tmp_path / "copy" / name).read_text() == "{}" for name in OTHER_FILES)
+    assert not (tmp_path / "copy/secret.txt").exists()
+    source = TURNS if not is_own_template else (base / "chat_template.jinja").read_text()
+    assert write_training_template(tmp_path / "copy", source, {}).startswith("of the training")
+    assert (tmp_path / "copy" / OTHER_FILES[-1]).exists() == is_own_template
 
 
 # --- a token that the model never learned ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ for it under the same name.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from dualtune.io.disk import json_bytes
 from dualtune.io.untrusted import open_file, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
 MAX_TEMPLATE_BYTES = 1 << 20  # the size of the longest template that is allowed
 NONE = "none"  # instead of a hash: trained without a template
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -80,7 +82,7 @@ def mismatch(trained: str | None, used: str) -> str | None:
 def write_training_template(model: Path, template: str | None, metadata: Mapping[str, Any]) -> str:
     """Write the training's template into the merged model, a copy of the base; return a note on what was done.
 
-    If the template is not recorded, the base's remains.
+    If the template is not recorded, the base's remains. The base's additional templates remain if its default does.
     """
     trained = recorded_hash(template, metadata)
     if template is None and trained != NONE:
@@ -90,6 +92,8 @@ def write_training_template(model: Path, template: str | None, metadata: Mapping
         return (
             f"the base's, but the adapter was trained with another ({fields.shown(trained)}), which it does not contain"
         )
+    if template != _source_in(model) and (model / ADDITIONAL_TEMPLATES).is_dir():
+        shutil.rmtree(model / ADDITIONAL_TEMPLATES)  # of the base's way to write a chat; one of them is taken for tools
     _replace(model, template)
     return "none, as in the training" if template is None else f"of the training, in {TEMPLATE_FILE}"
 
