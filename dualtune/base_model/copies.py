@@ -1,7 +1,7 @@
 """Copies of a model directory: one to load from, one for merged weights, and one of the whole model.
 
-Every copy takes the names of MODEL_FILES and the checked weights, and nothing else: a stranger's directory may hold code,
-pickles, and links to private files.
+Every copy takes the names of MODEL_FILES and the checked weights, and nothing else: a stranger's directory may hold
+code, pickles, and links to private files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dualtune.base_model.config_file import check_storage, config_for_loaders, read_config
-from dualtune.base_model.inside import file_in
 from dualtune.base_model.weights import INDEX, SINGLE, BaseWeights, weights_in
 from dualtune.errors import FormatError
+from dualtune.io.inside import file_in
 from dualtune.io.untrusted import open_file
 from dualtune.text.redaction import SecretSearch
 
