@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dualtune.base_model.config_file import check_storage, config_for_loaders, read_config
-from dualtune.base_model.inside import file_in
 from dualtune.base_model.weights import INDEX, SINGLE, BaseWeights, weights_in
 from dualtune.errors import FormatError
+from dualtune.io.inside import file_in
 from dualtune.io.untrusted import open_file
 from dualtune.text.redaction import SecretSearch
 
@@ -27,8 +27,8 @@ MODEL_FILES = (
     "config.json", "generation_config.json", "chat_template.jinja", "chat_template.json", "tokenizer.json",
     "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "tokenizer.model", "tekken.json",
     "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt",
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
-    "NOTICE.txt", "NOTICE.md", "USE_POLICY.md",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "LICENSE",
+    "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "NOTICE.md", "USE_POLICY.md",
 )  # fmt: skip
 TEMPLATES = "additional_chat_templates"  # a directory of further templates, as transformers reads it
 # What describes this very model, with its weights as they are: not copied to a merged one.

@@ -1,4 +1,4 @@
-"""Copies of a stranger's model directory: only the files of a model leave it, whatever links and code lie beside them."""
+"""Copies of a stranger's model directory: only the files of a model leave it, not links and code."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import pytest
 
 from dualtune.base_model import copy_model
 from dualtune.errors import FormatError
+from dualtune.transfer.bundles.pack import pack
 
 FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"}
 
@@ -119,3 +120,15 @@ def test_another_program_s_converter_sees_only_the_model(
     assert done.returncode == 0, done.stderr
     assert {*seen.read_text().split()} == FILES
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "adapters.safetensors", "dualtune.json"])
+def test_a_link_out_of_an_adapter_s_directory_is_not_packed(place, key, name):
+    """A template would be copied into merged models too."""
+    adapter = place / "adapter"
+    (adapter / "dualtune.json").unlink()  # which would notice that the file was added
+    moved = shutil.move(adapter / name, key.parent) if (adapter / name).exists() else key
+    (adapter / name).symlink_to(moved)
+    with pytest.raises(FormatError, match=r"outside of the adapter directory|dualtune\.json"):
+        pack(adapter, place / "bundle.tar")
+    assert not (place / "bundle.tar").exists()

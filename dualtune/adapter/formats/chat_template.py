@@ -7,6 +7,7 @@ for it under the same name.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, cast
 from dualtune.errors import FormatError
 from dualtune.io import fields
 from dualtune.io.disk import json_bytes
+from dualtune.io.inside import file_in
 from dualtune.io.untrusted import open_file, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -33,9 +35,9 @@ def hash_of(source: str) -> str:
 
 def read_template(directory: Path) -> str | None:
     """Return the template in a directory, None if there is none. FormatError if it is too large or not text."""
-    path = directory / TEMPLATE_FILE
-    if not path.exists():
+    if not os.path.lexists(directory / TEMPLATE_FILE):
         return None
+    path = file_in(directory, TEMPLATE_FILE, "adapter")  # it is copied to merged models and bundles
     with open_file(path) as file:
         data = file.read(MAX_TEMPLATE_BYTES + 1)
     if len(data) > MAX_TEMPLATE_BYTES:
