@@ -12,6 +12,7 @@ from dualtune.base_model import copy_model
 from dualtune.errors import FormatError
 from dualtune.transfer.bundles.pack import pack
 
+OURS = {"README.md", "generation_config.json"}  # the card, and where an answer ends
 FILES = {"config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"}
 
 
@@ -96,7 +97,8 @@ def test_an_export_of_a_whole_model_takes_only_the_model(model, key, tmp_path, d
     done = dualtune_main("export", model, tmp_path / "out", "--to", "hf", "--platform", "cpu")
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert {*record["files"]} == FILES == {path.name for path in (tmp_path / "out").iterdir()} - {"export.json"}
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {*record["files"]} == FILES | OURS == written - {"export.json"}
     assert all(name in record["notes"][0] for name in left_out)
     (model / "LICENSE.txt").symlink_to(key)
     refused = dualtune_main("export", model, tmp_path / "refused", "--to", "hf", "--platform", "cpu")
@@ -118,7 +120,7 @@ def test_another_program_s_converter_sees_only_the_model(
     monkeypatch.setattr(sys, "executable", str(script))
     done = dualtune_main("export", model, tmp_path / "out", "--to", "mlx", "--platform", "cpu")
     assert done.returncode == 0, done.stderr
-    assert {*seen.read_text().split()} == FILES
+    assert {*seen.read_text().split()} == FILES | {"generation_config.json"}
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
 
