@@ -213,10 +213,12 @@ def test_a_checkout_converts_and_its_quantizer_or_an_installed_one_quantizes(exp
     checkout = tmp_path / "llama.cpp"
     (checkout / "build/bin").mkdir(parents=True)
     writer = (
-        "import argparse, pathlib\nfrom dualtune.export.gguf_file import write\np = argparse.ArgumentParser()\n"
+        "import argparse, pathlib\nfrom dualtune.export.gguf_file import write\n"
+        "from dualtune.export.gguf_keys import set_numbers\np = argparse.ArgumentParser()\n"
         "p.add_argument('model', type=pathlib.Path)\np.add_argument('--outtype', default='f32')\n"
         "p.add_argument('--outfile', type=pathlib.Path)\np.add_argument('--vocab-only', action='store_true')\n"
-        "a = p.parse_args()\nif not a.vocab_only: write(a.model, a.outfile, a.outtype)\n"
+        "a = p.parse_args()\nif not a.vocab_only:\n    write(a.model, a.outfile, a.outtype)\n"
+        "    set_numbers(a.outfile, {'tokenizer.ggml.eos_token_id': 2, 'tokenizer.ggml.eot_token_id': 0})\n"
     )
     (checkout / "convert_hf_to_gguf.py").write_text(writer)
     program = checkout / "build/bin/llama-quantize"
@@ -226,7 +228,8 @@ def test_a_checkout_converts_and_its_quantizer_or_an_installed_one_quantizes(exp
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     done = export("--to", "gguf", "--quantize", "q4_k_m", "--llama-cpp", checkout, "--without-base")
     assert done.returncode == 0, done.stderr
-    assert fields(tmp_path / "out/out-Q4_K_M.gguf")["tokenizer.ggml.eot_token_id"] == EOS
+    found = fields(tmp_path / "out/out-Q4_K_M.gguf")
+    assert (found["tokenizer.ggml.eos_token_id"], found["tokenizer.ggml.eot_token_id"]) == (END, EOS)
     (tmp_path / "programs").mkdir()
     program.rename(tmp_path / "programs/llama-quantize")
     monkeypatch.setenv("PATH", f"{tmp_path / 'programs'}{os.pathsep}{os.environ['PATH']}")
