@@ -217,7 +217,7 @@ class MlxEngine:
         if isinstance(self.model, gpt2.Model):
             weights = gpt2.as_stored(weights)
         copy_without_weights(self._request.model_dir, path)
-        write_weights(path / "model.safetensors", weights)
+        write_weights(path, weights)
 
     def _next_logits(self, tokens: list[int], held: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""

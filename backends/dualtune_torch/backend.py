@@ -130,7 +130,7 @@ class TorchBackend:
         return time_lora_backward(self.device, *sizes, rounds)
 
     def write_nf4(self, source: Path, out: Path) -> None:
-        """See `dualtune.export.export.WritesNf4`."""
+        """See `dualtune.export.request.WritesNf4`."""
         nf4.write_model(source, out, self.device)
 
     def profile(self, work: Callable[[], object], directory: Path) -> Profile:

@@ -267,7 +267,7 @@ class TorchEngine:
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         copy_without_weights(self._request.model_dir, path)
         with self._together():
-            write_merged(path / "model.safetensors", tensors)
+            write_merged(path, tensors)
 
     def _graphs_for(self, kernels: str) -> MicroStepGraphs | None:
         if kernels != "graph":

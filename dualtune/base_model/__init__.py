@@ -12,27 +12,33 @@ from dualtune.base_model.config_file import (
     stored_precision,
     vocabulary_size,
 )
-from dualtune.base_model.copies import copy_without_weights, staged
+from dualtune.base_model.copies import MODEL_FILES, copy_model, copy_without_weights, staged
+from dualtune.base_model.embeddings import untrained_rows
 from dualtune.base_model.fingerprint import fingerprint
-from dualtune.base_model.inside import file_in
-from dualtune.base_model.resolve import HUB_PATTERNS, find_weights, resolve_model
+from dualtune.base_model.resolve import HUB_PATTERNS, find_weights, is_elsewhere, plain_name, resolve_model
 from dualtune.base_model.weights import BaseWeights, check_complete, has_weights
+from dualtune.io.inside import file_in
 
 __all__ = [
     "HUB_PATTERNS",
     "MAX_CONFIG_BYTES",
+    "MODEL_FILES",
     "BaseWeights",
     "check_complete",
+    "copy_model",
     "copy_without_weights",
     "file_in",
     "find_weights",
     "fingerprint",
     "has_weights",
+    "is_elsewhere",
     "longest_text",
+    "plain_name",
     "position_table_size",
     "read_config",
     "resolve_model",
     "staged",
     "stored_precision",
+    "untrained_rows",
     "vocabulary_size",
 ]

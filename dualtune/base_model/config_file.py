@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.base_model.inside import file_in
 from dualtune.base_model.weights import BaseWeights, has_weights, weights_in
 from dualtune.errors import ConfigError, FormatError
 from dualtune.io import fields
 from dualtune.io.fields import shown
+from dualtune.io.inside import file_in
 from dualtune.io.untrusted import read_json
 
 MAX_CONFIG_BYTES = 4 << 20

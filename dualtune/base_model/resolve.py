@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from dualtune.base_model.config_file import check_storage, read_config
@@ -9,9 +10,11 @@ from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import EnvironmentFault
 
 # No `*.py` and no pickle: a base model is data, never code.
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 # The same weights again under their publisher's names (Mistral, Llama): they would double the download.
 CONSOLIDATED = "consolidated*.safetensors"
+_LOCAL = re.compile(r"[/~.]|[A-Za-z]:|file:")
+_FEW_BITS = re.compile(r"(?:-unsloth)?-bnb-4bit(?:-\w+)?$|-[2-8]-?bit$|-(?:AWQ|GPTQ)(?:-\w+)*$", re.IGNORECASE)
 NOT_FROM_HUB = [CONSOLIDATED, "original/*"]
 
 
@@ -34,6 +37,19 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     else:
         read_config(path)
     return path
+
+
+def is_elsewhere(name: str) -> bool:
+    """Return whether a name is a path, of this machine or another, at which there is no directory."""
+    looks_local = _LOCAL.match(name) or name.count("/") > 1 or "\\" in name or "…" in name
+    return bool(looks_local) and not Path(name).expanduser().is_dir()
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the ending of a copy in few bits, as `unsloth/llama-3-8b-bnb-4bit` has one."""
+    if Path(name).expanduser().is_dir():
+        return name
+    return _FEW_BITS.sub("", name)
 
 
 def find_weights(path: Path) -> BaseWeights:

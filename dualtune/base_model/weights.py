@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualtune.adapter.formats.containers import check_shard, shards_of
-from dualtune.base_model.inside import file_in
 from dualtune.errors import EnvironmentFault, FormatError
 from dualtune.io.fields import shown
+from dualtune.io.inside import file_in
 from dualtune.io.untrusted import FLOAT_BITS, open_file, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -9,9 +9,11 @@ from dualtune.adapter.formats.chat_template import write_training_template
 from dualtune.adapter.formats.directory import Adapter
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.base_model import read_config, stored_precision
-from dualtune.errors import ConfigError
+from dualtune.data.tokens.stop_tokens import write_stop_tokens
+from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.evaluate.inference import inference_spec, load_adapter
 from dualtune.io.disk import write_whole
+from dualtune.io.fields import shown
 from dualtune.optimizer import OptimizerSpec
 from dualtune.verify.identity import compare
 from dualtune.verify.recorded import recorded_in
@@ -57,13 +59,26 @@ def load_to_merge(adapter: Adapter, base: Path, backend: Backend, dtype: str = "
 
 
 def write_merged(engine: Engine, adapter: Adapter, out: Path, tell: Callable[[str], None]) -> None:
-    """Write the merged model with the chat template of the training to a new directory, whole or not at all."""
+    """Write the merged model with the chat template of the training to a new directory, whole or not at all.
+
+    It stops where the training stopped: its files name every token that ends a turn.
+    """
 
     def write(directory: Path) -> None:
         engine.save_merged(directory)
         tell(f"template    {write_training_template(directory, adapter.template, adapter.metadata)}")
+        tell(f"stops at    {named_stops(directory)}")
 
     write_whole(out, write)
+
+
+def named_stops(model: Path) -> str:
+    """Name the tokens that end a trained turn in the files of a model directory; return them in words."""
+    try:
+        stops = write_stop_tokens(model)
+    except EnvironmentFault as error:  # the base is without a tokenizer, or with one that only its own code can load
+        return f"what the base's files say: {error}"
+    return ", ".join(map(shown, stops.texts)) or "nothing: neither the tokenizer nor the chat template names a token"
 
 
 def note_of_base(adapter: Adapter) -> str | None:
@@ -72,7 +87,10 @@ def note_of_base(adapter: Adapter) -> str | None:
     trained_on = recorded.get("loaded_as", "none")
     if trained_on == "none":
         return None
-    return f"note: the adapter was trained on a base in {trained_on}, and is merged into the plain weights"
+    return (
+        f"note: the adapter was trained on a base in {trained_on}, and is merged into the original weights, not into "
+        "the dequantized ones: the loss may differ from that of the training"
+    )
 
 
 def check_free(out: Path) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dualtune.io.disk import Pieces
+from dualtune.io.disk import Pieces, json_bytes
+
+SHARD_BYTES = 50 * 10**9  # of tensors in a file of a model
 
 # Bytes of a number, by its name in the format, in the order in which the library writes them.
 SIZES = {
@@ -60,6 +62,44 @@ def write_safetensors(
                 raise ValueError(f"{name}: got {content.nbytes} bytes, the header says {forms[name].num_bytes}")
             stream.write(content)
             del content  # before the next one is read
+
+
+def write_model_weights(
+    directory: Path,
+    forms: Mapping[str, StoredForm],
+    read: Callable[[str], memoryview],
+    *,
+    most_bytes: int | None = None,
+) -> None:
+    """Write the weights of a model directory, as `write_safetensors` does: model.safetensors, or numbered shards.
+
+    With more than `most_bytes` (SHARD_BYTES) of tensors, each shard holds as many as fit, and an index names the shard
+    of each: the hub refuses larger files. A tensor is never split.
+    """
+    metadata = {"format": "pt"}
+    shards = _shards(forms, SHARD_BYTES if most_bytes is None else most_bytes)
+    if len(shards) < 2:
+        write_safetensors(directory / "model.safetensors", forms, read, metadata)
+        return
+    places = dict[str, str]()
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(directory / file, {name: forms[name] for name in names}, read, metadata)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(form.num_bytes for form in forms.values())}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_bytes(json_bytes(index))
+
+
+def _shards(forms: Mapping[str, StoredForm], most_bytes: int) -> list[list[str]]:
+    """Return the names of each shard, filled in the order in which a file holds them."""
+    shards, left = list[list[str]](), 0
+    for name in _ordered(forms):
+        if not shards or forms[name].num_bytes > left:
+            shards.append([])
+            left = most_bytes
+        shards[-1].append(name)
+        left -= forms[name].num_bytes
+    return shards
 
 
 def bytes_of(array: np.ndarray) -> memoryview:

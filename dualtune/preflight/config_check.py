@@ -36,6 +36,7 @@ from dualtune.preflight.config_model import (
     length_row,
     load_tokenizer,
     shape_of,
+    stop_rows,
     targets_rows,
 )
 from dualtune.train.prepare import with_adapter_of
@@ -81,7 +82,7 @@ def check_config(
     model, rows = find_model(config)
     report.checks += rows
     tokenizer, row = load_tokenizer(config, model)
-    report.checks += [row, length_row(config, model)]
+    report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
     rows, seen = check_sources(config, tokenizer)
     report.checks += [*rows, *step_rows(config, seen)]
     decoder, reason = shape_of(model)

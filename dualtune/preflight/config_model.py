@@ -9,13 +9,22 @@ from typing import Any
 
 from dualtune.activation_cache.trial import layers_below
 from dualtune.adapter.importing.foreign import base_shapes
-from dualtune.adapter.targets import select_modules
-from dualtune.base_model import has_weights, longest_text, position_table_size, read_config, resolve_model
+from dualtune.adapter.targets import OUTPUT_HEAD, is_target, select_modules
+from dualtune.base_model import (
+    has_weights,
+    longest_text,
+    position_table_size,
+    read_config,
+    resolve_model,
+    untrained_rows,
+)
 from dualtune.checks import Check
 from dualtune.config import Config
 from dualtune.data.sources.hub import is_hub_name
+from dualtune.data.tokens.stop_tokens import turn_end
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.io.fields import shown
 from dualtune.memory.shapes import KNOWN, Decoder, UnknownShape, decoder_of
 from dualtune.preflight.storage import local_model, missing_files
 
@@ -105,6 +114,30 @@ def load_tokenizer(config: Config, model: BaseModel) -> tuple[Tokenizer | None, 
         return tokenizer, Check("tokenizer", "advice", tokenizer.warning)
     chats = "with a chat template" if tokenizer.template else "no chat template: prompt and completion as they are"
     return tokenizer, Check("tokenizer", "ok", chats)
+
+
+def stop_rows(config: Config, model: BaseModel, tokenizer: Tokenizer | None) -> list[Check]:
+    """Return advice if the token that ends a trained turn is one that the model never learned and nothing adapts."""
+    if tokenizer is None or model.directory is None or not has_weights(model.directory):
+        return []
+    targets = [config.adapter.targets] if isinstance(config.adapter.targets, str) else config.adapter.targets
+    if config.adapter.trains_model or config.model.init != "pretrained" or is_target(OUTPUT_HEAD, targets):
+        return []
+    end = turn_end(tokenizer)
+    if (token := tokenizer.eos_id if end is None else end) is None:
+        return []
+    try:
+        rows = untrained_rows(model.directory, token, tokenizer.special_ids)
+    except DualtuneError:  # the row on the model reports it
+        return []
+    if not rows:
+        return []
+    found = f"{shown(tokenizer.decode_all([token]))} ends an answer, but the model has not learned it: "
+    found += "; ".join(f"{row.tensor}: {row.why}" for row in rows)
+    fix = (
+        "Set data.template to one whose end token the model knows, add lm_head to adapter.targets where the model has "
+    )
+    return [Check("stop token", "advice", found, f"{fix}one of its own, or train all of it: adapter.method full")]
 
 
 def length_row(config: Config, model: BaseModel) -> Check:

@@ -13,11 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dualtune import interrupt
+from dualtune.adapter.formats.directory import CONFIG_FILE
+from dualtune.adapter.formats.manifest import MANIFEST_FILE, read_manifest
 from dualtune.errors import ConfigError, DiskError, FormatError
+from dualtune.io import fields
 from dualtune.io.disk import fsync
 from dualtune.io.folder import umask
+from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import list_runs
-from dualtune.train.state.run_dir import METRICS, is_run_dir
+from dualtune.train.state.run_dir import ADAPTER as ADAPTER_DIR
+from dualtune.train.state.run_dir import CHECKPOINTS, METRICS, is_run_dir
 from dualtune.transfer.bundles import bundle, signature
 from dualtune.transfer.bundles.binding import RequiredBinding
 from dualtune.transfer.bundles.bundle import BundleReport
@@ -36,13 +41,17 @@ SIGNATURE_ENDING = ".sig"
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """What to push: the options of `dualtune bundle pack`, or an existing bundle."""
+    """What to push: the options of `dualtune bundle pack`, or an existing bundle.
+
+    Of a run that is finished the default is its adapter, of another one its newest checkpoint, as with `to_resume`.
+    """
 
     source: Path
     step: int | None = None
     adapter: bool = False
     tokenizer: str | None = None
     key: Path | None = None
+    to_resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,21 @@ def newest_run() -> Path:
     return max(found, key=_written_at)
 
 
+def sends_adapter(choice: PushRequest) -> bool:
+    """Return whether of a run its adapter is sent, without being asked for: the run has ended."""
+    named = choice.adapter or choice.step is not None or choice.to_resume or choice.source.is_file()
+    return not named and is_finished(choice.source)
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether a run directory holds the adapter that it ended with: no checkpoint is of a later step."""
+    if not (run / ADAPTER_DIR / CONFIG_FILE).is_file():
+        return False
+    trained = fields.subtable(read_manifest(run / ADAPTER_DIR) or {}, "training", run / ADAPTER_DIR / MANIFEST_FILE)
+    saved = checkpoint.steps(run / CHECKPOINTS) if (run / CHECKPOINTS).is_dir() else []
+    return max(saved, default=0) <= (fields.number(trained.get("steps")) or 0)
+
+
 def _written_at(run: Path) -> float:
     file = run / METRICS
     return (file if file.exists() else run).stat().st_mtime
@@ -83,6 +107,8 @@ def push(text: str, choice: PushRequest, *, force: bool, public: bool, patience:
         raise ConfigError(f"TARGET: {text} is a run or an adapter, not a remote. The order is: push TARGET SOURCE")
     if public and not isinstance(remote, Hub):
         raise ConfigError(f"--public: got {text}, allowed only with hf://. Set the access rights on the remote itself")
+    if choice.to_resume and (choice.adapter or isinstance(remote, Hub)):
+        raise ConfigError("--run: sends a checkpoint to resume, so it goes with neither --adapter nor hf://")
     if isinstance(remote, Hub) and choice.step is not None:
         raise ConfigError(
             "--checkpoint: the hub takes only adapters. Push a checkpoint to ssh, a directory or a bucket"
@@ -212,7 +238,7 @@ def _bundle_of(choice: PushRequest, remote: RemoteTarget | Hub) -> Generator[Bun
     is_adapter_dir = (source / "adapter_config.json").is_file()
     with tempfile.TemporaryDirectory(prefix="dualtune-push-") as directory:
         file = Path(directory) / IN_DIRECTORY
-        adapter = choice.adapter or (for_hub and not is_adapter_dir)
+        adapter = choice.adapter or sends_adapter(choice) or (for_hub and not is_adapter_dir)
         yield pack(
             source,
             file,

@@ -47,6 +47,35 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "mlx"])
+def test_a_large_model_is_written_in_shards(
+    platform, base, adapter_dir, tmp_path, dualtune_main, open_backend, monkeypatch
+):
+    open_backend({"cpu": "torch"}.get(platform, platform))
+
+    def merge(out):
+        done = dualtune_main("adapter", "merge", adapter_dir, tmp_path / out, "--base", base, "--platform", platform)
+        assert done.returncode == 0, done.stderr
+        return tmp_path / out
+
+    whole = merge("whole")
+    monkeypatch.setattr("dualtune.io.tensors.SHARD_BYTES", 100_000)
+    parts = merge("parts")
+    files = sorted(parts.glob("*.safetensors"))
+    count = len(files)
+    assert count > 3 and not (parts / "model.safetensors").exists()
+    assert [file.name for file in files] == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert all(file.stat().st_size < 100_000 + 4000 for file in files)
+    index = json.loads((parts / "model.safetensors.index.json").read_text())
+    tensors = safetensors.numpy.load_file(whole / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for file in files:
+        names = safetensors.numpy.load_file(file).keys()
+        assert {name for name, place in index["weight_map"].items() if place == file.name} == {*names}
+    read = transformers.AutoModelForCausalLM.from_pretrained(parts, dtype=torch.float32)
+    np.testing.assert_array_equal(logits_of(read), logits_of(transformers.AutoModelForCausalLM.from_pretrained(whole)))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "mlx"])
 def test_the_merged_model_is_base_and_adapter_in_plain_transformers(
     platform, base, adapter_dir, tmp_path, dualtune_main, open_backend
 ):

@@ -274,6 +274,17 @@ DAMAGE = {
 }
 
 
+def test_peft_warns_of_mlx_lms_keys_and_of_nothing_else(tmp_path, random_adapter):
+    """mlx-lm reads them from the top of the same file (docs/adapters.md), so that one directory serves both."""
+    write_adapter(tmp_path / "dual", random_adapter())
+    with pytest.warns(UserWarning, match=r"\['fine_tune_type', 'lora_parameters', 'num_layers'\]"):
+        peft.PeftConfig.from_pretrained(tmp_path / "dual")
+    write_adapter(tmp_path / "peft", random_adapter(), layout="peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peft.PeftConfig.from_pretrained(tmp_path / "peft")
+
+
 @pytest.mark.parametrize("message", DAMAGE)
 def test_wrong_tensors_are_named(tmp_path, message, random_adapter):
     write_adapter(tmp_path / "a", random_adapter(), layout="peft")

@@ -47,6 +47,28 @@ def write_random(path, spec, shapes, seed=0):
     return path
 
 
+def test_a_pulled_run_chats_with_the_base_that_its_adapter_names(
+    make_config, write_rows, qa_rows, open_backend, dualtune_main, tmp_path, monkeypatch
+):
+    run(make_config(write_rows(qa_rows), {"train.steps": 1}), open_backend("torch"))
+    assert dualtune_main("push", tmp_path / "share", tmp_path / "run").returncode == 0
+    monkeypatch.chdir(tmp_path)
+    pulled = dualtune_main("pull", tmp_path / "share", "pulled")
+    assert pulled.stdout.splitlines()[-1] == f"chat        dualtune chat {tmp_path / 'pulled'}"
+    shutil.copytree(make_config(write_rows(qa_rows)).model.name, tmp_path / "llama")  # a path is cut to its last part
+
+    def chat(directory):
+        monkeypatch.setattr("sys.stdin", io.StringIO("1 plus 1?\n"))
+        return dualtune_main("chat", directory, "--platform", "cpu", "--max-tokens", "2")
+
+    for directory in ("pulled", "pulled/adapter", tmp_path / "run"):
+        done = chat(directory)
+        assert done.returncode == 0, done.stderr
+        assert "llama: the adapter names it" in done.stderr and "there are: base, " in done.stderr
+    shutil.rmtree(tmp_path / "pulled/adapter")
+    assert chat("pulled").returncode != 0
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """Adapters of `tiny_llama`."""

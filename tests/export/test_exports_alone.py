@@ -23,6 +23,7 @@ from dualtune.export import export as module
 from dualtune.export.deviation import LOST, deviation, lost_share
 from dualtune.export.llama_environment import LlamaCpp, find_llama_cpp
 from dualtune.export.ollama import TEMPLATES, modelfile, template_for
+from dualtune.export.request import KINDS
 from dualtune.train.run import run
 from dualtune_torch.weights.nf4 import unpack
 
@@ -86,6 +87,27 @@ def test_the_base_is_the_one_that_the_adapter_names(dualtune_main, adapter, tiny
     assert json.loads((tmp_path / "out" / "export.json").read_text())["base"] == str(tiny_llama)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/home/somebody/models/llama", "a path of another machine"),
+        ("C:\\models\\llama", "a path of another machine"),
+        ("../llama", "a path of another machine"),
+        ("unsloth/llama-3-8b-bnb-4bit", "--base unsloth/llama-3-8b"),
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "--base unsloth/Qwen3-8B"),
+        ("mlx-community/Qwen3-8B-4bit", "--base mlx-community/Qwen3-8B"),
+        ("TheBloke/Mistral-7B-v0.1-GPTQ", "--base TheBloke/Mistral-7B-v0.1"),
+    ],
+)
+def test_a_base_that_cannot_be_found_by_its_name_is_asked_for(name, said, dualtune_main, adapter, tmp_path):
+    unnamed_adapter = read_adapter(adapter)
+    shutil.rmtree(adapter)
+    write_adapter(adapter, replace(unnamed_adapter, base_model=name))
+    done = dualtune_main("export", adapter, tmp_path / "out", "--to", "hf", "--platform", "cpu")
+    assert done.returncode == 2 and said in done.stderr and "--base MODEL" in done.stderr
+    assert name in done.stderr
+
+
 @pytest.mark.parametrize(("given", "place"), [(".", "run-hf"), ("adapter", "run-hf"), ("../other", "other-hf")])
 def test_without_out_the_export_lies_beside_the_run(
     given, place, dualtune_main, adapter, tiny_llama, tmp_path, open_backend, monkeypatch
@@ -108,7 +130,7 @@ def test_without_out_the_export_lies_beside_the_run(
     ],
 )
 def test_what_cannot_be_written_is_refused_before_any_work(export, option, value, said, monkeypatch, tmp_path):
-    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda given: None)
+    monkeypatch.setattr("dualtune.export.llama_environment.find_llama_cpp", lambda *_: None)
     monkeypatch.setattr(module, "export", pytest.fail)
     done = export("--to", "ollama", option, value)
     assert done.returncode == 2 and said in done.stderr
@@ -270,7 +292,7 @@ def test_a_backend_without_nf4_says_so_before_it_merges(export, open_backend, tm
 
 
 def test_the_command_offers_each_target():
-    assert set(TARGETS) == module.KINDS.keys()
+    assert set(TARGETS) == KINDS.keys()
 
 
 @pytest.mark.parametrize(
@@ -288,6 +310,7 @@ def test_what_does_not_go_together_is_said_before_anything_is_loaded(export, opt
 
 def test_without_llama_cpp_the_error_says_how_to_get_it(export, tmp_path, monkeypatch):
     monkeypatch.delenv("DUALTUNE_LLAMA_CPP", raising=False)
+    monkeypatch.setattr("dualtune.export.llama_environment._is_installed", lambda module: False)
     done = export("--to", "gguf")
     assert done.returncode == 4 and "scripts/interop_llama.sh DIR" in done.stderr
     with pytest.raises(EnvironmentFault, match=r"is no environment with llama\.cpp"):

@@ -73,7 +73,7 @@ def test_a_run_travels_and_comes_home_as_if_it_had_stayed(laptop, there, cluster
     laptop.dualtune("train", "config.yaml")
     laptop.dualtune("push", "cluster:inbox/adapter", "runs/first", "--adapter")
     cluster.relay.cuts[:] = [100 * KIB, 150 * KIB]
-    said = laptop.dualtune("push", "cut:inbox/run", "runs/first")
+    said = laptop.dualtune("push", "cut:inbox/run", "runs/first", "--run")
     assert (cluster.relay.num_cut, said.count("retry       the connection to cut failed")) == (2, 2)
     assert sorted(path.name for path in (there.home / "inbox").rglob("*.*")) == ["bundle.tar", "bundle.tar"]
 

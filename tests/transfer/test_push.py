@@ -77,7 +77,7 @@ def test_a_push_reads_an_adapter_no_more_often_than_its_checks_need(tmp_path):
 
 @pytest.mark.parametrize("where", ["share/first", "share/first.tar", "share/first.dualtune"])
 def test_a_run_goes_to_a_directory_and_is_continued_elsewhere(place, dualtune_main, tiny_softmax, where):
-    pushed = dualtune_main("push", where, "runs/first")
+    pushed = dualtune_main("push", where, "runs/first", "--run")
     assert (pushed.returncode, pushed.stderr) == (0, "")
     assert names_in(place / "share") == ["first/bundle.tar" if where == "share/first" else where.removeprefix("share/")]
     assert f"sent        {where}" in pushed.stdout and "checkpoint after step 4" in pushed.stdout
@@ -91,6 +91,31 @@ def test_a_run_goes_to_a_directory_and_is_continued_elsewhere(place, dualtune_ma
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line).get("step") for line in (place / "first" / "metrics.jsonl").read_text().splitlines()]
     assert set(steps) - {None} == {4, 5, 6}  # an evaluation after step 4, and two steps
+
+
+def test_of_a_run_that_has_ended_the_adapter_is_sent_and_said(place, dualtune_main, capsys):
+    done = dualtune_main("push", "share/a.tar", "runs/first")
+    assert done.stdout.startswith("sending     the adapter of runs/first: ") and "--run" in done.stdout
+    assert inspect(place / "share" / "a.tar").bundle.step is None
+    asked = dualtune_main("push", "share/b.tar", "runs/first", "--adapter")
+    assert "sending" not in asked.stdout and inspect(place / "share" / "b.tar").bundle.step is None
+    assert dualtune_main("push", "share/c.tar", "runs/first", "--run").returncode == 0
+    assert inspect(place / "share" / "c.tar").bundle.step == 4
+    both = dualtune_main("push", "share/d.tar", "runs/first", "--run", "--adapter")
+    assert both.returncode == 2 and dualtune_main("push", "hf://a/b", "runs/first", "--run").returncode == 2
+
+
+@pytest.mark.parametrize("change", ["no adapter", "a later checkpoint"])
+def test_of_a_run_that_has_not_ended_the_checkpoint_is_sent(place, dualtune_main, change):
+    first = place / "runs" / "first"
+    if change == "no adapter":
+        shutil.rmtree(first / "adapter")
+    else:  # it is continued: what it ended with before is of step 2
+        manifest = json.loads((first / "adapter" / "dualtune.json").read_text())
+        manifest["training"]["steps"] = 2
+        (first / "adapter" / "dualtune.json").write_text(json.dumps(manifest))
+    assert "sending" not in dualtune_main("push", "share/a.tar", "runs/first").stdout
+    assert inspect(place / "share" / "a.tar").bundle.step == 4
 
 
 def test_the_adapter_the_step_and_a_bundle_can_be_chosen(place, dualtune_main):
@@ -222,7 +247,7 @@ def test_a_run_goes_through_a_file_system_of_fsspec(place, dualtune_main, memory
     done = dualtune_main("push", "memory://bucket/first", "runs/first")
     assert (done.returncode, done.stderr) == (0, "")
     assert memory.find("/") == ["/bucket/first/bundle.tar"]
-    pack(place / "runs" / "first", place / "expected.tar", name="first")
+    pack(place / "runs" / "first", place / "expected.tar", name="first", adapter=True)
     assert memory.cat_file("/bucket/first/bundle.tar") == (place / "expected.tar").read_bytes()
     assert "unchanged " in dualtune_main("push", "memory://bucket/first", "runs/first").stdout
     assert dualtune_main("push", "memory://bucket/first", "runs/first", "--checkpoint", 2).returncode == 2

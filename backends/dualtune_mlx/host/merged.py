@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dualtune.io.tensors import StoredForm, write_safetensors
+from dualtune.io.tensors import StoredForm, write_model_weights
 
 NAMES = {
     mx.float32: "F32", mx.bfloat16: "BF16", mx.float16: "F16", mx.int32: "I32", mx.uint32: "U32", mx.int8: "I8",
@@ -15,7 +15,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def write_weights(file: Path, weights: dict[str, mx.array]) -> None:
+def write_weights(directory: Path, weights: dict[str, mx.array]) -> None:
     """Write arrays that may not be computed yet, and take each from `weights` when its turn comes.
 
     Each is computed, written and freed before the next one. Raises OSError if the file cannot be written.
@@ -26,4 +26,4 @@ def write_weights(file: Path, weights: dict[str, mx.array]) -> None:
         content: Any = mx.contiguous(weights.pop(name)).reshape(-1).view(mx.uint8)
         return memoryview(content)  # of its own memory, once it is computed
 
-    write_safetensors(file, forms, read, {"format": "pt"})
+    write_model_weights(directory, forms, read)

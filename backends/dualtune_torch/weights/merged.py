@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dualtune.io.tensors import StoredForm, write_safetensors
+from dualtune.io.tensors import StoredForm, write_model_weights
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import as_stored
 
@@ -44,10 +44,10 @@ def merged_tensors(model: PreTrainedModel, layers: Mapping[str, AdaptedLayer]) -
     }
 
 
-def write_merged(file: Path, tensors: Mapping[str, MergedTensor]) -> None:
-    """Write the file that `safetensors.torch.save_file` writes, computing one tensor after another."""
+def write_merged(directory: Path, tensors: Mapping[str, MergedTensor]) -> None:
+    """Write what `safetensors.torch.save_file` writes, computing one tensor after another; a large model in shards."""
     forms = {name: StoredForm(NAMES[each.tensor.dtype], tuple(each.tensor.shape)) for name, each in tensors.items()}
-    write_safetensors(file, forms, lambda name: _bytes_of(tensors[name].compute()), {"format": "pt"})
+    write_model_weights(directory, forms, lambda name: _bytes_of(tensors[name].compute()))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

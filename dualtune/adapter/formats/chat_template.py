@@ -7,6 +7,8 @@ for it under the same name.
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +16,11 @@ from typing import Any, cast
 from dualtune.errors import FormatError
 from dualtune.io import fields
 from dualtune.io.disk import json_bytes
+from dualtune.io.inside import file_in
 from dualtune.io.untrusted import open_file, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
 MAX_TEMPLATE_BYTES = 1 << 20  # the size of the longest template that is allowed
 NONE = "none"  # instead of a hash: trained without a template
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -31,9 +35,9 @@ def hash_of(source: str) -> str:
 
 def read_template(directory: Path) -> str | None:
     """Return the template in a directory, None if there is none. FormatError if it is too large or not text."""
-    path = directory / TEMPLATE_FILE
-    if not path.exists():
+    if not os.path.lexists(directory / TEMPLATE_FILE):
         return None
+    path = file_in(directory, TEMPLATE_FILE, "adapter")  # it is copied to merged models and bundles
     with open_file(path) as file:
         data = file.read(MAX_TEMPLATE_BYTES + 1)
     if len(data) > MAX_TEMPLATE_BYTES:
@@ -80,7 +84,7 @@ def mismatch(trained: str | None, used: str) -> str | None:
 def write_training_template(model: Path, template: str | None, metadata: Mapping[str, Any]) -> str:
     """Write the training's template into the merged model, a copy of the base; return a note on what was done.
 
-    If the template is not recorded, the base's remains.
+    If the template is not recorded, the base's remains. The base's additional templates remain if its default does.
     """
     trained = recorded_hash(template, metadata)
     if template is None and trained != NONE:
@@ -90,6 +94,8 @@ def write_training_template(model: Path, template: str | None, metadata: Mapping
         return (
             f"the base's, but the adapter was trained with another ({fields.shown(trained)}), which it does not contain"
         )
+    if template != _source_in(model) and (model / ADDITIONAL_TEMPLATES).is_dir():
+        shutil.rmtree(model / ADDITIONAL_TEMPLATES)  # of the base's way to write a chat; one of them is taken for tools
     _replace(model, template)
     return "none, as in the training" if template is None else f"of the training, in {TEMPLATE_FILE}"
 

@@ -71,13 +71,18 @@ MLX_KEYS = {"fine_tune_type", "num_layers", "lora_parameters", "optimizer_config
 HARMLESS_INITS = {"true", "false", "none", "gaussian", "eva", "orthogonal", "mica"}
 # PEFT's naming of the switches of its variants. A switch that is not in the tables is from a newer PEFT.
 _VARIANT_SWITCH = re.compile(r"use_\w+|\w+_config")
+_LEAVES_OUT = (
+    "dualtune adapter import DIR OUT --base MODEL compares it with the base and leaves it out if it is equal; or save "
+    "again with save_embedding_layers=False if it was not resized"
+)
 _FOREIGN_TENSORS = {  # part of a tensor's name -> what it is
     "lora_magnitude_vector": "DoRA's magnitude",
     "lora_embedding_": "LoRA of an embedding",
     "modules_to_save": "a fully trained module",
     ".bias": "a trained bias",
-    "base_layer": "a copy of a base weight. Save again with save_embedding_layers=False if it was not resized",
-    "embed_tokens.weight": "a copy of the embedding. Save again with save_embedding_layers=False if it was not resized",
+    "base_layer": f"a copy of a base weight. {_LEAVES_OUT}",
+    "embed_tokens.weight": f"a copy of the embedding. {_LEAVES_OUT}",
+    "lm_head.weight": f"a copy of the output head. {_LEAVES_OUT}",
     "": "not part of a LoRA adapter",
 }
 

@@ -22,6 +22,7 @@ from dualtune.adapter.formats.chat_template import read_template
 from dualtune.adapter.formats.directory import SAME_FUNCTION, Adapter, adapter_directory
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
 from dualtune.adapter.importing import diagnose
+from dualtune.adapter.importing.copies import without_copies
 from dualtune.adapter.importing.foreign import Finding, WeightFile, base_shapes, config_of, open_source
 from dualtune.adapter.importing.orientation import Reading, Shapes, common_rank, readings, unscrambled
 from dualtune.adapter.spec import Tensors, tensor_name
@@ -43,12 +44,16 @@ class ImportedAdapter:
 def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, repair: bool = False) -> ImportedAdapter:
     """Return the adapter of a directory of PEFT, mlx-lm, Unsloth, mlx-tune, Soup or dualtune, damaged or not.
 
-    `base` is a model directory; its names and shapes decide what the adapter leaves open. FormatError with all findings
+    `base` is a model directory; its names and shapes decide what the adapter leaves open, and copies of its embedding
+    are left out. FormatError with all findings
     if there is a fault and `repair` is not set, or if there is no single right answer.
     """
     directory, findings = adapter_directory(path), list[Finding]()
     config, weights, manifest = open_source(directory, findings)
     shapes = base_shapes(base) if base is not None else {}
+    notes = tuple[str, ...]()
+    if base is not None:
+        config, weights, notes = without_copies(config, weights, base, findings)
     repaired, found = _repair(config, weights, shapes, findings)
     _refuse(directory, findings, repair=True)  # faults without a repair
     layout, parts = _agreeing(repaired, weights, found, shapes, findings)
@@ -69,7 +74,9 @@ def import_adapter(path: str | os.PathLike[str], *, base: Path | None = None, re
     }
     template = read_template(directory)
     fan_in_fan_out = parts.fan_in_fan_out or (base is not None and is_fan_in_fan_out(config_of(base)))
-    adapter = Adapter(parts.spec, parts.tensors, parts.base_model, layout, kept, parts.notes, template, fan_in_fan_out)
+    adapter = Adapter(
+        parts.spec, parts.tensors, parts.base_model, layout, kept, (*notes, *parts.notes), template, fan_in_fan_out
+    )
     return ImportedAdapter(
         adapter, source, tuple(findings), tuple(_warnings(adapter, pairs)), {**kept, "import": record}
     )

@@ -73,21 +73,35 @@ def import_(directory: Path, out: Path, base: str | None, repair: bool, layout: 
     Exit code 6 if something is wrong: every fault is listed with what --repair would do, and nothing is written.
     """
     import json
+    from dataclasses import replace
 
     from dualtune.adapter.formats.directory import write_adapter
     from dualtune.adapter.importing.repair import import_adapter
-    from dualtune.base_model import resolve_model
+    from dualtune.base_model import is_elsewhere, plain_name, resolve_model
+    from dualtune.io.fields import shown
 
     found = import_adapter(directory, base=resolve_model(base) if base else None, repair=repair)
-    write_adapter(out, found.adapter, layout=layout, metadata=found.metadata)
+    adapter, warnings = found.adapter, [*found.warnings]
+    name = adapter.base_model
+    if name is not None and (is_elsewhere(name) or plain_name(name) != name):
+        what = "a path of another machine" if is_elsewhere(name) else "a copy in few bits"
+        if base:
+            adapter = replace(adapter, base_model=base)
+        then = (
+            f"{base} is written instead"
+            if base
+            else "give the plain model with --base MODEL, to write its name instead"
+        )
+        warnings.append(f"the adapter names its base as {shown(name)}, {what}: {then}")
+    write_adapter(out, adapter, layout=layout, metadata=found.metadata)
     if as_json:
-        report = {"source": found.source, "out": str(out), "layout": layout, "warnings": found.warnings}
+        report = {"source": found.source, "out": str(out), "layout": layout, "warnings": warnings}
         report |= {"mended": found.metadata["import"]["mended"], "notes": found.adapter.notes}
         say(json.dumps(report, indent=2))
         return
     for fault, how in found.repaired:
         say(f"repaired: {fault} -> {how}")
-    for title, texts in (("converted", found.adapter.notes), ("warning", found.warnings)):
+    for title, texts in (("converted", found.adapter.notes), ("warning", warnings)):
         for text in texts:
             say(f"{title}: {text}")
     say(f"{out}: written in layout {layout}, read as an adapter of {found.source}")

@@ -28,6 +28,42 @@ def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
     return found
 
 
+def named_base(directory: Path, *, plain: bool = False, err: bool = False) -> str:
+    """Return the base that an adapter names, and say so. ConfigError if it names none that can be found by its name.
+
+    `plain`: the base is to be merged into, so that a copy in 4 bits does not do.
+    """
+    from dualtune.adapter.formats.directory import read_adapter
+    from dualtune.base_model import is_elsewhere, plain_name
+    from dualtune.errors import ConfigError
+    from dualtune.io.fields import shown
+
+    if (name := read_adapter(directory).base_model) is None:
+        raise ConfigError(f"{directory}: the adapter names no base model. Give one: --base MODEL")
+    if is_elsewhere(name):
+        raise ConfigError(
+            f"{directory}: the adapter names its base by a path of another machine, {shown(name)}, which is not here. "
+            "Give the same model here, a directory or a hub id: --base MODEL"
+        )
+    if plain and (better := plain_name(name)) != name:
+        raise ConfigError(
+            f"{directory}: the adapter names the base {shown(name)}, a copy in few bits, which nothing can be merged "
+            f"into. Give the plain model that it was made of: --base MODEL, by its name --base {shown(better)}"
+        )
+    say(f"base        {shown(name)}: the adapter names it", err=err)
+    return name
+
+
+def with_named_base(model: str, adapters: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return model and adapters; of an adapter or a run in the place of the model, its base and it as the first one."""
+    from dualtune.adapter.formats.directory import CONFIG_FILE, adapter_directory
+
+    directory = adapter_directory(Path(model).expanduser())
+    if not (directory / CONFIG_FILE).is_file() or (directory / "config.json").is_file():
+        return model, tuple(adapters)
+    return named_base(directory, err=True), (model, *adapters)
+
+
 def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
     """Return the backend for --platform. ConfigError if it cannot load a model in this form."""
     from dualtune.capabilities import check_value

@@ -140,7 +140,7 @@ def next_step(report: BundleReport, dest: Path) -> str:
     if report.bundle.step is None:
         base = report.bundle.base.get("name") or "MODEL"
         words = ["dualtune", "generate", str(base), "--adapter", str(dest / "adapter"), "--prompt", "…"]
-        return f"use         {shlex.join(words)}"
+        return f"use         {shlex.join(words)}\nchat        {shlex.join(['dualtune', 'chat', str(dest)])}"
     words = ["dualtune", "train", str(dest / "config.yaml"), "--set", f"run.dir={dest}"]
     local_keys = {*report.bundle.relocate} - ({"data.template"} if TEMPLATE in report.bundle.files else set())
     settings = "".join(f" --set {key}=…" for key in sorted(local_keys))

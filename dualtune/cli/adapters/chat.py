@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories
+from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories, with_named_base
 from dualtune.cli.options import (
     dtype_option,
     platform_option,
@@ -60,10 +60,13 @@ def command(
     model: str, adapters: tuple[str, ...], compare: bool, system: str | None, template: str, temperature: float,
     top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
 ) -> None:  # fmt: skip
-    """Talk to MODEL (a directory or a hub id). The model is loaded once, and only what is new is computed each turn.
+    """Talk to MODEL (a directory or a hub id), or to the adapter of a run or a directory with the base that it names.
+
+    The model is loaded once, and only what is new is computed each turn.
 
     Messages are lines of standard input, answers go to standard output. /help lists the commands of the conversation.
     """
+    model, adapters = with_named_base(model, adapters)
     directories = named_directories(adapters)
     if compare and not directories:
         raise click.UsageError("--compare needs an --adapter: there is nothing to compare the base with.")

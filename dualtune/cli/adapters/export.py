@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
-from dualtune.cli.options import backend_for, other_base_option, platform_option
+from dualtune.cli.adapters.adapter_sets import named_base
+from dualtune.cli.options import backend_for, json_option, other_base_option, platform_option
 from dualtune.cli.output.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.export.export import Exported
+    from dualtune.export.request import Exported
 
-TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export, which has them too, is imported late
+TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.request, which has them too, is imported late
 
 
 @click.command("export")
@@ -40,15 +41,19 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # dualtune.export.export,
 @click.option("--system", metavar="TEXT", help="ollama: the system message.")
 @click.option(
     "--llama-cpp", type=click.Path(path_type=Path), envvar="DUALTUNE_LLAMA_CPP", show_envvar=True,
-    help="The environment with llama.cpp, made by scripts/interop_llama.sh.",
+    help="A checkout of llama.cpp, built or not, or an environment of scripts/interop_llama.sh.  [default: what is "
+    "installed: pip's gguf, llama-quantize, llama-cpp-python]",
 )  # fmt: skip
+@click.option("--without-loss", is_flag=True, help="Do not evaluate the export on the rows that the run held out.")
 @click.option("--without-base", is_flag=True, help="Do not quantize the base too, to compare what that costs.")
 @other_base_option
 @platform_option
+@json_option
 @interrupt.handled(interrupt.TERMINATION)
 def command(
     directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
-    name: str | None, system: str | None, llama_cpp: Path | None, without_base: bool, other_base: bool, platform: str,
+    name: str | None, system: str | None, llama_cpp: Path | None, without_loss: bool, without_base: bool,
+    other_base: bool, platform: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Write MODEL with the adapter of DIRECTORY, or the model that a run has trained whole, for another program to OUT.
 
@@ -60,9 +65,10 @@ def command(
     """
     from dualtune.cli.output.screen import phases
     from dualtune.errors import ConfigError
-    from dualtune.export.export import KINDS, Request, export
+    from dualtune.export.export import RECORD, export
     from dualtune.export.llama_environment import find_llama_cpp
     from dualtune.export.ollama import quoted
+    from dualtune.export.request import KINDS, Request
 
     kind = quantize or KINDS[target][0]
     if kind not in KINDS[target]:
@@ -71,10 +77,10 @@ def command(
         if target != "ollama":
             raise ConfigError("--system: is for --to ollama. Others take the system message in each conversation")
         quoted(system, "--system")
-    tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
+    tools = find_llama_cpp(llama_cpp, kind) if target in ("gguf", "ollama", "lmstudio") else None
     run, whole_model = _run_of(directory), _whole_model(directory)
     if whole_model is None:
-        base = base or _named_base(directory)
+        base = base or named_base(directory, plain=True, err=as_json)
     elif base or other_base or dtype != "auto":
         raise ConfigError(f"{whole_model}: is a whole model. Leave out --base, --other-base and --dtype, which merge")
     name = name or (out.resolve() if out else run).name
@@ -82,13 +88,18 @@ def command(
         raise ConfigError(f"--name: got '{name}', which is a path. Give a name for files, such as {Path(name).name}")
     out = out or run.with_name(f"{run.name}-{target}")
     request = Request(
-        whole_model or directory, base, out, target, kind, name, dtype, system, other_base, not without_base
-    )
-    with phases() as shown:
+        whole_model or directory, base, out, target, kind, name, dtype, system, other_base, not without_base,
+        None if without_loss else run,
+    )  # fmt: skip
+    with phases(err=as_json) as shown:
         backend = backend_for(platform)
         shown.begin("exporting", "the model")
         found = export(request, backend, tools, shown.tell)
+    if as_json:
+        say((out / RECORD).read_text(encoding="utf-8").rstrip())
+        return
     say(f"\n{_table(found, target if kind == 'none' else kind)}")
+    say(f"loss        {_losses(found)}")
     for note in found.notes:
         say(note)
     say(f"written     {out}: {', '.join(found.files)}")
@@ -112,16 +123,15 @@ def _whole_model(directory: Path) -> Path | None:
     return next((place for place in (directory / "model", directory) if (place / "config.json").is_file()), None)
 
 
-def _named_base(directory: Path) -> str:
-    """Return the base that an adapter names. ConfigError if it names none."""
-    from dualtune.adapter.formats.directory import read_adapter
-    from dualtune.errors import ConfigError
-    from dualtune.io.fields import shown
-
-    if (name := read_adapter(directory).base_model) is None:
-        raise ConfigError(f"{directory}: the adapter names no base model. Give one: --base MODEL")
-    say(f"base        {shown(name)}: the adapter names it")
-    return name
+def _losses(found: Exported) -> str:
+    """Return the losses on the held-out rows, the run's last evaluation first."""
+    loss = found.loss
+    named = (("the run's last evaluation", loss.run), ("merged", loss.merged), ("as written", loss.written))
+    measured = ", ".join(f"{what} {value:.4f}" for what, value in named if value is not None)
+    texts = [f"on the held-out rows: {measured}"] if measured else []
+    if loss.unknown is not None:
+        texts.append(f"of the export not measured: {loss.unknown}")
+    return "; ".join(texts) or "not measured"
 
 
 def _table(found: Exported, kind: str) -> str:

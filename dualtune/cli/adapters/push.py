@@ -15,7 +15,8 @@ from dualtune.cli.output.terminal import say
 @click.option(
     "--checkpoint", "step", type=int, metavar="STEP", help="Push the checkpoint of this step, not the newest."
 )
-@click.option("--adapter", is_flag=True, help="Push the final adapter of the run, not a checkpoint.")
+@click.option("--adapter", is_flag=True, help="Push the final adapter of the run; the default, once it has ended.")
+@click.option("--run", "to_resume", is_flag=True, help="Push the newest checkpoint also of a run that has ended.")
 @click.option("--tokenizer", metavar="MODEL", help="Add the tokenizer files of this model, a directory or a hub id.")
 @click.option("--sign", "key", type=click.Path(path_type=Path), metavar="KEY", help="Sign with an SSH key.")
 @click.option("--force", is_flag=True, help="Replace what is there.")
@@ -25,10 +26,12 @@ from dualtune.cli.output.terminal import say
     help="How often to retry in a row without progress.",
 )  # fmt: skip
 def command(
-    target: str, source: Path | None, step: int | None, adapter: bool, tokenizer: str | None, key: Path | None,
-    force: bool, public: bool, retries: int,
+    target: str, source: Path | None, step: int | None, adapter: bool, to_resume: bool, tokenizer: str | None,
+    key: Path | None, force: bool, public: bool, retries: int,
 ) -> None:  # fmt: skip
-    """Copy SOURCE to TARGET: a run directory (its newest valid checkpoint), an adapter directory or a bundle.
+    """Copy SOURCE to TARGET: a run directory, an adapter directory or a bundle.
+
+    Of a run that has ended the adapter is sent, of another one its newest valid checkpoint, to resume it there.
 
     TARGET is one of
 
@@ -44,15 +47,16 @@ def command(
     """
     from dualtune.cli.output.transferring import transferring
     from dualtune.text.show import in_bytes
-    from dualtune.transfer.carry import PushRequest, newest_run, push
+    from dualtune.transfer.carry import PushRequest, newest_run, push, sends_adapter
 
     if source is None:
         source = newest_run()
         say(f"source      {source}: the run in runs/ that was written to last")
+    choice = PushRequest(source, step, adapter, tokenizer, key, to_resume)
+    if sends_adapter(choice):
+        say(f"sending     the adapter of {source}: the run has ended. To resume it, send its checkpoint: --run")
     with transferring("sending", retries) as patience:
-        done = push(
-            target, PushRequest(source, step, adapter, tokenizer, key), force=force, public=public, patience=patience
-        )
+        done = push(target, choice, force=force, public=public, patience=patience)
     for note in done.notes:
         say(f"note        {note}")
     pushed = done.report.bundle

@@ -139,8 +139,8 @@ def _adapter(directory: Path, run: Path | None) -> Payload:
     read_adapter(directory)  # FormatError if it is damaged
     payload = Payload(manifest.ADAPTER)
     for name in names.ADAPTER_FILES:
-        if (directory / name).is_file():
-            payload.files[f"adapter/{name}"] = directory / name
+        if os.path.lexists(directory / name):
+            payload.files[f"adapter/{name}"] = file_in(directory, name, "adapter")
     config = _without_local_paths(payload, f"adapter/{names.ADAPTER_FILES[0]}")
     payload.base = {"name": config.get("base_model_name_or_path") or config.get("model")}
     if (directory / MANIFEST_FILE).is_file():

@@ -1,4 +1,4 @@
-"""Files that are really inside a model directory: a link may lead to a private key of the user."""
+"""Files that are really inside a directory: a link in a stranger's may lead to a private key of the user."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from dualtune.errors import FormatError
 
 
-def file_in(directory: Path, name: str) -> Path:
-    """Return the regular file of this name in a model directory. FormatError if there is none, or if a link leaves it.
+def file_in(directory: Path, name: str, kind: str = "model") -> Path:
+    """Return the regular file of this name in a directory of that kind. FormatError if none, or if a link leaves it.
 
     The hub's cache is the exception: there each file of models--ORG--NAME/snapshots/REVISION is a link to
     models--ORG--NAME/blobs/HASH.
@@ -22,7 +22,7 @@ def file_in(directory: Path, name: str) -> Path:
     is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
     if not (target.is_relative_to(root) or is_blob):
         raise FormatError(
-            f"{path}: is a link to {target}, outside of the model directory. If that file belongs to the model, "
+            f"{path}: is a link to {target}, outside of the {kind} directory. If that file belongs to the {kind}, "
             "replace the link with a copy"
         )
     if not target.is_file():

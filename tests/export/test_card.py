@@ -1,0 +1,82 @@
+"""What an export says of itself: its loss beside the run's last evaluation, and of what it was merged."""
+
+import json
+
+import pytest
+import yaml
+
+from dualtune.export.card import card
+from dualtune.train.run import run
+
+
+@pytest.fixture
+def trained(make_config, write_rows, qa_rows, open_backend):
+    config = make_config(write_rows(qa_rows), {"train.steps": 4, "data.eval": 0.25, "run.eval_every": 2})
+    return run(config, open_backend("torch"))
+
+
+def export(dualtune_main, trained, out, *options):
+    done = dualtune_main("export", trained.run_dir, out, "--platform", "cpu", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record == json.loads((out / "export.json").read_text())
+    return record, (out / "README.md").read_text()
+
+
+def test_the_loss_of_the_export_stands_beside_the_runs_last_evaluation(trained, tmp_path, dualtune_main):
+    record, text = export(dualtune_main, trained, tmp_path / "out", "--to", "hf")
+    loss = record["loss"]
+    assert loss["run"] == trained.eval_loss and loss["merged"] == pytest.approx(loss["run"], abs=1e-5)
+    assert (loss["written"], loss["unknown"]) == (None, None)
+    assert (
+        f"| last evaluation of the run | {trained.eval_loss:.4f} |" in text
+        and f"| merged | {loss['merged']:.4f} |" in text
+    )
+    assert "is trained" not in text and "own weights" in text and "`<|im_end|>`" in text
+    said = dualtune_main("export", trained.run_dir, tmp_path / "again", "--platform", "cpu", "--to", "hf").stdout
+    assert f"the run's last evaluation {trained.eval_loss:.4f}, merged {loss['merged']:.4f}" in said
+
+
+def test_what_was_quantized_is_evaluated_as_it_was_written(trained, tmp_path, dualtune_main, open_backend):
+    open_backend("torch")
+    record, text = export(dualtune_main, trained, tmp_path / "out", "--to", "hf", "--quantize", "nf4", "--without-base")
+    loss = record["loss"]
+    assert 1e-4 < abs(loss["written"] - loss["merged"]) < 0.5
+    assert f"| as written here | {loss['written']:.4f} |" in text
+
+
+def test_without_the_data_the_export_is_written_and_says_what_is_missing(trained, tmp_path, dualtune_main):
+    (tmp_path / "train.jsonl").unlink()
+    record, text = export(dualtune_main, trained, tmp_path / "out", "--to", "hf")
+    assert record["loss"]["merged"] is None and "train.jsonl" in record["loss"]["unknown"]
+    assert record["loss"]["run"] == trained.eval_loss and "| not measured |" in text
+    record, _ = export(dualtune_main, trained, tmp_path / "none", "--to", "hf", "--without-loss")
+    assert record["loss"]["unknown"] is record["loss"]["merged"] is None
+
+
+def record_of(**changes):
+    nothing = dict.fromkeys(("run", "merged", "written", "unknown"))
+    distances = dict.fromkeys(
+        ("adapter from base", "merged from adapter", "written from adapter", "base, quantized alike, from base")
+    )
+    return {
+        "base": "org/llama", "target": "hf", "quantization": "none", "dualtune": "1", "loss": nothing, "stops": [],
+        "divergence_nats": distances, "trained_on": "none", **changes,
+    }  # fmt: skip
+
+
+def test_the_card_says_into_which_weights_a_qlora_adapter_was_merged():
+    assert (
+        "trained on the base in nf4 (QLoRA), and is merged into the original weights, not into the dequantized"
+        in card("tuned", record_of(trained_on="nf4"))
+    )
+    assert "QLoRA" not in card("tuned", record_of()) and "merged into" not in card("tuned", record_of(trained_on=None))
+
+
+def test_the_card_names_no_directory_of_this_machine_and_no_markup_of_a_name():
+    text = card("a|b\n# c", record_of(base="/home/somebody/llama", stops=["<|im_end|>"]))
+    assert "somebody" not in text and "`llama`" in text and "\n# c" not in text and "`<|im_end|>`" in text
+    front = yaml.safe_load(text.split("---")[1])
+    assert front == {"library_name": "transformers", "tags": ["dualtune"]}
+    front = yaml.safe_load(card("x", record_of()).split("---")[1])
+    assert front["base_model"] == "org/llama"
