@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from typing import Any, cast
 from dualtune.config import load_config
 from dualtune.errors import ConfigError, DualtuneError, FormatError
 from dualtune.io.disk import write_file
+from dualtune.io.folder import open_own
 from dualtune.io.untrusted import read_json
 from dualtune.text.escape import one_line
 from dualtune.text.redaction import redact
@@ -68,7 +70,7 @@ def mark_of(run: Path, name: str) -> TrackerMark:
 @contextmanager
 def only_sender(run: Path, name: str, *, waits: bool) -> Generator[None]:
     """Keep other processes from sending the same rows. ConfigError if one does, unless this one waits for its end."""
-    with (run / f"track-{name}.log").open("ab") as file:
+    with os.fdopen(open_own(run / f"track-{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:

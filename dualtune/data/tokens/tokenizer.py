@@ -24,9 +24,9 @@ from dualtune.data.chat.named import is_name, named_template, unknown
 from dualtune.data.chat.template import ChatTemplate, Ranges
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
-from dualtune.data.tokens.tokenizer_files import Loaded, load
+from dualtune.data.tokens.tokenizer_files import MAX_TEMPLATE_BYTES, Loaded, load
 from dualtune.errors import ConfigError, DataError, FormatError
-from dualtune.io.untrusted import read_json
+from dualtune.io.untrusted import open_file, read_json, sha256_of
 
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
 # The files that determine the ids of a text, if the model has them.
@@ -226,7 +226,7 @@ def _generation_ends(model_dir: Path) -> list[int]:
 
 def _hashes(model_dir: Path) -> dict[str, str]:
     paths = [model_dir / name for name in TOKENIZER_FILES if (model_dir / name).is_file()]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {path.name: sha256_of(path) for path in paths}
 
 
 def _template(loaded: Loaded, choice: str) -> ChatTemplate | None:
@@ -249,7 +249,10 @@ def _template(loaded: Loaded, choice: str) -> ChatTemplate | None:
         if not path.is_file():
             raise ConfigError(unknown(choice))
         try:
-            source = path.read_text(encoding="utf-8")
+            with open_file(path, max_bytes=MAX_TEMPLATE_BYTES) as file:
+                source = file.read(MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"data.template: {path} is not UTF-8 (byte {error.start})") from error
+        except FormatError as error:
+            raise ConfigError(f"data.template: {error}") from error
     return ChatTemplate(source, loaded.named)
