@@ -37,6 +37,7 @@ MAX_LINE = 1 << 24  # bytes; a row has some hundreds, one that lists the documen
 MAX_MAIN_LINE, MAX_EVALS = 1 << 14, 1 << 12
 _CHUNK = 1 << 20
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
+MAX_WAITING = 1 << 26  # bytes of rows that a full disk has refused: some hundred thousand steps
 KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
 
 
@@ -95,7 +96,7 @@ class Metrics:
         except OSError as error:
             raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
         self._path = path
-        self._unwritten = b""
+        self._waiting = WaitingRows()
         self._is_failing = False
         self._backend = backend
         self._watchers = watchers
@@ -177,9 +178,10 @@ class Metrics:
 
     def write_rest(self) -> None:
         """Try a last time to write the rows that a full disk has refused."""
-        if self._unwritten and self._try_to_write() is not None:
-            num_rows = self._unwritten.count(b"\n")
-            message = f"metrics.jsonl could not be written completely: {num_rows} rows are lost"
+        problem, num_lost = self._waiting.write_to(self._file), self._waiting.num_lost
+        if problem is not None or num_lost:
+            num_lost += self._waiting.num_rows
+            message = f"metrics.jsonl could not be written completely: {num_lost} rows are lost"
             self._watchers.tell("on_event", Event(self._step, "metrics_lost", message))
 
     def close(self) -> None:
@@ -188,18 +190,42 @@ class Metrics:
     def _write(self, row: dict[str, Any]) -> None:
         self.history.note(row)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._unwritten += (json.dumps({"time": now, **row}) + "\n").encode()
-        problem = self._try_to_write()
+        self._waiting.add((json.dumps({"time": now, **row}) + "\n").encode())
+        problem = self._waiting.write_to(self._file)
         was_failing, self._is_failing = self._is_failing, problem is not None
         if self._is_failing and not was_failing:
             message = f"metrics.jsonl cannot be written ({problem}). Training continues; the rows are kept in memory"
             self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
 
-    def _try_to_write(self) -> str | None:
-        """Write the rows that are not written yet. Return the error, if any."""
+
+class WaitingRows:
+    """Rows that a full disk has refused: written later, in order. Above MAX_WAITING bytes the oldest are lost."""
+
+    def __init__(self) -> None:
+        self.num_lost = 0
+        self._data = bytearray()
+        self._is_cut = False  # whether the data begin inside a row, of which the file has the first part
+
+    @property
+    def num_rows(self) -> int:
+        return self._data.count(b"\n")
+
+    def add(self, row: bytes) -> None:
+        """Add a row with the newline at its end."""
+        self._data += row
+        begin = self._data.index(b"\n") + 1 if self._is_cut else 0
+        if (excess := len(self._data) - MAX_WAITING) > 0:
+            end = self._data.index(b"\n", min(begin + excess + MAX_WAITING // 8, len(self._data) - 1)) + 1
+            self.num_lost += self._data.count(b"\n", begin, end)
+            del self._data[begin:end]
+
+    def write_to(self, file: int) -> str | None:
+        """Write the rows. Return the error, if any."""
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            while self._data:
+                num_bytes = os.write(file, self._data)
+                self._is_cut = self._data[num_bytes - 1] != ord("\n")
+                del self._data[:num_bytes]
         except OSError as error:
             return error.strerror
         return None
