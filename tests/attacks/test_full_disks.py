@@ -45,9 +45,8 @@ def rows_of(first, last):
 def disk(tmp_path, monkeypatch):
     """A file on a disk with room for `disk.room` bytes more."""
     write = os.write
-    found = namedtuple("Disk", "path file room")(
-        tmp_path / "rows", os.open(tmp_path / "rows", os.O_RDWR | os.O_CREAT), [0]
-    )
+    file = os.open(tmp_path / "rows", os.O_RDWR | os.O_CREAT)
+    found = namedtuple("Disk", "path file room")(tmp_path / "rows", file, [0])
 
     def limited(file, data):
         if file != found.file:
@@ -112,7 +111,7 @@ def test_a_tracker_that_floods_does_not_fill_the_disk(
 ):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "trackio.py").write_text(
-        "import os\ndef init(**_):\n    for _ in range(2000):\n        os.write(2, b'warning ' * 1000)\n    raise OSError\n"
+        "import os\ndef init(**_):\n    for _ in range(999):\n        os.write(2, b'warning ' * 999)\n    raise OSError\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
