@@ -111,7 +111,7 @@ def test_a_tracker_that_floods_does_not_fill_the_disk(
 ):
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "trackio.py").write_text(
-        "import os\ndef init(**_):\n    for _ in range(999):\n        os.write(2, b"w" * 8000)\n    raise OSError\n"
+        "import os\ndef init(**_):\n    for _ in range(900):\n        os.write(2, bytes(8000))\n    raise OSError\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "modules")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)

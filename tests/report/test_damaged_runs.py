@@ -9,11 +9,11 @@ import shutil
 import pytest
 
 from dualtune.errors import ConfigError, FormatError
-from dualtune.report import run_files
 from dualtune.report.answers import answers, prediction
 from dualtune.report.run_files import read_run
 from dualtune.report.run_page import run_page
 from dualtune.report.samples import samples
+from dualtune.train.state import metrics
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_of_many_prompts_the_last_are_shown(copy):
 
 
 def test_metrics_that_are_no_file_or_too_long_are_refused(copy, monkeypatch):
-    monkeypatch.setattr(run_files, "MAX_METRICS_BYTES", 10)
+    monkeypatch.setattr(metrics, "MAX_BYTES", 10)
     with pytest.raises(FormatError, match=r"metrics\.jsonl: \d+ bytes, at most 10"):
         read_run(copy)
     (copy / "metrics.jsonl").unlink()
     assert read_run(copy).curves.steps.tolist() == []
     assert "No step has been recorded" in run_page([copy])
     (copy / "metrics.jsonl").mkdir()
-    with pytest.raises(FormatError, match="is not a file"):
+    with pytest.raises(FormatError, match="is not a regular file"):
         read_run(copy)
 
 
