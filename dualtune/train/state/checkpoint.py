@@ -37,7 +37,7 @@ from dualtune.io import fields
 from dualtune.io.disk import json_bytes, listing, remove_directory, write_directory
 from dualtune.io.tensors import safetensors_pieces
 from dualtune.io.untrusted import read_json, read_safetensors
-from dualtune.optimizer import OPTIMIZERS, OptimizerName, OptimizerSpec, rule_of, slots_of
+from dualtune.optimizer import OPTIMIZERS, SECOND_MOMENTS, OptimizerName, OptimizerSpec, rule_of, slots_of
 from dualtune.train.health.guards import GuardState
 from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
 
@@ -182,6 +182,12 @@ def read(path: Path) -> Checkpoint:
         raise FormatError(f"{path}: the adapter and the optimizer state do not have the same tensors")
     if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed afterwards")
+    for slot in SECOND_MOMENTS & slots.keys():  # the update takes their root
+        if name := next((name for name, x in slots[slot].items() if (x < 0).any()), None):
+            raise FormatError(
+                f"{path / slot_file(slot)}: {fields.shown(name)}: holds a negative second moment, which is a mean of "
+                "squares: it was changed afterwards"
+            )
     return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state, policy)
 
 
