@@ -22,7 +22,7 @@ def guard_hub() -> None:
     if _guarded:
         return
     from huggingface_hub import set_client_factory
-    from huggingface_hub.utils import _http as http
+    from huggingface_hub.utils import _http as http  # pyright: ignore[reportPrivateUsage]
 
     make: Any = getattr(http, "_GLOBAL_CLIENT_FACTORY", None) or http.default_client_factory
 

@@ -16,7 +16,6 @@ from dualtune.data.sources.data_file import Rows
 from dualtune.data.sources.kinds import TELL_ROWS, Tell
 from dualtune.data.sources.tables import INSTALL_DATASETS, arrow_rows
 from dualtune.errors import DataError, EnvironmentFault
-from dualtune.io.hub import guard_hub
 
 SPLITS = {"train": ("train",), "valid": ("validation", "valid", "dev"), "test": ("test",)}  # the first one that exists
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -84,7 +83,6 @@ def _load(name: str, subset: str | None, split: str | None) -> Any:
     library = cast(Any, datasets)
     if int(library.__version__.partition(".")[0]) < 4:
         raise EnvironmentFault(f"{name}: got datasets {library.__version__}, 4 or newer is needed. {INSTALL_DATASETS}")
-    guard_hub()
     try:
         return library.load_dataset(name, subset, split=split)
     except (OSError, ValueError, RuntimeError, library.exceptions.DatasetsError) as error:

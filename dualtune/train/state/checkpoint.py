@@ -183,11 +183,8 @@ def read(path: Path) -> Checkpoint:
     if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed afterwards")
     for slot in SECOND_MOMENTS & slots.keys():  # the update takes their root
-        if name := next((name for name, x in slots[slot].items() if (x < 0).any()), None):
-            raise FormatError(
-                f"{path / slot_file(slot)}: {fields.shown(name)}: holds a negative second moment, which is a mean of "
-                "squares: it was changed afterwards"
-            )
+        if any((x < 0).any() for x in slots[slot].values()):
+            raise FormatError(f"{path / slot_file(slot)}: holds a negative second moment: it was changed afterwards")
     return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state, policy)
 
 
@@ -203,8 +200,7 @@ def restore(engine: Engine, saved: Checkpoint) -> None:
 
 def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
     """Return the optimizer that wrote the checkpoint's state: AdamW in old checkpoints without this entry."""
-    train = _train_section(state)
-    return train.get("optimizer", "adamw")
+    return _train_section(state).get("optimizer", "adamw")
 
 
 def _slots_of(state: Mapping[str, Any]) -> tuple[str, ...]:
