@@ -52,6 +52,7 @@ FINGERPRINTS = frozenset(
     {"base model's config", "base model's weights", "tokenizer", "chat template", "train documents", "eval documents"}
 )
 _NAME = re.compile(r"step-(\d{8,})")
+_SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
 class NewerCheckpoint(FormatError):
@@ -286,9 +287,6 @@ def _are_numbers(values: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-_SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
 def problem_of(path: Path) -> str | None:
