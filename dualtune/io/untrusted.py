@@ -127,9 +127,11 @@ def _too_deep(where: object) -> FormatError:
     return FormatError(f"{where}: nested too deeply, at most {MAX_DEPTH} levels are allowed")
 
 
-def read_json(path: Path, *, max_bytes: int, strict: bool = True, allowance: int = 1) -> dict[str, Any]:
-    """Read the object in a JSON file of at most `max_bytes`."""
-    with open_file(path) as file:
+def read_json(
+    path: Path, *, max_bytes: int, strict: bool = True, allowance: int = 1, is_own: bool = False
+) -> dict[str, Any]:
+    """Read the object in a JSON file of at most `max_bytes`. `is_own` as in `open_file`."""
+    with open_file(path, is_own=is_own) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise FormatError(f"{path}: {path.stat().st_size} bytes, at most {max_bytes} are allowed")

@@ -66,7 +66,12 @@ def timeline_row(snapshot: Snapshot) -> str:
 
 
 def read_timeline(path: Path) -> list[Snapshot]:
-    """Return the snapshots of a run, without rows that were truncated when it was killed. FormatError if it has none.
+    """Return the snapshots of a run, as `each_snapshot` yields them."""
+    return [*each_snapshot(path)]
+
+
+def each_snapshot(path: Path) -> Iterator[Snapshot]:
+    """Yield the snapshots of a run, without rows that were truncated when it was killed. FormatError if it has none.
 
     The file is as `timeline_row` writes it, after the header.
     """
@@ -81,7 +86,7 @@ def read_timeline(path: Path) -> list[Snapshot]:
         lines = (line.decode("utf-8", errors="replace") for line in iter(lambda: file.readline(MAX_ROW), b""))
         if next(lines, "").strip().split(",") != [*TIMELINE_HEADER]:
             raise FormatError(f"{path}: not a timeline of memory; its first line must be {','.join(TIMELINE_HEADER)}")
-        return [*parsed_timeline(line for line in lines if line.endswith("\n"))]
+        yield from parsed_timeline(line for line in lines if line.endswith("\n"))
 
 
 def parsed_timeline(lines: Iterable[str]) -> Iterator[Snapshot]:

@@ -141,7 +141,7 @@ def recorded_config(run_dir: Path) -> dict[str, dict[str, Any]]:
 def recorded_environment(run_dir: Path) -> dict[str, Any]:
     """Return the environment.json of a run, empty if there is none. FormatError if it is damaged."""
     path = run_dir / ENVIRONMENT
-    return read_json(path, max_bytes=MAX_ENVIRONMENT_BYTES) if path.exists() else {}
+    return read_json(path, max_bytes=MAX_ENVIRONMENT_BYTES, is_own=True) if path.exists() else {}
 
 
 def best_of(runs: Sequence[RunFiles]) -> RunFiles | None:

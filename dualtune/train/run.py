@@ -15,7 +15,7 @@ from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
-from dualtune.adapter.formats.manifest import read_manifest
+from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
@@ -25,7 +25,7 @@ from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
 from dualtune.data.preview.counts import counts
 from dualtune.distributed.team import Team
-from dualtune.errors import DiskError, DualtuneError, Preempted
+from dualtune.errors import DiskError, FormatError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
 from dualtune.evaluate.inference import LoadedModel, load_adapter
 from dualtune.evaluate.recovery import Recovery
@@ -34,6 +34,7 @@ from dualtune.evaluate.shortage import explained
 from dualtune.evaluate.weights import result_of, using, using_result
 from dualtune.hooks import TRACKERS, Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
+from dualtune.io.untrusted import read_json
 from dualtune.report.run_page import run_page
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
@@ -219,9 +220,9 @@ def _has_ended(resumed: Resumed, result: Path) -> bool:
     if resumed.without_effect is None:
         return False
     try:
-        manifest = read_manifest(result)
-        return manifest is not None and manifest["training"]["steps"] == resumed.checkpoint.step
-    except (DualtuneError, OSError, KeyError, TypeError):
+        manifest = read_json(result / MANIFEST_FILE, max_bytes=MAX_BYTES, is_own=True)
+        return manifest["training"]["steps"] == resumed.checkpoint.step
+    except (FormatError, KeyError, TypeError):
         return False
 
 

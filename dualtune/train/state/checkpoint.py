@@ -241,7 +241,7 @@ def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
 def _read_state(path: Path) -> dict[str, Any]:
     """Return state.json, after checking the types of the values that others use. It may come from another machine."""
     file = path / "state.json"
-    state = read_json(file, max_bytes=MAX_STATE_BYTES)
+    state = read_json(file, max_bytes=MAX_STATE_BYTES, is_own=True)
     for key in ("step", "optimizer_step"):
         if type(value := fields.required(state, key, file)) is not int or not 0 <= value <= MAX_STEPS:
             raise fields.wrong(file, key, value, "a number of steps")
@@ -361,7 +361,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         is_gone = isinstance(error, FileNotFoundError)
         raise FormatError(f"{MANIFEST} is missing" if is_gone else f"{MANIFEST}: {error.strerror}") from None
     try:
-        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES)
+        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES, is_own=True)
         fields.rank(manifest, "schema_version", MANIFEST)
         for name in fields.subtable(manifest, "files", MANIFEST):
             fields.subtable(manifest["files"], name, MANIFEST)

@@ -222,6 +222,6 @@ def _inner(table: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path, max_bytes=checkpoint.MAX_STATE_BYTES)
+        return read_json(path, max_bytes=checkpoint.MAX_STATE_BYTES, is_own=True)
     except FormatError:
         return {}
