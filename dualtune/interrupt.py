@@ -41,7 +41,7 @@ def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None =
     if _handling or threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [s for s in signals if s != signal.SIGHUP or signal.getsignal(s) == signal.SIG_DFL]
+    ours = [s for s in signals if s != signal.SIGHUP or signal.getsignal(s) in (signal.SIG_DFL, _end_early)]
     before = {s: signal.signal(s, _handle) for s in ours}
     _handling = True
     try:
@@ -50,9 +50,33 @@ def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None =
     finally:
         for s, handler in before.items():
             # The signal may come twice: Slurm sends it to a job and to each step. The second must not kill a saved run.
-            is_late = _received is not None and s in TERMINATION and handler == signal.SIG_DFL
+            is_late = _received is not None and s in TERMINATION and handler in (signal.SIG_DFL, _end_early)
             signal.signal(s, signal.SIG_IGN if is_late else handler)
         _received, _handling = None, False
+
+
+@contextlib.contextmanager
+def early() -> Generator[None]:
+    """Let a signal end the process with the exit code of a stop until `handled` takes over: imports take seconds.
+
+    There is nothing to save yet. Ctrl-C stays KeyboardInterrupt.
+    """
+    if _handling or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours = [s for s in (*TERMINATION, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
+    for s in ours:
+        signal.signal(s, _end_early)
+    try:
+        yield
+    finally:
+        for s in ours:
+            if signal.getsignal(s) == _end_early:
+                signal.signal(s, signal.SIG_DFL)
+
+
+def _end_early(number: int, frame: FrameType | None) -> None:
+    _end(signal.Signals(number))
 
 
 def always() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dualtune.base_model.config_file import check_storage, read_config
 from dualtune.base_model.weights import BaseWeights, weights_in
 from dualtune.errors import EnvironmentFault
+from dualtune.io.hub import guard_hub
 
 # No `*.py` and no pickle: a base model is data, never code.
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
@@ -65,6 +66,7 @@ def _download(name: str, weights: bool) -> Path:
     from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    guard_hub()
     patterns = HUB_PATTERNS if weights else [p for p in HUB_PATTERNS if p != "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=NOT_FROM_HUB))

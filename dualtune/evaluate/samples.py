@@ -7,6 +7,7 @@ bits of the run without.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,8 @@ from dualtune.evaluate.inference import LoadedModel, stream_text
 from dualtune.evaluate.weights import using_result
 from dualtune.hooks import Event, SampleRecord
 from dualtune.io.disk import write_file
+from dualtune.io.folder import open_own
+from dualtune.io.untrusted import open_file
 from dualtune.optimizer import OptimizerSpec
 
 MAX_TOKENS = 64  # of an answer
@@ -84,16 +87,17 @@ class Samples:
     def _write(self, record: SampleRecord) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"time": now, "step": record.step, "prompt": record.prompt, "answer": record.answer}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with os.fdopen(open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+            file.write((json.dumps(row) + "\n").encode())
 
 
 def _keep_rows(path: Path, first_step: int) -> None:
     """Drop the rows of steps that a resumed run repeats, and those that were truncated."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
-    is_small = first_step and path.stat().st_size <= MAX_FILE_BYTES
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if is_small else []
+    with open_file(path, is_own=True) as file:
+        is_small = first_step and os.fstat(file.fileno()).st_size <= MAX_FILE_BYTES
+        lines = file.read(MAX_FILE_BYTES).decode("utf-8", errors="replace").splitlines() if is_small else []
     write_file(path, "".join(f"{line}\n" for line in lines if _is_before(line, first_step)))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import chain, count
@@ -21,6 +24,7 @@ Pieces = Sequence[bytes | memoryview]
 Content = bytes | Pieces  # of a file
 
 _MARK = ".tmp-"  # in the name of everything that is unfinished or being removed
+_OWNER = re.compile(r"(?P<pid>[1-9]\d{0,8})-(?P<home>[0-9a-f]{8})[0-9a-f]{8}", re.ASCII)
 
 
 def write_directory(target: Path, files: Mapping[str, Content]) -> None:
@@ -40,6 +44,7 @@ def new_directory(target: Path) -> Generator[Path]:
     temporary = hidden_sibling(target)
     created: list[Path] = []
     is_done = False
+    remove_abandoned(target.parent)
     try:
         if not target.parent.exists():
             created = [path for path in target.parents if not path.exists()]
@@ -70,13 +75,16 @@ def write_whole(target: Path, write: Callable[[Path], object]) -> None:
     """
     target = target.resolve()
     temporary = hidden_sibling(target)
+    remove_abandoned(target.parent)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         follow_umask(temporary)
         for path in (*temporary.rglob("*"), temporary):
             fsync(path)
+        faults.reach("synced")
         temporary.rename(target)  # replaces only an empty directory
+        faults.reach("renamed")
         fsync(target.parent)
     except OSError as error:
         raise DiskError(f"{target}: cannot be written: {error.strerror or error}. Nothing was left there.") from error
@@ -88,6 +96,7 @@ def write_whole(target: Path, write: Callable[[Path], object]) -> None:
 def new_file(target: Path) -> Generator[BinaryIO]:
     """Yield a file to write, which becomes `target` at the end of the block; after an error nothing remains."""
     temporary = hidden_sibling(target)
+    remove_abandoned(target.parent)
     try:
         with temporary.open("xb") as file:
             yield file
@@ -169,12 +178,37 @@ def remove_leftovers(directory: Path) -> list[Path]:
     """Remove what killed processes left half-written or half-removed in a directory; return what was removed."""
     found = sorted(directory.glob(f".*{_MARK}*"))
     for path in found:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        _remove(path)
     return [path for path in found if not path.exists()]
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove what processes of this machine that are gone left half-written in a directory, which others may use too.
+
+    What another machine or container writes there carries another mark, and stays.
+    """
+    for path in directory.glob(f".*{_MARK}*"):
+        owner = _OWNER.fullmatch(path.name.rpartition(_MARK)[2])
+        if owner and owner["home"] == _home() and not _is_running(int(owner["pid"])):
+            _remove(path)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        pass
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def cache_dir() -> Path:
@@ -198,7 +232,17 @@ def free_name(path: Path) -> Path:
 
 def hidden_sibling(path: Path) -> Path:
     """Return a unique temporary name next to the path, which `remove_leftovers` recognizes."""
-    return path.with_name(f".{path.name}{_MARK}{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f".{path.name}{_MARK}{os.getpid()}-{_home()}{secrets.token_hex(4)}")
+
+
+@functools.cache
+def _home() -> str:
+    """Return a mark of where the numbers of processes mean what they mean here: this machine, and this container."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # not Linux
+        namespace = ""
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:8]
 
 
 def _write(file: BinaryIO, content: Content) -> None:

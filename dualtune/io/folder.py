@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Self, cast
 
-from dualtune.errors import DiskError
+from dualtune.errors import DiskError, FormatError
 from dualtune.text.show import in_bytes
 
 # Non-blocking, because opening a FIFO in place of a file would wait for a writer.
@@ -95,6 +96,40 @@ def umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of a run directory, as os.open does with mode 0o666. FormatError if it is anything but a file.
+
+    The directory may come from a stranger: a link would redirect what is written, and a FIFO would never answer.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError:
+        check_own(path, stat.S_ISREG)
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_own(path, "is not a regular file")
+    return fd
+
+
+def check_own(path: Path, is_kind: Callable[[int], bool]) -> None:
+    """Raise FormatError if there is something at a path of a run directory that is not of this kind (of `stat`)."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not is_kind(mode):
+        wanted = "directory" if is_kind is stat.S_ISDIR else "regular file"
+        raise _not_own(path, "is a link" if stat.S_ISLNK(mode) else f"is not a {wanted}")
+
+
+def _not_own(path: Path, fault: str) -> FormatError:
+    return FormatError(
+        f"{path}: {fault}, and is not followed or opened: the files and directories of a run are its own. Move it "
+        "away; if it is a link of yours, put what it leads to in its place"
+    )
 
 
 def open_regular(path: Path) -> BinaryIO:

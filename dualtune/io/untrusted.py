@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from dualtune.errors import FormatError
+from dualtune.io.folder import open_own
 
 MAX_HEADER_BYTES = 8 << 20  # an adapter of 100 layers has 0.2 MB, one of all experts of 48 layers of 128 has 6 MB
 MAX_DIMENSIONS = 8
@@ -126,9 +127,11 @@ def _too_deep(where: object) -> FormatError:
     return FormatError(f"{where}: nested too deeply, at most {MAX_DEPTH} levels are allowed")
 
 
-def read_json(path: Path, *, max_bytes: int, strict: bool = True, allowance: int = 1) -> dict[str, Any]:
-    """Read the object in a JSON file of at most `max_bytes`."""
-    with open_file(path) as file:
+def read_json(
+    path: Path, *, max_bytes: int, strict: bool = True, allowance: int = 1, is_own: bool = False
+) -> dict[str, Any]:
+    """Read the object in a JSON file of at most `max_bytes`. `is_own` as in `open_file`."""
+    with open_file(path, is_own=is_own) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise FormatError(f"{path}: {path.stat().st_size} bytes, at most {max_bytes} are allowed")
@@ -157,17 +160,25 @@ def is_lfs_pointer(path: Path) -> bool:
         return file.read(len(LFS_MAGIC)) == LFS_MAGIC
 
 
-def open_file(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
-    """Open a regular file of at most `max_bytes`. Raises FormatError if it is none, larger, or cannot be read."""
+def open_file(path: Path, *, max_bytes: int | None = None, is_own: bool = False) -> BufferedReader:
+    """Open a regular file of at most `max_bytes`. Raises FormatError if it is none, larger, or cannot be read.
+
+    `is_own`: a file of a run directory, which is no link.
+    """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
-            raise FormatError(f"{path}: is not a file")
-        if max_bytes is not None and found.st_size > max_bytes:
-            raise FormatError(f"{path}: {found.st_size} bytes, at most {max_bytes} are allowed")
-        return path.open("rb")
+        if is_own:
+            file = os.fdopen(open_own(path, os.O_RDONLY), "rb")
+        else:
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
+                raise FormatError(f"{path}: is not a file")
+            file = path.open("rb")
+        size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
+    if max_bytes is not None and size > max_bytes:
+        file.close()
+        raise FormatError(f"{path}: {size} bytes, at most {max_bytes} are allowed")
+    return file
 
 
 def read_header(

@@ -159,6 +159,8 @@ OPTIMIZERS: Mapping[RuleName, Optimizer] = MappingProxyType(
     }
 )
 
+SECOND_MOMENTS = frozenset({"v", "root_v"})  # slots that are means of squares, or their roots: never negative
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:

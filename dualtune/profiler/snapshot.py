@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dualtune.errors import FormatError
+from dualtune.io.untrusted import open_file
 
 MB, GB = 1 << 20, 1 << 30
+MAX_TIMELINE_BYTES = GB  # of the file; a step has about a thousand
+MAX_ROW = 4096  # bytes of a row that is read; a longer one is damaged
 CSV_HEADER = ("step", "phase", "used_mb", "total_mb", "utilization_percent")
 TIMELINE_HEADER = (
     "step", "phase", "used_bytes", "peak_bytes", "cached_bytes", "process_bytes", "device_bytes", "total_bytes", "time",
@@ -63,21 +66,27 @@ def timeline_row(snapshot: Snapshot) -> str:
 
 
 def read_timeline(path: Path) -> list[Snapshot]:
-    """Return the snapshots of a run, without rows that were truncated when it was killed. FormatError if it has none.
+    """Return the snapshots of a run, as `each_snapshot` yields them."""
+    return [*each_snapshot(path)]
+
+
+def each_snapshot(path: Path) -> Iterator[Snapshot]:
+    """Yield the snapshots of a run, without rows that were truncated when it was killed. FormatError if it has none.
 
     The file is as `timeline_row` writes it, after the header.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
+        file = open_file(path, max_bytes=MAX_TIMELINE_BYTES, is_own=True)
+    except FormatError as error:
         raise FormatError(
-            f"{path}: cannot be read: {error.strerror}. Give the directory of a run; runs of older versions and runs "
+            f"{error}. Give the directory of a run; runs of older versions and runs "
             "that have not begun a step have no timeline"
         ) from error
-    lines = text.splitlines(keepends=True)
-    if not lines or lines[0].strip().split(",") != [*TIMELINE_HEADER]:
-        raise FormatError(f"{path}: not a timeline of memory; its first line must be {','.join(TIMELINE_HEADER)}")
-    return [*parsed_timeline(line for line in lines[1:] if line.endswith("\n"))]
+    with file:
+        lines = (line.decode("utf-8", errors="replace") for line in iter(lambda: file.readline(MAX_ROW), b""))
+        if next(lines, "").strip().split(",") != [*TIMELINE_HEADER]:
+            raise FormatError(f"{path}: not a timeline of memory; its first line must be {','.join(TIMELINE_HEADER)}")
+        yield from parsed_timeline(line for line in lines if line.endswith("\n"))
 
 
 def parsed_timeline(lines: Iterable[str]) -> Iterator[Snapshot]:

@@ -17,9 +17,11 @@ from pathlib import Path
 
 from dualtune.backend import MemoryStats
 from dualtune.hooks import Hook, PhaseChange, RunInfo
+from dualtune.io.folder import open_own
+from dualtune.io.untrusted import open_file
 from dualtune.profiler.device import device_reader
 from dualtune.profiler.process import process_reader
-from dualtune.profiler.snapshot import TIMELINE_HEADER, Snapshot, timeline_row
+from dualtune.profiler.snapshot import MAX_ROW, TIMELINE_HEADER, Snapshot, timeline_row
 
 START = "start"  # the phase before the first one: the model is loaded, nothing is trained yet
 WITHOUT_DEVICE = ("data", "optimizer")  # phases in which the driver is not asked: once a step is enough
@@ -47,7 +49,7 @@ class Timeline(Hook):
         self._phase = info.first_step, START
         self._device = device_reader(str(info.engine.get("device", "")))
         if self._file is None:
-            self._file = os.open(self._path, _FLAGS, 0o666)
+            self._file = open_own(self._path, _FLAGS)
         keep_rows(self._file, self._path, info.first_step)
 
     def on_phase_change(self, change: PhaseChange) -> None:
@@ -87,10 +89,10 @@ def keep_rows(file: int, path: Path, first_step: int) -> None:
     """Cut the file after the last whole row of a step up to `first_step`; write the header if nothing remains."""
     header = ",".join(TIMELINE_HEADER) + "\n"
     kept = 0
-    with path.open("rb") as rows:
-        if first_step and rows.readline() == header.encode():
+    with open_file(path, is_own=True) as rows:
+        if first_step and rows.readline(MAX_ROW) == header.encode():
             kept = rows.tell()
-            while (row := rows.readline()).endswith(b"\n") and _step_of(row) <= first_step:
+            while (row := rows.readline(MAX_ROW)).endswith(b"\n") and _step_of(row) <= first_step:
                 kept = rows.tell()
     os.ftruncate(file, kept)
     if not kept:

@@ -19,18 +19,18 @@ def read_lines(path: Path, parse: Callable[[bytes, str], T], *, max_bytes: int, 
     `parse(line, where)` raises FormatError for a line that is no row. A line of more than `max_line` bytes is several.
     """
     rows: list[T] = []
-    problems: list[str] = []
+    problem, num_problems = "", 0
     number = 0
     try:
-        with open_file(path, max_bytes=max_bytes) as file:
+        with open_file(path, max_bytes=max_bytes, is_own=True) as file:
             while line := file.readline(max_line):
                 number += 1
                 try:
                     rows += [parse(line, f"{path.name}:{number}")] if line.strip() else []
                 except FormatError as error:
-                    problems.append(str(error))
+                    problem, num_problems = problem or str(error), num_problems + 1
     except FormatError as error:
         return rows, notice(str(error))
     except OSError as error:
         return rows, notice(f"{path}: cannot be read: {error.strerror or error}")
-    return rows, notice(f"{problems[0]}. Rows left out: {len(problems):,}") if problems else ""
+    return rows, notice(f"{problem}. Rows left out: {num_problems:,}") if problem else ""

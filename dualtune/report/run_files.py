@@ -20,7 +20,6 @@ from dualtune.train.state.lock import read_note
 from dualtune.train.state.metrics import each_row
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, MODEL, check_is_run
 
-MAX_METRICS_BYTES = 1 << 30  # about four million steps
 MAX_CONFIG_BYTES = 1 << 18
 MAX_ENVIRONMENT_BYTES = 1 << 22
 
@@ -120,9 +119,6 @@ def as_table(value: object) -> dict[str, Any]:
 
 
 def _curves(path: Path) -> Curves:
-    if not path.exists() and not path.is_symlink():
-        return Curves()
-    open_file(path, max_bytes=MAX_METRICS_BYTES).close()  # no pipe, no directory
     return curves_of(each_row(path))
 
 
@@ -131,7 +127,7 @@ def recorded_config(run_dir: Path) -> dict[str, dict[str, Any]]:
     path = run_dir / CONFIG
     if not path.exists():
         return {}
-    with open_file(path, max_bytes=MAX_CONFIG_BYTES) as file:
+    with open_file(path, max_bytes=MAX_CONFIG_BYTES, is_own=True) as file:
         data = file.read()
     try:
         table = as_table(read_yaml(data.decode(), str(path)).data)
@@ -145,7 +141,7 @@ def recorded_config(run_dir: Path) -> dict[str, dict[str, Any]]:
 def recorded_environment(run_dir: Path) -> dict[str, Any]:
     """Return the environment.json of a run, empty if there is none. FormatError if it is damaged."""
     path = run_dir / ENVIRONMENT
-    return read_json(path, max_bytes=MAX_ENVIRONMENT_BYTES) if path.exists() else {}
+    return read_json(path, max_bytes=MAX_ENVIRONMENT_BYTES, is_own=True) if path.exists() else {}
 
 
 def best_of(runs: Sequence[RunFiles]) -> RunFiles | None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
 from typing import Any
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.ASCII | re.IGNORECASE)
 REQUEST_S = 30.0  # for a whole request, and for an idle connection
 MAX_CONNECTIONS = 256
 
@@ -33,10 +36,15 @@ class LimitedServer(ThreadingHTTPServer):
         self._lock = threading.Lock()
         super().__init__((host, port), handler)
 
-    def admits(self, host: str | None) -> bool:
-        """Return whether a request with this Host may be answered: a browser here shows other sites, too."""
-        name = (host or "").rpartition(":")[0].strip("[]") or host
-        return not self.is_local or name in LOOPBACK
+    def admits(self, headers: Message) -> bool:
+        """Return whether a request with these headers may be answered: a browser here shows other sites, too.
+
+        Their Host is that of this machine, in no other spelling, and there is one: a proxy may believe the other.
+        """
+        hosts: list[str] = headers.get_all("Host", [])
+        if not self.is_local:
+            return len(hosts) <= 1
+        return len(hosts) == 1 and _OWN_HOST.fullmatch(hosts[0]) is not None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread. If there are too many, the one that has been waited for longest is closed."""

@@ -55,7 +55,10 @@ class PageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page."""
         self.server.stop_waiting(self.connection)
-        if not self.server.admits(self.headers.get("Host")):
+        if "Transfer-Encoding" in self.headers or {*self.headers.get_all("Content-Length", [])} - {"0"}:
+            self.close_connection = True  # the body is not read, and would be taken for the next request
+            self._send(400, b"A GET has no body.\n", "text/plain")
+        elif not self.server.admits(self.headers):
             self._send(403, b"This server answers its own machine, as localhost.\n", "text/plain")
         elif self.path != "/":
             self._send(404, b"There is only the page at /.\n", "text/plain")
@@ -73,6 +76,8 @@ class PageHandler(BaseHTTPRequestHandler):
             headers |= {"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}
             if status == 200 and self.server.is_running():
                 headers["Refresh"] = str(REFRESH_S)
+            if self.close_connection:
+                headers["Connection"] = "close"
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()

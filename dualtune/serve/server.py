@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
 
         A proxy in front that sees another end of the body would take a part of it for the next client's request.
         """
-        if not self.server.admits(self.headers.get("Host")):
+        if not self.server.admits(self.headers):
             raise self._refusal(403, "Host: this server answers its own machine, as localhost")
         given = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if self.server.key and not hmac.compare_digest(given.encode(), self.server.key.encode()):

@@ -14,7 +14,7 @@ from dualtune.errors import ConfigError
 from dualtune.sweep.attempts import Attempts
 from dualtune.sweep.scores import Score, result_of, score_of
 from dualtune.sweep.trials import CheckedTrial, SweepTrial, have_same_eval
-from dualtune.train.state.metrics import read_rows
+from dualtune.train.state.metrics import each_row
 from dualtune.train.state.run_dir import METRICS, is_run_dir
 
 
@@ -73,4 +73,4 @@ def _has_reached(trial: SweepTrial, step: int) -> bool:
 
 
 def _score_at(trial: SweepTrial, step: int) -> Score:
-    return score_of(read_rows(trial.path / METRICS), step) if is_run_dir(trial.path) else Score(None, 0)
+    return score_of(each_row(trial.path / METRICS), step) if is_run_dir(trial.path) else Score(None, 0)

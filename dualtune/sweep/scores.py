@@ -9,7 +9,7 @@ from typing import Any
 from dualtune.sweep.trials import SweepTrial
 from dualtune.train.health.score import Score
 from dualtune.train.state.listing import RunSummary, summary_of
-from dualtune.train.state.metrics import History, read_rows
+from dualtune.train.state.metrics import History, each_row
 from dualtune.train.state.run_dir import METRICS, is_run_dir
 
 
@@ -32,7 +32,7 @@ def result_of(trial: SweepTrial) -> Result:
     if not is_run_dir(trial.path):
         return Result(trial, None, Score(None, 0))
     best = trial.config.guards.restore_best
-    return Result(trial, summary_of(trial.path), score_of(read_rows(trial.path / METRICS), best=best))
+    return Result(trial, summary_of(trial.path), score_of(each_row(trial.path / METRICS), best=best))
 
 
 def score_of(rows: Iterable[Mapping[str, Any]], at: int | None = None, *, best: bool = False) -> Score:

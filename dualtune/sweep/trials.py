@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from dualtune.backend import Backend
 from dualtune.config import Config
 from dualtune.data.documents import Show
 from dualtune.errors import ConfigError, DualtuneError
+from dualtune.io.folder import check_own
 from dualtune.sweep.values import Values
 from dualtune.train.prepare import prepare
 from dualtune.train.state.checkpoint import Checkpoint
@@ -45,6 +47,7 @@ class CheckedTrial:
 def check(trial: SweepTrial, backend: Backend, show: Show) -> CheckedTrial:
     """Check a trial as `dualtune train --dry-run` does. A DualtuneError names the trial."""
     try:
+        check_own(trial.path, stat.S_ISDIR)  # a link in the sweep's directory may lead anywhere
         check_usable(trial.path, "auto")
         saved, _ = find_saved(trial.path, "auto")
         if saved is not None:

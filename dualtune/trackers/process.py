@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,9 @@ from pathlib import Path
 
 from dualtune.errors import EnvironmentFault
 from dualtune.hooks import Hook, RunInfo
+from dualtune.io.folder import open_own
 
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 WAIT_S = 30  # at the end of the run, for the last rows of all trackers
 
 
@@ -31,7 +34,7 @@ class TrackerProcesses(Hook):
             # -P: no module of the current directory, which may hold anybody's files, is imported
             command = [sys.executable, "-P", "-m", "dualtune.trackers.send", str(self._run), name]
             command += ["--new"] if info.first_step == 0 else []
-            with (self._run / f"track-{name}.log").open("ab") as log:
+            with os.fdopen(open_own(self._run / f"track-{name}.log", _FLAGS), "ab") as log:
                 self._processes[name] = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
                 )

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, cast
 from dualtune.config import load_config
 from dualtune.errors import ConfigError, DualtuneError, FormatError
 from dualtune.io.disk import write_file
+from dualtune.io.folder import open_own
 from dualtune.io.untrusted import read_json
 from dualtune.text.escape import one_line
 from dualtune.text.redaction import redact
@@ -36,6 +38,7 @@ EVERY_S = 2.0  # between two looks at the file
 AGAIN_S = (1.0, 5.0, 30.0)  # to wait after the first errors in a row; then always the last one
 LAST_TRIES = 3  # after the run has ended
 NOT_SENT = {"time", "step", "event", "skipped", "message"}
+MAX_LOG_BYTES = 4 << 20  # of what a tracker prints in a process
 MOST_MARK = 10_000  # bytes of track-NAME.json
 
 Place = tuple[int, int]  # of a row: its step, and 0 for a step or 1 for an evaluation
@@ -68,7 +71,7 @@ def mark_of(run: Path, name: str) -> TrackerMark:
 @contextmanager
 def only_sender(run: Path, name: str, *, waits: bool) -> Generator[None]:
     """Keep other processes from sending the same rows. ConfigError if one does, unless this one waits for its end."""
-    with (run / f"track-{name}.log").open("ab") as file:
+    with os.fdopen(open_own(run / f"track-{name}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -195,19 +198,62 @@ def main() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
 
+    log = os.dup(sys.stderr.fileno())
+
     def tell(text: str) -> None:
-        sys.stderr.write(f"{datetime.now():%H:%M:%S} {redact(text)}\n")
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk
+            os.write(log, f"{datetime.now():%H:%M:%S} {redact(text)}\n".encode())
 
     try:
-        with only_sender(run, name, waits=True):
+        with bounded_output(log, MAX_LOG_BYTES), only_sender(run, name, waits=True):
             if "--new" in sys.argv[3:]:  # a training from its first step is another run to a tracker
                 (run / f"track-{name}.json").unlink(missing_ok=True)
             is_done = Sender(run, name, tell).follow(ended)
         sys.exit(0 if is_done else 1)
-    except DualtuneError as error:
-        tell(str(error))
-        sys.exit(error.exit_code)
+    except Exception as error:  # noqa: BLE001  nothing else would say it
+        tell(str(error) if isinstance(error, DualtuneError) else f"{type(error).__name__}: {error}")
+        sys.exit(error.exit_code if isinstance(error, DualtuneError) else 1)
+
+
+@contextmanager
+def bounded_output(log: int, most: int) -> Generator[None]:
+    """Let the log (a descriptor) have at most so many bytes of what this process and its children print.
+
+    A tracker that repeats a warning for ever would fill the disk, on which the run is to save. The rest is read and
+    left out, and so is what is printed after the block. A log that is full already begins anew.
+    """
+    if os.fstat(log).st_size >= most:
+        with suppress(OSError):  # not a file
+            os.ftruncate(log, 0)
+    read, write = os.pipe()
+    for output in (1, 2):
+        os.dup2(write, output)
+    os.close(write)
+    pump = threading.Thread(target=_pump, args=(read, log, most), daemon=True)
+    pump.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in (1, 2):
+            os.dup2(nowhere, output)
+        os.close(nowhere)
+        pump.join(1.0)  # a child of the tracker may hold the other end
+
+
+def _pump(read: int, log: int, most: int) -> None:
+    """Write what comes to the log, at most so many bytes; read the rest too, so that nobody waits."""
+    left = most
+    while data := os.read(read, 1 << 16):
+        if left >= 0:
+            with suppress(OSError):  # a full disk
+                os.write(log, data[:left])
+            left -= len(data)
+            if left < 0:
+                with suppress(OSError):
+                    os.write(log, f"\nmore than {most} bytes were printed: the rest is left out\n".encode())
 
 
 if __name__ == "__main__":

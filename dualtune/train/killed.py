@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dualtune.errors import FormatError
-from dualtune.profiler.snapshot import read_timeline
+from dualtune.profiler.snapshot import each_snapshot
 from dualtune.text.show import in_bytes
 from dualtune.train.memory import RunMemory
 from dualtune.train.state.run_dir import TIMELINE, RunDir
@@ -19,10 +19,10 @@ def suspected(run_dir: RunDir, memory: RunMemory) -> list[str]:
     if run_dir.lock is None or not run_dir.lock.holder_was_killed:
         return []
     try:
-        rows = read_timeline(run_dir.path / TIMELINE)
+        rows = each_snapshot(run_dir.path / TIMELINE)
+        most = max((max(row.used_bytes, row.peak_bytes or 0, row.process_bytes or 0) for row in rows), default=0)
     except FormatError:
         return []
-    most = max((max(row.used_bytes, row.peak_bytes or 0, row.process_bytes or 0) for row in rows), default=0)
     if most < CLOSE * memory.budget.bytes:
         return []
     return [

@@ -15,7 +15,7 @@ from dualtune.activation_cache.trial import check_layers
 from dualtune.adapter.formats.chat_template import TEMPLATE_FILE
 from dualtune.adapter.formats.directory import Adapter, write_adapter
 from dualtune.adapter.formats.gpt2 import is_fan_in_fan_out
-from dualtune.adapter.formats.manifest import MANIFEST_FILE
+from dualtune.adapter.formats.manifest import MANIFEST_FILE, MAX_BYTES
 from dualtune.adapter.spec import ALL_LINEAR, AdapterSpec, Tensors, modules_of
 from dualtune.backend import Backend, Engine, LoadRequest
 from dualtune.backend.shared_base import SharedBase
@@ -25,7 +25,7 @@ from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
 from dualtune.data.preview.counts import counts
 from dualtune.distributed.team import Team
-from dualtune.errors import DiskError, Preempted
+from dualtune.errors import DiskError, FormatError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
 from dualtune.evaluate.inference import LoadedModel, load_adapter
 from dualtune.evaluate.recovery import Recovery
@@ -34,6 +34,7 @@ from dualtune.evaluate.shortage import explained
 from dualtune.evaluate.weights import result_of, using, using_result
 from dualtune.hooks import TRACKERS, Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
+from dualtune.io.untrusted import read_json
 from dualtune.report.run_page import run_page
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
@@ -47,7 +48,7 @@ from dualtune.train.prepare import Prepared, Resumed, prepare
 from dualtune.train.remembered import entry_of, recovery_of, resume_smaller
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.state.checkpoint import bytes_per_weight, restore, set_aside
-from dualtune.train.state.metrics import History, Metrics, read_rows
+from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.records import environment, start
 from dualtune.train.state.resume import Change, table
 from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, LOG, METRICS, REPORT, SAMPLES, RunDir
@@ -144,7 +145,7 @@ def execute(
     """Train a prepared run in an open run directory. The last four arguments are those of `run`."""
     config, resumed, team = prepared.config, prepared.resumed, prepared.team
     if resumed is not None and team.agree(_has_ended(resumed, run_dir.result(config))):
-        result = _result(run_dir, config, resumed.checkpoint.step, History(read_rows(run_dir.path / METRICS)))
+        result = _result(run_dir, config, resumed.checkpoint.step, History(each_row(run_dir.path / METRICS)))
         return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
     with explained(prepared.backend, config, "while the model was loaded"):
         engine, saved = load_engine(prepared, shared_base), prepared.checkpoint
@@ -219,9 +220,9 @@ def _has_ended(resumed: Resumed, result: Path) -> bool:
     if resumed.without_effect is None:
         return False
     try:
-        manifest = json.loads((result / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = read_json(result / MANIFEST_FILE, max_bytes=MAX_BYTES, is_own=True)
         return manifest["training"]["steps"] == resumed.checkpoint.step
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FormatError, KeyError, TypeError):
         return False
 
 

@@ -57,6 +57,8 @@ class Saver:
         self.newest = saved.path if saved else None
         self.failure: DiskError | None = None  # of the last attempt
         self._opened: OpenDirectory | None = None  # the directory of the checkpoints
+        self._needed = sum(_sizes(prepared.config, engine.description.trainable_parameters))
+        self._is_short = False
         self._open_checkpoints()
 
     def close(self) -> None:
@@ -104,6 +106,22 @@ class Saver:
             found = [str(error)]
         for note in filter(None, found):
             self._log.event(Event(step, "replaced", note))
+
+    def check_space(self, step: int) -> None:
+        """Say once, before a save fails, that the disk has no room for the next checkpoint and the result."""
+        if not self._team.is_first:
+            return
+        try:
+            free = shutil.disk_usage(self._run_dir.path).free
+        except OSError:  # `check_files` says what has happened to the directory
+            return
+        was_short, self._is_short = self._is_short, free < self._needed
+        if self._is_short and not was_short:
+            text = (
+                f"the disk of {self._run_dir.path} has {in_bytes(free)} free, and the next checkpoint and the result "
+            )
+            text += f"need {in_bytes(self._needed)}. Free some space before the next save"
+            self._log.event(Event(step, "disk_low", text, {"free_bytes": free, "needed_bytes": self._needed}))
 
     def was_requested(self) -> bool:
         """Return whether the user has created the file checkpoint-now, and remove it."""
@@ -213,12 +231,18 @@ class Saver:
         return {"num_steps": num_steps, "next_learning_rate": learning_rate(self._config, step, num_steps)}
 
 
+def _sizes(config: Config, num_weights: int) -> tuple[int, int]:
+    """Return the bytes of a checkpoint and of the result of a run that trains this many weights."""
+    each = checkpoint.bytes_per_weight(optimizer_spec(config, num_steps=1))  # its slots are the same
+    of_result = MODEL_BYTES_PER_WEIGHT if config.adapter.trains_model else ADAPTER_BYTES_PER_WEIGHT
+    return num_weights * each, num_weights * of_result
+
+
 def check_space(run_dir: RunDir, config: Config, num_weights: int) -> None:
     """Raise DiskError if the checkpoints and the adapter, with this many weights, do not fit on the disk."""
-    each = num_weights * checkpoint.bytes_per_weight(optimizer_spec(config, num_steps=1))  # its slots are the same
+    each, of_result = _sizes(config, num_weights)
     kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
-    of_result = MODEL_BYTES_PER_WEIGHT if config.adapter.trains_model else ADAPTER_BYTES_PER_WEIGHT
-    needed = max(each, kept * each - checkpoint.total_bytes(run_dir.checkpoints)) + num_weights * of_result
+    needed = max(each, kept * each - checkpoint.total_bytes(run_dir.checkpoints)) + of_result
     free = shutil.disk_usage(run_dir.path).free
     if free < needed:
         raise DiskError(

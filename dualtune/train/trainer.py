@@ -143,6 +143,7 @@ def _do_what_is_due(job: Job, step: int) -> int:
     """Save and evaluate if due. Return the number of steps done."""
     prepared, saver = job.prepared, job.saver
     is_last = step == job.last_step
+    saver.check_space(step)
     save_due = prepared.team.agree(saver.was_requested()) or is_last or is_due(step, prepared.config.run.save_every)
     if not (save_due or _eval_due(job, step)):
         return step

@@ -47,9 +47,9 @@ class Followed:
 
         A file that is absent has no lines.
         """
-        if not self._path.exists():
+        if not os.path.lexists(self._path):
             return [], False
-        with open_file(self._path, max_bytes=MAX_BYTES) as file:
+        with open_file(self._path, max_bytes=MAX_BYTES, is_own=True) as file:
             found = os.fstat(file.fileno())
             is_new = self._offset is None or self._file != (found.st_dev, found.st_ino) or found.st_size < self._offset
             if is_new:

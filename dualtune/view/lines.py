@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dualtune.errors import FormatError
 from dualtune.hooks import EVALUATION, EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
+from dualtune.io.folder import open_own
 from dualtune.text.escape import one_line, visible
 from dualtune.text.show import in_bytes, in_time, stamped
 from dualtune.view.run_view import RunView
@@ -81,7 +83,7 @@ class RunLog(RunLines):
         self._waiting = ""
 
     def on_start(self, info: RunInfo) -> None:
-        self._file = os.open(self._path, _FLAGS, 0o666)
+        self._file = open_own(self._path, _FLAGS)
         for line in self._first:
             self._note(line)
         super().on_start(info)
@@ -110,8 +112,8 @@ class RunLog(RunLines):
 
 def log_result(path: Path, kind: str, result: Path) -> None:
     """Add where the result of a run is to its log, which is closed by then. On a full disk the line is lost."""
-    with suppress(OSError), path.open("a", encoding="utf-8") as file:
-        file.write(stamped(visible(f"{kind:<11} {result}"), time.time()) + "\n")
+    with suppress(OSError, FormatError), os.fdopen(open_own(path, _FLAGS), "ab") as file:
+        file.write((stamped(visible(f"{kind:<11} {result}"), time.time()) + "\n").encode())
 
 
 def step_fields(since: Sequence[StepRecord], view: RunView) -> Fields:

@@ -231,3 +231,19 @@ def test_a_manifest_that_lists_a_file_as_null_is_refused(checkpoints):
     table["files"]["state.json"] = None
     path.write_text(json.dumps(table))
     assert "state.json has " in checkpoint.problem_of(path.parent)
+
+
+@pytest.mark.parametrize("value", [-1e-30, -1.0])
+def test_a_negative_second_moment_is_refused_and_a_zero_of_any_sign_is_not(checkpoints, value):
+    def edit(name, tensors, to):
+        if name == "optimizer_v":
+            next(iter(tensors.values())).flat[0] = to
+        return tensors
+
+    rewrite(checkpoints / "step-00000006", edit=lambda name, tensors: edit(name, tensors, -0.0))
+    assert checkpoint.read(checkpoints / "step-00000006").step == 6
+    rewrite(checkpoints / "step-00000006", edit=lambda name, tensors: edit(name, tensors, value))
+    with pytest.raises(FormatError, match=r"optimizer_v.safetensors: .*negative second moment"):
+        checkpoint.read(checkpoints / "step-00000006")
+    saved, problems = checkpoint.newest(checkpoints)
+    assert saved is not None and saved.step == 4 and len(problems) == 1

@@ -233,3 +233,32 @@ def test_a_signal_that_comes_again_after_saving_is_ignored(python):
         "os.kill(os.getpid(), signal.SIGUSR1)\nraise SystemExit(75)\n"
     )
     assert python("-c", program).returncode == 75
+
+
+EARLY = """
+import os, signal, sys
+import dualtune.cli.main, dualtune.config, dualtune.cli.training.{command} as module
+def stop(*_):
+    os.kill(os.getpid(), signal.{signal})
+    raise SystemExit("not stopped")
+dualtune.config.load_config = stop
+sys.argv = ["dualtune", "{command}", "config.yaml"]
+dualtune.cli.main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "signal", "code"),
+    [
+        ("train", "SIGTERM", 75),
+        ("train", "SIGUSR1", 75),
+        ("train", "SIGHUP", 75),
+        ("train", "SIGINT", 130),
+        ("sweep", "SIGTERM", 75),
+    ],
+)
+def test_a_signal_in_the_first_seconds_ends_with_the_code_of_a_stop(python, command, signal, code):
+    """The framework is being imported: nothing handles signals yet, and there is nothing to save."""
+    done = python("-c", EARLY.format(command=command, signal=signal))
+    assert done.returncode == code, done.stderr
+    assert "Stopped by" in done.stderr or code == 130

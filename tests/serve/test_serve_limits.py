@@ -359,3 +359,11 @@ def test_64_clients_at_once_each_get_their_own_answers(serve, seconds):
     while threading.active_count() > threads_before or process.num_fds() > files_before:
         assert time.monotonic() < ends + 60, "threads or connections stay behind"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("hosts", [("localhost:80@evil.example",), ("localhost", "evil.example"), ("localhost",) * 2])
+def test_doubtful_hosts_are_refused(serve, hosts):
+    with connect(serve()) as connection:
+        lines = "".join(f"Host: {host}\r\n" for host in hosts).encode()
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + lines + b"\r\n")
+        assert read_to_end(connection).startswith(b"HTTP/1.1 403 ")

@@ -37,10 +37,10 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
     from dualtune.profiler.snapshot import read_timeline, to_csv
     from dualtune.profiler.text import report
     from dualtune.report.memory_page import memory_page
-    from dualtune.train.state.run_dir import ENVIRONMENT, TIMELINE
+    from dualtune.train.state.run_dir import TIMELINE
 
     snapshots = read_timeline(run_dir / TIMELINE)
-    planned = planned_bytes(run_dir / ENVIRONMENT)
+    planned = planned_bytes(run_dir)
     text = "\n\n".join([report(snapshots, threshold_mb), *_against_plan(snapshots, planned)])
     say(json.dumps(_as_json(snapshots, threshold_mb, planned), indent=2) if as_json else text)
     if csv_file is not None:
@@ -49,13 +49,14 @@ def command(run_dir: Path, csv_file: Path | None, html_file: Path | None, thresh
         write_file(html_file, memory_page(f"Memory of {run_dir.name}", snapshots, text))
 
 
-def planned_bytes(environment: Path) -> int | None:
+def planned_bytes(run_dir: Path) -> int | None:
     """Return the bytes that were planned for a run: `memory.planned_bytes` of its environment.json, if recorded."""
-    import json
+    from dualtune.errors import FormatError
+    from dualtune.report.run_files import recorded_environment
 
     try:
-        total: Any = json.loads(environment.read_text(encoding="utf-8"))["memory"]["planned_bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        total: Any = recorded_environment(run_dir)["memory"]["planned_bytes"]
+    except (FormatError, KeyError, TypeError):
         return None
     return total if type(total) is int and total > 0 else None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dualtune import interrupt
 from dualtune.cli.options import backend_for, platform_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.training.settings import config_from_options, short_options, with_short_options
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     help="Where the runs are written, each in a directory of its own. Default: run.dir with -sweep after it.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Check every run and show what would be done; load and write nothing.")
+@interrupt.early()
 def command(
     config: Path | None, platform: str, overrides: tuple[str, ...], halving: bool, trials: int | None,
     directory: Path | None, dry_run: bool, **short: str | tuple[str, ...] | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from dualtune import interrupt
 from dualtune.cli.options import backend_for, platform_option, set_option
 from dualtune.cli.output.screen import tell
 from dualtune.cli.output.terminal import say
@@ -46,6 +47,7 @@ PRESETS = ("conservative", "balanced", "aggressive")  # the schema, which has th
 )  # fmt: skip
 @click.option("--restart-note", type=click.Path(path_type=Path), hidden=True)  # for the process that is restarted
 @click.pass_context
+@interrupt.early()
 def command(
     ctx: click.Context, config: Path | None, demo: bool, platform: str, overrides: tuple[str, ...], dry_run: bool,
     resume: str, hybrid: str | None, max_restarts: int, restart_note: Path | None,

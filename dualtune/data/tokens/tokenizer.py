@@ -29,9 +29,9 @@ from dualtune.data.chat.named import is_name, named_template, unknown
 from dualtune.data.chat.template import ChatTemplate, Ranges, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
-from dualtune.data.tokens.tokenizer_files import Loaded, load
+from dualtune.data.tokens.tokenizer_files import MAX_TEMPLATE_BYTES, Loaded, load
 from dualtune.errors import ConfigError, DataError, FormatError
-from dualtune.io.untrusted import read_json
+from dualtune.io.untrusted import open_file, read_json, sha256_of
 
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
@@ -336,7 +336,7 @@ def _generation_ends(model_dir: Path) -> list[int]:
 
 def _hashes(model_dir: Path) -> dict[str, str]:
     paths = [model_dir / name for name in TOKENIZER_FILES if (model_dir / name).is_file()]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {path.name: sha256_of(path) for path in paths}
 
 
 def _template(loaded: Loaded, choice: str, variables: Mapping[str, Any]) -> ChatTemplate | None:
@@ -376,7 +376,10 @@ def _source(loaded: Loaded, choice: str) -> str | None:
         if not path.is_file():
             raise ConfigError(unknown(choice))
         try:
-            source = path.read_text(encoding="utf-8")
+            with open_file(path, max_bytes=MAX_TEMPLATE_BYTES) as file:
+                source = file.read(MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"data.template: {path} is not UTF-8 (byte {error.start})") from error
+        except FormatError as error:
+            raise ConfigError(f"data.template: {error}") from error
     return source

@@ -37,7 +37,7 @@ from dualtune.io import fields
 from dualtune.io.disk import json_bytes, listing, remove_directory, write_directory
 from dualtune.io.tensors import safetensors_pieces
 from dualtune.io.untrusted import read_json, read_safetensors
-from dualtune.optimizer import OPTIMIZERS, OptimizerName, OptimizerSpec, rule_of, slots_of
+from dualtune.optimizer import OPTIMIZERS, SECOND_MOMENTS, OptimizerName, OptimizerSpec, rule_of, slots_of
 from dualtune.train.health.guards import GuardState
 from dualtune.train.state.checkpoint_files import FILES, MANIFEST, MAX_STATE_BYTES, POLICY, slot_file
 
@@ -52,6 +52,7 @@ FINGERPRINTS = frozenset(
     {"base model's config", "base model's weights", "tokenizer", "chat template", "train documents", "eval documents"}
 )
 _NAME = re.compile(r"step-(\d{8,})")
+_SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
 class NewerCheckpoint(FormatError):
@@ -182,6 +183,9 @@ def read(path: Path) -> Checkpoint:
         raise FormatError(f"{path}: the adapter and the optimizer state do not have the same tensors")
     if not all(np.isfinite(x).all() for tensors in (adapter, *slots.values(), policy) for x in tensors.values()):
         raise FormatError(f"{path}: holds NaN or Inf, which is never saved: it was changed afterwards")
+    for slot in SECOND_MOMENTS & slots.keys():  # the update takes their root
+        if any((x < 0).any() for x in slots[slot].values()):
+            raise FormatError(f"{path / slot_file(slot)}: holds a negative second moment: it was changed afterwards")
     return Checkpoint(path, state["step"], adapter, OptimizerState(state["optimizer_step"], slots), state, policy)
 
 
@@ -197,8 +201,7 @@ def restore(engine: Engine, saved: Checkpoint) -> None:
 
 def optimizer_of(state: Mapping[str, Any]) -> OptimizerName:
     """Return the optimizer that wrote the checkpoint's state: AdamW in old checkpoints without this entry."""
-    train = _train_section(state)
-    return train.get("optimizer", "adamw")
+    return _train_section(state).get("optimizer", "adamw")
 
 
 def _slots_of(state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -238,7 +241,7 @@ def _check_complete(path: Path, state: Mapping[str, Any]) -> None:
 def _read_state(path: Path) -> dict[str, Any]:
     """Return state.json, after checking the types of the values that others use. It may come from another machine."""
     file = path / "state.json"
-    state = read_json(file, max_bytes=MAX_STATE_BYTES)
+    state = read_json(file, max_bytes=MAX_STATE_BYTES, is_own=True)
     for key in ("step", "optimizer_step"):
         if type(value := fields.required(state, key, file)) is not int or not 0 <= value <= MAX_STEPS:
             raise fields.wrong(file, key, value, "a number of steps")
@@ -284,9 +287,6 @@ def _are_numbers(values: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-_SLOT_FILE = re.compile(r"optimizer_[a-z0-9_]{1,40}\.safetensors", re.ASCII)
 
 
 def problem_of(path: Path) -> str | None:
@@ -361,7 +361,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         is_gone = isinstance(error, FileNotFoundError)
         raise FormatError(f"{MANIFEST} is missing" if is_gone else f"{MANIFEST}: {error.strerror}") from None
     try:
-        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES)
+        manifest = read_json(file, max_bytes=MAX_MANIFEST_BYTES, is_own=True)
         fields.rank(manifest, "schema_version", MANIFEST)
         for name in fields.subtable(manifest, "files", MANIFEST):
             fields.subtable(manifest["files"], name, MANIFEST)

@@ -11,38 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualtune.errors import LockedError
+from dualtune.errors import FormatError, LockedError
 from dualtune.io.disk import remove_directory
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import best_of, find_runs
-from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock, read_note
-from dualtune.train.state.run_dir import (
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    LOG,
-    METRICS,
-    PREDICTIONS,
-    REPORT,
-    SAMPLES,
-    TIMELINE,
-)
+from dualtune.train.state.lock import Lock, read_note
+from dualtune.train.state.run_dir import CHECKPOINTS, FILES, check_own_files
 
 # What a failed run without a checkpoint may consist of.
-OF_A_FAILED_RUN = {
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    METRICS,
-    TIMELINE,
-    REPORT,
-    PREDICTIONS,
-    SAMPLES,
-    LOG,
-    LOCK_FILE,
-    CLAIM_FILE,
-    "chat_template.jinja",
-}
+OF_A_FAILED_RUN = {CHECKPOINTS, *FILES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +52,7 @@ def delete(entries: list[Deletable]) -> tuple[list[Deletable], list[str]]:
     for run in dict.fromkeys(entry.run for entry in entries):
         try:
             lock = Lock(Path(run))
-        except LockedError as error:
+        except (FormatError, LockedError) as error:
             left.append(str(error))
             continue
         try:
@@ -91,13 +68,16 @@ def delete(entries: list[Deletable]) -> tuple[list[Deletable], list[str]]:
     return done, left
 
 
-def _of_run(run: Path, state: str) -> Iterator[Deletable]:
-    if (run / CHECKPOINTS).is_symlink():
-        return
-    if state == "done":
-        yield from _old_checkpoints(run)
+def _of_run(run: Path, state: str) -> list[Deletable]:
+    try:
+        check_own_files(run)
+        if state == "done":
+            return [*_old_checkpoints(run)]
+    except FormatError:  # something in it is not what a run writes
+        return []
     if state == "failed" and _is_worthless(run):
-        yield Deletable(str(run), str(run), "a failed run without a checkpoint", _num_bytes(run))
+        return [Deletable(str(run), str(run), "a failed run without a checkpoint", _num_bytes(run))]
+    return []
 
 
 def _old_checkpoints(run: Path) -> Iterator[Deletable]:

@@ -23,7 +23,7 @@ def read_flat(run_dir: Path) -> Flat:
     """Return the config of a run; empty if it cannot be read."""
     path = run_dir / CONFIG
     try:
-        with io.TextIOWrapper(open_file(path), encoding="utf-8") as file:
+        with io.TextIOWrapper(open_file(path, is_own=True), encoding="utf-8") as file:
             found: Any = read_yaml(file.read(MAX_CONFIG_CHARACTERS), str(path)).data
     except (FormatError, OSError, ValueError, BadYaml):
         return {}

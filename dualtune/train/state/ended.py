@@ -11,7 +11,7 @@ from dualtune.io.disk import free_name
 from dualtune.text.show import in_columns
 from dualtune.train.health.guards import Guards
 from dualtune.train.state.checkpoint import Checkpoint
-from dualtune.train.state.metrics import History, read_rows
+from dualtune.train.state.metrics import History, each_row
 from dualtune.train.state.resume import Change, differences
 from dualtune.train.state.run_dir import METRICS, path_of
 
@@ -73,7 +73,7 @@ def _stops_early(saved: Checkpoint, config: Config) -> bool:
         return False
     guards = Guards(config, lambda step: [], saved.state.get("guards"))
     # A step is saved before it is evaluated, so the evaluation that ended the run is only in its rows.
-    evaluated = History(read_rows(saved.path.parents[1] / METRICS)).evals.get(saved.step)
+    evaluated = History(each_row(saved.path.parents[1] / METRICS)).evals.get(saved.step)
     if evaluated is not None:
         guards.on_eval(evaluated)
     return guards.stops_early

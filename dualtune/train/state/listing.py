@@ -16,7 +16,7 @@ from dualtune.io.untrusted import read_json
 from dualtune.train.state import checkpoint
 from dualtune.train.state.configs import read_flat
 from dualtune.train.state.lock import LOCK_FILE, LockRecord, read_note
-from dualtune.train.state.metrics import History, main_rows, read_rows
+from dualtune.train.state.metrics import History, each_row, main_rows, read_rows
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, CONFIG, METRICS, check_is_run, is_run_dir
 
 MAX_METRICS_BYTES = 16 << 20
@@ -81,7 +81,7 @@ def list_checkpoints(run_dir: Path) -> list[CheckpointSummary]:
 
 def best_of(run_dir: Path, found: Sequence[checkpoint.CheckpointEntry]) -> int | None:
     """Return the step of the checkpoint with the best evaluation; None if none was evaluated."""
-    evals = History(read_rows(run_dir / METRICS)).evals
+    evals = History(each_row(run_dir / METRICS)).evals
     judged = [e.step for e in found if e.step in evals and math.isfinite(evals[e.step].eval_loss)]
     return min(judged, key=lambda step: evals[step].eval_loss, default=None)
 
@@ -222,6 +222,6 @@ def _inner(table: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path, max_bytes=checkpoint.MAX_STATE_BYTES)
+        return read_json(path, max_bytes=checkpoint.MAX_STATE_BYTES, is_own=True)
     except FormatError:
         return {}

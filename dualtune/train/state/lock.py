@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -21,8 +20,9 @@ from typing import Any
 
 import psutil
 
-from dualtune.errors import DiskError, LockedError
+from dualtune.errors import DiskError, FormatError, LockedError
 from dualtune.io.disk import hidden_sibling
+from dualtune.io.folder import open_own
 from dualtune.io.replaced import fault_of
 
 LOCK_FILE = "lock"
@@ -96,7 +96,7 @@ class Lock:
 
     def _take(self) -> int:
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = open_own(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 held = _is_held(file, patient=True)
                 if held is None:
@@ -147,7 +147,11 @@ class Lock:
 
 def _check_dead(claim: Path) -> None:
     """Raise LockedError if the process that a claim names may still run."""
-    holder = _parse(claim.read_bytes())
+    file = open_own(claim, os.O_RDONLY)
+    try:
+        holder = _parse(_content(file))
+    finally:
+        os.close(file)
     if holder is not None and _is_alive(holder):
         raise LockedError(_refusal(claim, holder))
 
@@ -163,12 +167,10 @@ def _is_at(file: int, path: Path) -> bool:
 def read_note(run_dir: Path) -> tuple[LockRecord | None, bool]:
     """Return the note of the lock, and whether a process holds it now. Read only."""
     try:
-        file = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe is not waited for
-    except OSError:
+        file = open_own(run_dir / LOCK_FILE, os.O_RDONLY)
+    except (OSError, FormatError):
         return None, False
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            return None, False
         held, note = _is_held(file, fcntl.LOCK_SH), _parse(_content(file))
         return note, held if held is not None else note is not None and _is_alive(note)
     finally:

@@ -23,15 +23,21 @@ from typing import Any, cast
 from dualtune.backend import Backend, StepOutput
 from dualtune.errors import DiskError
 from dualtune.hooks import EvalRecord, Event, StepRecord
-from dualtune.io.disk import new_file, write_file
+from dualtune.io.disk import new_file
+from dualtune.io.folder import open_own
 from dualtune.io.replaced import fault_of, set_aside
+from dualtune.io.untrusted import open_file
 from dualtune.text.redaction import redact
 from dualtune.watchers import Watchers
 
 NUM_LAST = 300  # rows, of a file that is too long to parse
-MAX_LINE = 1 << 24  # characters; a row has some hundreds, one that lists the documents of a step some thousands
+MAX_BYTES = 1 << 30  # of a file that is read; about four million steps
+MAX_LINE = 1 << 24  # bytes; a row has some hundreds, one that lists the documents of a step some thousands
+# Of a file that is too long to parse: the longest line, and the most evaluations.
+MAX_MAIN_LINE, MAX_EVALS = 1 << 14, 1 << 12
 _CHUNK = 1 << 20
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
+MAX_WAITING = 1 << 26  # bytes of rows that a full disk has refused: some hundred thousand steps
 KINDS = ("loss", "eval_loss", "event")  # every row has one of these keys
 
 
@@ -85,12 +91,12 @@ class Metrics:
 
     def __init__(self, path: Path, backend: Backend, watchers: Watchers, first_step: int = 0) -> None:
         try:
-            self.history = History(_keep_rows(path, first_step))
-            self._file = os.open(path, _FLAGS, 0o666)
+            self.history = _keep_rows(path, first_step)
+            self._file = open_own(path, _FLAGS)
         except OSError as error:
             raise DiskError(f"{path}: cannot be written: {error.strerror}") from error
         self._path = path
-        self._unwritten = b""
+        self._waiting = WaitingRows()
         self._is_failing = False
         self._backend = backend
         self._watchers = watchers
@@ -163,7 +169,7 @@ class Metrics:
         try:
             kept = set_aside(self._path)
             self.copy_to(self._path)
-            file = os.open(self._path, _FLAGS)
+            file = open_own(self._path, _FLAGS)
         except OSError as error:
             raise DiskError(f"{fault}, and cannot be written again: {error.strerror}") from error
         os.close(self._file)
@@ -172,9 +178,10 @@ class Metrics:
 
     def write_rest(self) -> None:
         """Try a last time to write the rows that a full disk has refused."""
-        if self._unwritten and self._try_to_write() is not None:
-            num_rows = self._unwritten.count(b"\n")
-            message = f"metrics.jsonl could not be written completely: {num_rows} rows are lost"
+        problem, num_lost = self._waiting.write_to(self._file), self._waiting.num_lost
+        if problem is not None or num_lost:
+            num_lost += self._waiting.num_rows
+            message = f"metrics.jsonl could not be written completely: {num_lost} rows are lost"
             self._watchers.tell("on_event", Event(self._step, "metrics_lost", message))
 
     def close(self) -> None:
@@ -183,18 +190,42 @@ class Metrics:
     def _write(self, row: dict[str, Any]) -> None:
         self.history.note(row)
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._unwritten += (json.dumps({"time": now, **row}) + "\n").encode()
-        problem = self._try_to_write()
+        self._waiting.add((json.dumps({"time": now, **row}) + "\n").encode())
+        problem = self._waiting.write_to(self._file)
         was_failing, self._is_failing = self._is_failing, problem is not None
         if self._is_failing and not was_failing:
             message = f"metrics.jsonl cannot be written ({problem}). Training continues; the rows are kept in memory"
             self._watchers.tell("on_event", Event(row["step"], "metrics_failed", message))
 
-    def _try_to_write(self) -> str | None:
-        """Write the rows that are not written yet. Return the error, if any."""
+
+class WaitingRows:
+    """Rows that a full disk has refused: written later, in order. Above MAX_WAITING bytes the oldest are lost."""
+
+    def __init__(self) -> None:
+        self.num_lost = 0
+        self._data = bytearray()
+        self._is_cut = False  # whether the data begin inside a row, of which the file has the first part
+
+    @property
+    def num_rows(self) -> int:
+        return self._data.count(b"\n")
+
+    def add(self, row: bytes) -> None:
+        """Add a row with the newline at its end."""
+        self._data += row
+        begin = self._data.index(b"\n") + 1 if self._is_cut else 0
+        if (excess := len(self._data) - MAX_WAITING) > 0:
+            end = self._data.index(b"\n", min(begin + excess + MAX_WAITING // 8, len(self._data) - 1)) + 1
+            self.num_lost += self._data.count(b"\n", begin, end)
+            del self._data[begin:end]
+
+    def write_to(self, file: int) -> str | None:
+        """Write the rows. Return the error, if any."""
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+            while self._data:
+                num_bytes = os.write(file, self._data)
+                self._is_cut = self._data[num_bytes - 1] != ord("\n")
+                del self._data[:num_bytes]
         except OSError as error:
             return error.strerror
         return None
@@ -206,25 +237,41 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def each_row(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file one after another, because those of a long run are large together."""
-    if not path.is_file():
+    """Yield the rows of a metrics file one after another, because those of a long run are large together.
+
+    FormatError if it is no file, or larger than MAX_BYTES.
+    """
+    for line in _each_line(path):
+        if line.endswith(b"\n") and (row := row_of(line.decode("utf-8", errors="replace"))) is not None:
+            yield row
+
+
+def _each_line(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file of a run; one that is longer than MAX_LINE in pieces."""
+    if not os.path.lexists(path):
         return
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+    with open_file(path, max_bytes=MAX_BYTES, is_own=True) as file:
         while line := file.readline(MAX_LINE):
-            if line.endswith("\n") and (row := row_of(line)) is not None:
-                yield row
+            yield line
 
 
 def main_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the first row, the evaluations, and the last few hundred rows: the others are not parsed."""
-    if not path.is_file():
-        return []
-    kept, newest = list[bytes](), deque[bytes]()
-    with path.open("rb") as file:
-        while line := file.readline(MAX_LINE):
-            newest.append(line)
-            if len(newest) > NUM_LAST and (b'"eval_loss"' in (oldest := newest.popleft()) or not kept):
-                kept.append(oldest)
+    """Return the first row, the newest evaluations, and the last few hundred rows: the others are not parsed.
+
+    FormatError as for `each_row`.
+    """
+    first, evals, newest = list[bytes](), deque[bytes](maxlen=MAX_EVALS), deque[bytes]()
+    for line in _each_line(path):
+        if len(line) > MAX_MAIN_LINE:
+            continue
+        newest.append(line)
+        if len(newest) > NUM_LAST:
+            oldest = newest.popleft()
+            if not first:
+                first.append(oldest)
+            elif b'"eval_loss"' in oldest:
+                evals.append(oldest)
+    kept = (*first, *evals)
     found = (row_of(line.decode("utf-8", errors="replace")) for line in (*kept, *newest))
     return [row for row in found if row is not None]
 
@@ -261,9 +308,14 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
     return all(type(x) in (float, int) for x in losses) and all(type(n) is int for n in targets)
 
 
-def _keep_rows(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Drop truncated rows, and the rows of steps that a resumed run will repeat."""
-    rows = [row for row in read_rows(path) if row["step"] <= first_step] if first_step else []
-    if path.is_file():
-        write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+def _keep_rows(path: Path, first_step: int) -> History:
+    """Drop truncated rows, and the rows of steps that a resumed run will repeat. Return the others' history."""
+    history = History()
+    if not os.path.lexists(path):
+        return history
+    with new_file(path) as file:
+        for row in each_row(path) if first_step else ():
+            if row["step"] <= first_step:
+                history.note(row)
+                file.write((json.dumps(row) + "\n").encode())
+    return history

@@ -19,6 +19,7 @@ checkpoint-now      created by you: a checkpoint is saved after the step, and th
 from __future__ import annotations
 
 import contextlib
+import stat
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from dualtune import interrupt
 from dualtune.config import Config
 from dualtune.errors import ConfigError, DiskError, FormatError, Preempted
 from dualtune.io.disk import remove_leftovers
+from dualtune.io.folder import check_own
 from dualtune.io.replaced import OpenDirectory
 from dualtune.text.redaction import redact
 from dualtune.train.state import checkpoint
@@ -44,6 +46,9 @@ LOG = "log.txt"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 CHECKPOINT_NOW = "checkpoint-now"
+TEMPLATE = "chat_template.jinja"
+FOLDERS = (CHECKPOINTS, ADAPTER, MODEL)
+FILES = (LOCK_FILE, CLAIM_FILE, METRICS, TIMELINE, REPORT, PREDICTIONS, SAMPLES, LOG, CONFIG, ENVIRONMENT, TEMPLATE)
 RESUME = "auto, never, or the path of a checkpoint or a run directory"
 
 
@@ -139,6 +144,7 @@ def check_is_run(path: Path) -> None:
 
 def check_usable(path: Path, resume: str) -> None:
     """Raise ConfigError if the directory holds foreign files, or a run that must not be resumed."""
+    check_own_files(path)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run.dir: {path} is a file. Choose another with --set run.dir=…")
     if not path.is_dir() or not any(path.iterdir()):
@@ -150,6 +156,14 @@ def check_usable(path: Path, resume: str) -> None:
             f"run.dir: {path} already holds a run, and --resume never does not resume it. "
             "Choose another with --set run.dir=…"
         )
+
+
+def check_own_files(path: Path) -> None:
+    """Raise FormatError if a file or directory of the run is a link, a FIFO or anything else than what it is to be."""
+    for name in (*FOLDERS, *FILES):
+        check_own(path / name, stat.S_ISDIR if name in FOLDERS else stat.S_ISREG)
+    for log in path.glob("track-*"):
+        check_own(log, stat.S_ISREG)
 
 
 def find_saved(path: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -12,8 +13,10 @@ from dualtune import interrupt
 from dualtune.config import Config
 from dualtune.distributed.team import Team
 from dualtune.io.disk import write_directory
+from dualtune.io.untrusted import open_file
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
+from dualtune.train.state.metrics import MAX_BYTES
 from dualtune.train.state.run_dir import METRICS, RunDir, open_run
 
 
@@ -28,13 +31,21 @@ def open_together(config: Config, resume: str, team: Team) -> Generator[RunDir]:
             with open_run(config, resume) as run_dir:
                 rows = run_dir.path / METRICS
                 shared(team, run_dir.saved)
-                team.broadcast(rows.read_bytes() if rows.is_file() else b"")
+                team.broadcast(_content(rows))
                 yield run_dir
         else:
             with tempfile.TemporaryDirectory(prefix="dualtune-") as scratch, interrupt.handled():
                 run_dir = RunDir(Path(scratch), shared(team, None))
                 (run_dir.path / METRICS).write_bytes(team.broadcast())
                 yield run_dir
+
+
+def _content(path: Path) -> bytes:
+    """Return the content of a file of the run; nothing if it is absent."""
+    if not os.path.lexists(path):
+        return b""
+    with open_file(path, max_bytes=MAX_BYTES, is_own=True) as file:
+        return file.read()
 
 
 def shared(team: Team, saved: Checkpoint | None) -> Checkpoint | None:

@@ -19,6 +19,7 @@ from dualtune.adapter.formats.directory import read_adapter
 from dualtune.adapter.formats.manifest import MANIFEST_FILE
 from dualtune.config import load_config
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
+from dualtune.io.hub import guard_hub
 from dualtune.text.redaction import redact
 from dualtune.transfer.bundles.names import ADAPTER_FILES, CONFIG
 from dualtune.transfer.remotes.model_card import card
@@ -136,6 +137,7 @@ def _check_visibility(hub: Hub, *, is_private: bool, public: bool) -> None:
 def _api() -> Any:
     from huggingface_hub import HfApi
 
+    guard_hub()
     return cast(Any, HfApi())
 
 
