@@ -27,6 +27,7 @@ Pairs = Sequence[tuple[str, str]]
 MAX_SOURCES = 50
 MAX_SAMPLES = 10
 MAX_TEXT = 500  # characters of a value from a file
+MAX_SAMPLE = 1 << 15  # characters of a sample row: `counts` records fewer
 
 
 def headline(run: RunFiles) -> str:
@@ -124,7 +125,7 @@ def _sources(given: object) -> str:
 
 
 def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return the beginnings of some rows, with the targets of the loss marked."""
+    """Return some rows, with the targets of the loss marked."""
     rows = "".join(
         f"<dt>{_cut(str(row.get('where', '')))}</dt>"
         f"<dd dir=auto>{_marked(str(row.get('text', '')), row.get('targets'))}</dd>\n"
@@ -140,7 +141,7 @@ def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
 
 def _marked(text: str, targets: object) -> str:
     """Return text as HTML with the targets marked: pairs [start, end) in order; anything else is left out."""
-    shown, found, done = text[:MAX_TEXT], "", 0
+    shown, found, done = text[:MAX_SAMPLE], "", 0
     for pair in cast("list[object]", targets) if isinstance(targets, list) else []:
         match pair:
             case [int(start), int(end)] if done <= start < min(end, len(shown)):
@@ -148,7 +149,7 @@ def _marked(text: str, targets: object) -> str:
                 done = end
             case _:
                 pass
-    return f"{found}{_text(shown[done:])}{'…' if len(text) > MAX_TEXT else ''}"
+    return f"{found}{_text(shown[done:])}{'…' if len(text) > MAX_SAMPLE else ''}"
 
 
 def reproduce(run: RunFiles) -> str:
