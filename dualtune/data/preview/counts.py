@@ -15,6 +15,7 @@ from dualtune.text.redaction import redact
 
 # Of a sample row, in characters: what is context, at each end of a part; a part that is target; all of it.
 CONTEXT, TARGET, SAMPLE = 200, 8_000, 20_000
+SAMPLE_TOKENS = 8192  # that are decoded for it
 
 
 def counts(
@@ -56,17 +57,21 @@ def _sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], 
     secret, the places in it are others.
     """
     document = documents[i]
+    tokens, loss_mask = document.tokens[:SAMPLE_TOKENS], document.loss_mask[:SAMPLE_TOKENS]
+    runs = [*show_document(replace(document, tokens=tokens, loss_mask=loss_mask, weights=None), decode).runs()]
+    whole = "".join(part for _, part in runs)
+    if (shown := redact(whole)) != whole:
+        return {"where": document.where, "text": _without_middle(shown, TARGET // 2), "targets": []}
     text, targets = "", list[tuple[int, int]]()
-    for weight, part in show_document(replace(document, weights=None), decode).runs():
+    for weight, part in runs:
         if len(text) >= SAMPLE:
-            text += "…"
             break
         part = _without_middle(part, TARGET // 2 if weight else CONTEXT)
         if weight:
             targets.append((len(text), len(text) + len(part)))
         text += part
-    shown = redact(text)
-    return {"where": document.where, "text": shown, "targets": targets if shown == text else []}
+    is_whole = len(document.tokens) <= SAMPLE_TOKENS and len(text) < SAMPLE
+    return {"where": document.where, "text": text if is_whole else f"{text}…", "targets": targets}
 
 
 def _without_middle(text: str, end: int) -> str:
