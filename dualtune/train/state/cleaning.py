@@ -17,6 +17,7 @@ from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import best_of, find_runs
 from dualtune.train.state.lock import CLAIM_FILE, LOCK_FILE, Lock, read_note
 from dualtune.train.state.run_dir import (
+    BASE_FORMATS,
     CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,
@@ -30,6 +31,7 @@ from dualtune.train.state.run_dir import (
 
 # What a failed run without a checkpoint may consist of.
 OF_A_FAILED_RUN = {
+    BASE_FORMATS,
     CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,

@@ -40,6 +40,7 @@ TIMELINE = "memory.csv"
 REPORT = "report.html"
 PREDICTIONS = "predictions.jsonl"
 SAMPLES = "samples.jsonl"
+BASE_FORMATS = "base_formats.json"  # what `dualtune quantize --compare` has measured
 LOG = "log.txt"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
