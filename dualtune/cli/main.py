@@ -28,6 +28,7 @@ COMMANDS = {
         "Check a config against the machine, the model and the data, before any download.",
     ),
     "plan": ("preflight.plan", "Plan the memory and time of a run, and the cheapest changes with which it fits."),
+    "quantize": ("preflight.quantize", "Measure what each format of the base costs in loss, on rows of a config."),
     "check-data": ("preflight.check_data", "List the rows of a file, or of a config's data, that cannot be used."),
     "data": ("preflight.data", "Clean data sets: leave out rows that repeat others, report personal data."),
     "preview": ("preflight.preview", "Show what a config would train on, with statistics."),

@@ -47,7 +47,7 @@ WORDS = {
         "Preference training is not supported yet: dualtune trains on answers, not on comparisons": (
             "dpo orpo kto rlhf ppo grpo reward"
         ),
-        "Quantization belongs to the config: model.quantization": "quantize quantise",
+        "quantize": "quantise quantization bnb",
     }.items()
     for word in words.split()
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
@@ -222,7 +225,7 @@ _LLAMA32 = _LLAMA3 | _TIED | {"rope_scaling": _ROPE3 | {"factor": 32.0}}
 _QWEN = {"max_position_embeddings": 32768, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645}
 _QWEN3 = _QWEN | {"max_position_embeddings": 40960, "head_dim": 128}
 
-# By hub id, smallest first.
+# By hub id, smallest first; whole configs, so that tests and recommendations can build them. `published` knows more.
 KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "HuggingFaceTB/SmolLM2-135M": _config("llama", 576, 1536, 30, 9, 3, 49152, **_SMOLLM2),
@@ -251,3 +254,25 @@ KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "meta-llama/Llama-3.3-70B-Instruct": _config("llama", 8192, 28672, 80, 64, 8, 128256, **_LLAMA3),
     }
 )
+
+
+def published(name: str) -> Mapping[str, Any] | None:
+    """Return what is known of the config.json of a published model, by its hub id; None: it is not in the tables.
+
+    The second table, published.json, has the shapes alone (scripts/published_shapes.py). A copy below `unsloth/` under
+    the same name has the same shape.
+    """
+    if name in KNOWN:
+        return KNOWN[name]
+    table = _published()
+    owner, _, short = name.partition("/")
+    if owner == "unsloth":
+        name = next((each for each in (*KNOWN, *table) if each.partition("/")[2] == short), name)
+    return KNOWN.get(name) or table.get(name)
+
+
+@cache
+def _published() -> Mapping[str, Mapping[str, Any]]:
+    table = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+    keys = table["columns"][1:-2]  # between the name and where it comes from
+    return {row[0]: dict(zip(keys, row[1:-2], strict=True)) for row in table["models"]}

@@ -85,7 +85,7 @@ def check_config(
     report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
     rows, seen = check_sources(config, tokenizer)
     report.checks += [*rows, *step_rows(config, seen)]
-    decoder, reason = shape_of(model)
+    decoder, reason = shape_of(model, config.model.name)
     report.checks += activation_cache_rows(config, decoder)
     if decoder is None:
         report.checks += targets_rows(config, model)

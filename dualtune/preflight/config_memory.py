@@ -51,7 +51,7 @@ def plan_config(config: Config, machine: Machine, choice: PlatformChoice) -> Mem
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:
         raise EnvironmentFault(f"there is no memory estimate for the backend {choice.backend}")
-    decoder, reason = shape_of(find_model(config)[0])
+    decoder, reason = shape_of(find_model(config)[0], config.model.name)
     if decoder is None:
         raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
     if config.memory.sharding == "full":

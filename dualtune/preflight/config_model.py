@@ -25,7 +25,7 @@ from dualtune.data.tokens.stop_tokens import turn_end
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.io.fields import shown
-from dualtune.memory.shapes import KNOWN, Decoder, UnknownShape, decoder_of
+from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of, published
 from dualtune.preflight.storage import local_model, missing_files
 
 # Class names of Hugging Face models that predict the next token; `architectures` in config.json names the class.
@@ -50,10 +50,12 @@ def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
     if not is_hub_name(name) or Path(name).exists():
         found = f"there is no model directory {Path(name).expanduser()}"
         return BaseModel(None, None), [_fails("model", found, "Set model.name to a directory or a hub id")]
-    if name in KNOWN:
+    if (known := published(name)) is not None:
         found = f"{name}: not downloaded yet; its shape is known"
-        return BaseModel(None, KNOWN[name]), [Check("model", "ok", found), *_architecture(KNOWN[name])]
-    found = f"{name}: not downloaded yet, so its shape and the memory for it are unknown"
+        return BaseModel(None, known), [Check("model", "ok", found), *_architecture(known)]
+    found = (
+        f"{name}: not downloaded yet, so its shape and the memory for it are unknown; config.json is enough for that"
+    )
     return BaseModel(None, None), [Check("model", "advice", found, f"hf download {name} --include '*.json'")]
 
 
@@ -85,10 +87,11 @@ def _architecture(described: Mapping[str, Any]) -> list[Check]:
     return [_fails("architecture", found, "Choose a causal language model")]
 
 
-def shape_of(model: BaseModel) -> tuple[Decoder | None, str]:
-    """Return the model's shape, or None and why it is not known."""
+def shape_of(model: BaseModel, name: str) -> tuple[Decoder | None, str]:
+    """Return the shape of the model of this name, or None and why it is not known."""
     if model.config is None:
-        return None, "the model's shape is not known before it is downloaded"
+        reason = "its shape is not known; for that only its config.json is needed, not the weights"
+        return None, f"{reason}: hf download {name} config.json"
     try:
         return decoder_of(model.config), ""
     except UnknownShape as error:

@@ -10,7 +10,7 @@ from dualtune.card import driver_of
 from dualtune.errors import ConfigError, EnvironmentFault
 from dualtune.memory.estimate import Estimate
 from dualtune.memory.plan import Smaller, plan_of
-from dualtune.memory.shapes import KNOWN, Decoder, decoder_of
+from dualtune.memory.shapes import Decoder, decoder_of, published
 from dualtune.platform.budget import Budget, budget, within
 from dualtune.platform.machine import Machine
 from dualtune.preflight.thresholds import device_of
@@ -81,11 +81,11 @@ def about_config(machine: Machine, path: Path) -> Question:
 
 def _decoder(config: Config) -> Decoder:
     """Return the shape of a published model, or of one on this machine."""
-    if config.model.name in KNOWN:
-        return decoder_of(KNOWN[config.model.name])
+    if (known := published(config.model.name)) is not None:
+        return decoder_of(known)
     from dualtune.preflight.config_model import find_model, shape_of  # late: it imports NumPy and tokenizers
 
-    decoder, reason = shape_of(find_model(config)[0])
+    decoder, reason = shape_of(find_model(config)[0], config.model.name)
     if decoder is None:
         raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
     return decoder

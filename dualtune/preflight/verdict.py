@@ -135,8 +135,10 @@ def _largest_row(machine: Machine, largest: Largest | None) -> Check:
     if largest is None:
         return Check(name, "advice", "none of the published models that dualtune knows fits")
     needs = f"an estimated {in_bytes(largest.estimate.total_bytes)}"
-    slowly = ", by memory only: a CPU is slow" if device_of(machine) == "cpu" else ""
-    return Check(name, "ok", f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}{slowly}")
+    found = f"{largest.name} in QLoRA, documents up to {_tokens(largest)}, {needs}"
+    if device_of(machine) == "cpu":  # the verdict says that it is too slow: the memory alone is no "ok"
+        return Check(name, "advice", f"{found}, by memory only: a CPU is too slow for it")
+    return Check(name, "ok", found)
 
 
 def _config_row(start: Start | None) -> Check:

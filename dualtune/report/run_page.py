@@ -12,7 +12,7 @@ from dualtune.report.comparison import comparison, dashes_of
 from dualtune.report.page import as_data, asset, notice, scrolling, whole_page
 from dualtune.report.page import as_text as _text
 from dualtune.report.run_files import RunFiles, read_runs
-from dualtune.report.run_sections import data, headline, next_commands, reproduce
+from dualtune.report.run_sections import base_formats, data, headline, next_commands, reproduce
 from dualtune.report.samples import samples
 from dualtune.report.scatter import scatter
 
@@ -38,7 +38,7 @@ def run_page(paths: Sequence[Path], tell: Callable[[str], object] = lambda probl
     if len(runs) == 1:
         (run,) = runs
         title, body = run.name, headline(run) + _curves(runs) + samples(run.path) + answers(run.path) + data(run)
-        body += reproduce(run) + next_commands(run)
+        body += base_formats(run) + reproduce(run) + next_commands(run)
     else:
         title = f"{len(runs)} runs"
         body = comparison(runs) + scatter(runs) + _curves(runs) + "".join(map(_folded, runs))

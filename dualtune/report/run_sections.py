@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, cast
 
+from dualtune.errors import FormatError
+from dualtune.io.fields import number
+from dualtune.io.untrusted import read_json
 from dualtune.report.page import as_text as _text
-from dualtune.report.page import histogram, scrolling
+from dualtune.report.page import histogram, notice, scrolling
 from dualtune.report.run_files import RunFiles, as_table
 from dualtune.report.settings import changed
 from dualtune.text.show import in_bytes, in_time
-from dualtune.train.state.run_dir import PREDICTIONS
+from dualtune.train.state.run_dir import BASE_FORMATS, PREDICTIONS
 
 WORDS = {
     "learning": "The run has learned.",
@@ -27,6 +30,8 @@ Pairs = Sequence[tuple[str, str]]
 MAX_SOURCES = 50
 MAX_SAMPLES = 10
 MAX_TEXT = 500  # characters of a value from a file
+MAX_FORMATS_BYTES = 1 << 16  # of base_formats.json
+MAX_SAMPLE = 1 << 15  # characters of a sample row: `counts` records fewer
 
 
 def headline(run: RunFiles) -> str:
@@ -124,7 +129,7 @@ def _sources(given: object) -> str:
 
 
 def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return the beginnings of some rows, with the targets of the loss marked."""
+    """Return some rows, with the targets of the loss marked."""
     rows = "".join(
         f"<dt>{_cut(str(row.get('where', '')))}</dt>"
         f"<dd dir=auto>{_marked(str(row.get('text', '')), row.get('targets'))}</dd>\n"
@@ -140,7 +145,7 @@ def _preview(samples: Sequence[Mapping[str, Any]]) -> str:
 
 def _marked(text: str, targets: object) -> str:
     """Return text as HTML with the targets marked: pairs [start, end) in order; anything else is left out."""
-    shown, found, done = text[:MAX_TEXT], "", 0
+    shown, found, done = text[:MAX_SAMPLE], "", 0
     for pair in cast("list[object]", targets) if isinstance(targets, list) else []:
         match pair:
             case [int(start), int(end)] if done <= start < min(end, len(shown)):
@@ -148,7 +153,41 @@ def _marked(text: str, targets: object) -> str:
                 done = end
             case _:
                 pass
-    return f"{found}{_text(shown[done:])}{'…' if len(text) > MAX_TEXT else ''}"
+    return f"{found}{_text(shown[done:])}{'…' if len(text) > MAX_SAMPLE else ''}"
+
+
+def base_formats(run: RunFiles) -> str:
+    """Return the losses by format; a hint where the base is quantized and nothing was measured; else nothing."""
+    path, used = run.path / BASE_FORMATS, str(run.recorded("engine").get("quantization") or "none")[:MAX_TEXT]
+    if not path.exists():
+        if used == "none":
+            return ""
+        command = f"dualtune quantize {run.path / 'config.yaml'} --compare"
+        return (
+            f"<h2>The base in {_text(used)}</h2>\n<p class=hint>What that costs in loss before any training was not "
+            f"measured: <code>{_text(command)}</code></p>\n"
+        )
+    try:
+        found = read_json(path, max_bytes=MAX_FORMATS_BYTES)
+    except (FormatError, OSError) as error:
+        return f"<h2>Formats of the base</h2>\n{notice(str(error))}"
+    listed = found.get("formats")
+    formats = cast("list[object]", listed)[:MAX_SOURCES] if isinstance(listed, list) else []
+    rows = "".join(_format_row(as_table(each), used) for each in formats)
+    on = f"{found.get('rows')} rows, {found.get('targets')} targets, by {found.get('backend')}"[:MAX_TEXT]
+    caption = f"Measured without an adapter on {_text(on)}."
+    heads = ("format", "loss", "above unquantized")
+    return "<h2>Formats of the base</h2>\n" + scrolling("Formats", heads, rows, caption=caption)
+
+
+def _format_row(row: dict[str, object], used: str) -> str:
+    name = str(row.get("quantization"))[:MAX_TEXT]
+    loss, above = number(row.get("loss")), number(row.get("above"))
+    why = str(row.get("problem") or "")[:MAX_TEXT]
+    last = why or ("" if above is None or name == "none" else f"{above:+.4f}")
+    mine = " (this run)" if name == used else ""
+    shown = "–" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"
+    return f"<tr><th scope=row>{_text(name)}{mine}</th><td>{shown}</td><td>{_text(last)}</td></tr>\n"
 
 
 def reproduce(run: RunFiles) -> str:

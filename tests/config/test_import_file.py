@@ -116,7 +116,7 @@ def test_the_config_goes_to_standard_output_and_what_is_lost_to_standard_error(t
         ("base_model: !!python/object:os.system x\n", (), "tag !!python/object:os.system is not allowed"),
         ("base_model: a\nbase_model: b\n", (), "given twice"),
         ("model: m\n", ("--from", "axolotl"), "base_model: got null"),
-        ("model: m\n", ("--from", "trl"), "'trl' is not one of"),
+        ("model: m\n", ("--from", "torchtune"), "'torchtune' is not one of"),
     ],
 )
 def test_another_file_is_refused(text, options, message, tmp_path, dualtune_main):
@@ -183,6 +183,18 @@ values = st.recursive(
 )  # fmt: skip
 
 
+# The shortest config of each trainer.
+RIGHT = {
+    "axolotl": {"base_model": "m", "adapter": "lora", "lora_r": 1, "lora_alpha": 1, "learning_rate": 1,
+                "datasets": [{"path": "d", "type": "alpaca"}]},
+    "mlx-lm": {"model": "m", "data": "d"},
+    "LLaMA-Factory": {"model_name_or_path": "m", "dataset": "d"},
+    "TRL": {"model_name_or_path": "m", "dataset_name": "d", "use_peft": True},
+    "Unsloth": {"model": "m", "data": {"dataset": "d"}},
+    "axolotl-rs": {"base_model": "m", "adapter": "lora", "dataset": {"path": "d"}},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -190,11 +202,7 @@ def test_any_values_give_a_config_or_one_clear_error(name, data, tmp_path):
     keys = sorted(
         {key.replace("*", "x").partition(".")[0] for each, rule in RULES if each == name for key in rule.names}
     )
-    right = {
-        "axolotl": {"base_model": "m", "adapter": "lora", "lora_r": 1, "lora_alpha": 1, "learning_rate": 1,
-                    "datasets": [{"path": "d", "type": "alpaca"}]},
-        "mlx-lm": {"model": "m", "data": "d"},
-    }[name]  # fmt: skip
+    right = RIGHT[name]
     wrong = data.draw(st.dictionaries(st.sampled_from(keys), values, max_size=3))
     file = tmp_path / "f.yaml"
     file.write_text(json.dumps(right | wrong).replace("NaN", ".nan").replace("Infinity", ".inf"), encoding="utf-8")
@@ -221,11 +229,7 @@ def test_every_key_of_ours_in_the_tables_exists():
 @pytest.mark.parametrize(("name", "rule"), RULES, ids=lambda value: value if isinstance(value, str) else value.names[0])
 def test_every_key_of_the_table_is_spoken_for(name, rule, tmp_path):
     """Each key alone, with a value that is no default: it gives a line, is named among what is left, or is an error."""
-    right = {
-        "axolotl": {"base_model": "m", "adapter": "lora", "lora_r": 1, "lora_alpha": 1, "learning_rate": 1,
-                    "datasets": [{"path": "d", "type": "alpaca"}]},
-        "mlx-lm": {"model": "m", "data": "d", "num_layers": -1},
-    }[name]  # fmt: skip
+    right = RIGHT[name] | ({"num_layers": -1} if name == "mlx-lm" else {})
     for key in rule.names:
         assert rule.note or rule.ours, key
         top, _, inner = key.replace("*", "x").partition(".")

@@ -50,7 +50,7 @@ def test_off_is_the_default_and_each_mode_leaves_out_its_kind(documents_of, writ
     recorded = counts(make_config(path), both, held_out, lambda ids: ("hf_" + "aB3" * 12 + " ") * len(ids))
     assert recorded["left_out"] == {"exact": 1, "near": 1}
     assert [row["where"] for row in recorded["samples"]] == [f"{path}:{line}" for line in (1, 3, 5)]
-    assert recorded["samples"][0]["text"].startswith("hf_***") and recorded["samples"][2]["text"].endswith("…")
+    assert recorded["samples"][0]["text"].startswith("hf_***") and len(recorded["samples"][2]["text"]) < 9000
 
 
 def test_no_near_duplicate_of_a_held_out_row_is_trained_on(documents_of, write_rows):

@@ -108,7 +108,7 @@ def test_wrong_usage_is_exit_code_2(dualtune_main, args, code, words):
 def test_a_model_of_unknown_shape_cannot_be_judged(dualtune_main, config_for):
     result = dualtune_main("check-gpu", "--machine", "t4", "--for", config_for(name="nobody/knows-this"))
     assert result.returncode == 4
-    assert "model.name: nobody/knows-this: the model's shape is not known before it is downloaded" in result.stderr
+    assert "hf download nobody/knows-this config.json" in result.stderr
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------

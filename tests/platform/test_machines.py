@@ -103,9 +103,10 @@ CROOKED = [  # what is wrong, machine, label, exit code, config, the rows that a
     ("Rosetta", replace(without(named("m4-32"), "mlx"), arch="x86_64", surroundings=Surroundings(rosetta=True)),
      "good", 4, MAC, {"Python", "platform"}, "python@3.12"),
     ("an old macOS", replace(named("m4-32"), macos="13.6"), "good", 4, MAC, {"macOS"}, "Software Update"),
-    ("an Intel Mac", replace(MACHINES["cpu-16"], system="Darwin"), "no accelerator", 4, CPU, {"GPU"}, None),
-    ("WSL that does not find the driver", WSL, "no accelerator", 4, CPU, {"GPU", "driver"},
-     "export LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
+    ("an Intel Mac", replace(MACHINES["cpu-16"], system="Darwin"), "no accelerator", 4, CPU,
+     {"GPU", "largest model"}, None),
+    ("WSL that does not find the driver", WSL, "no accelerator", 4, CPU,
+     {"GPU", "driver", "largest model"}, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib"),
 ]  # fmt: skip
 
 

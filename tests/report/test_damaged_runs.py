@@ -127,7 +127,7 @@ def test_records_of_any_shape_make_a_page(copy):
         "samples": [
             {
                 "where": "f:1",
-                "text": "<u>" + "x" * 1000,
+                "text": "<u>" + "x" * 40_000,
                 "targets": [[1, 3], [2, 4], 5, [3, "4"], [400, 800], [900, 901]],
             },
             {},
@@ -141,7 +141,10 @@ def test_records_of_any_shape_make_a_page(copy):
     page = run_page([copy])
     assert "[&#x27;&lt;b&gt;&#x27;]" in page
     assert "dropped: &lt;i&gt;" in page
-    assert f"&lt;<mark>u&gt;</mark>{'x' * 397}<mark>{'x' * 100}</mark>…</dd>" in page
+    assert (
+        f"&lt;<mark>u&gt;</mark>{'x' * 397}<mark>{'x' * 400}</mark>{'x' * 100}<mark>x</mark>{'x' * 31_867}…</dd>"
+        in page
+    )
     assert "<dt>duplicates left out</dt><dd>2 exact, ? near</dd>" in page
 
 

@@ -179,6 +179,14 @@ def test_sample_rows_mark_the_targets(plain):
     assert f"<mark>{html.escape(answer)}</mark>" in run_page([plain])
 
 
+def test_a_sample_row_shows_its_targets_whole_behind_long_context():
+    words = ["c" * 3000, "the answer, ", "all of it", "d" * 3000, "and the next"]
+    document = Document(np.arange(5), np.array([False, True, True, False, True]), "f:1")
+    row = _sample_row([document], 0, lambda ids: "".join(words[i] for i in ids))
+    assert [row["text"][slice(*span)] for span in row["targets"]] == ["the answer, all of it", "and the next"]
+    assert row["text"].startswith(f"{'c' * 200} … {'c' * 200}the answer") and len(row["text"]) < 1000
+
+
 def test_a_sample_row_with_a_secret_has_no_marks():
     texts = dict(enumerate(["key: ", f"hf_{'a' * 34}", "!"]))
     document = Document(np.arange(3), np.array([False, True, True]), "f:1")

@@ -56,13 +56,16 @@ def _print_example(name: str) -> None:
 @click.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
-    "--from", "trainer", type=click.Choice(["axolotl", "mlx-lm"]), help="The trainer of the config. Default: detected."
+    "--from",
+    "trainer",
+    type=click.Choice(["axolotl", "mlx-lm", "LLaMA-Factory", "TRL", "Unsloth", "axolotl-rs"], case_sensitive=False),
+    help="The trainer of the config. Default: detected by its keys.",
 )
 @click.option(
     "--output", type=click.Path(path_type=Path), help="Write the config to this new file, not to standard output."
 )
 def import_(file: Path, trainer: str | None, output: Path | None) -> None:
-    """Translate FILE, a YAML config of axolotl or mlx-lm.
+    """Translate FILE, a YAML config of axolotl, mlx-lm, LLaMA-Factory, TRL or Unsloth.
 
     Comments in the result show where every line comes from. What cannot be translated is listed with the reason, in the
     config and on standard error. Nothing is downloaded; if a key depends on the model, a local copy of it is read.

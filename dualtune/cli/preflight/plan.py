@@ -34,12 +34,13 @@ def command(
 ) -> None:
     """Plan the memory and time of CONFIG, from the model's shape alone: nothing is downloaded or loaded.
 
+    CONFIG may also be the hub id of a model, such as Qwen/Qwen3-8B: then every other key has its default, or its --set.
+
     If it does not fit, show the cheapest changes with which it does. Exit code 0 if it fits, otherwise 4.
     """
     import json
 
     from dualtune.cli.output.screen import phases
-    from dualtune.config import load_config
     from dualtune.errors import EnvironmentFault
     from dualtune.platform.choose import choose
     from dualtune.platform.detect import detect
@@ -48,7 +49,7 @@ def command(
 
     with phases(err=as_json) as shown:
         shown.begin("planning", "the memory")
-        settings = load_config(config, overrides)
+        settings = _settings(config, overrides)
         found = detect() if machine == "this" else named(machine)
         choice = choose(platform, found)
         memory = plan_config(settings, found, choice)
@@ -58,6 +59,16 @@ def command(
     found_json = _as_json(memory, limits, time)
     say(json.dumps(found_json, indent=2) if as_json else _as_text(settings, memory, limits, time, machine))
     ctx.exit(0 if memory.plan.fits else EnvironmentFault.exit_code)
+
+
+def _settings(config: Path, overrides: tuple[str, ...]) -> Config:
+    """Return the config in a file, or the default config of a model that is named instead of one."""
+    from dualtune.config import load_config
+    from dualtune.data.sources.hub import is_hub_name
+
+    if config.exists() or config.suffix in (".yaml", ".yml", ".json") or not is_hub_name(str(config)):
+        return load_config(config, overrides)
+    return load_config({"model": {"name": str(config)}, "data": {"train": "(no data named)"}}, overrides)
 
 
 def _limits(choice: PlatformChoice, name: str, machine: Machine, dtype: str) -> MachineLimits | None:

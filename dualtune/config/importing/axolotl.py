@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+from dualtune.config.importing.arguments import EIGHT_BITS, NO_PREFERENCES, Arguments
 from dualtune.config.importing.axolotl_data import data, dedup, template
-from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, shown, translated
+from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
 from dualtune.config.importing.trackers import NAMED_OUTSIDE, OTHERS, TRACKER_KEYS, trackers_of_axolotl
 
 DEFAULTS: dict[str, Any] = {
@@ -18,9 +19,8 @@ DEFAULTS: dict[str, Any] = {
     "max_grad_norm": 1.0, "lora_dropout": 0.0, "val_set_size": 0.0, "warmup_ratio": 0.03, "seed": 42,
 }  # fmt: skip
 
-_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
-_ADAMW = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"}
-_MOMENTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+# The names of axolotl for the options of transformers that it calls otherwise.
+_ARGS = Arguments({"num_train_epochs": "num_epochs", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer"})
 
 
 def _method(given: Given) -> Settings:
@@ -59,11 +59,7 @@ def _quantization(given: Given) -> Settings:
     if given.get("adapter") == "qlora" or given.flag("load_in_4bit"):
         return {"model.quantization": Note("nf4", "adapter: qlora, or load_in_4bit: true")}
     if given.flag("load_in_8bit"):
-        reason = (
-            "bitsandbytes' LLM.int8() also rounds the inputs of a layer to 8 bits; the base keeps its stored format, "
-            "which takes more memory. model.quantization: int8 rounds the weights alone"
-        )
-        given.lose("load_in_8bit", reason)
+        given.lose("load_in_8bit", EIGHT_BITS)
     return {}
 
 
@@ -126,118 +122,6 @@ def _steps(given: Given) -> Settings:
     return {"data.packing": given.note(True, "sample_packing"), "train.tokens_per_step": tokens}
 
 
-def _length(given: Given) -> Settings:
-    steps = given.get("max_steps")
-    if steps is not None and given.number("max_steps") > 0:  # -1 means no limit
-        return {"train.steps": given.note(given.count("max_steps"), "max_steps")}
-    return {"train.epochs": given.note(given.number("num_epochs"), "num_epochs")}
-
-
-def _schedule(given: Given) -> Settings:
-    name = given.text("lr_scheduler") or "cosine"
-    if name not in _SCHEDULES:
-        given.lose("lr_scheduler", "the schedules are constant, linear, cosine and schedule_free; cosine is used")
-    settings: Settings = {
-        "train.learning_rate": given.note(given.number("learning_rate"), "learning_rate"),
-        "train.schedule": given.note(_SCHEDULES.get(name, "cosine"), "lr_scheduler"),
-    }
-    if _is_schedule_free(given):  # theirs multiplies the rate by lr_scheduler all the same
-        if name != "constant":
-            given.lose("lr_scheduler", "schedule_free keeps the rate after the warm-up")
-        settings["train.schedule"] = Note("schedule_free", f"optimizer: {shown(str(given.get('optimizer')))}")
-    return settings | {"train.warmup": _warmup(given, name)}
-
-
-def _is_schedule_free(given: Given) -> bool:
-    return str(given.get("optimizer")) in ("schedule_free_adamw", "schedule_free_radamw")
-
-
-def _warmup(given: Given, schedule: str) -> Note:
-    """Translate the warm-up, which is a share or a number of steps."""
-    if schedule == "constant":
-        return Note(0, "lr_scheduler: constant has no warm-up")
-    if "warmup_steps" not in given:
-        return given.note(given.number("warmup_ratio"), "warmup_ratio")
-    steps = given.number("warmup_steps")
-    is_share = 0 < steps < 1
-    return given.note(steps if is_share else given.count("warmup_steps", 0), "warmup_steps")
-
-
-def _optimizer(given: Given) -> Settings:
-    for key, ours in _MOMENTS.items():
-        if key in given:
-            if given.number(key) == ours:
-                given.skip(key, "it is the same here")
-            else:
-                given.lose(key, f"it is always {ours:g}")
-    return _optimizer_name(given) | {
-        "train.weight_decay": given.note(given.number("weight_decay"), "weight_decay"),
-        "train.max_grad_norm": given.note(given.number("max_grad_norm") or None, "max_grad_norm"),
-    }
-
-
-def _optimizer_name(given: Given) -> Settings:
-    name = str(given.get("optimizer"))
-    if _is_schedule_free(given):
-        if name == "schedule_free_radamw":
-            given.lose("optimizer", "here it is schedule-free AdamW, without RAdam's rectification; use a warm-up")
-        return {}
-    if "adamw" not in name:
-        given.lose("optimizer", "AdamW is used instead; choose a new learning rate and weight decay")
-    elif "paged" in name:
-        given.lose("optimizer", "nothing is paged: the optimizer's state stays on the device")
-    if "adamw" in name and "8bit" in name:
-        return {"train.optimizer": Note("adamw_8bit", f"optimizer: {shown(name)}, which has other 8-bit codes")}
-    if "adamw" in name and "paged" not in name and name not in _ADAMW:
-        given.lose("optimizer", "here it is AdamW with moments in float32")
-    return {}
-
-
-def _checkpointing(given: Given) -> Settings:
-    value = given.get("gradient_checkpointing")
-    if is_off(value):
-        return {}
-    settings: Settings = {"memory.checkpointing": given.note("full", "gradient_checkpointing")}
-    if value == "offload":
-        settings["memory.offload"] = given.note("activations", "gradient_checkpointing")
-    elif value is not True:
-        given.lose("gradient_checkpointing", "the kept inputs of layers go to host memory at most: memory.offload")
-    return settings
-
-
-def _intervals(given: Given) -> Settings:
-    settings: Settings = {}
-    if "logging_steps" in given:
-        settings["run.log_every"] = given.note(given.count("logging_steps"), "logging_steps")
-    for key, ours in (("eval_steps", "eval_every"), ("save_steps", "save_every")):
-        if key not in given:
-            continue
-        if given.number(key) < 1:
-            given.lose(key, f"it is a fraction of the run; run.{ours} is a number of steps")
-        else:
-            settings[f"run.{ours}"] = given.note(given.count(key), key)
-    for key, ours in (("eval_strategy", "eval_every"), ("evaluation_strategy", "eval_every"),
-                      ("save_strategy", "save_every")):  # fmt: skip
-        if given.get(key) in ("no", False):
-            settings[f"run.{ours}"] = given.note(None, key)
-        elif key in given and given.get(key) != "steps":
-            given.lose(key, f"the interval is set in steps: run.{ours}")
-    if "save_total_limit" in given:
-        settings["run.keep"] = given.note(given.count("save_total_limit"), "save_total_limit")
-    return settings
-
-
-def _guards(given: Given) -> Settings:
-    settings: Settings = {}
-    if "early_stopping_patience" in given:
-        patience = given.count("early_stopping_patience")
-        settings["guards.early_stopping"] = given.note(patience, "early_stopping_patience")
-    if "load_best_model_at_end" in given:
-        best = given.flag("load_best_model_at_end")
-        settings["guards.restore_best"] = given.note(best, "load_best_model_at_end")
-    return settings
-
-
 def _special_tokens(given: Given) -> Settings:
     """Report special tokens: a padding token has no effect here, other tokens would."""
     tokens = given.get("special_tokens")
@@ -271,7 +155,6 @@ def _plugins(given: Given) -> Settings:
     return {}
 
 
-_NO_PREFERENCES = "preference and reward training are not supported yet"
 _AUTOMATIC = "the fastest code that keeps the numbers is chosen automatically; see model.kernels"
 _PROCESSES = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
 
@@ -299,19 +182,20 @@ RULES = (
                "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
                "packed: micro_batch_size × gradient_accumulation_steps × sequence_len tokens; else micro_batch_size × "
                "gradient_accumulation_steps documents; times the number of GPUs"),
-    translated("num_epochs max_steps", "train.epochs, train.steps", _length),
+    translated("num_epochs max_steps", "train.epochs, train.steps", _ARGS.length),
     translated("learning_rate lr_scheduler warmup_steps warmup_ratio",
-               "train.learning_rate, train.schedule, train.warmup", _schedule,
+               "train.learning_rate, train.schedule, train.warmup", _ARGS.schedule,
                "a warm-up below 1 is a fraction of the steps, from 1 on a number of steps"),
     translated("optimizer weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon",
-               "train.optimizer, train.weight_decay, train.max_grad_norm", _optimizer,
+               "train.optimizer, train.weight_decay, train.max_grad_norm", _ARGS.optimizer,
                "AdamW; names with 8bit become adamw_8bit, whose codes are its own, and nothing is paged; "
                "schedule_free_adamw becomes `train.schedule: schedule_free`"),
-    translated("gradient_checkpointing", "memory.checkpointing, memory.offload", _checkpointing,
+    translated("gradient_checkpointing", "memory.checkpointing, memory.offload", _ARGS.checkpointing,
                "`full`; `auto`: as little as fits; offload also sets memory.offload"),
     translated("logging_steps eval_steps save_steps eval_strategy evaluation_strategy save_strategy save_total_limit",
-               "run.log_every, run.eval_every, run.save_every, run.keep", _intervals, "always in optimizer steps"),
-    translated("early_stopping_patience load_best_model_at_end", "guards.early_stopping, guards.restore_best", _guards),
+               "run.log_every, run.eval_every, run.save_every, run.keep", _ARGS.intervals, "always in optimizer steps"),
+    translated("early_stopping_patience load_best_model_at_end", "guards.early_stopping, guards.restore_best",
+               _ARGS.guards),
     translated("output_dir", "run.dir", lambda given: {"run.dir": given.text("output_dir")}),
     translated("seed", "run.seed", lambda given: {"run.seed": given.count("seed", 0)}, "the random numbers differ"),
     translated("special_tokens", "", _special_tokens, "a padding token is not needed; others cannot be changed"),
@@ -354,7 +238,7 @@ RULES = (
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("layer_offloading", "a number of layers; the others wait in host memory", "memory.resident_layers"),
     absent("selective_checkpointing", "`{layers: k}` recomputes k layers", "memory.checkpointing"),
-    absent("trl vllm ebft dpo_* simpo_* kto_* cpo_* orpo_* rl_beta", _NO_PREFERENCES),
+    absent("trl vllm ebft dpo_* simpo_* kto_* cpo_* orpo_* rl_beta", NO_PREFERENCES),
     absent("reinit_weights", "`model.init: random` is only for measuring speed and memory",
            "model.init"),
     absent("revision_of_model", "download the revision, and name its directory in model.name", "model.name"),

@@ -1,31 +1,13 @@
-"""Trainers configured in Python or another program's YAML: tables of their names and ours, for reading only."""
+"""What is written in Python: tables of names of other trainers and ours, for reading only."""
 
 from __future__ import annotations
 
 # (their names, our keys, what differs)
 TRL = (
-    ("model_name_or_path", "model.name", ""),
-    ("dtype, bf16, fp16", "model.dtype", ""),
-    ("load_in_4bit (BitsAndBytesConfig)", "model.quantization", "`nf4`, with double quantization"),
+    ("SFTConfig, ModelConfig", "", "the names of the table above"),
     ("LoraConfig.r, lora_alpha, lora_dropout", "adapter.rank, adapter.alpha, adapter.dropout", ""),
     ("LoraConfig.target_modules", "adapter.targets", "`all-linear`, or a list of names"),
-    ("dataset_name, train_dataset, eval_dataset", "data.train, data.eval", "a name, a file or a directory"),
-    ("dataset_text_field", "data.columns", "`{text: …}`"),
-    ("assistant_only_loss, completion_only_loss", "data.loss_on", "`assistant`; templates need no `generation` tag"),
-    ("max_length", "data.max_length", ""),
-    ("packing", "data.packing", "on by default; documents do not see each other"),
-    ("per_device_train_batch_size, gradient_accumulation_steps", "train.documents_per_step",
-     "their product, times the number of GPUs; or train.tokens_per_step"),
-    ("num_train_epochs, max_steps", "train.epochs, train.steps", ""),
-    ("learning_rate, lr_scheduler_type", "train.learning_rate, train.schedule", "constant, linear and cosine"),
-    ("warmup_ratio, warmup_steps", "train.warmup", "below 1 a fraction, from 1 on a number of steps"),
-    ("weight_decay, max_grad_norm", "train.weight_decay, train.max_grad_norm", "TRL clips at 1.0 by default"),
-    ("gradient_checkpointing", "memory.checkpointing", "`full`; by default as little as fits"),
-    ("output_dir, seed", "run.dir, run.seed", ""),
-    ("logging_steps, eval_steps, save_steps, save_total_limit",
-     "run.log_every, run.eval_every, run.save_every, run.keep", ""),
-    ("resume_from_checkpoint", "", "the same command resumes"),
-    ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
+    ("train_dataset, eval_dataset", "data.train, data.eval", "a name, a file or a directory"),
     ("merge_and_unload", "", "`dualtune export RUN --to hf`; also `gguf`, `ollama`, `lmstudio` and `mlx`"),
     ("push_to_hub", "", "`dualtune push hf://owner/name RUN --adapter`: the adapter and a model card"),
     ("transformers chat, transformers serve", "", "`dualtune chat`, `dualtune serve`"),
@@ -53,28 +35,4 @@ UNSLOTH = (
     ("for_inference, fast_generate", "", "`dualtune chat`, `dualtune generate`, `dualtune serve`"),
 )  # fmt: skip
 
-LLAMA_FACTORY = (
-    ("model_name_or_path", "model.name", ""),
-    ("stage, finetuning_type", "", "`sft` and `lora`"),
-    ("quantization_bit: 4", "model.quantization", "`nf4`"),
-    ("lora_rank, lora_alpha, lora_dropout", "adapter.rank, adapter.alpha, adapter.dropout",
-     "lora_alpha is twice the rank by default"),
-    ("lora_target", "adapter.targets", "`all` is `all-linear`"),
-    ("dataset, dataset_dir, eval_dataset, val_size", "data.train, data.eval", "paths, not names in dataset_info.json"),
-    ("template", "data.template", "the tokenizer's own, a name such as `qwen-3`, or a Jinja file"),
-    ("cutoff_len", "data.max_length", ""),
-    ("packing, neat_packing", "data.packing", "documents do not see each other, as with neat_packing"),
-    ("train_on_prompt, mask_history", "data.loss_on", "`all`, `last`"),
-    ("per_device_train_batch_size, gradient_accumulation_steps", "train.documents_per_step", "their product"),
-    ("num_train_epochs, max_steps, learning_rate, lr_scheduler_type, warmup_ratio",
-     "train.epochs, train.steps, train.learning_rate, train.schedule, train.warmup", ""),
-    ("output_dir, seed", "run.dir, run.seed", ""),
-    ("report_to", "run.track", "trackio, wandb, mlflow, tensorboard; W&B is offline by default"),
-    ("plot_loss", "run.report", "a page with the curves, on by default"),
-    ("do_predict, predict_with_generate", "", "`dualtune eval`: answers and metrics, in predictions.jsonl"),
-    ("export_dir, export_device", "", "`dualtune export RUN --to hf`; also `gguf`, `ollama`, `lmstudio` and `mlx`"),
-    ("export_quantization_bit", "", "`dualtune export --quantize`: no GPTQ"),
-    ("export_hub_model_id", "", "`dualtune push hf://owner/name RUN --adapter`: the adapter alone"),
-)  # fmt: skip
-
-OTHERS = {"TRL": TRL, "Unsloth": UNSLOTH, "LLaMA-Factory": LLAMA_FACTORY}
+OTHERS = {"TRL-in-Python": TRL, "Unsloth-in-Python": UNSLOTH}

@@ -102,6 +102,10 @@ class Given:
         """Return whether the file sets a value other than null."""
         return self._find(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Return whether the file sets the top-level key to null, which may mean something else than its absence."""
+        return name in self._data and self._data[name] is None
+
     def _find(self, name: str) -> Any:
         value: Any = self._data
         for part in name.split("."):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from dualtune.config.importing.table import Given, Note, Settings, is_off
 
 OTHERS = "run.track knows trackio, wandb, mlflow and tensorboard; every number is in metrics.jsonl"
@@ -27,9 +29,20 @@ def trackers_of_axolotl(given: Given) -> Settings:
 
 
 def trackers_of_mlx_lm(given: Given) -> Settings:
-    named = [] if is_off(given.get("report_to")) else str(given.get("report_to")).lower().split(",")
-    names = [name.strip() for name in named]  # as mlx-lm reads it
+    return _reported(given, ("wandb",))
+
+
+def trackers_of_transformers(given: Given) -> Settings:
+    return _reported(given, tuple(AXOLOTL))
+
+
+def _reported(given: Given, allowed: tuple[str, ...]) -> Settings:
+    """Translate `report_to`: a list, or a text with commas."""
+    value = given.get("report_to")
+    listed = cast(list[Any], value) if isinstance(value, list) else str(value).split(",")
+    names = [] if is_off(value) else [str(name).strip().lower() for name in listed]
     for name in names:
-        if name != "wandb":
+        if name not in allowed and name != "none":
             given.lose("report_to", OTHERS, value=name)
-    return {"run.track": ["wandb"]} if "wandb" in names else {}
+    known = [name for name in dict.fromkeys(names) if name in allowed]
+    return {"run.track": given.note(known, "report_to")} if known else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from dualtune.config.importing import axolotl, mlx_lm
+from dualtune.config.importing import axolotl, axolotl_rs, llama_factory, mlx_lm, trl, unsloth
 from dualtune.config.importing.table import Given, ImportedConfig, Note, Rule, Setting, Untranslated, is_off, shown
 from dualtune.config.load import read_text
 from dualtune.config.reader import BadYaml, ParsedYaml, read_yaml
@@ -20,8 +20,22 @@ from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 from dualtune.text.redaction import redact
 
-TRAINERS: dict[str, ModuleType] = {"axolotl": axolotl, "mlx-lm": mlx_lm}
+TRAINERS: dict[str, ModuleType] = {
+    "axolotl": axolotl, "mlx-lm": mlx_lm, "LLaMA-Factory": llama_factory, "TRL": trl, "Unsloth": unsloth,
+    "axolotl-rs": axolotl_rs,
+}  # fmt: skip
 _MLX_LM_KEYS = {"data", "hf_dataset", "iters", "lora_parameters", "num_layers", "fine_tune_type", "adapter_path"}
+_LLAMA_FACTORY_KEYS = {
+    "stage", "finetuning_type", "template", "cutoff_len", "dataset", "dataset_dir", "lora_rank", "lora_target",
+    "quantization_bit",
+}  # fmt: skip
+_UNSLOTH_KEYS = {"data", "training", "lora", "logging", "inference"}
+_MARKS = {  # of each trainer, for the error message
+    "axolotl": "base_model", "axolotl-rs": f"base_model and one of {', '.join(axolotl_rs.SECTIONS)}",
+    "LLaMA-Factory": "model_name_or_path and one of " + ", ".join(sorted(_LLAMA_FACTORY_KEYS)),
+    "TRL": "model_name_or_path", "Unsloth": "training with lora or data",
+    "mlx-lm": "model and one of " + ", ".join(sorted(_MLX_LM_KEYS)),
+}  # fmt: skip
 
 
 def import_config(
@@ -31,6 +45,7 @@ def import_config(
 
     `count_layers` returns the number of layers of a model by name, or None if it is unknown.
     """
+    _refuse_code(path)
     document = _read(path)
     name = trainer or _detect(document, path)
     module = TRAINERS[name]
@@ -59,17 +74,42 @@ def _read(path: Path) -> ParsedYaml:
     return document
 
 
+def _refuse_code(path: Path) -> None:
+    """Refuse a notebook or a script, which is never run, and name the page that helps to translate it by hand."""
+    kind = {".ipynb": "a notebook", ".py": "a Python script", ".sh": "a shell script"}.get(path.suffix.lower())
+    if kind is None:
+        return
+    text = read_text(path).lower()
+    pages = {
+        "unsloth": "unsloth",
+        "llamafactory": "llama_factory",
+        "mlx_lm": "mlx_lm",
+        "axolotl": "axolotl",
+        "trl": "trl",
+    }
+    page = next((f"docs/coming_from/{name}.md" for word, name in pages.items() if word in text), "docs/coming_from.md")
+    raise ConfigError(
+        f"{path}: is {kind}: code is not read or run, only YAML is translated. {page} sets its names and ours side by "
+        "side; begin with `dualtune config > config.yaml`"
+    )
+
+
 def _detect(document: ParsedYaml, path: Path) -> str:
+    """Return the trainer whose keys the file has."""
     keys = cast(dict[str, Any], document.data)
     if "base_model" in keys:
-        return "axolotl"
+        return "axolotl-rs" if axolotl_rs.is_in_sections(keys) else "axolotl"
+    if "model_name_or_path" in keys:
+        return "LLaMA-Factory" if _LLAMA_FACTORY_KEYS & keys.keys() else "TRL"
+    if isinstance(keys.get("training"), dict) and _UNSLOTH_KEYS & (keys.keys() - {"training"}):
+        return "Unsloth"
     if not isinstance(keys.get("model"), dict) and _MLX_LM_KEYS & keys.keys():
         return "mlx-lm"
     if keys.keys() <= sections().keys():
         raise ConfigError(f"{path}: is already a config of dualtune; `dualtune check-config` checks it")
+    marks = "; ".join(f"{name} has {mark}" for name, mark in _MARKS.items())
     raise ConfigError(
-        f"{path}: is not recognized as a config of {' or '.join(TRAINERS)} (axolotl has base_model, mlx-lm has "
-        f"model and {', '.join(sorted(_MLX_LM_KEYS))}); choose one with --from"
+        f"{path}: is not recognized as a config of {' or '.join(TRAINERS)} ({marks}); choose one with --from"
     )
 
 
@@ -84,13 +124,13 @@ def _keys(data: dict[str, Any], rules: tuple[Rule, ...]) -> Iterator[tuple[str, 
     """Yield the keys and values of the file. A mapping with rules for its parts is split into them."""
     split = {name.partition(".")[0] for rule in rules for name in rule.names if "." in name}
     for key, value in data.items():
-        if key in split and isinstance(value, dict):
+        if key in split and isinstance(value, dict) and value:
             yield from ((f"{key}.{inner}", each) for inner, each in cast(dict[str, Any], value).items())
         else:
             yield key, value
 
 
-_SECRET = re.compile(r"(api_?key|secret|password|auth_token)\Z")
+_SECRET = re.compile(r"(api_?key|secret|password|(auth|hub|hf|wandb)_token)\Z")
 
 
 def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfig) -> None:
@@ -98,7 +138,8 @@ def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfi
     rule = next((rule for rule in rules if rule.knows(key)), None)
     comments = (setting.comment for setting in result.settings)
     left = (each.key for each in result.lost + result.needless)
-    if any(key in text for text in (*comments, *left)):
+    mention = re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w)")  # the whole name: lora_r is not in lora_rank
+    if any(mention.search(text) for text in (*comments, *left)):
         return
     if _SECRET.search(key) and isinstance(value, str):
         value = "(not shown)"

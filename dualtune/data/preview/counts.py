@@ -13,7 +13,9 @@ from dualtune.data.documents import Documents
 from dualtune.data.preview.survey import first_indices, histogram, lengths_of, show_document
 from dualtune.text.redaction import redact
 
-SAMPLE_TOKENS = 100  # of a sample row
+# Of a sample row, in characters: what is context, at each end of a part; a part that is target; all of it.
+CONTEXT, TARGET, SAMPLE = 200, 8_000, 20_000
+SAMPLE_TOKENS = 8192  # that are decoded for it
 
 
 def counts(
@@ -21,7 +23,7 @@ def counts(
 ) -> dict[str, Any]:
     """Return what environment.json records of the data; of no training document, nothing.
 
-    `decode` gives the text of token ids: of a few sample rows, the beginnings are recorded, without secrets.
+    `decode` gives the text of token ids: a few sample rows are recorded, without secrets, their targets whole.
     """
     if not len(train):
         return {}
@@ -49,21 +51,32 @@ def counts(
 
 
 def _sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Return the beginning of a document: its place, its text, and [start, end) of each run of targets in the text.
+    """Return a document to be shown: its place, its text, and [start, end) of each run of targets in the text.
 
-    A text with a secret has no targets: without the secret, the places in it are others.
+    Long context loses its middle, so that the targets are there whole. A text with a secret has no targets: without the
+    secret, the places in it are others.
     """
     document = documents[i]
     tokens, loss_mask = document.tokens[:SAMPLE_TOKENS], document.loss_mask[:SAMPLE_TOKENS]
-    beginning = replace(document, tokens=tokens, loss_mask=loss_mask, weights=None)
+    runs = [*show_document(replace(document, tokens=tokens, loss_mask=loss_mask, weights=None), decode).runs()]
+    whole = "".join(part for _, part in runs)
+    if (shown := redact(whole)) != whole:
+        return {"where": document.where, "text": _without_middle(shown, TARGET // 2), "targets": []}
     text, targets = "", list[tuple[int, int]]()
-    for weight, part in show_document(beginning, decode).runs():
+    for weight, part in runs:
+        if len(text) >= SAMPLE:
+            break
+        part = _without_middle(part, TARGET // 2 if weight else CONTEXT)
         if weight:
             targets.append((len(text), len(text) + len(part)))
         text += part
-    shown = redact(text)
-    more = "…" if len(document.tokens) > SAMPLE_TOKENS else ""
-    return {"where": document.where, "text": shown + more, "targets": targets if shown == text else []}
+    is_whole = len(document.tokens) <= SAMPLE_TOKENS and len(text) < SAMPLE
+    return {"where": document.where, "text": text if is_whole else f"{text}…", "targets": targets}
+
+
+def _without_middle(text: str, end: int) -> str:
+    """Return a text of which at most `end` characters at both ends are left."""
+    return text if len(text) <= 2 * end else f"{text[:end]} … {text[-end:]}"
 
 
 def _of_source(documents: Documents, number: int) -> dict[str, int]:

@@ -42,13 +42,16 @@ TIMELINE = "memory.csv"
 REPORT = "report.html"
 PREDICTIONS = "predictions.jsonl"
 SAMPLES = "samples.jsonl"
+BASE_FORMATS = "base_formats.json"  # what `dualtune quantize --compare` has measured
 LOG = "log.txt"
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 CHECKPOINT_NOW = "checkpoint-now"
 TEMPLATE = "chat_template.jinja"
 FOLDERS = (CHECKPOINTS, ADAPTER, MODEL)
-FILES = (LOCK_FILE, CLAIM_FILE, METRICS, TIMELINE, REPORT, PREDICTIONS, SAMPLES, LOG, CONFIG, ENVIRONMENT, TEMPLATE)
+FILES = (
+    LOCK_FILE, CLAIM_FILE, METRICS, TIMELINE, REPORT, PREDICTIONS, SAMPLES, LOG, CONFIG, ENVIRONMENT, TEMPLATE, BASE_FORMATS,
+)  # fmt: skip
 RESUME = "auto, never, or the path of a checkpoint or a run directory"
 
 

@@ -1,0 +1,296 @@
+"""Translate LLaMA-Factory configs (`llamafactory-cli train FILE`): its keys and defaults, and their meaning here.
+
+Based on src/llamafactory/hparams/ and data/parser.py of LLaMA-Factory 0.9.6.dev0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from dualtune.config.importing import arguments
+from dualtune.config.importing.arguments import EIGHT_BITS, GPUS, NO_PREFERENCES, Arguments, module_names, nf4_only
+from dualtune.config.importing.table import Given, Note, Settings, absent, is_off, needless, translated
+from dualtune.errors import DualtuneError
+from dualtune.io.untrusted import read_json
+
+DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
+    "stage": "sft", "finetuning_type": "lora", "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all",
+    "cutoff_len": 2048, "val_size": 0.0, "dataset_dir": "data", "quantization_type": "nf4", "double_quantization": True,
+    "mix_strategy": "concat", "do_train": True,
+}  # fmt: skip
+_ARGS = Arguments()
+_INFO = "dataset_info.json"
+_MAX_INFO_BYTES = 4 << 20
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}  # theirs -> ours
+_OF_ALPACA = "alpaca"
+
+
+def _method(given: Given) -> Settings:
+    if not given.flag("do_train"):
+        raise given.wrong("do_train", "without training there is nothing to translate; see `dualtune eval` and `chat`")
+    if (stage := given.get("stage")) not in ("sft", "pt"):
+        reason = f"{stage} cannot be translated: {NO_PREFERENCES}; allowed are sft, and pt for plain text"
+        raise given.wrong("stage", reason)
+    if (kind := given.get("finetuning_type")) not in ("lora", "full"):
+        raise given.wrong("finetuning_type", "only lora and full can be translated")
+    return {"adapter.method": given.note(kind, "finetuning_type")} if kind == "full" else {}
+
+
+def _model(given: Given) -> Settings:
+    if (name := given.text("model_name_or_path")) is None:
+        raise given.wrong("model_name_or_path", "must be a hub id or a directory")
+    return {"model.name": name}
+
+
+def _dtype(given: Given) -> Settings:
+    for key, ours in (("fp16", "float16"), ("bf16", "bfloat16"), ("pure_bf16", "bfloat16")):
+        if given.flag(key):
+            if key == "pure_bf16":
+                given.lose(key, "what is trained is always kept in float32")
+            return {"model.dtype": given.note(ours, key)}
+    return {}
+
+
+def _quantization(given: Given) -> Settings:
+    if "quantization_bit" not in given:
+        return {}
+    bits, method = given.count("quantization_bit"), str(given.get("quantization_method") or "bnb").lower()
+    if method not in ("bnb", "bitsandbytes"):
+        given.lose("quantization_method", "the quantizations are nf4, int8, affine4 and affine8; nf4 is bitsandbytes'")
+    if bits == 4:
+        nf4_only(given, "quantization_type", "double_quantization")
+        return {"model.quantization": given.note("nf4", "quantization_bit", "quantization_type", "double_quantization")}
+    reason = EIGHT_BITS if bits == 8 else "of bitsandbytes' formats there is nf4, of 4 bits"
+    given.lose("quantization_bit", reason)
+    return {}
+
+
+def _adapter(given: Given) -> Settings:
+    if given.get("finetuning_type") == "full":
+        return {}
+    rank = given.count("lora_rank")
+    alpha = Note(2 * rank, f"twice lora_rank: {rank}, the default of LLaMA-Factory")
+    if "lora_alpha" in given:
+        alpha = given.note(given.number("lora_alpha"), "lora_alpha")
+    return {
+        "adapter.rank": given.note(rank, "lora_rank"),
+        "adapter.alpha": alpha,
+        "adapter.dropout": given.note(given.number("lora_dropout"), "lora_dropout"),
+    } | _ARGS.scaling(given)
+
+
+def _targets(given: Given) -> Settings:
+    return {} if given.get("finetuning_type") == "full" else module_names(given, "lora_target")
+
+
+def _init_from(given: Given) -> Settings:
+    path = given.text("adapter_name_or_path")
+    if path is None:
+        return {}
+    if "," in path:
+        given.lose("adapter_name_or_path", "one adapter can be continued; merge the others into the base first")
+        return {}
+    return {"adapter.init_from": path}
+
+
+def _data(given: Given) -> Settings:
+    if "dataset" not in given:
+        raise given.wrong("dataset", f"must name data sets of {_INFO}")
+    table = _table_of_datasets(given)
+    settings: Settings = {"data.train": given.note(_sources(given, "dataset", table), "dataset")}
+    if "eval_dataset" in given:
+        return settings | {"data.eval": given.note(_sources(given, "eval_dataset", table), "eval_dataset")}
+    share = given.number("val_size")
+    if share >= 1:
+        given.lose("val_size", "data.eval is a fraction of the rows, below 1, or other data")
+        share = 0
+    return settings | {"data.eval": given.note(share, "val_size")}
+
+
+def _table_of_datasets(given: Given) -> dict[str, Any] | None:
+    """Read the list of data sets, or report that it is not here."""
+    path = Path(str(given.get("dataset_dir"))) / _INFO
+    try:
+        return read_json(path, max_bytes=_MAX_INFO_BYTES)
+    except (DualtuneError, OSError):
+        reason = (
+            f"there is no {path} that can be read, so names of data sets stay; write the paths of the files instead"
+        )
+        given.lose("dataset_dir", reason)
+        return None
+
+
+def _sources(given: Given, key: str, table: dict[str, Any] | None) -> Any:
+    value = given.get(key)
+    names = cast(list[Any], value) if isinstance(value, list) else str(value).split(",")
+    sources = [_source(given, f"{key} ({name})", name, table) for name in (str(each).strip() for each in names)]
+    return sources[0] if len(sources) == 1 else sources
+
+
+def _source(given: Given, where: str, name: str, table: dict[str, Any] | None) -> dict[str, Any]:
+    if table is None:
+        return {"path": name}
+    entry: Any = table.get(name)
+    if not isinstance(entry, dict):
+        raise given.wrong(where.split()[0], f"{name} is not one of the {len(table)} data sets of {_INFO}")
+    row = cast(dict[str, Any], entry)
+    source: dict[str, Any] = {}
+    directory = Path(str(given.get("dataset_dir")))
+    if isinstance(row.get("file_name"), str):
+        source["path"] = str(directory / row["file_name"])
+    elif isinstance(row.get("hf_hub_url"), str):
+        source["path"] = row["hf_hub_url"]
+        source |= {ours: row[key] for key, ours in (("subset", "subset"), ("split", "split")) if row.get(key)}
+    else:
+        raise given.wrong(where.split()[0], f"{name} has neither file_name nor hf_hub_url in {_INFO}")
+    if row.get("ranking"):
+        raise given.wrong(where.split()[0], f"{name} ranks answers (ranking: true): {NO_PREFERENCES}")
+    _report_rest(given, where, row)
+    return source | _layout(given, where, row)
+
+
+_READ = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "subset", "split", "ranking", "formatting", "columns",
+         "tags", "file_sha1"}  # fmt: skip
+
+
+def _report_rest(given: Given, where: str, row: dict[str, Any]) -> None:
+    for key in row.keys() - _READ:
+        if not is_off(row[key]):
+            given.lose(f"{where}.{key}", "a source has only path, subset, split, format, columns and weight", row[key])
+
+
+def _layout(given: Given, where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the format of the rows and the names of their columns."""
+    columns, tags = cast(dict[str, Any], row.get("columns") or {}), cast(dict[str, Any], row.get("tags") or {})
+    if given.get("stage") == "pt":
+        return _named("text", {"text": columns.get("prompt", "text")})
+    if row.get("formatting", _OF_ALPACA) == _OF_ALPACA:
+        for key in columns.keys() - _ALPACA.keys():
+            given.lose(f"{where}.columns.{key}", "alpaca has the columns instruction, input, output and system",
+                       columns[key])  # fmt: skip
+        return _named(_OF_ALPACA, {ours: columns[key] for key, ours in _ALPACA.items() if key in columns})
+    roles = (tags.get("role_tag", "from"), tags.get("content_tag", "value"))
+    if row.get("formatting") == "openai":
+        roles = (tags.get("role_tag", "role"), tags.get("content_tag", "content"))
+    if roles not in (("role", "content"), ("from", "value")):
+        given.lose(f"{where}.tags", "a message has role and content, or from and value; rename them in the file", tags)
+    for key in columns.keys() - {"messages", "tools"}:
+        given.lose(f"{where}.columns.{key}", "a conversation has the columns messages and tools", columns[key])
+    format, key = ("messages", "messages") if roles == ("role", "content") else ("sharegpt", "conversations")
+    theirs = {key: columns.get("messages", "conversations")}
+    return _named(format, theirs | ({"tools": columns["tools"]} if "tools" in columns else {}))
+
+
+def _named(format: str, columns: dict[str, Any]) -> dict[str, Any]:
+    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    return {"format": format} | ({"columns": other} if other else {})
+
+
+def _template(given: Given) -> Settings:
+    if "template" in given:
+        reason = "the tokenizer's own template is used; compare the text with `dualtune preview`, or name a Jinja file"
+        given.lose("template", reason)
+    return {}
+
+
+def _steps(given: Given) -> Settings:
+    if given.flag("neat_packing") or given.flag("packing") or ("packing" not in given and given.get("stage") == "pt"):
+        each, accumulated = given.count("per_device_train_batch_size"), given.count("gradient_accumulation_steps")
+        length = given.count("cutoff_len", 2)
+        if not given.flag("neat_packing"):
+            given.lose("packing", "documents of a row do not see each other, as with neat_packing", value="true")
+        origin = f"per_device_train_batch_size: {each} × gradient_accumulation_steps: {accumulated}"
+        return {
+            "data.packing": given.note(True, "neat_packing", "packing"),
+            "train.tokens_per_step": Note(each * accumulated * length, f"{origin} × cutoff_len: {length}; {GPUS}"),
+        }
+    return _ARGS.batch(given, "cutoff_len")
+
+
+def _loss_on(given: Given) -> Settings:
+    if given.get("stage") == "pt":
+        return {"data.loss_on": Note("all", "stage: pt"), "data.template": Note("none", "stage: pt")}
+    if given.flag("mask_history"):
+        return {"data.loss_on": given.note("last", "mask_history")}
+    return {"data.loss_on": given.note("all" if given.flag("train_on_prompt") else "assistant", "train_on_prompt")}
+
+
+def _mixture(given: Given) -> Settings:
+    if given.get("mix_strategy") != "concat":
+        reason = "documents of all sources are shuffled together; give a source a weight"
+        given.lose("mix_strategy", reason)
+        if "interleave_probs" in given:
+            given.lose("interleave_probs", reason)
+    return {}
+
+
+def _checkpointing(given: Given) -> Settings:
+    if given.flag("disable_gradient_checkpointing"):
+        return {"memory.checkpointing": given.note("none", "disable_gradient_checkpointing")}
+    return {}
+
+
+RULES = (
+    translated("model_name_or_path", "model.name", _model),
+    translated("stage finetuning_type do_train", "adapter.method", _method,
+               "`sft` and `pt`, `lora` and `full`; rewards and preferences (rm, ppo, dpo, kto) are refused"),
+    translated("bf16 fp16 pure_bf16", "model.dtype", _dtype),
+    translated("quantization_bit quantization_method quantization_type double_quantization", "model.quantization",
+               _quantization, "4 bits become nf4; bitsandbytes' 8 bits are something else than int8"),
+    translated("lora_rank lora_alpha lora_dropout use_rslora",
+               "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling", _adapter,
+               "lora_alpha is twice the rank by default"),
+    translated("lora_target", "adapter.targets", _targets, "`all` is `all-linear`"),
+    translated("adapter_name_or_path", "adapter.init_from", _init_from),
+    translated("dataset eval_dataset dataset_dir val_size", "data.train, data.eval", _data,
+               "the names are looked up in dataset_info.json, if it is here; else write paths"),
+    translated("template", "data.template", _template, "the tokenizer's own, a name such as `qwen-3`, or a Jinja file"),
+    translated("cutoff_len", "data.max_length", lambda given: {
+        "data.max_length": given.note(given.count("cutoff_len", 2), "cutoff_len")}, "longer documents are cut"),
+    translated("per_device_train_batch_size gradient_accumulation_steps packing neat_packing",
+               "data.packing, train.tokens_per_step or train.documents_per_step", _steps,
+               "packed: the product with cutoff_len, in tokens; documents do not see each other, as with neat_packing"),
+    translated("train_on_prompt mask_history", "data.loss_on", _loss_on, "`all`, `last`"),
+    translated("mix_strategy interleave_probs", "", _mixture, "all sources are shuffled together"),
+    translated("disable_gradient_checkpointing", "memory.checkpointing", _checkpointing,
+               "true is `none`; by default as little as fits is recomputed"),
+    translated("early_stopping_steps load_best_model_at_end", "guards.early_stopping, guards.restore_best",
+               lambda given: _ARGS.guards(given, "early_stopping_steps")),
+    absent("pref_* dpo_* kto_* simpo_* ppo_* ref_model ref_model_* reward_model reward_model_* ld_alpha",
+           NO_PREFERENCES),
+    absent("max_samples", "all rows are used; take a part of a hub data set with split: train[:1000], or cut the file"),
+    absent("additional_target", "only LoRA matrices of linear layers are trained", "adapter.targets"),
+    absent("use_dora", "DoRA is not supported yet; this is LoRA of the same rank"),
+    absent("pissa_* loraplus_* create_new_adapter", "LoRA starts at zero, with one learning rate for both matrices"),
+    absent("oft_* module_dropout freeze_trainable_* freeze_extra_modules use_llama_pro",
+           "this kind of training is not supported yet"),
+    absent("use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini use_muon",
+           "the optimizers are adamw, adamw_8bit and sgd", "train.optimizer"),
+    absent("use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha moe_aux_loss_coef",
+           "the loss is the cross-entropy of the targets"),
+    absent("use_mca use_megatron_bridge megatron_bridge_args use_hyper_parallel hyper_parallel_* use_kt kt_*",
+           "another engine than torch and MLX is not supported"),
+    absent("freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_* video_* audio_* media_dir "
+           "crop_to_patches use_audio_in_video", "models are trained on text alone"),
+    absent("resize_vocab add_tokens add_special_tokens new_special_tokens_config init_special_tokens "
+           "split_special_tokens", "the model's own tokenizer and embeddings are always used"),
+    absent("rope_scaling shift_attn mixture_of_depths upcast_layernorm upcast_lmhead_output train_from_scratch "
+           "block_diag_attn model_max_length", "the base is computed as its config.json says"),
+    absent("model_revision", "download the revision, and name its directory in model.name", "model.name"),
+    absent("adapter_folder ignore_pad_token_for_loss eval_on_each_dataset eval_num_beams", "there is nothing like it"),
+    absent("streaming", "rows are always read as a stream, and shuffled as a whole"),
+    absent("tool_format default_system enable_thinking preserve_thinking",
+           "the tokenizer's own template writes tools and system messages; write a system message into the rows"),
+    absent("disable_shuffling", "documents are shuffled anew in each epoch"),
+    absent("use_swanlab swanlab_*", "run.track knows trackio, wandb, mlflow and tensorboard"),
+    absent("export_*", "`dualtune export RUN --to hf`; also `gguf`, `ollama`, `lmstudio` and `mlx`"),
+    absent("fp8 fp8_*", "the compute dtypes are float32, bfloat16 and float16", "model.dtype"),
+    needless("infer_backend infer_dtype offload_folder use_kv_cache vllm_* sglang_* do_sample temperature top_p top_k "
+             "num_beams max_length max_new_tokens repetition_penalty length_penalty skip_special_tokens",
+             "it belongs to generation: `dualtune chat`, `generate`, `serve`"),
+    needless("use_reentrant_gc quantization_device_map",
+             "the layout in memory is chosen automatically"),
+    needless("hf_hub_token ms_hub_token om_hub_token", "log in with `hf auth login`"),
+    *arguments.RULES,
+)  # fmt: skip

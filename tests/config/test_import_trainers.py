@@ -1,0 +1,196 @@
+"""`dualtune config import`: configs of LLaMA-Factory, TRL, Unsloth and axolotl-rs; notebooks and scripts."""
+
+import json
+
+import pytest
+import yaml
+
+from dualtune.config import parse_config
+from dualtune.config.importing import import_config
+from dualtune.config.importing.translate import TRAINERS
+from dualtune.config.importing.written import to_text
+from dualtune.errors import ConfigError
+
+BASE = {
+    "LLaMA-Factory": {"model_name_or_path": "some/model", "stage": "sft", "dataset": "rows", "learning_rate": 1e-4},
+    "TRL": {"model_name_or_path": "some/model", "use_peft": True, "dataset_name": "o/n", "assistant_only_loss": True},
+    "Unsloth": {"model": "some/model", "data": {"dataset": "o/n"}, "training": {}, "lora": {}},
+    "axolotl-rs": {
+        "base_model": "some/model", "adapter": "qlora", "lora": {"r": 8}, "quantization": {"bits": 4},
+        "dataset": {"path": "rows.jsonl", "type": "alpaca", "max_length": 256, "train_split": 0.9},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def translate(tmp_path, monkeypatch):
+    """Translate a trainer's shortest config with more keys; returns the values as a flat dict, and the report."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(trainer, more=None):
+        table = {**BASE[trainer]}
+        for key, value in (more or {}).items():
+            table[key] = {**table[key], **value} if isinstance(value, dict) and key in table else value
+        path = tmp_path / "theirs.yaml"
+        path.write_text(yaml.safe_dump(table), encoding="utf-8")
+        imported = import_config(path)
+        assert imported.trainer == trainer  # found by its keys
+        dumped = json.loads(parse_config(to_text(imported)).model_dump_json())
+        return {f"{section}.{key}": value for section in dumped for key, value in dumped[section].items()}, imported
+
+    return run
+
+
+def lost(imported):
+    return {left.key for left in imported.lost}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more", "ours"),
+    [
+        # the defaults of each trainer, which are not ours
+        ("LLaMA-Factory", {}, {"adapter.rank": 8, "adapter.alpha": 16, "adapter.dropout": 0, "data.packing": False,
+                               "adapter.targets": "all-linear", "train.documents_per_step": 8, "train.warmup": 0,
+                               "train.schedule": "linear", "train.max_grad_norm": 1, "data.loss_on": "assistant"}),
+        ("TRL", {}, {"adapter.rank": 16, "data.max_length": 1024, "train.learning_rate": 2e-5, "data.eval": 0,
+                     "train.documents_per_step": 8, "data.loss_on": "assistant", "model.quantization": "auto"}),
+        ("Unsloth", {}, {"model.quantization": "nf4", "adapter.rank": 64, "adapter.alpha": 16, "run.seed": 3407,
+                         "train.optimizer": "adamw_8bit", "train.warmup": 5, "train.schedule": "linear",
+                         "train.documents_per_step": 8, "data.loss_on": "all"}),
+        ("axolotl-rs", {}, {"model.quantization": "nf4", "adapter.rank": 8, "adapter.alpha": 16, "data.eval": 0.1,
+                            "data.max_length": 256, "data.format": "alpaca", "data.template": "none",
+                            "train.warmup": 0.1, "train.weight_decay": 0.01, "train.max_grad_norm": 0.3}),
+        ("LLaMA-Factory", {"neat_packing": True, "cutoff_len": 1024, "per_device_train_batch_size": 2},
+         {"train.tokens_per_step": 2048, "data.packing": True, "data.max_length": 1024}),
+        ("LLaMA-Factory", {"quantization_bit": 4, "lora_target": "q_proj,v_proj", "lora_alpha": 5, "use_rslora": True},
+         {"model.quantization": "nf4", "adapter.targets": ["q_proj", "v_proj"], "adapter.alpha": 5,
+          "adapter.scaling": "rank_stabilized"}),
+        ("LLaMA-Factory", {"finetuning_type": "full", "mask_history": True, "fp16": True},
+         {"adapter.method": "full", "data.loss_on": "last", "model.dtype": "float16"}),
+        ("LLaMA-Factory", {"stage": "pt"}, {"data.loss_on": "all", "data.template": "none", "data.packing": True}),
+        ("LLaMA-Factory", {"report_to": "none", "warmup_steps": 0, "warmup_ratio": 0.1, "val_size": 0.05},
+         {"run.track": [], "train.warmup": 0.1, "data.eval": 0.05}),
+        ("TRL", {"use_peft": False}, {"adapter.method": "full"}),
+        ("TRL", {"load_in_4bit": True, "use_bnb_nested_quant": True, "lora_target_modules": ["all-linear"]},
+         {"model.quantization": "nf4", "adapter.targets": "all-linear"}),
+        ("TRL", {"packing": True, "max_length": 512, "gradient_accumulation_steps": 2},
+         {"train.tokens_per_step": 8192, "data.packing": True}),
+        ("TRL", {"dataset_config": "main", "dataset_train_split": "train[:9%]", "eval_strategy": "steps"},
+         {"data.train": {"path": "o/n", "subset": "main", "split": "train[:9%]"},
+          "data.eval": {"path": "o/n", "subset": "main", "split": "test"}}),
+        ("TRL", {"datasets": [{"path": "a/b"}, {"path": "json", "data_files": "c.jsonl"}], "test_split_size": 0.2},
+         {"data.train": [{"path": "a/b"}, {"path": "c.jsonl"}], "data.eval": 0.2}),
+        ("TRL", {"report_to": ["wandb", "tensorboard"], "bf16": False},
+         {"run.track": ["wandb", "tensorboard"], "model.dtype": "float32"}),
+        ("Unsloth", {"training": {"max_steps": 30, "num_epochs": 0, "packing": True, "train_on_completions": True}},
+         {"train.steps": 30, "train.tokens_per_step": 16384, "data.loss_on": "assistant"}),
+        ("Unsloth", {"training": {"training_type": "full", "warmup_ratio": 0.1, "save_steps": 0}},
+         {"adapter.method": "full", "model.quantization": "auto", "train.warmup": 0.1, "run.save_every": None}),
+        ("Unsloth", {"data": {"local_dataset": ["a.jsonl", "b.jsonl"], "format_type": "chatml"},
+                     "logging": {"enable_tensorboard": True}},
+         {"data.train": ["a.jsonl", "b.jsonl"], "data.format": "messages", "run.track": ["tensorboard"]}),
+        ("axolotl-rs", {"training": {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "max_steps": 7}},
+         {"train.steps": 7, "train.documents_per_step": 4, "train.learning_rate": 1e-3}),
+        ("axolotl-rs", {"adapter": "lora", "quantization": None}, {"model.quantization": "auto"}),
+    ],
+)  # fmt: skip
+def test_values_become_ours(translate, trainer, more, ours):
+    values, _ = translate(trainer, more)
+    assert {key: values[key] for key in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more", "named"),
+    [
+        ("LLaMA-Factory", {"template": "qwen3_nothink", "max_samples": 9}, {"template", "max_samples", "dataset_dir"}),
+        ("LLaMA-Factory", {"packing": True, "pissa_init": True}, {"packing", "pissa_init", "dataset_dir"}),
+        ("LLaMA-Factory", {"quantization_bit": 8, "optim": "lion_8bit"}, {"quantization_bit", "optim", "dataset_dir"}),
+        ("TRL", {"load_in_4bit": True}, {"use_bnb_nested_quant", "lora_target_modules"}),
+        ("TRL", {"max_length": None, "packing_strategy": "wrapped", "packing": False},
+         {"max_length", "lora_target_modules"}),
+        ("TRL", {"assistant_only_loss": False}, {"completion_only_loss", "lora_target_modules"}),
+        # names that are the beginning of others: none is taken for said
+        ("TRL", {"r": 3, "lora": 1, "data": 2}, {"r", "lora", "data", "lora_target_modules"}),
+        ("Unsloth", {"lora": {"use_dora": True, "nobody": 1}}, {"lora.use_dora", "lora.nobody"}),
+        ("axolotl-rs", {"dataset": {"path": None}, "hybrid": {"enabled": True}}, {"dataset.path", "hybrid"}),
+        ("axolotl-rs", {"quantization": {"block_size": 128, "double_quant": False}},
+         {"quantization.block_size", "quantization.double_quant"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_here_is_named(translate, trainer, more, named):
+    assert lost(translate(trainer, more)[1]) == named
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more", "key"),
+    [
+        ("LLaMA-Factory", {"stage": "dpo"}, "stage: got 'dpo'"),
+        ("LLaMA-Factory", {"finetuning_type": "oft"}, "finetuning_type: got 'oft'"),
+        ("LLaMA-Factory", {"do_train": False}, "do_train: got false"),
+        ("TRL", {"beta": 0.1}, "beta: got 0.1, it belongs to dpo"),
+        ("TRL", {"loss_type": "ipo"}, "loss_type: got 'ipo'"),
+        ("TRL", {"reward_funcs": ["a"]}, "reward_funcs: got a list, it belongs to grpo"),
+        ("Unsloth", {"training": {"training_type": "grpo"}}, "training.training_type: got 'grpo'"),
+        ("Unsloth", {"model": None}, "model: got null"),
+        ("axolotl-rs", {"adapter": "prefix"}, "adapter: got 'prefix'"),
+    ],
+)
+def test_other_objectives_are_refused_by_name(translate, trainer, more, key):
+    with pytest.raises(ConfigError, match=r"theirs\.yaml") as caught:
+        translate(trainer, more)
+    assert key in str(caught.value)
+
+
+@pytest.mark.parametrize("trainer", BASE)
+def test_every_key_has_a_line(translate, trainer):
+    """Each key that a rule knows, set to a value, is a setting's comment or in one of the two lists."""
+    names = [name for rule in TRAINERS[trainer].RULES if rule.convert is None for name in rule.names]
+    more = {name.replace("*", "x"): 1 for name in names if "." not in name}
+    _, imported = translate(trainer, more)
+    told = {left.key for left in imported.lost + imported.needless}
+    assert set(more) <= told
+
+
+def test_llama_factory_s_names_are_looked_up(translate, tmp_path):
+    (tmp_path / "data").mkdir()
+    info = {
+        "rows": {"file_name": "rows.json", "columns": {"prompt": "q", "response": "a", "history": "h"}},
+        "chat": {"hf_hub_url": "o/n", "split": "train", "formatting": "sharegpt",
+                 "columns": {"messages": "messages", "tools": "functions"},
+                 "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"}},
+        "pairs": {"file_name": "p.json", "ranking": True},
+    }  # fmt: skip
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    values, imported = translate("LLaMA-Factory", {"dataset": "rows, chat"})
+    assert values["data.train"] == [
+        {"path": "data/rows.json", "format": "alpaca", "columns": {"instruction": "q", "output": "a"}},
+        {"path": "o/n", "split": "train", "format": "messages", "columns": {"tools": "functions"}},
+    ]
+    assert lost(imported) == {"dataset (rows).columns.history"}
+    for name, reason in (("pairs", "ranks answers"), ("none", "not one of the 3 data sets")):
+        with pytest.raises(ConfigError, match=reason):
+            translate("LLaMA-Factory", {"dataset": name})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "page"),
+    [
+        ("a.ipynb", '{"cells": [{"source": ["from unsloth import FastLanguageModel"]}]}', "coming_from/unsloth.md"),
+        ("b.py", "from trl import SFTTrainer", "coming_from/trl.md"),
+        ("c.sh", "llamafactory-cli train", "coming_from/llama_factory.md"),
+        ("d.py", "print()", "docs/coming_from.md"),
+    ],
+)
+def test_code_is_named_as_such(tmp_path, name, text, page):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        import_config(path)
+    assert name in str(caught.value) and page in str(caught.value)
+
+
+def test_the_command_offers_every_trainer():
+    from dualtune.cli.preflight.config import import_
+
+    choice = next(parameter.type for parameter in import_.params if parameter.name == "trainer")
+    assert list(choice.choices) == list(TRAINERS)
