@@ -35,7 +35,7 @@ from dualtune.errors import ConfigError
 from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
-from dualtune_mlx.host.generation import crop_on_device
+from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.merged import write_weights
 from dualtune_mlx.kernels import cross_entropy
@@ -202,6 +202,9 @@ class MlxEngine:
         self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
     ) -> Iterator[int]:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
+
+    def decoding(self) -> MlxDecoding:
+        return MlxDecoding(self.model)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)

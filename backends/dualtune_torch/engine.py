@@ -34,7 +34,7 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.host.generation import crop_on_device
+from dualtune_torch.host.generation import TorchDecoding, crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
@@ -251,6 +251,14 @@ class TorchEngine:
         self, prompt: np.ndarray, *, choose: Callable[[np.ndarray], int | None], cache: GenerationCache | None = None
     ) -> Iterator[int]:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
+
+    def decoding(self) -> TorchDecoding:
+        @contextmanager
+        def computing() -> Iterator[None]:
+            with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
+                yield
+
+        return TorchDecoding(self.model, computing)
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
