@@ -69,4 +69,3 @@ def _alone(text: np.ndarray) -> Batch:
     tokens_BT = text[None]
     ones = np.ones_like(tokens_BT)
     return Batch(tokens_BT, ones * IGNORE_INDEX, ones, np.arange(len(text))[None], ones.astype(np.uint32))
-

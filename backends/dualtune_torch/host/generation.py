@@ -118,7 +118,9 @@ class TorchDecoding:
         index = torch.tensor(list(staying), device=self._model.device)
         for layer in self._cache.layers:
             if layer.is_initialized:
-                layer.replace(*(x[:, :, self._width - width :].index_select(0, index) for x in (layer.keys, layer.values)))
+                layer.replace(
+                    *(x[:, :, self._width - width :].index_select(0, index) for x in (layer.keys, layer.values))
+                )
         self._width = width
 
 
