@@ -7,7 +7,7 @@ torch     the model in DIR (made for SmolLM2-135M-Instruct) on the CPU in float3
 mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too.
 
 1, 8 and 32 prompts of 8 to 64 tokens, greedy, exactly `--tokens` tokens each: no end token ends a row, so that the
-static batch wastes nothing. The sides take turns in each round, after one round that does not count. Seconds are those of
+static batch wastes nothing. The sides take turns in each round, after one round that does not count. Seconds are of
 the clock, because both sides use all cores; `ratio` is the median over the rounds of our seconds divided by theirs in
 the same round. `equal_rows`: rows with the same tokens on both sides; others differ after a tie of rounding.
 """
@@ -35,7 +35,7 @@ from dualtune.optimizer import OptimizerSpec
 from dualtune.testing.tiny_models import write_tiny_llama
 
 NUM_PROMPTS, LENGTHS = (1, 8, 32), (8, 64)
-TINY = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 64,
+TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32,
         "max_position_embeddings": 512}  # fmt: skip
 Prompts = list[np.ndarray]
 Side = Callable[[Prompts, int], list[list[int]]]  # prompts and a number of tokens -> the tokens of each row

@@ -148,7 +148,8 @@ def _together(
 
     The cache holds all tokens of a row but its last one, so a row can enter at any time, also again.
     """
-    decoding, waiting, active = engine.decoding(), deque(rows), list[Row]()
+    decoding, waiting = engine.decoding(), deque(rows)
+    active: list[Row] = []
     while waiting or active:
         interrupt.poll()
         entering = bounds.take(waiting, active)

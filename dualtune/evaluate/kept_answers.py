@@ -108,9 +108,13 @@ def identity(names: Sequence[str], model: LoadedModel, sampling: Sampling) -> di
     """
     description = model.engine.description
     return {
-        "models": [fingerprint(resolve_model(name, weights=False)) for name in names], "adapter": hash_of(model.engine.adapter_state()),
-        "dtype": description.dtype, "quantization": description.quantization, "sampling": asdict(sampling), "stop_ids": sorted(model.tokenizer.stop_ids),
-    }  # fmt: skip
+        "models": [fingerprint(resolve_model(name, weights=False)) for name in names],
+        "adapter": hash_of(model.engine.adapter_state()),
+        "dtype": description.dtype,
+        "quantization": description.quantization,
+        "sampling": asdict(sampling),
+        "stop_ids": sorted(model.tokenizer.stop_ids),
+    }
 
 
 def hash_of(tensors: Tensors) -> str:
@@ -118,7 +122,7 @@ def hash_of(tensors: Tensors) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(json.dumps([name, *tensors[name].shape]).encode())
-        digest.update(np.ascontiguousarray(tensors[name]))
+        digest.update(tensors[name].tobytes())
     return digest.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,6 +46,11 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :end] for room in self._room)
         return self.keys, self.values
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens."""
+        return cast(Tensor, self.keys), cast(Tensor, self.values)
+
     def replace(self, keys: Tensor, values: Tensor) -> None:
         """Hold these instead."""
         self._room = self.keys, self.values = keys, values
@@ -56,6 +61,11 @@ def _grown(tensor: Tensor, length: int) -> Tensor:
     room = tensor.new_empty((B, G, length, d))
     room[:, :, :T] = tensor
     return room
+
+
+def _layers(cache: Cache) -> list[GrowingLayer]:
+    """Return the layers that hold something; those that share the keys of another hold nothing."""
+    return [layer for layer in cast("list[GrowingLayer]", cache.layers) if layer.is_initialized]
 
 
 class TorchDecoding:
@@ -85,14 +95,13 @@ class TorchDecoding:
         with self._computing():
             self._model.base_model(tokens, past_key_values=entered, use_cache=True)
         joint = max(width, self._width)
-        for i, layer in enumerate(entered.layers):
-            if layer.is_initialized:
-                held = self._cache.layers[i] if self._cache is not None else None
-                new = [_moved_right(x, lengths_B, joint) for x in (layer.keys, layer.values)]
-                if held is not None:
-                    before = (F.pad(x, (0, 0, joint - self._width, 0)) for x in (held.keys, held.values))
-                    new = [torch.cat(pair) for pair in zip(before, new, strict=True)]
-                layer.replace(*new)
+        held = iter([] if self._cache is None else _layers(self._cache))
+        for layer in _layers(entered):
+            new = [_moved_right(tensor, lengths_B, joint) for tensor in layer.tensors]
+            if self._cache is not None:
+                before = (F.pad(tensor, (0, 0, joint - self._width, 0)) for tensor in next(held).tensors)
+                new = [torch.cat(pair) for pair in zip(before, new, strict=True)]
+            layer.replace(*new)
         self._cache, self._width = entered, joint
         self._lengths_B = np.concatenate([self._lengths_B, lengths_B])
 
@@ -116,11 +125,9 @@ class TorchDecoding:
             return
         width = max(1, int(self._lengths_B.max()))
         index = torch.tensor(list(staying), device=self._model.device)
-        for layer in self._cache.layers:
-            if layer.is_initialized:
-                layer.replace(
-                    *(x[:, :, self._width - width :].index_select(0, index) for x in (layer.keys, layer.values))
-                )
+        for layer in _layers(self._cache):
+            keys, values = (tensor[:, :, self._width - width :] for tensor in layer.tensors)
+            layer.replace(keys.index_select(0, index), values.index_select(0, index))
         self._width = width
 
 

@@ -188,7 +188,8 @@ class EvalRun:
             answers[i] = each.text
             scores[i] = [metric.score(examples[i].where, asked[i].expected, each.text) for metric in self._metrics]
             self._shown.update(len(answers), len(examples))
-        side.answers, side.scores = ([values[i] for i in range(len(examples))] for values in (answers, scores))
+        side.answers = [answers[i] for i in range(len(examples))]
+        side.scores = [scores[i] for i in range(len(examples))]
 
     def _made_by(self, model: LoadedModel, sampling: Sampling) -> dict[str, Any]:
         settings = self._settings

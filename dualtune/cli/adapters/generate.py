@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dualtune.evaluate.chat import Sampling
     from dualtune.evaluate.inference import LoadedModel
 
+PromptRow = tuple[str, dict[str, Any]]  # its path:line, and its fields
 MOST_PROMPT = 2**22  # characters
 MOST_FILE = 2**30  # bytes
 ASKED = (
@@ -48,8 +49,8 @@ ASKED = (
 )  # fmt: skip
 @click.option(
     "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-    help="Where the answers to --prompts are written, as rows of JSON. What is there when the command is stopped is kept, "
-    "and the same command continues. Default: standard output, as they come.",
+    help="Where the answers to --prompts are written. If the command is stopped, they are kept, and the same command "
+    "continues. Default: standard output, as they come.",
 )  # fmt: skip
 @click.option(
     "--raw", is_flag=True, help="Continue the prompt as it is: without chat template, with its control tokens."
@@ -64,13 +65,14 @@ ASKED = (
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None, raw: bool, template: str, temperature: float, top_p: float,
-    max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
+    model: str, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None, raw: bool,
+    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
+    platform: str,
 ) -> None:  # fmt: skip
     """Continue a prompt with MODEL (a directory or a hub id) and its adapter. The text goes to standard output.
 
-    On a terminal, control characters in it are escaped; a file or another program gets it unchanged. With --prompts, each
-    answer is a row of JSON: the number of the prompt in its file, prompt, answer, tokens, and whether it ended by itself.
+    On a terminal, control characters in it are escaped; a file or another program gets it unchanged. With --prompts,
+    each answer is a row of JSON: the prompt and its number, the answer, its tokens, and whether it ended by itself.
     """
     from dualtune.cli.output.screen import phases
 
@@ -115,7 +117,7 @@ def _answer_all(
     backend: Backend,
     name: str,
     model: LoadedModel,
-    rows: list[tuple[str, dict[str, Any]]],
+    rows: list[PromptRow],
     sampling: Sampling,
     output: Path | None,
 ) -> None:
@@ -152,7 +154,7 @@ def _answer_all(
         say(f"answers     {len(lines)} in {output}", err=True)
 
 
-def read_prompts(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def read_prompts(path: Path) -> list[PromptRow]:
     """Return the rows of a file, each with its path:line: a text as `prompt`, or a conversation as `messages`.
 
     DataError for a row that holds no prompt, and for a file without any. Blank lines are passed over.
@@ -162,7 +164,7 @@ def read_prompts(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
     with open_file(path, max_bytes=MOST_FILE) as file:
         lines = [(f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip()]
-    found = list[tuple[str, dict[str, Any]]]()
+    found = list[PromptRow]()
     for where, line in lines:
         if path.suffix not in (".jsonl", ".ndjson"):
             found.append((where, {"prompt": line.decode("utf-8", "replace").rstrip("\r\n")}))
