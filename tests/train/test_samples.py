@@ -101,7 +101,7 @@ def test_a_failing_sample_ends_the_samples_and_not_the_run(lab, weights_of, monk
         yield "half an answer"
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr("dualtune.evaluate.samples.stream_text", fail)
+    monkeypatch.setattr("dualtune.evaluate.samples.continue_all", fail)
     result = lab.run(run__sample_prompts=PROMPTS, **RUN)
     assert weights_of(result.run_dir) == weights_of(plain.run_dir)
     rows = map(json.loads, (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
