@@ -7,8 +7,9 @@ torch     the model in DIR, or by default four layers of SmolLM2-135M's shape wi
 mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too.
 
 1, 8 and 32 prompts of 8 to 64 tokens, greedy, exactly `--tokens` tokens each: no end token ends a row, so that the
-static batch wastes nothing. The sides take turns in each round, after one round that does not count. `ratio` is the median over the rounds of our seconds divided by theirs in
-the same round. `equal_rows`: rows with the same tokens on both sides; others differ after a tie of rounding.
+static batch wastes nothing. The sides take turns in each round, after one round that does not count. `ratio` is the
+median over the rounds of our seconds (of the clock) divided by theirs in the same round. `equal_rows`: rows with the
+same tokens on both sides; others differ after a tie of rounding.
 """
 
 from __future__ import annotations
