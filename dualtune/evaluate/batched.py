@@ -33,25 +33,25 @@ class Bounds:
     rows: int = MOST_ROWS
     tokens: int = MOST_TOKENS  # rows times the most tokens that one of them may have at its end
 
-    def take(self, waiting: deque[Row], active: Sequence[Row]) -> list[Row]:
-        """Take the rows that enter now, in their order: none until a quarter of the batch is free.
+    def take(self, waiting: deque[PromptedRow], active: Sequence[PromptedRow]) -> list[PromptedRow]:
+        """Take the rows that enter now, in their order: none while they are less than a quarter.
 
         Each time that rows enter, the cache of the others is copied.
         """
-        taken, longest = list[Row](), max((row.most_tokens for row in active), default=0)
+        taken, longest = list[PromptedRow](), max((row.most_tokens for row in active), default=0)
         while waiting and (count := len(active) + len(taken) + 1) <= self.rows:
             longest = max(longest, waiting[0].most_tokens)
             if count > 1 and count * longest > self.tokens:
                 break
             taken.append(waiting.popleft())
-        if active and waiting and len(taken) < self.rows // 4:
+        if active and waiting and 4 * len(taken) < len(active) + len(taken):
             waiting.extendleft(reversed(taken))
             return []
         return taken
 
 
 @dataclass(slots=True)
-class Row:
+class PromptedRow:
     """A prompt and its continuation so far."""
 
     number: int  # of the prompt: with the seed, what its random numbers depend on
@@ -108,19 +108,19 @@ def continue_all(
         yield Continuation(row.number, text[start:], len(row.tokens), len(row.tokens) < row.limit)
 
 
-def _row(model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling) -> Row:
+def _row(model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling) -> PromptedRow:
     limit = allowed_tokens(model, prompt, sampling.max_tokens)
     choose = chooser(
         limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
         row=number,
     )  # fmt: skip
-    return Row(number, prompt, limit, choose, has_ended=not limit)
+    return PromptedRow(number, prompt, limit, choose, has_ended=not limit)
 
 
 def _ended(
-    engine: Engine, rows: Sequence[Row], bounds: Bounds, stop_ids: frozenset[int] | None,
+    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
     is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[PromptedRow]:  # fmt: skip
     """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device."""
     yield from (row for row in rows if row.has_ended)
     rows = [row for row in rows if not row.has_ended]
@@ -141,15 +141,15 @@ def _ended(
 
 
 def _together(
-    engine: Engine, rows: Sequence[Row], bounds: Bounds, stop_ids: frozenset[int] | None,
+    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
     is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[PromptedRow]:  # fmt: skip
     """Yield the rows that have ended, after each token.
 
     The cache holds all tokens of a row but its last one, so a row can enter at any time, also again.
     """
     decoding, waiting = engine.decoding(), deque(rows)
-    active: list[Row] = []
+    active: list[PromptedRow] = []
     while waiting or active:
         interrupt.poll()
         entering = bounds.take(waiting, active)
@@ -179,7 +179,7 @@ def _together(
 
 
 def _step(
-    decoding: Decoding, active: Sequence[Row], entering: Sequence[Row], stop_ids: frozenset[int] | None
+    decoding: Decoding, active: Sequence[PromptedRow], entering: Sequence[PromptedRow], stop_ids: frozenset[int] | None
 ) -> list[int | None]:
     """Return the next token of each row, or None where it ends."""
     if entering:
