@@ -225,7 +225,9 @@ class MlxEngine:
     def _next_logits(self, tokens: list[int], held: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
         held = held or make_prompt_cache(self.model)
-        return np.array(self.model(mx.array([tokens]), cache=held)[0, -1].astype(mx.float32)), held
+        if len(tokens) > 1:
+            self.model(mx.array([tokens[:-1]]), cache=held)  # MLX is lazy: these logits are never computed
+        return np.array(self.model(mx.array([tokens[-1:]]), cache=held)[0, -1].astype(mx.float32)), held
 
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 

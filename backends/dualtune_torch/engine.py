@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -289,8 +290,14 @@ class TorchEngine:
         held = held or DynamicCache(config=self.model.config)
         (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
         with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
-            logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True).logits[0, -1]
+            logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True, **self._last_only).logits[0, -1]
         return _numpy(logits_V.float()), held
+
+    @cached_property
+    def _last_only(self) -> dict[str, int]:
+        """The option by which the output head computes the last token alone; most models have it."""
+        name = "logits_to_keep"
+        return {name: 1} if name in inspect.signature(self.model.forward).parameters else {}
 
     def _trial_run(self) -> None:
         with self._together():
