@@ -38,9 +38,10 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             self._room = self.keys, self.values = key_states, value_states
             return self.keys, self.values
-        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
+        keys, values = self.tensors
+        start, end = keys.shape[2], keys.shape[2] + key_states.shape[2]
         if end > self._room[0].shape[2]:
-            self._room = _grown(self.keys, end + SPARE), _grown(self.values, end + SPARE)
+            self._room = _grown(keys, end + SPARE), _grown(values, end + SPARE)
         for room, new in zip(self._room, (key_states, value_states), strict=True):
             room[:, :, start:end] = new
         self.keys, self.values = (room[:, :, :end] for room in self._room)
