@@ -35,7 +35,7 @@ from dualtune.errors import ConfigError
 from dualtune_mlx import gpt2
 from dualtune_mlx.checkpointing import Recomputation
 from dualtune_mlx.distributed import added_up
-from dualtune_mlx.host.generation import crop_on_device
+from dualtune_mlx.host.generation import MlxDecoding, crop_on_device
 from dualtune_mlx.host.hidden_states import FrozenLayers, to_mlx
 from dualtune_mlx.host.merged import write_weights
 from dualtune_mlx.kernels import cross_entropy
@@ -203,6 +203,9 @@ class MlxEngine:
     ) -> Iterator[int]:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
+    def decoding(self) -> MlxDecoding:
+        return MlxDecoding(self.model)
+
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
         if self._request.resident_layers is not None:
@@ -222,7 +225,9 @@ class MlxEngine:
     def _next_logits(self, tokens: list[int], held: list[Any] | None) -> tuple[np.ndarray, list[Any]]:
         """Return the logits after the last of these tokens, float32 [V], and the cache with all of them."""
         held = held or make_prompt_cache(self.model)
-        return np.array(self.model(mx.array([tokens]), cache=held)[0, -1].astype(mx.float32)), held
+        if len(tokens) > 1:
+            self.model(mx.array([tokens[:-1]]), cache=held)  # MLX is lazy: these logits are never computed
+        return np.array(self.model(mx.array([tokens[-1:]]), cache=held)[0, -1].astype(mx.float32)), held
 
     # --- functions of arrays only, so that MLX can compile them -----------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +35,7 @@ from dualtune.base_model import copy_without_weights, position_table_size, read_
 from dualtune_torch.adapter import adapter_buffer, model_buffer, values_of
 from dualtune_torch.checkpointing import Recomputation
 from dualtune_torch.distributed import add_up
-from dualtune_torch.host.generation import crop_on_device
+from dualtune_torch.host.generation import TorchDecoding, crop_on_device
 from dualtune_torch.host.hidden_states import FrozenLayers
 from dualtune_torch.host.inputs import Inputs, arrays_of, padded, targets_in, to_device
 from dualtune_torch.host.parked import ParkedState
@@ -252,6 +253,14 @@ class TorchEngine:
     ) -> Iterator[int]:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
+    def decoding(self) -> TorchDecoding:
+        @contextmanager
+        def computing() -> Iterator[None]:
+            with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
+                yield
+
+        return TorchDecoding(self.model, computing)
+
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)
         check_whole(self.description)
@@ -281,8 +290,14 @@ class TorchEngine:
         held = held or DynamicCache(config=self.model.config)
         (tokens_1T,) = to_device([np.array([tokens])], self.model.device)
         with torch.no_grad(), self._together(), own_attention(self.model, self._kernels):
-            logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True).logits[0, -1]
+            logits_V = self.model(tokens_1T, past_key_values=held, use_cache=True, **self._last_only).logits[0, -1]
         return _numpy(logits_V.float()), held
+
+    @cached_property
+    def _last_only(self) -> dict[str, int]:
+        """The option by which the output head computes the last token alone; most models have it."""
+        name = "logits_to_keep"
+        return {name: 1} if name in inspect.signature(self.model.forward).parameters else {}
 
     def _trial_run(self) -> None:
         with self._together():

@@ -22,6 +22,7 @@ import numpy as np
 
 from dualtune.activation_checkpointing import KEEP_ALL, ActivationCheckpointing
 from dualtune.adapter.spec import AdapterSpec, Tensors
+from dualtune.backend.decoding import Decoding
 from dualtune.backend.generation_cache import GenerationCache
 from dualtune.backend.shared_base import Base, SharedBase
 from dualtune.base_model import BaseWeights, find_weights
@@ -313,6 +314,10 @@ class Engine(Protocol):
         Temperature, random numbers, stop tokens and length are up to `choose`, so all backends sample alike. With a
         cache, what it shares with the prompt is not computed again, and it then holds the prompt and what was yielded.
         """
+        ...
+
+    def decoding(self) -> Decoding:
+        """Return a Decoding without rows, for the present adapter. CannotBatch if the cache holds only one text."""
         ...
 
     def save_merged(self, path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError
 from dualtune.optimizer import OptimizerSpec
 
+LIKELY = 1e-4  # times the largest probability: tokens above it are looked at first
 BASE_ONLY = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
 
 
@@ -141,14 +142,7 @@ def stream_text(
     `cache`: of the text before this prompt, by the same model and adapter; it is updated. Generation ends where a table
     of positions ends; ConfigError for a longer prompt, and for one without tokens.
     """
-    if not len(prompt):
-        raise ConfigError("the prompt has no tokens, so there is nothing to continue. Give a text")
-    if model.positions is not None:
-        if len(prompt) > model.positions:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, but this model has positions up to {model.positions}. Shorten it"
-            )
-        max_tokens = min(max_tokens, model.positions - len(prompt))
+    max_tokens = allowed_tokens(model, prompt, max_tokens)
     progress = progress or GenerationProgress()
     progress.max_tokens = max_tokens
     choose = chooser(max_tokens, model.tokenizer.stop_ids, temperature=temperature, top_p=top_p, seed=seed)
@@ -166,15 +160,31 @@ def stream_text(
     yield model.tokenizer.decode(ids)[len(shown) :]
 
 
+def allowed_tokens(model: LoadedModel, prompt: np.ndarray, max_tokens: int) -> int:
+    """Return how many tokens may follow a prompt. ConfigError for one that cannot be continued."""
+    if not len(prompt):
+        raise ConfigError("the prompt has no tokens, so there is nothing to continue. Give a text")
+    if model.positions is None:
+        return max_tokens
+    if len(prompt) > model.positions:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens, but this model has positions up to {model.positions}. Shorten it"
+        )
+    return min(max_tokens, model.positions - len(prompt))
+
+
 def chooser(
-    max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0
-) -> Callable[[np.ndarray], int | None]:
+    max_tokens: int, stop_ids: frozenset[int], *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0,
+    row: int = 0,
+) -> Callable[[np.ndarray], int | None]:  # fmt: skip
     """Return a function from logits float32 [V] to the next token id, or None to stop.
+
+    Each call draws one random number, the next of those of (seed, row), the number of the prompt among others.
 
     Nucleus sampling as in Holtzman et al., arXiv 1904.09751: the smallest set of tokens with a total probability of at
     least `top_p`.
     """
-    rng = np.random.default_rng([seed, 3])
+    rng = np.random.default_rng([seed, 3, row])  # row 0 draws what [seed, 3] does: NumPy fills up with zeros
     produced = 0
 
     def choose(logits_V: np.ndarray) -> int | None:
@@ -193,10 +203,26 @@ def _sample(logits_V: np.ndarray, temperature: float, top_p: float, rng: np.rand
     with np.errstate(over="ignore"):  # of a very low temperature: all but the most probable tokens get exp(-inf)
         probs = np.exp((logits_V - logits_V.max()) / temperature)
     probs /= probs.sum()
-    order = np.argsort(-probs, kind="stable")
-    kept = order[: int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1]
-    cumulative = np.cumsum(probs[kept])
-    return int(kept[np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")])
+    u = rng.random()
+    # A large vocabulary takes milliseconds to sort, and almost none of its tokens has a chance to be drawn.
+    drawn = _drawn(probs, np.flatnonzero(probs >= LIKELY * probs.max()), top_p, u)
+    return cast(int, _drawn(probs, np.arange(len(probs)), top_p, u)) if drawn is None else drawn
+
+
+def _drawn(probs: np.ndarray, likely: np.ndarray, top_p: float, u: float) -> int | None:
+    """Return the token at the share `u` of the kept probability. None if it may be none of the `likely` ones.
+
+    `likely`: the most probable tokens in order of their ids, or all of them.
+    """
+    is_all = len(likely) == len(probs)
+    order = likely[np.argsort(-probs[likely], kind="stable")]
+    cumulative = np.cumsum(probs[order])
+    end = int(np.searchsorted(cumulative, top_p)) + 1
+    if end > len(order) and not is_all and top_p < 1:
+        return None
+    total = 1.0 if end > len(order) and not is_all else cumulative[:end][-1]
+    at = int(np.searchsorted(cumulative[:end], u * total, side="right"))
+    return int(order[at]) if at < len(order) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dualtune import interrupt
 from dualtune.backend import Engine
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, DataError, Preempted
-from dualtune.evaluate.inference import LoadedModel, stream_text
+from dualtune.evaluate.batched import continue_all
+from dualtune.evaluate.chat import Sampling
+from dualtune.evaluate.inference import LoadedModel
 from dualtune.evaluate.weights import using_result
 from dualtune.hooks import Event, SampleRecord
 from dualtune.io.disk import write_file
@@ -72,8 +75,12 @@ class Samples:
             return
         try:
             with using_result(self._model.engine, self._optimizer):
-                for prompt, ids in self._prompts:
-                    record = SampleRecord(step, prompt, "".join(stream_text(self._model, ids, max_tokens=MAX_TOKENS)))
+                ids, answers = [ids for _, ids in self._prompts], dict[int, str]()
+                for each in continue_all(self._model, ids, Sampling(max_tokens=MAX_TOKENS)):
+                    answers[each.number] = each.text
+                for number, (prompt, _) in enumerate(self._prompts):
+                    interrupt.poll()
+                    record = SampleRecord(step, prompt, answers[number])
                     self._write(record)
                     tell(record)
         except Preempted:

@@ -29,6 +29,7 @@ from dualtune.optimizer.averaging import OFFSET
 from dualtune.testing import (
     conformance_activation_cache,
     conformance_checkpointing,
+    conformance_decoding,
     conformance_packing,
     conformance_state,
     conformance_weights,
@@ -373,5 +374,6 @@ CHECKS = [
     *_checks_in(vars(conformance_weights)),
     *_checks_in(vars(conformance_checkpointing)),
     *_checks_in(vars(conformance_activation_cache)),
+    *_checks_in(vars(conformance_decoding)),
     *PACKING_CHECKS,
 ]

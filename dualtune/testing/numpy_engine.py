@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,9 @@ class NumpyEngine:
             yield token
             last = token
 
+    def decoding(self) -> NumpyDecoding:
+        return NumpyDecoding(lambda tokens_B: self._forward(tokens_B)["logp"])
+
     def save_merged(self, path: Path) -> None:
         merged = dict(self._weights)
         for module in self._keys:
@@ -264,6 +267,36 @@ class NumpyEngine:
         path.mkdir(parents=True)
         (path / "config.json").write_bytes((self._request.model_dir / "config.json").read_bytes())
         save_file({n: w.astype(np.float32) for n, w in merged.items()}, path / "model.safetensors")
+
+
+class NumpyDecoding:
+    """See `dualtune.backend.decoding.Decoding`. The next token depends on the last one alone: nothing is cached."""
+
+    def __init__(self, logprobs: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._logprobs = logprobs
+        self._num_rows = 0
+
+    def enter(self, texts: Sequence[np.ndarray]) -> None:
+        self._num_rows += len(texts)
+
+    def advance(self, tokens_B: np.ndarray) -> NumpyNextLogits:
+        if len(tokens_B) != self._num_rows:
+            raise ValueError(f"got {len(tokens_B)} tokens for {self._num_rows} rows")
+        return NumpyNextLogits(self._logprobs(tokens_B).astype(np.float32))
+
+    def leave(self, staying: Sequence[int]) -> None:
+        self._num_rows = len(staying)
+
+
+class NumpyNextLogits:
+    def __init__(self, logits_BV: np.ndarray) -> None:
+        self._logits_BV = logits_BV
+
+    def most_probable(self) -> np.ndarray:
+        return self._logits_BV.argmax(-1).astype(np.int32)
+
+    def rows(self) -> np.ndarray:
+        return self._logits_BV
 
 
 def _targets(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -132,3 +132,27 @@ def test_what_no_expected_answer_has_is_said_before_anything_is_measured(dualtun
     result = dualtune_main("eval", trained, "--compare", "--exact-match", *options, *NUMPY)
     assert result.returncode == 3 and result.stderr.endswith(message + "\n"), result.stderr
     assert "evaluated" not in result.stdout
+
+
+def test_a_stopped_evaluation_continues_with_the_same_answers(dualtune_main, trained, tmp_path, monkeypatch):
+    """Stopped by a metric after some answers; the same command then generates the others alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+    metric = tmp_path / "stops.py"
+    metric.write_text("calls = []\ndef f(expected, got):\n    calls.append(0)\n    return 1 / (len(calls) != 3)\n")
+    command = ("eval", trained, "--metric", "stops:f", "--max-tokens", 12, "--json", *NUMPY)
+    kept = tmp_path / "runs" / "a" / "predictions.jsonl"
+    straight = tmp_path / "straight.jsonl"
+    assert (
+        dualtune_main(
+            "eval", trained, "--json-field", "a", "--max-tokens", 12, "--predictions", straight, *NUMPY
+        ).returncode
+        == 0
+    )
+    assert dualtune_main(*command).returncode == 3
+    part = kept.with_name("predictions.jsonl.part")
+    assert len(part.read_text().splitlines()) == 4 and not kept.exists()  # a head and three answers
+    result = dualtune_main(*command)
+    assert result.returncode == 0 and json.loads(result.stdout)["answers"] == 8
+    assert "3 of 8 answers were generated before" in result.stderr
+    assert [row["adapter"] for row in read(kept)] == [row["adapter"] for row in read(straight)]
+    assert not part.exists()

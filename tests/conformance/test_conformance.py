@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 
 from dualtune.backend import get_backend
+from dualtune.backend.decoding import CannotBatch
 from dualtune.errors import EnvironmentFault
 from dualtune.testing.conformance import CHECKS, PACKING_CHECKS, Case, llama_case, softmax_case
+from dualtune.testing.conformance_decoding import check_rows_together_compute_what_each_computes_alone
 from dualtune.testing.conformance_state import assert_same_state, forward_backward_with_bad_weight, state_of, train
 
 REQUIRED = [name for name in os.environ.get("DUALTUNE_TEST_BACKENDS", "").split(",") if name]
@@ -49,6 +51,19 @@ def test_the_plain_code_of_an_engine(check, case):
     if "reference" not in case.backend.capabilities().get("model.kernels", ()):
         pytest.skip("has one kind of code")
     check(replace(case, kernels="reference"))
+
+
+def test_rows_together_keep_to_the_window_of_attention(backend, tmp_path):
+    """Torch keeps all keys and masks those outside of the window; mlx-lm's caches of such layers forget, and say so."""
+    if backend.name not in WINDOWED:
+        pytest.skip("has no models with a window")
+    changes = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    case = llama_case(backend, tmp_path, model_type=WINDOWED[backend.name], **changes)
+    if backend.name == "mlx":
+        with pytest.raises(CannotBatch, match="RotatingKVCache"):
+            case.engine().decoding()
+    else:
+        check_rows_together_compute_what_each_computes_alone(case)
 
 
 @pytest.mark.parametrize("check", PACKING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

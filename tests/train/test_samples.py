@@ -9,6 +9,7 @@ import pytest
 
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.errors import ConfigError, Preempted
+from dualtune.evaluate.batched import Continuation
 from dualtune.evaluate.inference import load_model, stream_text
 from dualtune.evaluate.samples import check_not_split, check_samples
 from dualtune.hooks import Hook
@@ -98,10 +99,10 @@ def test_a_failing_sample_ends_the_samples_and_not_the_run(lab, weights_of, monk
     plain = lab.run("plain", **RUN)
 
     def fail(*_, **__):
-        yield "half an answer"
+        yield Continuation(0, "an answer", 2, is_whole=True)
         raise RuntimeError("no kernel for this")
 
-    monkeypatch.setattr("dualtune.evaluate.samples.stream_text", fail)
+    monkeypatch.setattr("dualtune.evaluate.samples.continue_all", fail)
     result = lab.run(run__sample_prompts=PROMPTS, **RUN)
     assert weights_of(result.run_dir) == weights_of(plain.run_dir)
     rows = map(json.loads, (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())

@@ -1,8 +1,23 @@
-"""The keys and values that the core keeps for the next generation."""
+"""The keys and values that the core keeps for the next generation, and those of several texts continued together."""
 
 from __future__ import annotations
 
-from transformers import DynamicCache
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from dualtune.backend.decoding import CannotBatch
+from dualtune_torch.host.inputs import to_device
+
+SPARE = 64  # tokens for which there is room in the cache when it grows: it is not copied at each token
 
 
 def crop_on_device(held: DynamicCache, excess: int) -> bool:
@@ -12,3 +27,136 @@ def crop_on_device(held: DynamicCache, excess: int) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one layer, [B, G, T, d]: views of tensors with room for more tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens, and return all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._room = self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        keys, values = self.tensors
+        start, end = keys.shape[2], keys.shape[2] + key_states.shape[2]
+        if end > self._room[0].shape[2]:
+            self._room = _grown(keys, end + SPARE), _grown(values, end + SPARE)
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self._room)
+        return self.keys, self.values
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens."""
+        return cast(Tensor, self.keys), cast(Tensor, self.values)
+
+    def replace(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these instead."""
+        self._room = self.keys, self.values = keys, values
+
+
+def _grown(tensor: Tensor, length: int) -> Tensor:
+    B, G, T, d = tensor.shape
+    room = tensor.new_empty((B, G, length, d))
+    room[:, :, :T] = tensor
+    return room
+
+
+def _layers(cache: Cache) -> list[GrowingLayer]:
+    """Return the layers that hold something; those that share the keys of another hold nothing."""
+    return [layer for layer in cast("list[GrowingLayer]", cache.layers) if layer.is_initialized]
+
+
+class TorchDecoding:
+    """See `dualtune.backend.decoding.Decoding`.
+
+    In the cache each row ends at the last column, and what is before its first token is masked. New rows are computed
+    padded on the right, where a causal model needs no mask, and are then moved to the last column.
+    """
+
+    def __init__(self, model: PreTrainedModel, computing: Callable[[], AbstractContextManager[None]]) -> None:
+        """`computing`: the context of all forward passes."""
+        _check_batchable(model)
+        self._model, self._computing = model, computing
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._cache: Cache | None = None  # None: there is no row
+        self._width = 0  # of the cache
+        self._lengths_B = np.zeros(0, np.int64)  # tokens of each row
+
+    def enter(self, texts: Sequence[np.ndarray]) -> None:
+        lengths_B = np.array([len(text) for text in texts], np.int64)
+        width = max(1, int(lengths_B.max()))  # one column of padding, if there is nothing to compute
+        tokens_BT = np.zeros((len(texts), width), np.int64)
+        for b, text in enumerate(texts):
+            tokens_BT[b, : len(text)] = text
+        entered = Cache(layer_class_to_replicate=GrowingLayer)
+        (tokens,) = to_device([tokens_BT], self._model.device)
+        with self._computing():
+            self._model.base_model(tokens, past_key_values=entered, use_cache=True)
+        joint = max(width, self._width)
+        held = iter([] if self._cache is None else _layers(self._cache))
+        for layer in _layers(entered):
+            new = [_moved_right(tensor, lengths_B, joint) for tensor in layer.tensors]
+            if self._cache is not None:
+                before = (F.pad(tensor, (0, 0, joint - self._width, 0)) for tensor in next(held).tensors)
+                new = [torch.cat(pair) for pair in zip(before, new, strict=True)]
+            layer.replace(*new)
+        self._cache, self._width = entered, joint
+        self._lengths_B = np.concatenate([self._lengths_B, lengths_B])
+
+    def advance(self, tokens_B: np.ndarray) -> TorchNextLogits:
+        sent = [tokens_B[:, None].astype(np.int64), self._lengths_B[:, None]]
+        tokens, lengths = to_device(sent, self._model.device)
+        is_padded = int(self._lengths_B.min()) < self._width
+        self._lengths_B, self._width = self._lengths_B + 1, self._width + 1
+        options: dict[str, Any] = {"position_ids": lengths} if self._takes_positions else {}
+        if is_padded:
+            columns = torch.arange(self._width, device=tokens.device)
+            options["attention_mask"] = (columns >= self._width - 1 - lengths).long()
+        with self._computing():
+            logits_B1V = self._model(tokens, past_key_values=self._cache, use_cache=True, **options).logits
+        return TorchNextLogits(logits_B1V[:, -1])
+
+    def leave(self, staying: Sequence[int]) -> None:
+        self._lengths_B = self._lengths_B[list(staying)]
+        if not staying or self._cache is None:
+            self._cache, self._width = None, 0
+            return
+        width = max(1, int(self._lengths_B.max()))
+        index = torch.tensor(list(staying), device=self._model.device)
+        for layer in _layers(self._cache):
+            keys, values = (tensor[:, :, self._width - width :] for tensor in layer.tensors)
+            layer.replace(keys.index_select(0, index), values.index_select(0, index))
+        self._width = width
+
+
+def _moved_right(tensor: Tensor, lengths_B: np.ndarray, width: int) -> Tensor:
+    """Return the first tokens of each row, so many as its length, at the end of rows of this width."""
+    offsets_BT = np.arange(width)[None] - (width - lengths_B[:, None])
+    (index_BT,) = to_device([np.clip(offsets_BT, 0, tensor.shape[2] - 1)], tensor.device)
+    return tensor.gather(2, index_BT[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
+def _check_batchable(model: PreTrainedModel) -> None:
+    """Raise CannotBatch unless every layer keeps the keys and values of single tokens."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    others = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
+    if others or getattr(model, "_is_stateful", False):
+        raise CannotBatch(f"its layers keep a state ({', '.join(others) or type(model).__name__})")
+    if getattr(model.config, "attention_chunk_size", None) is not None:
+        raise CannotBatch("its attention ends at fixed positions (attention_chunk_size)")
+
+
+class TorchNextLogits:
+    """See `dualtune.backend.decoding.NextLogits`."""
+
+    def __init__(self, logits_BV: Tensor) -> None:
+        self._logits_BV = logits_BV
+
+    def most_probable(self) -> np.ndarray:
+        return self._logits_BV.argmax(-1).int().cpu().numpy()
+
+    def rows(self) -> np.ndarray:
+        return self._logits_BV.float().cpu().numpy()

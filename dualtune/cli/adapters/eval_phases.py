@@ -21,9 +21,11 @@ from dualtune.config import Config
 from dualtune.data.chat.formats import Example
 from dualtune.data.documents import Data, Documents
 from dualtune.errors import DataError
+from dualtune.evaluate.chat import Sampling
 from dualtune.evaluate.evaluation import evaluate, exact_answers, layout_of, losses_of_examples
 from dualtune.evaluate.fingerprints import without_adapter
-from dualtune.evaluate.inference import LoadedModel, answer, load_model, question
+from dualtune.evaluate.inference import LoadedModel, load_model, question
+from dualtune.evaluate.kept_answers import KeptAnswers, identity
 from dualtune.evaluate.recovery import Recovery
 from dualtune.evaluate.scoring import harness
 from dualtune.evaluate.scoring.compare import PairedComparison, compare_losses, compare_scores
@@ -59,6 +61,7 @@ class EvalRun:
         check_capabilities(backend, settings)
         self._settings, self._options, self._adapter = settings, options, adapter
         self._backend, self._metrics, self._shown = backend, metrics, shown
+        self._kept: KeptAnswers | None = None  # while answers are generated
 
     def report(self) -> dict[str, Any]:
         """Measure, write the predictions, and return the results by their names in the JSON."""
@@ -80,25 +83,32 @@ class EvalRun:
             "targets": result.eval_targets,
             "rows": len(examples),
         }
-        sides = {BASE if self._options.base else TUNED: self._side(model, documents, examples)}
+        main = BASE if self._options.base else TUNED
+        sides = {main: self._side(main, model, documents, examples)}
         if self._options.compare:
             with self._base_of(model) as base:
-                sides[BASE] = self._side(base, documents, examples)
+                sides[BASE] = self._side(BASE, base, documents, examples)
         report |= self._means(sides.get(TUNED) or sides[BASE])
         if self._options.compare:
             report["compare"] = [asdict(row) | {"verdict": row.verdict} for row in self._compared(sides)]
         if (path := self._predictions_file()) is not None:
             write_predictions(path, self._predictions(model, examples, sides))
             report["predictions"] = str(path)
+        if self._kept is not None:
+            self._kept.finish()
         if self._options.leaks:
             report["leaks"] = self._leaks(sources, documents, examples)
         return report
 
     # --- models -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _trained_model(self) -> Path:
+        return Path(self._settings.run.dir).expanduser() / "model"
+
     def _load(self, *, trained: bool) -> LoadedModel:
         """Load the model with the adapter, or the one that was trained whole; or else the base."""
-        model, directory = self._settings.model, Path(self._settings.run.dir).expanduser() / "model"
+        model, directory = self._settings.model, self._trained_model
         is_whole = trained and self._settings.adapter.trains_model
         return load_model(
             self._backend, str(directory) if is_whole else model.name, self._adapter, dtype=model.dtype,
@@ -148,7 +158,7 @@ class EvalRun:
                 for metric in self._metrics:
                     metric.check(example.where, expected)
 
-    def _side(self, model: LoadedModel, documents: Documents, examples: list[Example]) -> Side:
+    def _side(self, name: str, model: LoadedModel, documents: Documents, examples: list[Example]) -> Side:
         """Measure one model on every row."""
         options, side = self._options, Side()
         if options.compare or options.generates:
@@ -161,12 +171,34 @@ class EvalRun:
                 side.exact = exact_answers(model, examples, longest, recovery, self._shown.update)
         if options.generates:
             with self._phase("generating", "generated", "answers"):
-                for example in examples[: options.limit]:
-                    found = answer(model, example, options.max_tokens or MAX_TOKENS)
-                    side.answers.append(found.got)
-                    side.scores.append([m.score(example.where, found.expected, found.got) for m in self._metrics])
-                    self._shown.update(len(side.answers), len(examples[: options.limit]))
+                self._answer(name, model, examples[: options.limit], side)
         return side
+
+    def _answer(self, name: str, model: LoadedModel, examples: Sequence[Example], side: Side) -> None:
+        """Generate the answers of a side and score them, as they come. Those of a call that was stopped are kept."""
+        asked = [question(model, example) for example in examples]
+        sampling = Sampling(max_tokens=self._options.max_tokens or MAX_TOKENS)
+        if self._kept is None:
+            self._kept = KeptAnswers(self._predictions_file(), self._made_by(model, sampling))
+        answers, scores = dict[int, str](), dict[int, list[Score]]()
+        found = self._kept.continued(
+            name, model, [each.ids for each in asked], sampling, is_shortage=self._backend.is_out_of_memory,
+            tell=lambda text: say(f"answers     {text}", err=True),
+        )  # fmt: skip
+        for each in found:
+            i = each.number
+            answers[i] = each.text
+            scores[i] = [metric.score(examples[i].where, asked[i].expected, each.text) for metric in self._metrics]
+            self._shown.update(len(answers), len(examples))
+        side.answers = [answers[i] for i in range(len(examples))]
+        side.scores = [scores[i] for i in range(len(examples))]
+
+    def _made_by(self, model: LoadedModel, sampling: Sampling) -> dict[str, Any]:
+        settings = self._settings
+        names = [settings.model.name]
+        if settings.adapter.trains_model and not self._options.base:
+            names.append(str(self._trained_model))
+        return identity(names, model, sampling) | {"init": settings.model.init, "seed": settings.run.seed}
 
     def _harness(self, model: LoadedModel) -> dict[str, dict[str, Any]]:
         with self._phase("evaluating", "evaluated", "tasks of lm-eval"):

@@ -1,9 +1,11 @@
-"""`dualtune generate`: continue a prompt."""
+"""`dualtune generate`: continue a prompt, or many together."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,13 +22,36 @@ from dualtune.cli.options import (
 )
 from dualtune.cli.output.terminal import pass_on, say
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dualtune.backend import Backend
+    from dualtune.evaluate.chat import Sampling
+    from dualtune.evaluate.inference import LoadedModel
+
+PromptRow = tuple[str, dict[str, Any]]  # its path:line, and its fields
 MOST_PROMPT = 2**22  # characters
+MOST_FILE = 2**30  # bytes
+ASKED = (
+    "prompt",
+    "messages",
+    "tools",
+)  # keys of a row of --prompts; others, such as an expected answer, are passed over
 
 
 @click.command("generate")
 @click.argument("model")
 @click.option("--adapter", type=click.Path(path_type=Path), help="An adapter directory of any layout.")
-@click.option("--prompt", required=True, help="The text to answer or continue; - reads it from standard input.")
+@click.option("--prompt", help="The text to answer or continue; - reads it from standard input.")
+@click.option(
+    "--prompts", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Many at once: a .jsonl file of objects with 'prompt' or 'messages', or a text file with one in each line.",
+)  # fmt: skip
+@click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Where the answers to --prompts are written. If the command is stopped, they are kept, and the same command "
+    "continues. Default: standard output, as they come.",
+)  # fmt: skip
 @click.option(
     "--raw", is_flag=True, help="Continue the prompt as it is: without chat template, with its control tokens."
 )
@@ -40,17 +65,24 @@ MOST_PROMPT = 2**22  # characters
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str, adapter: Path | None, prompt: str, raw: bool, template: str, temperature: float, top_p: float,
-    max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
+    model: str, adapter: Path | None, prompt: str | None, prompts: Path | None, output: Path | None, raw: bool,
+    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
+    platform: str,
 ) -> None:  # fmt: skip
     """Continue a prompt with MODEL (a directory or a hub id) and its adapter. The text goes to standard output.
 
-    On a terminal, control characters in it are escaped; a file or another program gets it unchanged.
+    On a terminal, control characters in it are escaped; a file or another program gets it unchanged. With --prompts,
+    each answer is a row of JSON: the prompt and its number, the answer, its tokens, and whether it ended by itself.
     """
     from dualtune.cli.output.screen import phases
 
     if raw and template != "auto":
         raise click.UsageError("Give --raw or --template, not both.")
+    if (prompt is None) == (prompts is None):
+        raise click.UsageError("Give --prompt TEXT or --prompts FILE.")
+    if output is not None and prompts is None:
+        raise click.UsageError("--output is for the answers to --prompts FILE.")
+    rows = [] if prompts is None else read_prompts(prompts)
     text = _read_prompt() if prompt == "-" else prompt
     with phases(err=True) as shown:
         backend = backend_that_loads(dtype, quantization, platform)
@@ -63,11 +95,105 @@ def command(
         )  # fmt: skip
     if loaded.note:
         say(f"template    {loaded.note}", err=True)
-    ids = loaded.tokenizer.encode_prompt(text)
-    pieces = stream_text(loaded, ids, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    from dualtune.evaluate.chat import Sampling
+
+    sampling = Sampling(max_tokens, temperature, top_p, seed)
+    if text is None:
+        return _answer_all(backend, model, loaded, rows, sampling, output)
+    pieces = stream_text(
+        loaded,
+        loaded.tokenizer.encode_prompt(text),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+    )
     for piece in pieces:
         pass_on(piece)
-    pass_on("\n")
+    return pass_on("\n")
+
+
+def _answer_all(
+    backend: Backend,
+    name: str,
+    model: LoadedModel,
+    rows: list[PromptRow],
+    sampling: Sampling,
+    output: Path | None,
+) -> None:
+    """Answer the prompts of a file together. With a file for the answers, its rows are in the order of the prompts."""
+    from dualtune.cli.output.screen import phases
+    from dualtune.evaluate.kept_answers import KeptAnswers, identity
+    from dualtune.io.disk import write_file
+
+    ids = [_encoded(model, where, row) for where, row in rows]
+    kept = KeptAnswers(output, identity([name], model, sampling) if output else {})
+    lines = dict[int, str]()
+    with phases(err=True) as shown:
+        shown.begin("generating", "answers")
+        found = kept.continued(
+            "answers", model, ids, sampling, is_shortage=backend.is_out_of_memory,
+            tell=lambda text: say(f"answers     {text}", err=True),
+        )  # fmt: skip
+        for each in found:
+            asked = {key: value for key, value in rows[each.number][1].items() if key in ASKED}
+            row = {
+                "row": each.number + 1,
+                **asked,
+                "answer": each.text,
+                "tokens": each.num_tokens,
+                "is_whole": each.is_whole,
+            }
+            lines[each.number] = json.dumps(row) + "\n"
+            if output is None:
+                pass_on(lines[each.number])
+            shown.update(len(lines), len(rows))
+    if output is not None:
+        write_file(output, "".join(lines[number] for number in sorted(lines)))
+        kept.finish()
+        say(f"answers     {len(lines)} in {output}", err=True)
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """Return the rows of a file, each with its path:line: a text as `prompt`, or a conversation as `messages`.
+
+    DataError for a row that holds no prompt, and for a file without any. Blank lines are passed over.
+    """
+    from dualtune.errors import DataError
+    from dualtune.io.untrusted import open_file, parse_object
+
+    with open_file(path, max_bytes=MOST_FILE) as file:
+        lines = [(f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip()]
+    found = list[PromptRow]()
+    for where, line in lines:
+        if path.suffix not in (".jsonl", ".ndjson"):
+            found.append((where, {"prompt": line.decode("utf-8", "replace").rstrip("\r\n")}))
+            continue
+        row = parse_object(line, where)
+        if not isinstance(row.get("prompt"), str) and not isinstance(row.get("messages"), list):
+            raise DataError(f"{where}: has the keys {', '.join(row)}; needed: 'prompt', a text, or 'messages', a list")
+        found.append((where, row))
+    if not found:
+        raise DataError(f"{path}: holds no prompt. Write one in each line")
+    return found
+
+
+def _encoded(model: LoadedModel, where: str, row: dict[str, Any]) -> np.ndarray:
+    """Return the token ids of a row. Of a conversation, an answer at its end is not part of what is asked."""
+    from dualtune.data.chat.conversations import read_messages, read_tools
+    from dualtune.data.sources.rows import RowError
+    from dualtune.errors import ConfigError, DataError
+
+    try:
+        if "messages" not in row:
+            return model.tokenizer.encode_prompt(row["prompt"])
+        if model.tokenizer.template is None:
+            raise ConfigError(f"{where}: 'messages' need a chat template. Give --template FILE, or use 'prompt'")
+        messages = read_messages(row["messages"], "messages")
+        asked = messages[:-1] if messages[-1].role == "assistant" else messages
+        return model.tokenizer.encode_chat(asked, tools=read_tools(row.get("tools") or []))
+    except (RowError, DataError) as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _read_prompt() -> str:

@@ -1,0 +1,137 @@
+"""Generation in batches beside transformers' `generate` on torch and mlx-lm's `batch_generate` on MLX.
+
+    python benchmarks/generation.py [--model DIR] [--parts torch,mlx] [--rounds 3] [--tokens 32]
+
+torch     the model in DIR, or by default four layers of SmolLM2-135M's shape with random weights, on the CPU in float32
+          with one thread; transformers continues one static batch, padded on the left.
+mlx       a tiny Llama with random weights on MLX's device in float32, so that this runs on a CPU too.
+
+1, 8 and 32 prompts of 8 to 64 tokens, greedy, exactly `--tokens` tokens each: no end token ends a row, so that the
+static batch wastes nothing. The sides take turns in each round, after one round that does not count. `ratio` is the
+median over the rounds of our seconds (of the clock) divided by theirs in the same round. `equal_rows`: rows with the
+same tokens on both sides; others differ after a tie of rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import record
+
+from dualtune.backend import LoadRequest, get_backend
+from dualtune.evaluate.batched import continue_all
+from dualtune.evaluate.chat import Sampling
+from dualtune.evaluate.inference import BASE_ONLY, LoadedModel
+from dualtune.optimizer import OptimizerSpec
+from dualtune.testing.tiny_models import write_tiny_llama
+
+NUM_PROMPTS, LENGTHS = (1, 8, 32), (8, 64)
+TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32,
+        "max_position_embeddings": 512}  # fmt: skip
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9,
+           "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 512}  # fmt: skip
+Prompts = list[np.ndarray]
+Side = Callable[[Prompts, int], list[list[int]]]  # prompts and a number of tokens -> the tokens of each row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--parts", default="torch,mlx")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    args = parser.parse_args()
+    written = Path(tempfile.mkdtemp())
+    model = args.model or write_tiny_llama(written / "smollm2", **SMOLLM2)
+    makers = {"torch": lambda: torch_sides(model), "mlx": lambda: mlx_sides(write_tiny_llama(written / "tiny", **TINY))}
+    figures: dict[str, Any] = {
+        "torch_model": str(args.model.name if args.model else SMOLLM2),
+        "mlx_model": TINY,
+        "tokens": args.tokens,
+        "rounds": args.rounds,
+    }
+    for part in args.parts.split(","):
+        ours, theirs, vocab = makers[part]()
+        figures[part] = {str(n): compare(ours, theirs, n, vocab, args) for n in NUM_PROMPTS}
+        print(part, json.dumps(figures[part], indent=2), flush=True)
+    print(record.write("generation", figures))
+
+
+def compare(ours: Side, theirs: Side, num_prompts: int, vocab: int, args: argparse.Namespace) -> dict[str, Any]:
+    rng = np.random.default_rng(num_prompts)
+    lengths = rng.integers(*LENGTHS, num_prompts, endpoint=True)
+    prompts = [rng.integers(3, vocab, length).astype(np.int32) for length in lengths]
+    rows = [side(prompts, args.tokens) for side in (ours, theirs)]  # the round that does not count
+    assert all(len(row) == args.tokens for side in rows for row in side)
+    seconds: list[list[float]] = [[], []]
+    for _ in range(args.rounds):
+        for side, took in zip((ours, theirs), seconds, strict=True):
+            began = time.perf_counter()
+            side(prompts, args.tokens)
+            took.append(time.perf_counter() - began)
+    return {
+        "seconds": dict(zip(("ours", "theirs"), seconds, strict=True)),
+        "tokens_per_second": [num_prompts * args.tokens / median(took) for took in seconds],
+        "ratio": median(a / b for a, b in zip(*seconds, strict=True)),
+        "equal_rows": sum(a == b for a, b in zip(*rows, strict=True)),
+    }
+
+
+def our_side(backend: str, device: str, model: Path) -> Side:
+    request = LoadRequest(model, "float32", "auto", "pretrained", BASE_ONLY, OptimizerSpec(), seed=0)
+    tokenizer: Any = SimpleNamespace(stop_ids=frozenset(), decode=tuple)  # the text of a row is its tokens
+    loaded = LoadedModel(get_backend(backend, device).load(request), tokenizer)
+
+    def side(prompts: Prompts, tokens: int) -> list[list[int]]:
+        ends = sorted(
+            continue_all(loaded, prompts, Sampling(max_tokens=tokens), tell=print), key=lambda each: each.number
+        )
+        return [[*map(int, each.text)] for each in ends]
+
+    return side
+
+
+def torch_sides(model: Path) -> tuple[Side, Side, int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs.generation_config.eos_token_id = None
+
+    def side(prompts: Prompts, tokens: int) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p.tolist() for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        out = theirs.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=tokens, pad_token_id=0)
+        return out[:, width:].tolist()
+
+    return our_side("torch", "cpu", model), side, theirs.config.vocab_size
+
+
+def mlx_sides(path: Path) -> tuple[Side, Side, int]:
+    from mlx_lm import batch_generate
+    from mlx_lm.utils import load_model
+
+    ours = our_side("mlx", "auto", path)
+    theirs = load_model(path)[0]
+    tokenizer = SimpleNamespace(eos_token_ids=[], decode=lambda ids: "")
+
+    def side(prompts: Prompts, tokens: int) -> list[list[int]]:
+        rows = [p.tolist() for p in prompts]
+        return batch_generate(theirs, tokenizer, rows, max_tokens=tokens, return_token_ids=True).token_ids  # type: ignore
+
+    return ours, side, TINY["vocab_size"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Many prompts continued together: rows enter a batch where there is room, and leave it when they have ended.
+
+A row gets the tokens that it gets alone, ties of rounding aside: its random numbers are a function of the seed, its
+number and the position, never of the batch. Where the cache of a model holds only one text, the rows follow each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from weakref import WeakSet
+
+import numpy as np
+
+from dualtune import interrupt
+from dualtune.backend import NOISE, Engine
+from dualtune.backend.decoding import CannotBatch, Decoding
+from dualtune.evaluate.chat import Sampling
+from dualtune.evaluate.fingerprints import TOP_K, plain_batch
+from dualtune.evaluate.inference import LoadedModel, allowed_tokens, chooser
+
+MOST_ROWS = 32
+MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
+TRIAL_TOKENS = (8, 3)  # of the two texts by which a batch is checked
+_checked: WeakSet[Engine] = WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How large a batch becomes. One row is always allowed."""
+
+    rows: int = MOST_ROWS
+    tokens: int = MOST_TOKENS  # rows times the most tokens that one of them may have at its end
+
+    def take(self, waiting: deque[PromptedRow], active: Sequence[PromptedRow]) -> list[PromptedRow]:
+        """Take the rows that enter now, in their order: none while they are less than a quarter.
+
+        Each time that rows enter, the cache of the others is copied.
+        """
+        taken, longest = list[PromptedRow](), max((row.most_tokens for row in active), default=0)
+        while waiting and (count := len(active) + len(taken) + 1) <= self.rows:
+            longest = max(longest, waiting[0].most_tokens)
+            if count > 1 and count * longest > self.tokens:
+                break
+            taken.append(waiting.popleft())
+        if active and waiting and 4 * len(taken) < len(active) + len(taken):
+            waiting.extendleft(reversed(taken))
+            return []
+        return taken
+
+
+@dataclass(slots=True)
+class PromptedRow:
+    """A prompt and its continuation so far."""
+
+    number: int  # of the prompt: with the seed, what its random numbers depend on
+    prompt: np.ndarray  # int32 [T]
+    limit: int  # tokens of the continuation
+    choose: Callable[[np.ndarray], int | None]
+    tokens: list[int] = field(default_factory=list[int])
+    has_ended: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        return len(self.prompt) + self.limit
+
+    def append(self, token: int | None) -> None:
+        """Append the token that was chosen; None ends the row, and so does the last token that is allowed."""
+        if token is not None:
+            self.tokens.append(token)
+        self.has_ended = token is None or len(self.tokens) == self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What follows a prompt."""
+
+    number: int
+    text: str
+    num_tokens: int
+    is_whole: bool  # the model ended it; otherwise the limit of tokens did
+
+
+def continue_all(
+    model: LoadedModel,
+    prompts: Sequence[np.ndarray],
+    sampling: Sampling,
+    *,
+    numbers: Sequence[int] | None = None,
+    bounds: Bounds | None = None,
+    is_shortage: Callable[[BaseException], bool] = lambda error: False,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Generator[Continuation]:
+    """Yield the continuation of each prompt (token ids [T]) as it ends, in the order of their ends.
+
+    `numbers`: of the prompts, such as those of their lines; by default 0, 1, 2, …, of which 0 draws what `stream_text`
+    draws. If an error `is_shortage` of memory, the same rows go on in a batch of half the size. `tell` hears of that,
+    and why rows follow each other if they must. ConfigError for a prompt that cannot be continued, before the first.
+    """
+    numbers = range(len(prompts)) if numbers is None else numbers
+    rows = [_row(model, number, prompt, sampling) for number, prompt in zip(numbers, prompts, strict=True)]
+    stop_ids = None if sampling.temperature else model.tokenizer.stop_ids
+    for row in _ended(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
+        interrupt.poll()
+        text = model.tokenizer.decode([*row.prompt[-1:].tolist(), *row.tokens])
+        start = len(model.tokenizer.decode(row.prompt[-1:].tolist()))  # as in `stream_text`
+        yield Continuation(row.number, text[start:], len(row.tokens), len(row.tokens) < row.limit)
+
+
+def _row(model: LoadedModel, number: int, prompt: np.ndarray, sampling: Sampling) -> PromptedRow:
+    limit = allowed_tokens(model, prompt, sampling.max_tokens)
+    choose = chooser(
+        limit, model.tokenizer.stop_ids, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed,
+        row=number,
+    )  # fmt: skip
+    return PromptedRow(number, prompt, limit, choose, has_ended=not limit)
+
+
+def _ended(
+    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
+    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+) -> Iterator[PromptedRow]:  # fmt: skip
+    """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device."""
+    yield from (row for row in rows if row.has_ended)
+    rows = [row for row in rows if not row.has_ended]
+    try:
+        if len(rows) > 1 and bounds.rows > 1:
+            check_decoding(engine, [row.prompt for row in rows[:2]])
+    except CannotBatch as reason:
+        tell(f"answers one by one: {reason}")
+        bounds = replace(bounds, rows=1)
+    if len(rows) > 1 and bounds.rows > 1:
+        yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell)
+        return
+    for row in rows:
+        for token in engine.generate(row.prompt, choose=row.choose):
+            interrupt.poll()
+            row.tokens.append(token)
+        yield row
+
+
+def _together(
+    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
+    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+) -> Iterator[PromptedRow]:  # fmt: skip
+    """Yield the rows that have ended, after each token.
+
+    The cache holds all tokens of a row but its last one, so a row can enter at any time, also again.
+    """
+    decoding, waiting = engine.decoding(), deque(rows)
+    active: list[PromptedRow] = []
+    while waiting or active:
+        interrupt.poll()
+        entering = bounds.take(waiting, active)
+        active += entering
+        try:
+            chosen = _step(decoding, active, entering, stop_ids)
+        except Exception as error:
+            if not is_shortage(error) or len(active) == 1:
+                raise
+            chosen = None
+        if chosen is None:  # outside of the block, where the traceback holds no memory any more
+            bounds = replace(bounds, rows=len(active) // 2)
+            tell(f"memory ran out with {len(active)} answers at once; {bounds.rows} from here on")
+            waiting.extendleft(reversed(active))
+            del decoding
+            active = []
+            engine.discard()
+            decoding = engine.decoding()
+            continue
+        for row, token in zip(active, chosen, strict=True):
+            row.append(token)
+        staying = [i for i, row in enumerate(active) if not row.has_ended]
+        if len(staying) < len(active):
+            decoding.leave(staying)
+        yield from (row for row in active if row.has_ended)
+        active = [active[i] for i in staying]
+
+
+def _step(
+    decoding: Decoding, active: Sequence[PromptedRow], entering: Sequence[PromptedRow], stop_ids: frozenset[int] | None
+) -> list[int | None]:
+    """Return the next token of each row, or None where it ends."""
+    if entering:
+        decoding.enter([np.array([*row.prompt, *row.tokens][:-1], np.int32) for row in entering])
+    logits = decoding.advance(np.array([(row.tokens or row.prompt)[-1] for row in active], np.int32))
+    if stop_ids is None:
+        return [row.choose(logits_V) for row, logits_V in zip(active, logits.rows(), strict=True)]
+    return [None if token in stop_ids else token for token in logits.most_probable().tolist()]
+
+
+def check_decoding(engine: Engine, prompts: Sequence[np.ndarray]) -> None:
+    """Raise CannotBatch unless the engine computes the beginnings of two prompts in a batch as it does alone.
+
+    Not every model family keeps the rows of a batch apart, and none says so. An engine that passed is not asked again.
+    """
+    if engine in _checked:
+        return
+    texts = [prompt[:length] for prompt, length in zip(prompts, TRIAL_TOKENS, strict=True)]
+    decoding = engine.decoding()
+    try:
+        decoding.enter([text[:-1] for text in texts])
+        together_BV = decoding.advance(np.array([text[-1] for text in texts], np.int32)).rows().astype(np.float64)
+    except (TypeError, ValueError, NotImplementedError, AttributeError, IndexError, AssertionError) as error:
+        raise CannotBatch(f"{type(error).__name__}: {error}") from error
+    for text, logits_V in zip(texts, together_BV, strict=True):
+        alone_V = engine.logprobs(plain_batch(text))[0, -1].astype(np.float64)
+        top = np.argsort(-alone_V)[:TOP_K]
+        shifted_V = logits_V - logits_V.max()
+        found = shifted_V[top] - np.log(np.exp(shifted_V).sum())
+        gap = float(np.abs(found - alone_V[top]).mean())
+        if gap > 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):
+            raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
+    _checked.add(engine)

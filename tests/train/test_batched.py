@@ -1,0 +1,244 @@
+"""Many prompts at once: each gets the tokens that it gets alone, whatever the batch; what is done is kept."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune import interrupt
+from dualtune.backend.decoding import CannotBatch
+from dualtune.errors import ConfigError, Preempted
+from dualtune.evaluate.batched import Bounds, check_decoding, continue_all
+from dualtune.evaluate.chat import Sampling
+from dualtune.evaluate.inference import BASE_ONLY, chooser, load_model
+from dualtune.evaluate.kept_answers import KeptAnswers
+from dualtune.testing.conformance import random_adapter
+
+TEXTS = ("a", "Say something longer than the others, please.", "1 plus 1?", "b c", "", "Hello")
+GREEDY, SAMPLED = Sampling(max_tokens=9), Sampling(max_tokens=9, temperature=1.0, top_p=0.9, seed=5)
+
+
+@pytest.fixture(params=["numpy", "torch", "mlx"])
+def model(request, open_backend):
+    path = request.getfixturevalue("tiny_softmax" if request.param == "numpy" else "tiny_llama")
+    modules = ("mixer", "head") if request.param == "numpy" else ("all-linear",)
+    return load_model(open_backend(request.param), str(path), spec=replace(BASE_ONLY, rank=4, targets=modules))
+
+
+def prompts_of(model):
+    return [model.tokenizer.encode_prompt(text) if text else np.array([5], np.int32) for text in TEXTS]
+
+
+def alone(model, sampling, number, prompt):
+    """What an engine gives for this prompt by itself: (text, tokens, whether it ended)."""
+    options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed, "row": number}
+    choose = chooser(sampling.max_tokens, model.tokenizer.stop_ids, **options)
+    tokens = [*model.engine.generate(prompt, choose=choose)]
+    before = prompt[-1:].tolist()
+    text = model.tokenizer.decode(before + tokens)[len(model.tokenizer.decode(before)) :]
+    return text, len(tokens), len(tokens) < sampling.max_tokens
+
+
+def together(model, sampling, **options):
+    found = continue_all(model, prompts_of(model), sampling, **options)
+    ends = {each.number: (each.text, each.num_tokens, each.is_whole) for each in found}
+    return [ends[number] for number in range(len(TEXTS))]
+
+
+def one_by_one(model, sampling):
+    return [alone(model, sampling, number, prompt) for number, prompt in enumerate(prompts_of(model))]
+
+
+class Wrapped:
+    """An engine of which `decoding` is another one."""
+
+    def __init__(self, engine, decoding):
+        self._engine, self.decoding = engine, decoding
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+# --- equal to one by one ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_each_row_gets_the_tokens_that_it_gets_alone(model, sampling):
+    """With two adapters, one after another, in batches in which rows leave and others enter."""
+    answers = []
+    for seed in (1, 2):
+        model.engine.load_adapter_state(random_adapter(model.engine.adapter_state(), seed))
+        told = []
+        answers.append(together(model, sampling, tell=told.append))
+        assert answers[-1] == one_by_one(model, sampling)
+        assert answers[-1] == together(model, sampling, bounds=Bounds(rows=3), tell=told.append)
+        assert answers[-1] == together(model, sampling, bounds=Bounds(tokens=60), tell=told.append)
+        assert not told
+    assert answers[0] != answers[1]
+
+
+def test_random_numbers_are_those_of_seed_and_row(model):
+    prompt = prompts_of(model)[1]
+
+    def texts(numbers, **changes):
+        found = continue_all(model, [prompt] * len(numbers), replace(SAMPLED, **changes), numbers=numbers)
+        return {each.number: each.text for each in found}
+
+    four = texts([0, 1, 2, 3])
+    assert texts([3, 1]) == {number: four[number] for number in (1, 3)}
+    assert len({*four.values()}) > 1 and four != texts([0, 1, 2, 3], seed=6)
+
+
+def test_rows_end_where_the_positions_end_and_at_a_stop_token(model):
+    positions = max(map(len, prompts_of(model))) + 2
+    limited = replace(model, positions=positions)
+    found = {each.number: each for each in continue_all(limited, prompts_of(model), GREEDY)}
+    assert found[1].num_tokens == 2 and found[0].num_tokens == 9
+    with pytest.raises(ConfigError, match="has positions up to 3"):
+        next(continue_all(replace(model, positions=3), prompts_of(model), GREEDY))
+    first = next(iter(model.engine.generate(prompts_of(model)[0], choose=chooser(1, frozenset()))))
+    tokenizer = type("Stops", (), {"stop_ids": frozenset({first}), "decode": model.tokenizer.decode})()
+    stopped = {
+        each.number: each for each in continue_all(replace(model, tokenizer=tokenizer), prompts_of(model), GREEDY)
+    }
+    assert (stopped[0].text, stopped[0].num_tokens, stopped[0].is_whole) == ("", 0, True)
+
+
+# --- shortages, and models that cannot -------------------------------------------------------------------------------
+
+
+class Short:
+    """A decoding for which memory is short: of more rows than `most`, in `enter` or in `advance`."""
+
+    def __init__(self, inner, most):
+        self._inner, self._most, self._rows = inner, most, 0
+
+    def enter(self, texts):
+        self._rows += len(texts)
+        self._inner.enter(texts)
+
+    def advance(self, tokens_B):
+        if self._rows > self._most:
+            raise MemoryError("no room")
+        return self._inner.advance(tokens_B)
+
+    def leave(self, staying):
+        self._rows = len(staying)
+        self._inner.leave(staying)
+
+
+def test_a_shortage_halves_the_batch_and_changes_no_token(model):
+    engine, told = model.engine, []
+    short = replace(model, engine=Wrapped(engine, lambda: Short(engine.decoding(), 2)))
+    is_shortage = lambda error: isinstance(error, MemoryError)  # noqa: E731
+    assert together(short, SAMPLED, is_shortage=is_shortage, tell=told.append) == one_by_one(model, SAMPLED)
+    assert told == [
+        "memory ran out with 6 answers at once; 3 from here on",
+        "memory ran out with 3 answers at once; 1 from here on",
+    ]
+    with pytest.raises(MemoryError):
+        together(short, SAMPLED)
+
+
+def test_a_model_that_cannot_batch_answers_one_by_one_and_says_so_once(model):
+    def refuses():
+        raise CannotBatch("its layers keep a state")
+
+    told = []
+    alone_only = replace(model, engine=Wrapped(model.engine, refuses))
+    assert together(alone_only, SAMPLED, tell=told.append) == one_by_one(model, SAMPLED)
+    assert told == ["answers one by one: its layers keep a state"]
+
+
+def test_a_batch_that_computes_something_else_is_found(model):
+    """As with a family that ignores masks or positions."""
+
+    class Wrong:
+        def __init__(self, inner):
+            self._inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def advance(self, tokens_B):
+            return self._inner.advance(tokens_B[::-1].copy())
+
+    wrong = Wrapped(model.engine, lambda: Wrong(model.engine.decoding()))
+    check_decoding(model.engine, prompts_of(model)[:2])
+    with pytest.raises(CannotBatch, match="log-probabilities of this model differ"):
+        check_decoding(wrong, prompts_of(model)[:2])
+
+
+# --- kept ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["numpy"], indirect=True)
+def test_what_was_answered_before_a_stop_is_not_answered_again(model, tmp_path, monkeypatch):
+    target = tmp_path / "answers.jsonl"
+
+    def answers(made_by, prompts=None):
+        told = []
+        kept = KeptAnswers(target, {"by": made_by})
+        found = kept.continued(
+            "adapter", model, prompts or prompts_of(model), SAMPLED, is_shortage=lambda _: False, tell=told.append
+        )
+        return kept, told, found
+
+    kept, _, found = answers(1)
+    first = [next(found), next(found)]
+    monkeypatch.setattr(interrupt, "_received", 15)
+    monkeypatch.setattr(interrupt, "poll", lambda: (_ for _ in ()).throw(Preempted("stopped")))
+    with pytest.raises(Preempted):
+        list(found)
+    monkeypatch.undo()
+    assert len(kept.path.read_text().splitlines()) == 3
+    with kept.path.open("a") as file:
+        file.write('{"side": "adapter", "numb')  # as a power cut leaves it
+    kept, told, found = answers(1)
+    assert told == [] and [next(found), next(found)] == first
+    everything = [*first, *found]
+    assert told == ["2 of 6 answers were generated before, by the same command"]
+    assert sorted((each.number, each.text) for each in everything) == [
+        (number, text) for number, (text, *_) in enumerate(together(model, SAMPLED))
+    ]
+    # Another prompt in place of the first is answered; all is answered again if something else decides the answers.
+    changed = [np.array([7], np.int32), *prompts_of(model)[1:]]
+    assert [len([*answers(1, changed)[2]]), answers(1, changed)[1]] == [6, []]
+    _, told, found = answers(2)
+    assert len([*found]) == 6 and told == []
+    kept.finish()
+    assert not kept.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("prompts.txt", "abc\n\nbc\n"),
+        ("prompts.jsonl", '{"prompt": "abc"}\n{"messages": [{"role": "user", "content": "bc"}]}\n'),
+    ],
+)
+def test_generate_answers_a_file_of_prompts(dualtune_main, tiny_softmax, tmp_path, name, content):
+    file, output = tmp_path / name, tmp_path / "out.jsonl"
+    file.write_text(content)
+    command = ("generate", tiny_softmax, "--prompts", file, "--max-tokens", 7, "--platform", "numpy")
+    shown = dualtune_main(*command)
+    assert shown.returncode == 0, shown.stderr
+    rows = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert sorted(row["row"] for row in rows) == [1, 2]
+    for row, asked in zip(sorted(rows, key=lambda row: row["row"]), ("abc", "bc"), strict=True):
+        single = dualtune_main(*command[:2], "--prompt", asked, *command[4:]).stdout
+        assert (row["answer"] + "\n", row["tokens"] <= 7) == (single, True)
+    assert dualtune_main(*command, "--output", output).returncode == 0
+    assert [json.loads(line) for line in output.read_text().splitlines()] == sorted(rows, key=lambda row: row["row"])
+    assert not output.with_name("out.jsonl.part").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [(("--prompts", "none.txt"), 6), ((), 2), (("--prompt", "a", "--output", "x"), 2), (("--prompts", "bad.jsonl"), 3)],
+)
+def test_what_holds_no_prompt_is_refused(dualtune_main, tiny_softmax, tmp_path, monkeypatch, args, code):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"question": "a"}\n')
+    assert dualtune_main("generate", tiny_softmax, *args, "--platform", "numpy").returncode == code
