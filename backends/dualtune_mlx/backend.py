@@ -29,8 +29,8 @@ DEVICES = ("auto", "cpu")
 # In the messages of MLX's errors for memory that Metal could not allocate. On a CPU there is no error: the process ends
 # with SIGSEGV.
 SHORTAGES = ("[malloc] Unable to allocate", "[metal::malloc]", "kIOGPUCommandBufferCallbackErrorOutOfMemory")
-# macOS ends work that keeps the GPU from the screen for too long. Repeated as it is it takes as long again, so it counts
-# as a shortage: smaller micro-batches are shorter work.
+# macOS ends work that keeps the GPU from the screen for too long. The same work would take as long
+# again, so it counts as a shortage: smaller micro-batches are shorter work.
 TOO_LONG = (
     "kIOGPUCommandBufferCallbackErrorImpactingInteractivity", "Impacting Interactivity",
     "kIOGPUCommandBufferCallbackErrorTimeout", "Caused GPU Timeout Error",

@@ -230,15 +230,9 @@ def _has_ended(resumed: Resumed, result: Path) -> bool:
 
 def _result(run_dir: RunDir, config: Config, num_steps: int, history: History) -> TrainResult:
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    page = run_dir.path / REPORT if config.run.report else None
-    return TrainResult(
-        run_dir.path,
-        run_dir.result(config),
-        num_steps,
-        *losses,
-        _verdict(history),
-        page if page and page.is_file() else None,
-    )
+    page = run_dir.path / REPORT
+    report = page if config.run.report and page.is_file() else None
+    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history), report)
 
 
 def _verdict(history: History) -> RunVerdict:

@@ -85,7 +85,7 @@ def command(
         whole_model or directory, base, out, target, kind, name, dtype, system, other_base, not without_base
     )
     with phases() as shown:
-        backend = backend_for(platform)
+        backend = backend_for(platform, at_once=True)  # which of its own it brings is asked
         shown.begin("exporting", "the model")
         found = export(request, backend, tools, shown.tell)
     say(f"\n{_table(found, target if kind == 'none' else kind)}")
