@@ -109,6 +109,7 @@ class Launch:
     program: str  # its name in messages
     platforms: tuple[str, ...]  # values of --platform that can be launched, the accelerator's first
     agent: str = ""  # the module to run in place of the program, if the backend brings one
+    variables: tuple[str, ...] = ()  # of the environment; a process that has one was launched with others
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,14 @@ DEVICES = ("auto", "cpu")
 # In the messages of MLX's errors for memory that Metal could not allocate. On a CPU there is no error: the process ends
 # with SIGSEGV.
 SHORTAGES = ("[malloc] Unable to allocate", "[metal::malloc]", "kIOGPUCommandBufferCallbackErrorOutOfMemory")
+# macOS ends work that keeps the GPU from the screen for too long. The same work would take as long
+# again, so it counts as a shortage: smaller micro-batches are shorter work.
+TOO_LONG = (
+    "kIOGPUCommandBufferCallbackErrorImpactingInteractivity", "Impacting Interactivity",
+    "kIOGPUCommandBufferCallbackErrorTimeout", "Caused GPU Timeout Error",
+)  # fmt: skip
 
-DEVICE_FAULT = "[METAL] Command buffer execution failed"  # such as a GPU timeout, or a GPU that was reset
+DEVICE_FAULT = "[METAL] Command buffer execution failed"  # such as a GPU that was reset
 
 
 @cache
@@ -70,7 +76,7 @@ class MlxBackend:
     def is_out_of_memory(self, error: BaseException) -> bool:
         if isinstance(error, MemoryError):
             return True
-        return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES + TOO_LONG)
 
     def is_device_fault(self, error: BaseException) -> bool:
         return isinstance(error, RuntimeError) and DEVICE_FAULT in str(error) and not self.is_out_of_memory(error)

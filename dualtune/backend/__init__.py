@@ -349,7 +349,10 @@ class Backend(Protocol):
     def reset_peak_memory(self) -> None: ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether the error, raised by this backend or NumPy, says that memory could not be allocated."""
+        """Return whether the error, raised by this backend or NumPy, says that a smaller micro-batch could succeed.
+
+        Memory could not be allocated, or the system has ended the work because it took the device for too long.
+        """
         ...
 
     def is_device_fault(self, error: BaseException) -> bool:

@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from dualtune.backend import Backend
+    from dualtune.cli.output.screen import Phases
 
 
 class PlatformOption(click.Option):
@@ -82,17 +83,32 @@ def write_json(path: Path | None, table: Mapping[str, Any]) -> None:
         write_file(path, json.dumps(table, indent=2) + "\n")
 
 
-def backend_for(platform: str, *, err: bool = False) -> Backend:
-    """Load the backend for --platform and print the choice with its reason."""
+def backend_for(platform: str, *, err: bool = False, at_once: bool = False) -> Backend:
+    """Return the backend for --platform and print the choice with its reason.
+
+    Its framework is imported when it is needed, or `at_once`: errors of the config, the model and the data come first.
+    """
     from dualtune.cli.output.screen import phases
-    from dualtune.platform.choose import choose, open_backend
+    from dualtune.platform.choose import PlatformChoice, choose, open_backend
+    from dualtune.platform.deferred import deferred
+
+    def opened(choice: PlatformChoice) -> Backend:
+        with phases(err=err) as shown, shown.inside("importing", choice.backend):
+            backend = open_backend(choice)
+            if backend.world().rank == 0:
+                tell_choice(shown)
+                shown.finish("imported")
+        return backend
+
+    def tell_choice(shown: Phases) -> None:
+        if lines:
+            shown.tell(lines.pop())
 
     with phases(err=err) as shown:
-        shown.begin("importing", "the backend")
+        shown.begin("choosing", "the backend")
         choice = choose(platform)
-        shown.begin("importing", choice.backend)
-        backend = open_backend(choice)
+        lines = [f"platform    {choice.platform}: {choice.reason}"]
+        backend = opened(choice) if at_once else deferred(choice, opened)
         if backend.world().rank == 0:
-            shown.tell(f"platform    {choice.platform}: {choice.reason}")
-            shown.finish("imported")
+            tell_choice(shown)
     return backend

@@ -141,7 +141,7 @@ class Recovery:
         return smaller is not None
 
     def _need_less(self, step: int, tokens: int) -> None:
-        if not self.shrink(step, tokens):
+        if not self.shrink(step, tokens, self._reason):
             raise self.given_up(self._reason or IN_ANOTHER)
         self._reason = ""
 

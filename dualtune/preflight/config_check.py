@@ -27,7 +27,7 @@ from dualtune.platform.detect import detect
 from dualtune.platform.machine import Machine
 from dualtune.platform.machines import named, published
 from dualtune.platform.rates import MachineLimits, limits_or_none
-from dualtune.preflight.config_data import check_sources, first_step, step_rows
+from dualtune.preflight.config_data import check_sources, first_step, step_rows, steps_of_run
 from dualtune.preflight.config_memory import MemoryNeed, memory_row
 from dualtune.preflight.config_model import (
     activation_cache_rows,
@@ -95,7 +95,7 @@ def check_config(
         if report.memory is not None:
             limits = limits_or_none(machine_name) if machine_name else published(machine)
             report.checks.append(_time_row(report.memory, first_step(config, seen), limits))
-    report.checks += _run_dir_rows(config, decoder)
+    report.checks += _run_dir_rows(config, decoder, steps_of_run(config, seen))
     return report
 
 
@@ -202,7 +202,7 @@ def _time_row(memory: MemoryNeed, documents: StepDocuments, limits: MachineLimit
         return Check("time", "skipped", str(error))
 
 
-def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
+def _run_dir_rows(config: Config, decoder: Decoder | None, num_steps: int | None) -> list[Check]:
     """Check that the run directory can be used, and that the disk has room for the checkpoints."""
     path = path_of(config)
     place = existing(path)
@@ -221,7 +221,7 @@ def _run_dir_rows(config: Config, decoder: Decoder | None) -> list[Check]:
         return rows
     try:
         num_weights = num_trained(decoder, config.adapter)
-        check_space(RunDir(place, None), config, num_weights)
+        check_space(RunDir(place, None), config, num_weights, num_steps)
     except DiskError as error:
         return [*rows, failure("disk", error)]
     except ConfigError:  # reported in the row on memory

@@ -197,6 +197,12 @@ def first_step(config: Config, seen: list[Seen]) -> StepDocuments:
     return StepDocuments.of(lengths[ids], layout, f"the first {_counted(known, 'document')} of the data", share)
 
 
+def steps_of_run(config: Config, seen: list[Seen]) -> int | None:
+    """Return the number of steps, as if all rows were like the first ones; None if it is not known."""
+    order, _ = _estimated(config, seen)
+    return config.train.steps or (order.num_steps if order else None)
+
+
 def _counted(number: int, what: str) -> str:
     plural = "es" if what.endswith("ch") else "s"
     return f"{number} {what}{'' if number == 1 else plural}"

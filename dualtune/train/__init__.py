@@ -24,11 +24,12 @@ def train_on(
 ) -> TrainResult:  # fmt: skip
     """Train as `dualtune.train` does; see its docstring."""
     from dualtune.config import Config, load_config
-    from dualtune.platform.choose import choose, open_backend
+    from dualtune.platform.choose import choose
+    from dualtune.platform.deferred import deferred
     from dualtune.train.run import run
 
     settings = config if isinstance(config, Config) else load_config(config)
-    backend = open_backend(choose(platform))
+    backend = deferred(choose(platform))
     return run(settings, backend, [*hooks, *_in_notebook(settings, backend)], resume=resume)
 
 

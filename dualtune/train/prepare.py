@@ -46,6 +46,8 @@ from dualtune.train.schedule import optimizer_spec
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
 from dualtune.train.state.resume import (
+    EVAL_DOCUMENTS,
+    TRAIN_DOCUMENTS,
     Change,
     as_recorded,
     check_config,
@@ -305,8 +307,8 @@ def _fingerprints(model: ModelFiles, data: TrainingData) -> dict[str, str]:
         "base model's tensors": f"sha256 {base['weights_sha256'][:16]}",
         "tokenizer": f"sha256 {str(base['tokenizer_sha256'])[:16]}",
         "chat template": model.tokenizer.template_hash,
-        "train documents": data.train.fingerprint(),
-        "eval documents": data.eval.fingerprint(),
+        TRAIN_DOCUMENTS: data.train.fingerprint(),
+        EVAL_DOCUMENTS: data.eval.fingerprint(),
     }
 
 

@@ -35,6 +35,7 @@ from dualtune.evaluate.weights import result_of, using, using_result
 from dualtune.hooks import TRACKERS, Event, Hook, RunInfo
 from dualtune.io.disk import remove_directory, write_file
 from dualtune.io.untrusted import read_json
+from dualtune.memory.ask import num_trained
 from dualtune.report.run_page import run_page
 from dualtune.train.health.guards import Guards
 from dualtune.train.health.verdict import RunVerdict, judge
@@ -147,15 +148,17 @@ def execute(
     if resumed is not None and team.agree(_has_ended(resumed, run_dir.result(config))):
         result = _result(run_dir, config, resumed.checkpoint.step, History(each_row(run_dir.path / METRICS)))
         return replace(result, was_finished=True, without_effect=tuple(resumed.without_effect or ()))
+    saved, num_steps = prepared.checkpoint, prepared.data.order.num_steps
+    first_step = saved.step if saved else 0
+    if team.is_first and (plan := prepared.memory.plan) is not None:  # before the model is loaded, which takes long
+        check_space(run_dir, config, num_trained(plan.decoder, plan.ask), num_steps, first_step)
     with explained(prepared.backend, config, "while the model was loaded"):
-        engine, saved = load_engine(prepared, shared_base), prepared.checkpoint
-    first_step = 0
+        engine = load_engine(prepared, shared_base)
     if saved is not None:
         restore(engine, saved)
-        first_step = saved.step
     num_weights = engine.description.trainable_parameters
     if team.is_first:
-        check_space(run_dir, config, num_weights)
+        check_space(run_dir, config, num_weights, num_steps, first_step)
     run_dir.has_begun = True
     run_dir.notes += [] if restart else suspected(run_dir, prepared.memory)  # before the timeline is continued
     _write_records(run_dir, prepared, engine)
@@ -228,15 +231,9 @@ def _has_ended(resumed: Resumed, result: Path) -> bool:
 
 def _result(run_dir: RunDir, config: Config, num_steps: int, history: History) -> TrainResult:
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    page = run_dir.path / REPORT if config.run.report else None
-    return TrainResult(
-        run_dir.path,
-        run_dir.result(config),
-        num_steps,
-        *losses,
-        _verdict(history),
-        page if page and page.is_file() else None,
-    )
+    page = run_dir.path / REPORT
+    report = page if config.run.report and page.is_file() else None
+    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history), report)
 
 
 def _verdict(history: History) -> RunVerdict:

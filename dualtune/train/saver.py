@@ -238,15 +238,35 @@ def _sizes(config: Config, num_weights: int) -> tuple[int, int]:
     return num_weights * each, num_weights * of_result
 
 
-def check_space(run_dir: RunDir, config: Config, num_weights: int) -> None:
-    """Raise DiskError if the checkpoints and the adapter, with this many weights, do not fit on the disk."""
+def check_space(
+    run_dir: RunDir, config: Config, num_weights: int, num_steps: int | None = None, first_step: int = 0
+) -> None:
+    """Raise DiskError if the checkpoints and the adapter, with this many weights, do not fit on the disk.
+
+    `num_steps`: of the run, of which `first_step` are done; None: not known, so as many as are ever kept.
+    """
     each, of_result = _sizes(config, num_weights)
-    kept = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
-    needed = max(each, kept * each - checkpoint.total_bytes(run_dir.checkpoints)) + of_result
+    most = max(config.run.keep, 2) + 1 + bool(config.data.eval)  # written before another is removed; and the best
+    saves = most if num_steps is None else _num_saves(config, first_step, num_steps, most)
+    added = max(each, min(saves * each, most * each - checkpoint.total_bytes(run_dir.checkpoints)))
+    needed = added + of_result
     free = shutil.disk_usage(run_dir.path).free
     if free < needed:
+        count = "a checkpoint" if saves == 1 else f"{saves} checkpoints"
         raise DiskError(
-            f"run.dir: {run_dir.path} needs {in_bytes(needed)} more, for {kept} checkpoints of {in_bytes(each)} and "
+            f"run.dir: {run_dir.path} needs {in_bytes(needed)} more, for {count} of {in_bytes(each)} and "
             f"the result, but the disk has {in_bytes(free)} free. Free some space, lower run.keep, or "
             "choose another run.dir"
         )
+
+
+def _num_saves(config: Config, first_step: int, num_steps: int, most: int) -> int:
+    """Return how many checkpoints the steps after `first_step` save, counted up to `most`.
+
+    Those that are due, that of the last step, and one for each evaluation, as it may be the best.
+    """
+    steps = {num_steps} | ({0} if config.guards.on_spike == "rollback" and first_step == 0 else set[int]())
+    for every in (config.run.save_every, config.run.eval_every if config.data.eval else None):
+        if every is not None:
+            steps.update(range(first_step - first_step % every + every, num_steps + 1, every)[:most])
+    return min(len(steps), most)

@@ -122,7 +122,7 @@ def test_other_data_are_refused(box, how, qa_rows, write_rows):
         "eval": [row, *qa_rows[1:4]],
     }[how]
     write_rows(rows, "eval.jsonl" if how == "eval" else "train.jsonl")
-    (header, line, advice) = refused(box)
+    (header, line, advice, other_data) = refused(box)
     name, counts = ("eval documents", (4, 4)) if how == "eval" else ("train documents", (16, len(rows)))
     assert header == "checkpoint now"
     before, now = (f"{count} documents, sha256 " for count in counts)
@@ -132,6 +132,7 @@ def test_other_data_are_refused(box, how, qa_rows, write_rows):
         advice
         == "Restore the previous files, or start a new run in another directory: --run-dir DIR or --set run.dir=DIR"
     )
+    assert other_data.endswith(f": --set adapter.init_from={box.dir / 'adapter'} --set run.dir=DIR")
 
 
 @pytest.mark.fault(

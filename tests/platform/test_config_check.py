@@ -351,7 +351,27 @@ def test_a_disk_without_room_for_the_checkpoints_fails(check, monkeypatch):
     usage = namedtuple("usage", "total used free")
     needed = 41_943_040 * (5 * 12 + 8)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
-    report = check()
+    report = check("train.steps=1000")
     assert faults(report) == {"disk": 5} and "needs 2.7 GiB more" in row(report, "disk").found
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
-    assert row(check(), "disk").found == "room for the checkpoints of 41,943,040 trainable weights"
+    assert row(check("train.steps=1000"), "disk").found == "room for the checkpoints of 41,943,040 trainable weights"
+
+
+@pytest.mark.parametrize(
+    ("settings", "checkpoints"),
+    [
+        (("train.steps=4",), 1),
+        (("train.steps=4", "run.save_every=2"), 2),
+        (("train.steps=4", "run.save_every=2", "run.eval_every=1"), 4),  # each evaluation may be the best
+        (("train.steps=4", "run.save_every=2", "run.eval_every=1", "data.eval=0", "guards.restore_best=false"), 2),
+        (("train.steps=4", "run.eval_every=3", "guards.on_spike=rollback"), 3),
+        (("train.steps=400", "run.save_every=2", "run.keep=3"), 5),
+    ],
+)
+def test_a_run_needs_room_for_no_more_checkpoints_than_it_saves(check, monkeypatch, settings, checkpoints):
+    usage = namedtuple("usage", "total used free")
+    needed = 41_943_040 * (checkpoints * 12 + 8)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
+    assert faults(check(*settings)) == {"disk": 5}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
+    assert faults(check(*settings)) == {}

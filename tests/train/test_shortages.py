@@ -42,11 +42,16 @@ def request_for(model):
         ("mlx", "[metal::malloc] Attempting to allocate 48736917632 bytes which is greater than the maximum allowed"),
         ("mlx", "[METAL] Command buffer execution failed: Insufficient Memory "
                 "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"),
+        ("mlx", "[METAL] Command buffer execution failed: Impacting Interactivity "
+                "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)"),
+        ("mlx", "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
+                "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)"),
     ],
 )  # fmt: skip
 def test_a_backend_knows_its_own_shortages(open_backend, name, text):
     backend = open_backend(name)
     assert backend.is_out_of_memory(RuntimeError(text)) and backend.is_out_of_memory(MemoryError())
+    assert not backend.is_device_fault(RuntimeError(text))
     assert not backend.is_out_of_memory(ValueError(text))
     assert not backend.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
@@ -57,8 +62,8 @@ def test_a_backend_knows_its_own_shortages(open_backend, name, text):
         ("torch", "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in …"),
         ("torch", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(…)`"),
         ("torch", "Triton Error [CUDA]: an illegal memory access was encountered"),
-        ("mlx", "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
-                "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)"),
+        ("mlx", "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU errors) "
+                "(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"),
     ],
 )  # fmt: skip
 def test_a_backend_knows_the_faults_of_its_device(open_backend, tiny_llama, make_config, name, text):

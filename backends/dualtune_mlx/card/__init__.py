@@ -40,7 +40,7 @@ CARD = Card(
     # Scores of documents up to one chunk are kept, those of longer ones recomputed: above the border less is kept.
     memory=MemoryFormulas(memory.parts, borders=(ATTENTION_CHUNK,)),
     costs=COSTS,
-    launches=(Launch(("mlx",), "mlx.launch", ("mlx",)),),
+    launches=(Launch(("mlx",), "mlx.launch", ("mlx",), variables=("MLX_HOSTFILE",)),),
     problems=checks.problems,
     environment=checks.environment,
     twin=Twin(peak_bytes=16 * 10**6, divisors={"extended": 5, "full": 10}),

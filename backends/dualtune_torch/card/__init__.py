@@ -60,7 +60,9 @@ CARD = Card(
     memory=MemoryFormulas(memory.parts),
     costs=COSTS,
     pieces=("lora", "attention", "loss", "norms", "mlp", "rotary"),
-    launches=(Launch(("local", "slurm"), "torchrun", ("cuda", "cpu"), agent="dualtune_torch.torchrun"),),
+    launches=(
+        Launch(("local", "slurm"), "torchrun", ("cuda", "cpu"), agent="dualtune_torch.torchrun", variables=("RANK",)),
+    ),
     problems=checks.problems,
     environment=checks.environment,
     # torch has no memory statistics on a CPU, so the peak is the growth of the process since before the first model

@@ -92,7 +92,7 @@ def command(
         None if without_loss else run,
     )  # fmt: skip
     with phases(err=as_json) as shown:
-        backend = backend_for(platform)
+        backend = backend_for(platform, at_once=True)  # which of its own it brings is asked
         shown.begin("exporting", "the model")
         found = export(request, backend, tools, shown.tell)
     if as_json:

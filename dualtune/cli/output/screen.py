@@ -103,6 +103,14 @@ class Phases:
         ends = now + seconds_left if seconds_left is not None and done < total else None
         self.now = replace(self.now, done=done, total=total, ends=ends, fields=fields)
 
+    @contextlib.contextmanager
+    def inside(self, doing: str, what: str = "") -> Generator[None]:
+        """A phase inside the present one, which goes on after it; its seconds do not count in that one."""
+        before, began = self.now, time.monotonic()
+        self.begin(doing, what)
+        yield
+        self.now = replace(before, began=before.began + time.monotonic() - began)
+
     @property
     def seconds(self) -> float:
         """Return the seconds since the phase began."""

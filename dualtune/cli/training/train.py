@@ -75,7 +75,7 @@ def command(
         if demo:
             from dualtune.cli.training.demo import demo_config, show_demo
 
-            return show_demo(demo_config(overrides), backend_for(platform), dry_run=dry_run)
+            return show_demo(demo_config(overrides), backend_for(platform, at_once=True), dry_run=dry_run)
         from dualtune.config import load_config
 
         if made is not None:

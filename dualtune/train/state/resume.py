@@ -79,6 +79,7 @@ DEFAULT_WHERE_ABSENT = {
     "train.optimizer", "train.average",
 }  # fmt: skip
 
+TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
 
@@ -150,7 +151,20 @@ def check_fingerprints(saved: Checkpoint, now: Mapping[str, str]) -> None:
     """Raise ConfigError with a table unless base model, tokenizer and data equal those of the checkpoint."""
     before: dict[str, str] = saved.state.get("fingerprints", {})  # schema version 1 had none
     changes = [Change(k, before[k], now[k], "forbidden") for k in now if k in before and before[k] != now[k]]
-    _refuse_forbidden(saved, changes, "Restore the previous files")
+    _refuse_forbidden(saved, changes, "Restore the previous files", _with_other_data(saved, changes))
+
+
+def _with_other_data(saved: Checkpoint, changes: Sequence[Change]) -> str:
+    """Return how to continue if only the data are others: a new run, from the adapter of this one."""
+    is_full = saved.state["config"].get("adapter", {}).get("method") == "full"
+    if is_full or not {change.what for change in changes} <= {TRAIN_DOCUMENTS, EVAL_DOCUMENTS}:
+        return ""
+    adapter = saved.path.parent.parent / "adapter"
+    when = "" if adapter.is_dir() else ", once this one has ended with its previous files"
+    return (
+        f"\nTo train on with other data, start a new run from the adapter of this one{when}: "
+        f"--set adapter.init_from={adapter} --set run.dir=DIR"
+    )
 
 
 def check_position(saved: Checkpoint, place: Mapping[str, Any]) -> None:
@@ -168,11 +182,11 @@ def table(changes: Sequence[Change]) -> str:
     return in_columns([("", "checkpoint", "now", ""), *changes])
 
 
-def _refuse_forbidden(saved: Checkpoint, changes: list[Change], advice: str) -> list[Change]:
+def _refuse_forbidden(saved: Checkpoint, changes: list[Change], advice: str, more: str = "") -> list[Change]:
     if any(change.rule == "forbidden" for change in changes):
         raise ConfigError(
             f"{saved.path}: cannot resume: the values marked as forbidden have changed.\n{table(changes)}\n"
-            f"{advice}, or start a new run in another directory: --run-dir DIR or --set run.dir=DIR"
+            f"{advice}, or start a new run in another directory: --run-dir DIR or --set run.dir=DIR{more}"
         )
     return changes
 
