@@ -29,7 +29,7 @@ from typing import Any
 
 import record
 
-from dualtune.config.schema import SourceConfig
+from dualtune.config.data_section import SourceConfig
 from dualtune.data.chat.formats import Example
 from dualtune.data.cleaning.clean import clean
 from dualtune.data.documents import open_one

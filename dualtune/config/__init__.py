@@ -1,16 +1,15 @@
 """The config of a run: its schema, reading it from YAML with overrides, and writing it."""
 
+from dualtune.config.data_section import DataConfig, SourceConfig
 from dualtune.config.load import get_value, load_config, parse_config
 from dualtune.config.render import default_yaml, json_schema, to_yaml
 from dualtune.config.schema import (
     AdapterConfig,
     Config,
-    DataConfig,
     HybridConfig,
     MemoryConfig,
     ModelConfig,
     RunConfig,
-    SourceConfig,
     TrainConfig,
 )
 

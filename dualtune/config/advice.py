@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from dualtune.config.data_section import SourceConfig
 from dualtune.config.problem import KeyPath, dotted
-from dualtune.config.schema import SourceConfig, sections
+from dualtune.config.schema import sections
 from dualtune.config.unsupported import NO_SUCH_KEY, NO_SUCH_VALUE
 
 # Names of our keys in other trainers (PEFT, TRL, transformers, mlx-lm, axolotl, LLaMA-Factory, unsloth). They do not

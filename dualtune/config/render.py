@@ -9,8 +9,9 @@ from typing import Any
 
 import yaml
 
+from dualtune.config.data_section import SourceConfig
 from dualtune.config.reader import PLAIN_SCALARS
-from dualtune.config.schema import Config, SourceConfig
+from dualtune.config.schema import Config
 from dualtune.config.words import config_schema, describe, examples, fragment
 
 

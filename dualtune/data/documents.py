@@ -12,7 +12,7 @@ from typing import overload
 import numpy as np
 
 from dualtune.config import Config
-from dualtune.config.schema import Consecutive, DataConfig, SourceConfig
+from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.data.chat.formats import Example, detect_format, to_examples
 from dualtune.data.dedup import Dedup
 from dualtune.data.held_out import held_out_tokens

@@ -13,7 +13,7 @@ import numpy as np
 
 from dualtune.checks import Check
 from dualtune.config import Config
-from dualtune.config.schema import SourceConfig
+from dualtune.config.data_section import SourceConfig
 from dualtune.data.batching.batches import plan
 from dualtune.data.batching.order import MOST_TOKENS, Order
 from dualtune.data.documents import OpenedSource, eval_sources, open_one

@@ -15,8 +15,8 @@ from dualtune.capabilities import BACKEND_KEYS, OF_THE_CORE
 from dualtune.card import Card, cards
 from dualtune.cli.main import cli
 from dualtune.cli.suggest import CommandWithOthers
+from dualtune.config.data_section import SourceConfig
 from dualtune.config.render import entry
-from dualtune.config.schema import SourceConfig
 from dualtune.config.words import config_schema, describe, examples, fragment
 
 WIDTH = 80  # columns of code: as many as the site shows of a line

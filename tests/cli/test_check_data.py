@@ -29,7 +29,7 @@ def write_lines(tmp_path):
 
 def test_every_bad_row_is_a_line_with_file_and_number(dualtune_main, write_lines):
     bad = {i for i in range(1, 41) if i % 3 == 0}
-    path = write_lines([{"prompt": 1, "completion": "x"} if i in bad else GOOD for i in range(1, 41)])
+    path = write_lines([{"prompt": [1], "completion": "x"} if i in bad else GOOD for i in range(1, 41)])
     result = dualtune_main("check-data", path)
     *problems, summary = result.stdout.splitlines()
     assert [line.partition(": ")[0] for line in problems] == [f"{path}:{i}" for i in sorted(bad)]
@@ -106,7 +106,7 @@ def test_secrets_in_bad_rows_are_not_shown(dualtune_main, write_lines):
 
 
 def test_many_bad_rows_are_grouped_and_listed_in_a_file(dualtune_main, write_lines, tmp_path):
-    lines = [{"prompt": i, "completion": "x"} for i in range(3000)] + ["{"] * 30 + [{"prompt": "no answer"}]
+    lines = [{"prompt": [i], "completion": "x"} for i in range(3000)] + ["{"] * 30 + [{"prompt": "no answer"}]
     path = write_lines([GOOD, *lines])
     result = dualtune_main("check-data", path, "--list", tmp_path / "bad.txt")
     shown = result.stdout.splitlines()
@@ -168,14 +168,14 @@ def test_what_a_run_would_refuse_is_what_is_listed(dualtune_main, config_file, w
 def test_the_valid_file_of_a_directory_counts_for_a_config_too(dualtune_main, config_file, write_lines, tmp_path):
     write_lines([GOOD], "set/train.jsonl")
     write_lines(["{"], "set/valid.jsonl")
-    given = {"data.train": tmp_path / "set", "data.eval": 0.1}
+    given = {"data.train": tmp_path / "set", "data.eval": "auto"}
     assert dualtune_main("check-data", config_file(given)).returncode == 3
     assert dualtune_main("check-data", config_file(given | {"data.eval": 0})).returncode == 0
 
 
 def test_preference_pairs_of_a_config_are_checked(dualtune_main, config_file, write_lines):
     pair = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
-    path = write_lines([pair, pair | {"chosen": 3}])
+    path = write_lines([pair, pair | {"chosen": [3]}])
     result = dualtune_main("check-data", config_file({"data.format": "preference", "data.eval": 0}))
     assert result.returncode == 3
     assert result.stdout.splitlines()[0].startswith(f"{path}:2: ")
@@ -193,7 +193,7 @@ def test_json_says_the_same(dualtune_main, write_lines):
     assert (problem["path"], problem["line"]) == (str(bad), 2)
     assert dualtune_main("check-data", bad).stdout.startswith(f"{bad}:2: {problem['reason']}\n")
     nothing = {"error": None, "cut": 0, "split": 0, "dropped": {}, "control_text": {"rows": 0, "first": []}}
-    nothing |= {"lost_text": {}, "refused": None}
+    nothing |= {"lost_text": {}, "notices": {}, "refused": None}
     assert first == {"path": str(bad), "role": "train", "rows": 2, "bad": 1} | nothing
     assert second == {"path": str(good), "role": "train", "rows": 1, "bad": 0, "problems": []} | nothing
     assert result.returncode == 3

@@ -138,7 +138,11 @@ def test_an_error_leaves_nothing_and_names_the_place(dualtune_main, write_rows, 
     cases = [
         ([path, broken, "--out", out], 3, "b.jsonl.gz: broken gzip file"),
         ([tmp_path / "none.jsonl", "--out", out], 3, "none.jsonl: no such file"),
-        ([write_rows([{"prompt": 1, "completion": 2}], "bad.jsonl"), "--out", out], 3, "bad.jsonl: no row can be used"),
+        (
+            [write_rows([{"prompt": [1], "completion": 2}], "bad.jsonl"), "--out", out],
+            3,
+            "bad.jsonl: no row can be used",
+        ),
         ([path, "--out", tmp_path / "full"], 2, "exists and is not an empty directory"),
         ([path, "--out", out, "--near", "0.5"], 2, "0.7<=x<=1"),
         ([path, "--out", out, "--exact", "--near", "0.9"], 2, "Give --exact or --near, not both"),

@@ -178,7 +178,7 @@ def test_the_page_holds_every_token_of_the_first_rows_and_the_data_stay_text(
 
 
 def test_the_page_shows_evaluation_rows_and_bad_ones_too(dualtune_main, config_file, write_rows, qa_rows, tmp_path):
-    write_rows([*qa_rows, {"prompt": 3, "completion": "<b>"}])
+    write_rows([*qa_rows, {"prompt": [3], "completion": "<b>"}])
     config = config_file({"data.on_bad_row": "skip", "data.max_bad_rows": 1})
     assert dualtune_main("preview", config, "--html", tmp_path / "page.html", "--rows", 2).returncode == 0
     kinds = [row["kinds"] for row in Page((tmp_path / "page.html").read_text(encoding="utf-8")).rows]
@@ -226,7 +226,7 @@ def test_neither_weights_nor_a_backend_are_loaded(python, config_file, tiny_soft
 
 
 def test_bad_rows_end_it_or_are_shown_as_left_out(dualtune_main, config_file, write_rows, qa_rows):
-    data = write_rows([*qa_rows, {"prompt": 3, "completion": "x"}])
+    data = write_rows([*qa_rows, {"prompt": [3], "completion": "x"}])
     result = dualtune_main("preview", config_file())
     assert (result.returncode, result.stderr.count(f"{data}:17: ")) == (3, 1)
     settings = {"data.on_bad_row": "skip", "data.max_bad_rows": 1}
@@ -253,7 +253,9 @@ def test_a_directory_is_read_for_training_and_for_evaluation(dualtune_main, conf
     write_rows(qa_rows, "data/train.jsonl")
     write_rows(qa_rows[:3], "data/valid.jsonl")
     for command in (("preview",), ("train", "--dry-run", "--platform", "numpy")):
-        config = config_file({"data.train": tmp_path / "data", "data.eval": 0.1, "data.max_length": 60 + len(command)})
+        config = config_file(
+            {"data.train": tmp_path / "data", "data.eval": "auto", "data.max_length": 60 + len(command)}
+        )
         result = dualtune_main(command[0], config, *command[1:])
         assert (result.returncode, result.stdout.count("tokenized   ")) == (0, 2), result.stderr
 

@@ -15,7 +15,7 @@ from dualtune.cli.output.terminal import say
 from dualtune.text.redaction import redact
 
 if TYPE_CHECKING:
-    from dualtune.config.schema import SourceConfig
+    from dualtune.config.data_section import SourceConfig
     from dualtune.data.chat.formats import Example
     from dualtune.data.sources.readers import Role
     from dualtune.data.sources.rows import BadRow
@@ -121,7 +121,7 @@ def _column(text: str) -> tuple[str, str]:
 
 def _of_data(path: str, format: str, columns: Mapping[str, str]) -> list[Stream]:
     """Return the streams of a data path; of a directory, those of every role."""
-    from dualtune.config.schema import SourceConfig
+    from dualtune.config.data_section import SourceConfig
     from dualtune.data.sources.readers import ROLE_NAMES, has_role
 
     source = SourceConfig.model_construct(path=path, format=format, columns=dict(columns))

@@ -78,7 +78,7 @@ def _opened(paths: tuple[str, ...], format: str, columns: dict[str, str]) -> dic
     """Return the sources by the name of their new file; of a directory one for each role, held-out rows first."""
     from itertools import chain, count
 
-    from dualtune.config.schema import SourceConfig
+    from dualtune.config.data_section import SourceConfig
     from dualtune.data.cleaning.clean import LEFT_OUT, PERSONAL
     from dualtune.data.documents import open_one
     from dualtune.data.sources.kinds import kind_of

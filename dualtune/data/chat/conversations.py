@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from dualtune.config.schema import Consecutive
+from dualtune.config.data_section import Consecutive
 from dualtune.data.chat.notices import JOINED, KEPT, SCALAR
 from dualtune.data.sources.rows import RowError
 
@@ -57,7 +57,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RowReading:
     """How the messages of a row are read, and the kinds of notices about them."""
 
     roles: Mapping[str, str] = field(default_factory=lambda: MappingProxyType[str, str]({}))  # data.roles
@@ -65,9 +65,11 @@ class Reading:
     notices: set[str] = field(default_factory=set[str])
 
 
-def read_messages(value: Any, key: str, reading: Reading | None = None, name: str = "message") -> tuple[Message, ...]:
+def read_messages(
+    value: Any, key: str, reading: RowReading | None = None, name: str = "message"
+) -> tuple[Message, ...]:
     """Read a list of messages and check each one separately. Error messages call a message `name`."""
-    reading = reading or Reading()
+    reading = reading or RowReading()
     turns = _as_turns(value, key)
     if not turns:
         raise RowError(f"{key}: is empty, at least one message is needed")
@@ -96,7 +98,7 @@ def read_tools(value: Any, key: str = "tools") -> tuple[Mapping[str, Any], ...]:
 
 
 def arranged(
-    messages: Sequence[Message], reading: Reading, name: str = "message", first: int = 1
+    messages: Sequence[Message], reading: RowReading, name: str = "message", first: int = 1
 ) -> tuple[Message, ...]:
     """Return a conversation with turns of one role in a row joined, if that is wanted and they can be.
 
@@ -117,7 +119,7 @@ def arranged(
     return tuple(turns)
 
 
-def _check_order(messages: Sequence[Message], reading: Reading, name: str, first: int) -> None:
+def _check_order(messages: Sequence[Message], reading: RowReading, name: str, first: int) -> None:
     previous: Message | None = None
     calls: list[dict[str, Any]] = []  # the calls that a tool message may answer
     for number, message in enumerate(messages, start=first):
@@ -183,7 +185,7 @@ def _check_answer(message: Message, calls: Sequence[Mapping[str, Any]], at: str)
         raise RowError(f"{at}: tool_call_id: got {got}, the calls before it have: {listed(ids)}")
 
 
-def _message(value: Any, at: str, reading: Reading) -> Message:
+def _message(value: Any, at: str, reading: RowReading) -> Message:
     fields = present(as_object(value, at))
     role_key, text_key = ("from", "value") if "from" in fields and "role" not in fields else ("role", "content")
     name, role = _role(needed(fields, role_key, at), f"{at}: {role_key}", reading.roles)
@@ -223,7 +225,7 @@ def _role(value: Any, at: str, roles: Mapping[str, str]) -> tuple[str, str]:
     )
 
 
-def _content(value: Any, at: str, reading: Reading) -> str:
+def _content(value: Any, at: str, reading: RowReading) -> str:
     if not isinstance(value, list):
         return text_of(value, at, reading)
     texts: list[str] = []
@@ -283,7 +285,7 @@ def text(value: Any, at: str) -> str:
     return value
 
 
-def text_of(value: Any, at: str, reading: Reading) -> str:
+def text_of(value: Any, at: str, reading: RowReading) -> str:
     """Return a text. A number or a boolean becomes its JSON text, and a notice."""
     if not is_scalar(value):
         return text(value, at)

@@ -29,10 +29,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from dualtune.config.schema import Consecutive
+from dualtune.config.data_section import Consecutive
 from dualtune.data.chat.conversations import (
     Message,
-    Reading,
+    RowReading,
     arranged,
     as_list,
     from_json,
@@ -82,7 +82,7 @@ SYSTEM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({"system": ("syst
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    convert: Callable[[RawRow, Mapping[str, Any], Reading], Example]
+    convert: Callable[[RawRow, Mapping[str, Any], RowReading], Example]
     keys: tuple[str, ...]  # every row has them
     optional: tuple[str, ...] = ()
     # Other names of a key, used where a row has none of its own name.
@@ -122,7 +122,7 @@ def to_examples(
             yield row
             continue
         name = name or detect_format(row, columns)
-        yield _convert(row, name, columns, Reading(roles, consecutive))
+        yield _convert(row, name, columns, RowReading(roles, consecutive))
 
 
 def detect_format(row: RawRow, columns: Mapping[str, str]) -> str:
@@ -155,7 +155,7 @@ def _check_columns(columns: Mapping[str, str], known: Iterable[str], owner: str)
         raise DataError(f"data.columns: got '{unknown[0]}', {owner}: {', '.join(known)}")
 
 
-def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: Reading) -> Example | BadRow:
+def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: RowReading) -> Example | BadRow:
     format = FORMATS[name]
     try:
         places = {key: format.column(key, row.fields, columns) for key in format.all_keys}
@@ -190,15 +190,15 @@ def _lacks(row: RawRow, name: str, key: str) -> str:
 # --- one row of each format ------------------------------------------------------------------------------------------
 
 
-def _messages(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+def _messages(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     return _chat(row, fields, read_messages(fields["messages"], "messages", reading), reading)
 
 
-def _sharegpt(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+def _sharegpt(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     return _chat(row, fields, read_messages(fields["conversations"], "conversations", reading), reading)
 
 
-def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     if _are_strings(fields, "prompt", "completion"):
         prompt = text_of(fields["prompt"], "prompt", reading)
         if "context" in fields:
@@ -214,18 +214,18 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: Reading)
     return _chat(row, fields, messages, reading, "prompt and completion: message")
 
 
-def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     instruction = text_of(fields["instruction"], "instruction", reading)
     given = text_of(fields.get("input", ""), "input", reading)
     plain = (ALPACA_INPUT_PROMPT if given else ALPACA_PROMPT).format(instruction=instruction, input=given)
     return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output", reading)
 
 
-def _text(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+def _text(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     return Example(row.path, row.line, prompt="", completion=_answer(fields, "text", reading), is_text=True)
 
 
-def _preference(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Example:
+def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     if _are_strings(fields, "chosen", "rejected") and not _prompt_is_chat(fields):
         if "prompt" not in fields:
             raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
@@ -245,7 +245,7 @@ def _preference(row: RawRow, fields: Mapping[str, Any], reading: Reading) -> Exa
     return Example(row.path, row.line, chosen, _tools(fields), rejected=rejected[-1:])
 
 
-def _whole(fields: Mapping[str, Any], key: str, reading: Reading) -> tuple[Message, ...]:
+def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Message, ...]:
     """Return the whole conversation. The value holds only the answer to the prompt, or the messages before it too."""
     if _is_string(fields[key]):
         messages = (Message("assistant", _answer(fields, key, reading)),)
@@ -265,7 +265,7 @@ def _whole(fields: Mapping[str, Any], key: str, reading: Reading) -> tuple[Messa
     return arranged(messages, reading, f"{key} with its prompt: message", _first(fields))
 
 
-def _prompt_messages(fields: Mapping[str, Any], reading: Reading) -> tuple[str, tuple[Message, ...]]:
+def _prompt_messages(fields: Mapping[str, Any], reading: RowReading) -> tuple[str, tuple[Message, ...]]:
     """Return the key that holds the prompt of a preference, and its messages."""
     if fields.get("messages"):
         messages = read_messages(fields["messages"], "messages", reading, "messages: message")
@@ -305,14 +305,14 @@ FORMATS = {
 
 
 def _chat(
-    row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], reading: Reading, name: str = "message"
+    row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading, name: str = "message"
 ) -> Example:
     messages = arranged(_with_system(fields, messages, reading), reading, name, _first(fields))
     return Example(row.path, row.line, messages, _tools(fields))
 
 
 def _pair(
-    row: RawRow, fields: Mapping[str, Any], question: str, plain: str, answer_key: str, reading: Reading
+    row: RawRow, fields: Mapping[str, Any], question: str, plain: str, answer_key: str, reading: RowReading
 ) -> Example:
     """Build an example of a question and an answer, as a conversation and in plain form.
 
@@ -327,7 +327,7 @@ def _pair(
     return Example(row.path, row.line, messages, _tools(fields), prompt, answer)
 
 
-def _with_history(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: Reading) -> tuple[Message, ...]:
+def _with_history(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:
     """Return the messages after those of `history`: a list of messages, or of [question, answer]."""
     history = from_json(fields.get("history", []), "history")
     if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, "history")):
@@ -344,7 +344,7 @@ def _with_history(fields: Mapping[str, Any], messages: tuple[Message, ...], read
     return (*earlier, *messages)
 
 
-def _answer(fields: Mapping[str, Any], key: str, reading: Reading) -> str:
+def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
     answer = text_of(fields[key], key, reading)
     if _is_blank(answer):
         raise RowError(f"{key}: is blank, so there is nothing to train on")
@@ -360,7 +360,7 @@ def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tools or tuple(each if "function" in each else {"type": "function", "function": each} for each in functions)
 
 
-def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: Reading) -> tuple[Message, ...]:
+def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:
     if "system" not in fields:
         return messages
     system = text_of(fields["system"], "system", reading)

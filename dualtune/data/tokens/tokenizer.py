@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from dualtune.base_model import vocabulary_size
-from dualtune.config.schema import DataConfig
+from dualtune.config.data_section import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
 from dualtune.data.chat.conversations import Message, fold_system
 from dualtune.data.chat.conversations import text as valid_text

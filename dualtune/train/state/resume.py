@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from dualtune.config import Config
-from dualtune.config.schema import sections, with_old_default
+from dualtune.config.data_section import with_old_default
+from dualtune.config.schema import sections
 from dualtune.errors import ConfigError
 from dualtune.text.show import in_columns
 from dualtune.train.state.checkpoint import Checkpoint
