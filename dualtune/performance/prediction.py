@@ -20,6 +20,7 @@ from dualtune.memory.shapes import Decoder
 from dualtune.performance.documents import StepDocuments
 from dualtune.performance.work import ATTENTION, PARTS, Piece, pieces_of
 from dualtune.platform.rates import MachineLimits
+from dualtune.text.show import in_time
 
 COMPUTE, MEMORY, LAUNCH, TRANSFER = "compute", "memory", "launch", "transfer"
 SAID = "computed from published limits and stated efficiencies, not measured"
@@ -77,8 +78,9 @@ class StepTime:
 
     def describe(self) -> str:
         """Say how long a step takes, and that this is no measurement."""
+        step = f"{self.step_s:.3g} s" if self.step_s < 60 else in_time(self.step_s)
         return (
-            f"about {self.tokens_per_s:,.0f} tokens/s, {self.step_s:.3g} s for a step of {self.tokens:,} tokens, bound "
+            f"about {self.tokens_per_s:,.0f} tokens/s, {step} for a step of {self.tokens:,} tokens, bound "
             f"by {self.bound}; {SAID}"
         )
 

@@ -16,6 +16,7 @@ from dualtune.report.page import histogram, notice, scrolling
 from dualtune.report.run_files import RunFiles, as_table
 from dualtune.report.settings import changed
 from dualtune.text.show import in_bytes, in_time
+from dualtune.train.health.score import LAST_SHARE
 from dualtune.train.state.run_dir import BASE_FORMATS, PREDICTIONS
 
 WORDS = {
@@ -54,7 +55,9 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     curves, history = run.curves, run.curves.history
     found = [(f"{history.step or 0:,}", "steps")]
     if (loss := curves.end_loss) is not None:
-        found.append((loss_text(loss), "training loss at the end"))
+        last = max(1, len(history.losses) // LAST_SHARE)
+        what = "the last step" if last == 1 else f"the last {last:,} steps, the mean"
+        found.append((loss_text(loss), f"training loss of {what}"))
     if history.eval_loss_before is not None:
         found.append((loss_text(history.eval_loss_before), "evaluation loss before"))
     if history.eval_loss is not None:

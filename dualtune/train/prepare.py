@@ -56,6 +56,8 @@ from dualtune.train.state.resume import (
     with_tokens,
 )
 
+FINGERPRINT = "the fingerprint of the base model"  # as `show` names it
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -181,7 +183,8 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Check a config in the order of cost: capabilities of the backend, data files, tokenizer, weights.
 
-    With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing. With
+    With a checkpoint, also check whether the run may resume from it. `show` reports the progress of tokenizing a file,
+    and when FINGERPRINT begins and ends. With
     several processes the first one runs first, and the others reuse its tokenized data. `policy` is a name in
     `POLICIES`, or makes a policy that has none there; None: the one that the config chooses. Raises ConfigError,
     DataError, FormatError (of `adapter.init_from`), EnvironmentFault (of the model), or Preempted.
@@ -227,7 +230,9 @@ def _prepare(
     data = TrainingData(train, eval_, order, remembered_layout(config, saved), probes)
     model_dir = resolve_model(config.model.name, weights=is_pretrained)
     weights = find_weights(model_dir) if is_pretrained else None
+    show(FINGERPRINT, 0.0)
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
+    show(FINGERPRINT, 1.0)
     found = _fingerprints(model, data)
     memory = plan_memory(config, backend, model_dir, data.longest, team.size)
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)

@@ -48,7 +48,7 @@ class RunLines(Hook):
 
     def on_eval(self, record: EvalRecord) -> None:
         self.view.on_eval(record)
-        took = f" in {self.view.clock() - self.view.began:.1f} s" if self.view.phase == EVALUATION else ""
+        took = f" in {in_time(self.view.clock() - self.view.began, 1)}" if self.view.phase == EVALUATION else ""
         self._say(
             f"eval   {record.step:>6}  loss {record.eval_loss:.4f} over {record.eval_targets} target tokens{took}"
         )

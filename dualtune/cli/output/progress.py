@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from dualtune.cli.output.screen import REFRESH_HZ, Phases, phases, width
 from dualtune.hooks import (
+    FINGERPRINTS,
+    RESULT,
     SAMPLES,
     TRACKERS,
     EvalRecord,
@@ -33,12 +35,16 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def reading() -> Generator[Callable[[str, float], None]]:
     """Yield the callback for the progress of `prepare`: (what is tokenized, the share that is done)."""
+    from dualtune.train.prepare import FINGERPRINT
+
     with phases() as shown:
         shown.begin("checking", "model and data")
         tokenizing: str | None = None
 
         def show(what: str, share: float) -> None:
             nonlocal tokenizing
+            if what == FINGERPRINT:
+                return shown.begin(*(("checking", "model and data") if share else ("computing", what)))
             if what != tokenizing:
                 shown.begin("tokenizing", what)
                 tokenizing = what
@@ -47,6 +53,7 @@ def reading() -> Generator[Callable[[str, float], None]]:
                 shown.finish("tokenized")
                 shown.begin("checking", "model and data")
                 tokenizing = None  # a directory may be read twice, for training and for evaluation
+            return None
 
         yield show
 
@@ -120,6 +127,10 @@ class Progress(RunLines):
             self._shown.begin("answering")
         elif change.before == SAMPLES:
             self._show_rest()
+        elif change.phase == FINGERPRINTS:
+            self._shown.begin("computing", f"the fingerprints of {self._result}")
+        elif change.phase == RESULT:
+            self._show_saving()
         elif change.phase == TRACKERS:
             self._shown.finish("saved")
             self.is_saving = False
