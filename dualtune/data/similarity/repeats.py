@@ -205,7 +205,9 @@ class _Kept:
         self._sizes = np.zeros(num_buckets, np.int32)
         # The low bytes of the sketches of kept rows, whose equality is necessary for that of the hashes.
         self._low_NH, self._least_equal = sketches_NH.astype(np.uint8), least_equal
-        self._low_HK, self._ids_K, self._num_kept = np.empty((HASHES, 1024), np.uint8), np.empty(1024, np.int64), 0
+        self._low_HK: np.ndarray = np.empty((HASHES, 1024), np.uint8)
+        self._ids_K: np.ndarray = np.empty(1024, np.int64)
+        self._num_kept = 0
 
     @property
     def rows(self) -> np.ndarray:
