@@ -39,7 +39,7 @@ from dualtune.memory.shapes import UnknownShape, decoder_of
 from dualtune.optimizer import OptimizerSpec
 from dualtune.policy import StepPolicy
 from dualtune.trackers.tracker import check_installed
-from dualtune.train.memory import RunMemory, plan_memory
+from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory
 from dualtune.train.policies import MakePolicy, chosen, open_policy
 from dualtune.train.remembered import remembered_layout
 from dualtune.train.schedule import optimizer_spec
@@ -234,7 +234,11 @@ def _prepare(
     model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
     show(FINGERPRINT, 1.0)
     found = _fingerprints(model, data)
-    memory = plan_memory(config, backend, model_dir, data.longest, team.size)
+    layout = layout_of(config)
+    cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
+    memory = plan_memory(
+        config, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
+    )
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
     return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found, memory)
 
