@@ -75,7 +75,7 @@ def test_this_machine_is_measured(dualtune_main, config_file, tiny_llama):
     [
         (("--machine", "h100-81"), 2, "h100-80"),
         (("--machine", "cpu-16", "--platform", "cuda"), 4, "Plan for another machine with --machine"),
-        (("--machine", "h100-80", "--set", "model.name=nobody/knows"), 4, "the model's shape is not known"),
+        (("--machine", "h100-80", "--set", "model.name=nobody/knows"), 4, "its shape is not known"),
         (("--machine", "h100-80", "--set", "memory.checkpointing={layers: 99}"), 2, "allowed: 1 to 32, or full"),
         (("--machine", "h100-80", "--set", "memory.limit=10GB", "--set", "memory.checkpointing=none"), 4, "--set"),
     ],
