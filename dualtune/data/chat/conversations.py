@@ -213,6 +213,8 @@ def _message(value: Any, at: str, reading: RowReading) -> Message:
 def _role(value: Any, at: str, roles: Mapping[str, str]) -> tuple[str, str]:
     """Return the name of a role in the form of ROLES, and the role."""
     if isinstance(value, str):
+        if not roles and value in ROLES:
+            return value, ROLES[value]
         name = re.sub(r"[\s_-]+", "_", value.strip().lower())
         for given in (value, value.strip(), name):
             if given in roles:
@@ -287,7 +289,7 @@ def text(value: Any, at: str) -> str:
 
 def text_of(value: Any, at: str, reading: RowReading) -> str:
     """Return a text. A number or a boolean becomes its JSON text, and a notice."""
-    if not is_scalar(value):
+    if isinstance(value, str) or not is_scalar(value):
         return text(value, at)
     reading.notices.add(SCALAR)
     return json.dumps(value)

@@ -95,10 +95,10 @@ class Format:
     def column(self, key: str, fields: Mapping[str, Any], columns: Mapping[str, str]) -> str:
         """Return the name of the column that holds a key in this row."""
         name = columns.get(key, key)
-        if key in columns or _has(fields, name):
+        if key in columns or key not in self.aliases or _has(fields, name):
             return name
-        taken = {*columns.values()}
-        return next((each for each in self.aliases.get(key, ()) if each not in taken and _has(fields, each)), name)
+        taken = columns.values()
+        return next((each for each in self.aliases[key] if each not in taken and _has(fields, each)), name)
 
 
 def to_examples(
@@ -159,11 +159,12 @@ def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: RowRea
     format = FORMATS[name]
     try:
         places = {key: format.column(key, row.fields, columns) for key in format.all_keys}
-        fields = {key: row.fields.get(place) for key, place in places.items()}
         for key in format.keys:
-            if fields[key] is None:
+            if row.fields.get(places[key]) is None:
                 raise RowError(_lacks(row, name, places[key]))
-        fields = {key: value for key, value in fields.items() if key in format.keys or _has(fields, key)}
+        fields = {
+            key: row.fields[place] for key, place in places.items() if key in format.keys or _has(row.fields, place)
+        }
         example = format.convert(row, fields, reading)
         texts = [message.content for message in example.messages] or [example.completion or ""]
         kinds = reading.notices | unread(row.fields, {*places.values()}, texts)
@@ -176,7 +177,8 @@ def _convert(row: RawRow, name: str, columns: Mapping[str, str], reading: RowRea
 
 def _has(fields: Mapping[str, Any], key: str) -> bool:
     """Return whether a row has a value for a key that may be absent: null and blank text count as absent."""
-    return fields.get(key) is not None and not _is_blank(fields[key])
+    value = fields.get(key)
+    return value is not None and not _is_blank(value)
 
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
@@ -353,6 +355,8 @@ def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
 
 def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Read `tools`, or the `functions` that OpenAI had before them, in the form of tools."""
+    if "tools" not in fields and "functions" not in fields:
+        return ()
     tools = read_tools(fields.get("tools", []))
     functions = read_tools(fields.get("functions", []), "functions")
     if tools and functions:
