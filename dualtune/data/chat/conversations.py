@@ -76,6 +76,23 @@ def read_messages(
     return tuple(_message(turn, f"{name} {number}", reading) for number, turn in enumerate(turns, start=1))
 
 
+def read_history(value: Any, key: str, reading: RowReading) -> tuple[Message, ...]:
+    """Read the turns before a question: a list of messages, or of [question, answer], of which either may be blank."""
+    history = from_json(value, key)
+    if isinstance(history, dict) or any(isinstance(item, dict) for item in as_list(history, key)):
+        return read_messages(history, key, reading, f"{key}: message")
+    turns: list[Message] = []
+    for number, item in enumerate(as_list(history, key), start=1):
+        at = f"{key}: turn {number}"
+        pair = as_list(item, at)
+        if len(pair) != 2:
+            raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
+        for role, each in zip(("user", "assistant"), pair, strict=True):
+            said = "" if each is None else text_of(each, at, reading)
+            turns += [Message(role, said)] if said.strip() else []
+    return tuple(turns)
+
+
 def _as_turns(value: Any, key: str) -> list[Any]:
     """Return a list of messages; an object of lists, as Arrow makes of a list of objects, is transposed."""
     value = from_json(value, key)
@@ -213,6 +230,8 @@ def _message(value: Any, at: str, reading: RowReading) -> Message:
 def _role(value: Any, at: str, roles: Mapping[str, str]) -> tuple[str, str]:
     """Return the name of a role in the form of ROLES, and the role."""
     if isinstance(value, str):
+        if not roles and value in ROLES:
+            return value, ROLES[value]
         name = re.sub(r"[\s_-]+", "_", value.strip().lower())
         for given in (value, value.strip(), name):
             if given in roles:
@@ -287,7 +306,7 @@ def text(value: Any, at: str) -> str:
 
 def text_of(value: Any, at: str, reading: RowReading) -> str:
     """Return a text. A number or a boolean becomes its JSON text, and a notice."""
-    if not is_scalar(value):
+    if isinstance(value, str) or not is_scalar(value):
         return text(value, at)
     reading.notices.add(SCALAR)
     return json.dumps(value)
