@@ -299,3 +299,94 @@ def test_columns_share_the_width():
     lines = side_by_side(answers, 79)
     assert max(map(len, lines)) <= 79 and lines[0] == "[base]".ljust(38) + " | [tuned]"
     assert " ".join(line.split("|")[0].strip() for line in lines[1:]) == answers[0][1].strip()
+
+
+# --- messages of several lines, and the base that an adapter names ---------------------------------------------------
+
+
+def users(path):
+    return [each["content"] for row in map(json.loads, path.read_text().splitlines())
+            for each in row["messages"] if each["role"] == "user"]  # fmt: skip
+
+
+def test_lines_between_quotation_marks_are_one_message_and_no_command(talk, tmp_path):
+    saved = tmp_path / "talk.jsonl"
+    lines = [
+        '"""',
+        "def f():",
+        "",
+        "    return 1",
+        '"""',
+        '"""/exit',
+        'is no command"""',
+        f"/save {saved}",
+        '"""never',
+        "ended",
+    ]
+    assert talk(lines).returncode == 0
+    assert users(saved) == ["def f():\n\n    return 1", "/exit\nis no command"]
+
+
+def test_what_is_pasted_is_one_message_also_without_an_editor(talk, tmp_path):
+    saved = tmp_path / "talk.jsonl"
+    assert talk(["\x1b[200~/one", "two", "three\x1b[201~", f"/save {saved}"]).returncode == 0
+    assert users(saved) == ["/one\ntwo\nthree"]
+
+
+def test_standard_input_is_one_message(talk, dualtune_main, monkeypatch, tiny_softmax):
+    one = talk(["/exit is text here", "", "1 plus 1?"], "--stdin")
+    assert one.returncode == 0
+    answer = dualtune_main(
+        "generate", tiny_softmax, "--max-tokens", 5, "--prompt", "/exit is text here\n\n1 plus 1?", *NUMPY
+    )
+    assert one.stdout == answer.stdout
+    assert talk([" "], "--stdin").returncode == 2
+    monkeypatch.setattr(module, "MOST_LINE", 8)
+    assert "more than 8 characters" in talk(["123456789"], "--stdin").stderr
+
+
+def test_a_terminal_pastes_several_lines_as_one_message(tiny_softmax, tmp_path):
+    """On a real pseudo-terminal, with the markers that a terminal sends around what is pasted."""
+    saved, (leader, follower) = tmp_path / "talk.jsonl", os.openpty()
+    command = [sys.executable, "-m", "dualtune.cli.main", "chat", tiny_softmax, "--max-tokens", "3", *NUMPY]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), follower)
+    with subprocess.Popen([*map(str, command)], env=os.environ | {"TERM": "xterm"}, **streams) as process:
+        os.close(follower)
+        shown, typed = b"", [b"\x1b[200~one\n/two\nthree\x1b[201~\n", f"/save {saved}\n".encode(), b"/exit\n"]
+        with contextlib.suppress(OSError):  # EIO: the other side is closed
+            while block := os.read(leader, 65536):
+                shown += block
+                if typed and shown.count(b"> ") > 3 - len(typed) and shown.rstrip(b" ").endswith(b">"):
+                    os.write(leader, typed.pop(0))
+        os.close(leader)
+    assert process.returncode == 0
+    assert users(saved) == ["one\n/two\nthree"]
+
+
+def test_the_base_is_the_one_that_the_adapter_names(dualtune_main, monkeypatch, adapter, tiny_softmax, tmp_path):
+    monkeypatch.setattr("sys.stdin", io.StringIO("1 plus 1?\n"))
+    found = dualtune_main("chat", "--adapter", adapter.parent, "--max-tokens", 5, *NUMPY)
+    assert found.returncode == 0 and f"base        {tiny_softmax}: the adapter names it" in found.stderr
+    for model in ([], [tiny_softmax]):
+        answer = dualtune_main(
+            "generate", *model, "--adapter", adapter, "--prompt", "1 plus 1?", "--max-tokens", 5, *NUMPY
+        )
+        assert (answer.returncode, answer.stdout) == (0, found.stdout)
+    assert dualtune_main("verify", adapter, *NUMPY).returncode == 0
+    for command in (["chat"], ["generate", "--prompt", "x"], ["serve"]):
+        assert dualtune_main(*command, *NUMPY).returncode == 2
+        missing = dualtune_main(*command, "--adapter", tmp_path / "nothing", *NUMPY)
+        assert missing.returncode == 6 and "nothing" in missing.stderr
+
+
+def test_adapters_of_different_bases_need_a_model(dualtune_main, directories, tmp_path):
+    spec = SPECS["one"]
+    for name in ("a", "b"):
+        shapes = {"model.layers.0.self_attn.q_proj": (32, 32)}
+        write_adapter(
+            tmp_path / name, Adapter(replace(spec, targets=(*shapes,)), init_adapter(shapes, 2, 0), f"org/{name}")
+        )
+    result = dualtune_main("chat", "--adapter", tmp_path / "a", "--adapter", tmp_path / "b", *NUMPY)
+    assert result.returncode == 2 and "org/a" in result.stderr and "org/b" in result.stderr
+    unnamed = dualtune_main("chat", "--adapter", directories["one"], *NUMPY)
+    assert unnamed.returncode == 2 and "names no base model. Give one: MODEL" in unnamed.stderr

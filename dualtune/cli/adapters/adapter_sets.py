@@ -28,6 +28,31 @@ def named_directories(adapters: Sequence[str]) -> dict[str, Path]:
     return found
 
 
+def base_of(model: str | None, adapters: Sequence[Path], *, option: str = "MODEL", err: bool = True) -> str:
+    """Return the model, or else the base that the adapters name, and say so. `option`: how the model is given.
+
+    ConfigError if an adapter names no base, or if they name different ones.
+    """
+    from dualtune.adapter.formats.directory import read_adapter
+    from dualtune.errors import ConfigError
+    from dualtune.io.fields import shown
+
+    if model is not None:
+        return model
+    if not adapters:
+        raise click.UsageError(f"Give {option}, or an --adapter, which names its base.")
+    names = {path: read_adapter(path).base_model for path in adapters}
+    for path, name in names.items():
+        if name is None:
+            raise ConfigError(f"{path}: the adapter names no base model. Give one: {option}")
+    found = list(dict.fromkeys(filter(None, names.values())))
+    if len(found) > 1:
+        listed = ", ".join(f"{path}: {shown(name or '')}" for path, name in names.items())
+        raise ConfigError(f"the adapters name different base models ({listed}). Give one: {option}")
+    say(f"base        {shown(found[0])}: the adapter names it", err=err)
+    return found[0]
+
+
 def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
     """Return the backend for --platform. ConfigError if it cannot load a model in this form."""
     from dualtune.capabilities import check_value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune import interrupt
+from dualtune.cli.adapters.adapter_sets import base_of
 from dualtune.cli.options import backend_for, other_base_option, platform_option
 from dualtune.cli.output.terminal import say
 
@@ -74,7 +75,7 @@ def command(
     tools = find_llama_cpp(llama_cpp) if target in ("gguf", "ollama", "lmstudio") else None
     run, whole_model = _run_of(directory), _whole_model(directory)
     if whole_model is None:
-        base = base or _named_base(directory)
+        base = base_of(base, [directory], option="--base MODEL", err=False)
     elif base or other_base or dtype != "auto":
         raise ConfigError(f"{whole_model}: is a whole model. Leave out --base, --other-base and --dtype, which merge")
     name = name or (out.resolve() if out else run).name
@@ -110,18 +111,6 @@ def _whole_model(directory: Path) -> Path | None:
     if (adapter_directory(directory) / CONFIG_FILE).exists():
         return None
     return next((place for place in (directory / "model", directory) if (place / "config.json").is_file()), None)
-
-
-def _named_base(directory: Path) -> str:
-    """Return the base that an adapter names. ConfigError if it names none."""
-    from dualtune.adapter.formats.directory import read_adapter
-    from dualtune.errors import ConfigError
-    from dualtune.io.fields import shown
-
-    if (name := read_adapter(directory).base_model) is None:
-        raise ConfigError(f"{directory}: the adapter names no base model. Give one: --base MODEL")
-    say(f"base        {shown(name)}: the adapter names it")
-    return name
 
 
 def _table(found: Exported, kind: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import backend_that_loads
+from dualtune.cli.adapters.adapter_sets import backend_that_loads, base_of
 from dualtune.cli.options import (
     dtype_option,
     platform_option,
@@ -24,7 +24,7 @@ MOST_PROMPT = 2**22  # characters
 
 
 @click.command("generate")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option("--adapter", type=click.Path(path_type=Path), help="An adapter directory of any layout.")
 @click.option("--prompt", required=True, help="The text to answer or continue; - reads it from standard input.")
 @click.option(
@@ -40,10 +40,12 @@ MOST_PROMPT = 2**22  # characters
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str, adapter: Path | None, prompt: str, raw: bool, template: str, temperature: float, top_p: float,
+    model: str | None, adapter: Path | None, prompt: str, raw: bool, template: str, temperature: float, top_p: float,
     max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
 ) -> None:  # fmt: skip
-    """Continue a prompt with MODEL (a directory or a hub id) and its adapter. The text goes to standard output.
+    """Continue a prompt with MODEL (a directory or a hub id; default: the base that the adapter names) and its adapter.
+
+    The text goes to standard output.
 
     On a terminal, control characters in it are escaped; a file or another program gets it unchanged.
     """
@@ -51,6 +53,7 @@ def command(
 
     if raw and template != "auto":
         raise click.UsageError("Give --raw or --template, not both.")
+    model = base_of(model, [adapter] if adapter else [])
     text = _read_prompt() if prompt == "-" else prompt
     with phases(err=True) as shown:
         backend = backend_that_loads(dtype, quantization, platform)

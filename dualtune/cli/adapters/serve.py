@@ -9,7 +9,7 @@ import threading
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import load_adapters, named_directories
+from dualtune.cli.adapters.adapter_sets import base_of, load_adapters, named_directories
 from dualtune.cli.options import dtype_option, platform_option, quantization_option, template_option
 from dualtune.cli.output.terminal import say
 
@@ -18,7 +18,7 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 
 
 @click.command("serve")
-@click.argument("model")
+@click.argument("model", required=False)
 @click.option(
     "--adapter",
     "adapters",
@@ -43,13 +43,14 @@ USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def command(
-    model: str, adapters: tuple[str, ...], host: str, port: int, template: str, max_tokens: int,
+    model: str | None, adapters: tuple[str, ...], host: str, port: int, template: str, max_tokens: int,
     max_prompt: int | None, queue: int, time_limit: float, quiet: bool, dtype: str, quantization: str, platform: str,
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
-    The model "base" has no adapter. One request is computed at a time, the others wait. Another address than the
-    default needs a key in DUALTUNE_API_KEY, which clients send; nothing is encrypted.
+    MODEL is by default the base that the adapters name. The model "base" has no adapter. One request is computed at a
+    time, the others wait. Another address than the default needs a key in DUALTUNE_API_KEY, which clients send; nothing
+    is encrypted.
     """
     from dualtune.base_model import longest_text, read_config, resolve_model
     from dualtune.errors import EnvironmentFault, Preempted
@@ -62,6 +63,7 @@ def command(
         raise click.UsageError(
             f"--host {host} lets other machines in. Set {KEY_VARIABLE} to a key that clients must send."
         )
+    model = base_of(model, [*directories.values()])
     found, backend = load_adapters(
         model, directories, platform, dtype=dtype, quantization=quantization, template=template
     )
