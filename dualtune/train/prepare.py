@@ -29,6 +29,7 @@ from dualtune.data.batching.order import Order, without
 from dualtune.data.chat.named import NAMES
 from dualtune.data.documents import Data, Documents, Show
 from dualtune.data.held_out import probe_documents
+from dualtune.data.system_message import shared_system_message
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
@@ -109,6 +110,7 @@ class Prepared:
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
+    system_message: str | None = None  # that nearly all rows share
 
     @property
     def optimizer(self) -> OptimizerSpec:
@@ -240,7 +242,9 @@ def _prepare(
         config, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
     )
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
-    return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found, memory)
+    system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
+    spec = _spec(config, start)
+    return Prepared(config, backend, team, model, data, spec, start, policy, resumed, found, memory, system)
 
 
 def _check_sharding(config: Config, team: Team) -> None:

@@ -53,6 +53,27 @@ def base_of(model: str | None, adapters: Sequence[Path], *, option: str = "MODEL
     return found[0]
 
 
+def system_messages(
+    given: str | None, trained: Mapping[str, Path], *, no_system: bool, chats: bool = True
+) -> dict[str, str | None]:
+    """Return the system message for each name: the given one, or that of its training, which is said.
+
+    `chats`: what follows has a chat template. The base of several adapters has the message of the first one.
+    """
+    from dualtune.data.system_message import trained_system_message
+    from dualtune.io.fields import shown
+
+    if given is not None and no_system:
+        raise click.UsageError("Give --system or --no-system, not both.")
+    if given is not None or no_system or not chats:
+        return dict.fromkeys(("base", *trained), given)
+    found = {name: trained_system_message(path) for name, path in trained.items()}
+    for name, text in found.items():
+        if text is not None:
+            say(f"system      {name}: {shown(text, 60)} (of its training; --no-system leaves it out)", err=True)
+    return {"base": next(iter(found.values()), None)} | found
+
+
 def backend_that_loads(dtype: str, quantization: str, platform: str) -> Backend:
     """Return the backend for --platform. ConfigError if it cannot load a model in this form."""
     from dualtune.capabilities import check_value

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO, cast
 import click
 
 from dualtune import interrupt
-from dualtune.cli.adapters.adapter_sets import base_of, load_adapters, named_directories
+from dualtune.cli.adapters.adapter_sets import base_of, load_adapters, named_directories, system_messages
 from dualtune.cli.options import (
     dtype_option,
+    no_system_option,
     platform_option,
     quantization_option,
     seed_option,
@@ -49,7 +50,8 @@ A message of several lines: paste it, or write three quotation marks before and 
     help="An adapter directory of any layout, or a run; repeatable. The first one answers.",
 )
 @click.option("--compare", is_flag=True, help="Let the base and each adapter answer, side by side.")
-@click.option("--system", metavar="TEXT", help="The system message.")
+@click.option("--system", metavar="TEXT", help="The system message.  [default: that of the adapter's training]")
+@no_system_option
 @click.option(
     "--stdin", "is_one", is_flag=True, help="Standard input, to its end, is one message; end after its answer."
 )
@@ -63,8 +65,9 @@ A message of several lines: paste it, or write three quotation marks before and 
 @platform_option
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, which stops an answer
 def command(
-    model: str | None, adapters: tuple[str, ...], compare: bool, system: str | None, is_one: bool, template: str,
-    temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str, platform: str,
+    model: str | None, adapters: tuple[str, ...], compare: bool, system: str | None, no_system: bool, is_one: bool,
+    template: str, temperature: float, top_p: float, max_tokens: int, seed: int, dtype: str, quantization: str,
+    platform: str,
 ) -> None:  # fmt: skip
     """Talk to MODEL (a directory or a hub id; default: the base that the adapter names).
 
@@ -81,7 +84,8 @@ def command(
     found, _ = load_adapters(model, directories, platform, dtype=dtype, quantization=quantization, template=template)
     sampling = Sampling(max_tokens, temperature, top_p, seed)
     names = found.names if compare else found.names[1:2] or found.names
-    chats = [Chat(found, name, sampling, system) for name in names]
+    systems = system_messages(system, directories, no_system=no_system)
+    chats = [Chat(found, name, sampling, systems[name]) for name in names]
     say(f"answering   {', '.join(names)}; there are: {', '.join(found.names)}. /help, /exit", err=True)
     Conversation(chats, found.names).run(_whole_input() if is_one else _typed())
 
