@@ -43,7 +43,7 @@ from dualtune.trackers.tracker import check_installed
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory
 from dualtune.train.policies import MakePolicy, chosen, open_policy
 from dualtune.train.remembered import remembered_layout
-from dualtune.train.schedule import optimizer_spec
+from dualtune.train.schedule import optimizer_spec, with_intervals
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
 from dualtune.train.state.resume import (
@@ -223,6 +223,7 @@ def _prepare(
     probes = probe_documents(len(train), policy.num_probes, config.run.seed)
     order = Order(config, train.lengths, without(train.sources, probes), train.weights)
     config = with_tokens(config, order.tokens_per_step)
+    config = with_intervals(config, order.num_steps, saved and saved.state["config"].get("run"))
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
     if config.train.average_over > order.num_steps:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dualtune.config.schema import RunConfig
 from dualtune.hooks import EVALUATION, EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
 from dualtune.text.escape import one_line, visible
 from dualtune.text.show import in_bytes, in_time, stamped
@@ -26,6 +27,10 @@ class RunLines(Hook):
         self.view = view
         self._log_every, self._say = log_every, say
         self._since: list[StepRecord] = []
+
+    def adopt(self, run: RunConfig) -> None:
+        """Take the intervals of a prepared run, which may be others than those of its config file."""
+        self._log_every, self.view.eval_every = run.log_every, run.eval_every
 
     def on_start(self, info: RunInfo) -> None:
         self.view.on_start(info)
