@@ -84,6 +84,12 @@ class StepTime:
             f"by {self.bound}; {SAID}"
         )
 
+    def of_run(self, num_steps: int | None) -> str:
+        """Say how long so many steps take, without evaluations and saves."""
+        if num_steps is None:
+            return "the number of steps is not known"
+        return f"{num_steps:,} step{'s' * (num_steps != 1)} take about {in_time(num_steps * self.step_s)}"
+
     def as_json(self) -> dict[str, Any]:
         own = asdict(self)
         derived = ("step_s", "tokens_per_s", "utilisation", "bound")

@@ -71,9 +71,9 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     if curves.seconds and curves.seconds[-1] < 1e9:
         found.append((in_time(curves.seconds[-1]), "from the first row to the last step"))
     if (peak := curves.peak_bytes) is not None and peak > 0:
-        planned = run.recorded("memory").get("planned_bytes")
-        beside = f", estimated {in_bytes(planned)}" if type(planned) is int and planned > 0 else ""
-        found.append((in_bytes(peak), f"peak memory{beside}"))
+        found.append((in_bytes(peak), "peak memory"))
+    if (plan := run.against_plan) is not None:
+        found.append((in_bytes(plan.measured_bytes), f"peak of {plan.what}, planned {in_bytes(plan.planned_bytes)}"))
     return found
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.errors import ConfigError, DataError, Preempted
 from dualtune.evaluate.adapter_set import AdapterSet
@@ -60,8 +61,11 @@ class Answers:
     def __init__(
         self, adapters: AdapterSet, *, max_tokens: int, max_prompt: int, max_waiting: int, time_limit_s: float,
         is_fatal: Callable[[BaseException], bool] = lambda error: False,
+        systems: Mapping[str, str | None] | None = None,
     ) -> None:  # fmt: skip
+        """`systems`: by model, the system message of a conversation that has none."""
         self.names, self._is_fatal = adapters.names, is_fatal
+        self._systems = systems or {}
         self._adapters, self._time_limit_s = adapters, time_limit_s
         self._max_tokens, self._max_prompt = max_tokens, max_prompt
         self._waiting: queue.Queue[PendingAnswer] = queue.Queue(max_waiting)
@@ -132,7 +136,10 @@ class Answers:
             raise ConfigError(
                 f"'{request.model}' has no chat template. Ask /v1/completions, or serve it with --template FILE"
             )
-        return tokenizer.encode_chat(request.prompt)
+        system = self._systems.get(request.model)
+        if system is None or any(message.role == "system" for message in request.prompt):
+            return tokenizer.encode_chat(request.prompt)
+        return tokenizer.encode_chat((Message("system", system), *request.prompt))
 
 
 class StopTexts:

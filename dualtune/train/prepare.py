@@ -29,6 +29,7 @@ from dualtune.data.batching.order import Order, without
 from dualtune.data.chat.named import NAMES
 from dualtune.data.documents import Data, Documents, Show, notices, unused_valid
 from dualtune.data.held_out import probe_documents
+from dualtune.data.system_message import shared_system_message
 from dualtune.data.tokens.control_tokens import control_token_warning
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.distributed.team import Team
@@ -42,7 +43,7 @@ from dualtune.trackers.tracker import check_installed
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory
 from dualtune.train.policies import MakePolicy, chosen, open_policy
 from dualtune.train.remembered import remembered_layout
-from dualtune.train.schedule import optimizer_spec
+from dualtune.train.schedule import optimizer_spec, with_intervals
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.ended import check_end, has_ended
 from dualtune.train.state.resume import (
@@ -109,6 +110,7 @@ class Prepared:
     resumed: Resumed | None  # None: a new run
     fingerprints: dict[str, str]  # of base model, tokenizer and data
     memory: RunMemory  # what it takes by plan, and what is recomputed to save it
+    system_message: str | None = None  # that nearly all rows share
 
     @property
     def optimizer(self) -> OptimizerSpec:
@@ -221,6 +223,7 @@ def _prepare(
     probes = probe_documents(len(train), policy.num_probes, config.run.seed)
     order = Order(config, train.lengths, without(train.sources, probes), train.weights)
     config = with_tokens(config, order.tokens_per_step)
+    config = with_intervals(config, order.num_steps, saved and saved.state["config"].get("run"))
     if config.train.warmup >= order.num_steps:
         raise ConfigError(f"train.warmup: got {config.train.warmup} steps, but the run has {order.num_steps}")
     if config.train.average_over > order.num_steps:
@@ -240,7 +243,9 @@ def _prepare(
         config, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum())
     )
     resumed = None if saved is None else _resumed(saved, changes, config, data.order, found)
-    return Prepared(config, backend, team, model, data, _spec(config, start), start, policy, resumed, found, memory)
+    system = shared_system_message(sources.train) if tokenizer.template and team.is_first else None
+    spec = _spec(config, start)
+    return Prepared(config, backend, team, model, data, spec, start, policy, resumed, found, memory, system)
 
 
 def _check_sharding(config: Config, team: Team) -> None:

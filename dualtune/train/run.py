@@ -24,6 +24,7 @@ from dualtune.config import Config, to_yaml
 from dualtune.data.batching.prefetch import Ahead
 from dualtune.data.documents import Show
 from dualtune.data.preview.counts import counts
+from dualtune.data.system_message import KEY as SYSTEM_MESSAGE
 from dualtune.distributed.team import Team
 from dualtune.errors import DiskError, FormatError, Preempted
 from dualtune.evaluate.fingerprints import base_fingerprints, fingerprints
@@ -236,9 +237,8 @@ def _has_ended(resumed: Resumed, result: Path) -> bool:
 
 def _result(run_dir: RunDir, config: Config, num_steps: int, history: History) -> TrainResult:
     losses = (history.final_loss, history.eval_loss_before, history.eval_loss)
-    page = run_dir.path / REPORT
-    report = page if config.run.report and page.is_file() else None
-    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history), report)
+    page = run_dir.path / REPORT if config.run.report and (run_dir.path / REPORT).is_file() else None
+    return TrainResult(run_dir.path, run_dir.result(config), num_steps, *losses, _verdict(history), page)
 
 
 def _verdict(history: History) -> RunVerdict:
@@ -346,6 +346,7 @@ def _record(
             "best_eval_loss": guards.state.best_loss,
             "train_documents": len(prepared.data.train),
             "template_hash": prepared.model.tokenizer.template_hash,
+            SYSTEM_MESSAGE: prepared.system_message,  # `dualtune chat` asks with it
             "template": "chat" if prepared.model.tokenizer.template else "none",  # `dualtune generate` reads it
             **entry_of(recovery, prepared),
         },

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dualtune.config.schema import RunConfig
 from dualtune.errors import FormatError
 from dualtune.hooks import EVALUATION, EvalRecord, Event, Hook, PhaseChange, RunInfo, SampleRecord, StepRecord
 from dualtune.io.folder import open_own
@@ -28,6 +29,10 @@ class RunLines(Hook):
         self.view = view
         self._log_every, self._say = log_every, say
         self._since: list[StepRecord] = []
+
+    def adopt(self, run: RunConfig) -> None:
+        """Take the intervals of a prepared run, which may be others than those of its config file."""
+        self._log_every, self.view.eval_every = run.log_every, run.eval_every
 
     def on_start(self, info: RunInfo) -> None:
         self.view.on_start(info)

@@ -30,6 +30,7 @@ from dualtune.view.run_view import RunView
 if TYPE_CHECKING:
     from dualtune.backend import Backend
     from dualtune.config import Config
+    from dualtune.config.schema import RunConfig
 
 
 @contextlib.contextmanager
@@ -81,7 +82,9 @@ class Progress(RunLines):
         self._phase: str | None = None  # of predictive training
         self._began, self._drawn = 0.0, -math.inf
 
-    def begin_loading(self) -> None:
+    def begin_loading(self, run: RunConfig) -> None:
+        """Begin to show a prepared run; its intervals may be others than those of its config file."""
+        self.adopt(run)
         self._shown.begin("loading", "the model")
 
     def on_start(self, info: RunInfo) -> None:
@@ -149,6 +152,7 @@ class Progress(RunLines):
 
     def _show_training(self) -> None:
         self._shown.begin("training", since=self._began)
+        self._shown.update(self.view.step, self.view.num_steps)
         if record := self.view.last:
             phase = ((self._phase,),) if self._phase else ()
             numbers = (f"loss {record.loss:.4f}",), (f"{record.tokens_per_s:,.0f} tokens/s",), *phase
