@@ -356,8 +356,7 @@ def _record(
 def _write_result(path: Path, prepared: Prepared, engine: Engine, record: dict[str, Any]) -> None:
     if path.exists():  # the result of the finished run that is continued here; its checkpoints remain
         remove_directory(path)
-    template = prepared.model.tokenizer.template
-    source = template.source if template else None
+    source = template.source if (template := prepared.model.tokenizer.template) else None
     if prepared.config.adapter.trains_model:
         write_model(path, engine, source, record)
     else:
