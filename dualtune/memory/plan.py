@@ -114,12 +114,27 @@ def set_options(settings: Mapping[str, str | int]) -> list[str]:
 
 
 def plan_of(
-    config: Config, decoder: Decoder, backend: str, device: str, have_bytes: int, host_bytes: int | None = None
-) -> MemoryPlan:
-    """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes."""
+    config: Config, decoder: Decoder, backend: str, device: str, have_bytes: int, host_bytes: int | None = None,
+    evaluated: Config | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes.
+
+    `evaluated`: the config with the micro-batches of the evaluation, which may be larger than those of the steps, but
+    keep nothing for a backward pass. The plan is that of whichever needs more.
+    """
     ask = ask_of(config, decoder, backend, device)
     ask.checkpointing.num_recomputed(decoder.layers)
-    return make_plan(decoder, ask, have_bytes, host_bytes, auto=config.memory.checkpointing == "auto")
+    plan = make_plan(decoder, ask, have_bytes, host_bytes, auto=config.memory.checkpointing == "auto")
+    if evaluated is not None:
+        larger = ask_of(evaluated, decoder, backend, device)
+        # What full recomputation needs besides the inputs of layers: the reserve grows with the activations too.
+        larger = replace(
+            plan.ask, micro_batch_tokens=larger.micro_batch_tokens, max_length=larger.max_length, checkpointing=FULL
+        )
+        parts = estimate(decoder, larger).parts
+        if sum(part.bytes for part in parts if part.name != "activations") > plan.estimate.total_bytes:
+            return plan_of(evaluated, decoder, backend, device, have_bytes, host_bytes)
+    return plan
 
 
 def make_plan(decoder: Decoder, ask: Ask, have_bytes: int, host_bytes: int | None = None, *, auto: bool) -> MemoryPlan:

@@ -90,7 +90,7 @@ def check_config(
     if decoder is None:
         report.checks += targets_rows(config, model)
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
-        row, report.memory = _memory(with_lengths_of(config, seen), decoder, reason, choice, machine)
+        row, report.memory = _memory(*with_lengths_of(config, seen), decoder, reason, choice, machine)
         report.checks.append(row)
         if report.memory is not None:
             limits = limits_or_none(machine_name) if machine_name else published(machine)
@@ -177,7 +177,7 @@ def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_her
 
 
 def _memory(
-    config: Config, decoder: Decoder | None, reason: str, choice: PlatformChoice, machine: Machine
+    config: Config, evaluated: Config, decoder: Decoder | None, reason: str, choice: PlatformChoice, machine: Machine
 ) -> tuple[Check, MemoryNeed | None]:
     """Return the row, and the estimate if there is one."""
     card = card_of(choice.backend)
@@ -188,7 +188,8 @@ def _memory(
         return Check("memory", "skipped", reason), None
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
     try:
-        memory = MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes), has)
+        plan = plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes, evaluated)
+        memory = MemoryNeed(plan, has)
     except ConfigError as error:  # targets or layers that the model does not have
         return failure("memory", error), None
     return memory_row(memory), memory

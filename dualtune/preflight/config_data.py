@@ -199,18 +199,22 @@ def look_at_data(config: Config) -> list[Seen]:
     return check_sources(config, tokenizer)[1]
 
 
-def with_lengths_of(config: Config, seen: list[Seen]) -> Config:
-    """Return the config with the lengths of the data, as a run plans its memory; unchanged if one is not known."""
+def with_lengths_of(config: Config, seen: list[Seen]) -> tuple[Config, Config]:
+    """Return the config with the lengths of the data, as a run plans its memory; unchanged if one is not known.
+
+    The first is for the steps, the second for the evaluation, whose micro-batches may be larger.
+    """
     longest = [found.longest for found in seen if found.longest is not None]
     order, lengths = _estimated(config, seen)
     if order is None or len(longest) < len(seen):
-        return config
+        return config, config
     own = [found for found in seen if found.is_evaluated]
     num_held_out = sum(found.num_rows or 0 for found in seen if not found.is_evaluated) - len(lengths)
     eval_tokens = num_held_out * lengths.mean()
     eval_tokens += sum((found.num_rows or 0) * sum(found.lengths) / max(1, len(found.lengths)) for found in own)
-    cells = max(largest_micro_batch(order, lengths, layout_of(config)), math.ceil(eval_tokens))
-    return with_real_lengths(config, max(longest), cells)
+    cells = largest_micro_batch(order, lengths, layout_of(config))
+    evaluated = with_real_lengths(config, max(longest), max(cells, math.ceil(eval_tokens)))
+    return with_real_lengths(config, max(longest), cells), evaluated
 
 
 def first_step(config: Config, seen: list[Seen]) -> StepDocuments:

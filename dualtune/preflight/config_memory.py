@@ -40,13 +40,16 @@ def memory_row(memory: MemoryNeed) -> Check:
     return Check("memory", "ok", found) if plan.fits else Check("memory", "fail", found, str(plan.smaller))
 
 
-def plan_config(config: Config, machine: Machine, choice: PlatformChoice) -> MemoryNeed:
-    """Plan the run of a config on a machine.
+def plan_config(
+    config: Config, machine: Machine, choice: PlatformChoice, evaluated: Config | None = None
+) -> MemoryNeed:
+    """Plan the run of a config on a machine; `evaluated` is as for `plan_of`.
 
     ConfigError for an invalid combination, EnvironmentFault where there is no formula or no such device.
     """
     if config.adapter.init_from is not None:
-        config = with_adapter_of(config, read_adapter(Path(config.adapter.init_from).expanduser()))
+        start = read_adapter(Path(config.adapter.init_from).expanduser())
+        config, evaluated = with_adapter_of(config, start), evaluated and with_adapter_of(evaluated, start)
     card = card_of(choice.backend)
     kind = card.kind_for(choice.platform, machine.kinds)
     if card.memory is None or kind is None:
@@ -59,4 +62,4 @@ def plan_config(config: Config, machine: Machine, choice: PlatformChoice) -> Mem
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
     if not has.bytes:
         raise EnvironmentFault(f"{has.reason}. Plan for another machine with --machine, such as h100-80")
-    return MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes), has)
+    return MemoryNeed(plan_of(config, decoder, choice.backend, kind, has.bytes, has.host_bytes, evaluated), has)

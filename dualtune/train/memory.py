@@ -20,7 +20,7 @@ from dualtune.distributed.team import Team
 from dualtune.errors import ConfigError
 from dualtune.evaluate.evaluation import layout_of
 from dualtune.memory.ask import padded
-from dualtune.memory.estimate import checkpointing_of, estimate
+from dualtune.memory.estimate import checkpointing_of
 from dualtune.memory.plan import MemoryPlan, plan_of
 from dualtune.memory.shapes import Decoder, UnknownShape, decoder_of
 from dualtune.performance.documents import StepDocuments
@@ -29,7 +29,6 @@ from dualtune.platform.detect import detect
 from dualtune.text.show import in_bytes
 
 LOOKED_AT = 64  # steps, to see how large their micro-batches are
-ACTIVATIONS = "activations"  # the part of an estimate that is kept for the backward pass
 RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
 ALWAYS = {"weights", "adapter", "optimizer", RESERVE}  # the parts that are there all the time
 
@@ -110,9 +109,7 @@ def plan_memory(
     pass. ConfigError if the estimate exceeds `memory.limit`, or for targets or layers that the model does not have.
     """
     evaluated = with_real_lengths(config, longest, max(cells, eval_tokens))
-    found = _plan(with_real_lengths(config, longest, cells), backend, model_dir, num_processes)
-    if found.plan is not None and _without_backward(evaluated, found.plan) > found.plan.estimate.total_bytes:
-        found = _plan(evaluated, backend, model_dir, num_processes)
+    found = _plan(with_real_lengths(config, longest, cells), evaluated, backend, model_dir, num_processes)
     limit = config.memory.limit
     if limit == "auto":
         return found
@@ -138,13 +135,7 @@ def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationChec
     return ActivationCheckpointing(**json.loads(team.broadcast(json.dumps(asdict(checkpointing)).encode())))
 
 
-def _without_backward(config: Config, plan: MemoryPlan) -> int:
-    """Return the bytes that the micro-batches of `config` need where nothing is kept for a backward pass."""
-    ask = replace(plan.ask, micro_batch_tokens=layout_of(config).max_tokens, max_length=config.data.max_length)
-    return sum(part.bytes for part in estimate(plan.decoder, ask).parts if part.name != ACTIVATIONS)
-
-
-def _plan(config: Config, backend: Backend, model_dir: Path, num_processes: int) -> RunMemory:
+def _plan(config: Config, evaluated: Config, backend: Backend, model_dir: Path, num_processes: int) -> RunMemory:
     device = backend.devices()[0]
     name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
     has = within(budget(detect(), name), config.memory.limit_bytes)
@@ -153,7 +144,7 @@ def _plan(config: Config, backend: Backend, model_dir: Path, num_processes: int)
         decoder, reason = None, f"the base is split among {num_processes} processes"
     if decoder is None:
         return RunMemory(checkpointing_of(config), has, why_no_plan=reason)
-    plan = plan_of(config, decoder, backend.name, device.kind, has.bytes, has.host_bytes)
+    plan = plan_of(config, decoder, backend.name, device.kind, has.bytes, has.host_bytes, evaluated)
     return RunMemory(plan.ask.checkpointing, has, plan)
 
 

@@ -237,3 +237,18 @@ def test_a_model_trained_whole_is_never_quantized_and_has_no_adapter_inputs_to_r
     assert settings and not any("model.quantization" in each for each in settings)
     for gib in (1, 100, 110, 120):
         assert not choose_checkpointing(MISTRAL, asked, gib * GIB).remade
+
+
+def test_a_larger_evaluation_keeps_nothing_for_a_backward_pass():
+    """Of SmolLM2-135M in float32: 2,048 tokens of an evaluation need less than 576 of a step; 200,000 need more."""
+    decoder = decoder_of(KNOWN["HuggingFaceTB/SmolLM2-135M"])
+
+    def config(tokens):
+        text = "model: {name: m, dtype: float32}\ndata: {train: d.jsonl, max_length: 256}\n"
+        return parse_config(f"{text}train: {{micro_batch_tokens: {tokens}}}")
+
+    def plan(evaluated=None):
+        return plan_of(config(576), decoder, "torch", "cpu", 64 * GIB, None, evaluated and config(evaluated))
+
+    assert plan(2048) == plan()
+    assert plan(200_000).estimate.total_bytes > plan().estimate.total_bytes

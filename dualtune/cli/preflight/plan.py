@@ -64,7 +64,8 @@ def command(
         found = detect() if machine == "this" else named(machine)
         choice = choose(platform, found)
         seen = look_at_data(settings)
-        memory = plan_config(with_lengths_of(settings, seen), found, choice)
+        steps, evaluated = with_lengths_of(settings, seen)
+        memory = plan_config(steps, found, choice, evaluated)
         shown.begin("predicting", "the time of a step")
         load = load_average() if machine == "this" else None  # before the CPU is measured, which is load too
         limits = _limits(choice, machine, found, memory.plan.ask.dtype)
