@@ -34,15 +34,12 @@ from dualtune.data.chat.conversations import (
     Message,
     RowReading,
     arranged,
-    as_list,
-    from_json,
-    is_scalar,
-    listed,
+    asked_nulls,
     read_messages,
     read_tools,
-    text_of,
 )
 from dualtune.data.chat.notices import unread
+from dualtune.data.chat.row_values import as_list, from_json, is_scalar, listed, text_of
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.errors import DataError
 
@@ -200,9 +197,9 @@ def _sharegpt(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Ex
 
 def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
     if _are_strings(fields, "prompt", "completion"):
-        prompt = text_of(fields["prompt"], "prompt", reading)
+        prompt = text_of(fields["prompt"], "prompt", reading.notices)
         if "context" in fields:
-            prompt = f"{text_of(fields['context'], 'context', reading)}\n\n{prompt}"
+            prompt = f"{text_of(fields['context'], 'context', reading.notices)}\n\n{prompt}"
         return _pair(row, fields, prompt, prompt, "completion", reading)
     if "context" in fields:
         raise RowError("context: is read only beside a prompt that is a text; put it into a message of the prompt")
@@ -215,8 +212,8 @@ def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReadi
 
 
 def _alpaca(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
-    instruction = text_of(fields["instruction"], "instruction", reading)
-    given = text_of(fields.get("input", ""), "input", reading)
+    instruction = text_of(fields["instruction"], "instruction", reading.notices)
+    given = text_of(fields.get("input", ""), "input", reading.notices)
     plain = (ALPACA_INPUT_PROMPT if given else ALPACA_PROMPT).format(instruction=instruction, input=given)
     return _pair(row, fields, f"{instruction}\n\n{given}" if given else instruction, plain, "output", reading)
 
@@ -229,7 +226,7 @@ def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> 
     if _are_strings(fields, "chosen", "rejected") and not _prompt_is_chat(fields):
         if "prompt" not in fields:
             raise RowError("has no 'prompt', which is needed if 'chosen' and 'rejected' are strings")
-        prompt, rejected = text_of(fields["prompt"], "prompt", reading), _answer(fields, "rejected", reading)
+        prompt, rejected = text_of(fields["prompt"], "prompt", reading.notices), _answer(fields, "rejected", reading)
         example = replace(_pair(row, fields, prompt, prompt, "chosen", reading), rejected=rejected)
         if example.completion == rejected:
             raise RowError("'chosen' and 'rejected' are the same")
@@ -242,7 +239,9 @@ def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> 
     key, prompt = _prompt_messages(fields, reading)
     if key == "messages" and prompt[-1].role == "assistant" and prompt[-1] not in (chosen[-1], rejected[-1]):
         raise RowError("messages: ends with an answer that is neither that of 'chosen' nor of 'rejected'; remove one")
-    return Example(row.path, row.line, chosen, _tools(fields), rejected=rejected[-1:])
+    tools = _tools(fields, reading)
+    chosen, rejected = (asked_nulls(messages, tools, reading) for messages in (chosen, rejected))
+    return Example(row.path, row.line, chosen, tools, rejected=rejected[-1:])
 
 
 def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Message, ...]:
@@ -278,7 +277,7 @@ def _prompt_messages(fields: Mapping[str, Any], reading: RowReading) -> tuple[st
     if "prompt" not in fields:
         return "prompt", ()
     if _is_string(fields["prompt"]):
-        return "prompt", (Message("user", text_of(fields["prompt"], "prompt", reading)),)
+        return "prompt", (Message("user", text_of(fields["prompt"], "prompt", reading.notices)),)
     return "prompt", read_messages(fields["prompt"], "prompt", reading, "prompt: message")
 
 
@@ -308,7 +307,8 @@ def _chat(
     row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading, name: str = "message"
 ) -> Example:
     messages = arranged(_with_system(fields, messages, reading), reading, name, _first(fields))
-    return Example(row.path, row.line, messages, _tools(fields))
+    tools = _tools(fields, reading)
+    return Example(row.path, row.line, asked_nulls(messages, tools, reading), tools)
 
 
 def _pair(
@@ -324,7 +324,7 @@ def _pair(
         return _chat(row, fields, _with_history(fields, turns, reading), reading, "history and row: message")
     messages = _with_system(fields, turns, reading)
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
-    return Example(row.path, row.line, messages, _tools(fields), prompt, answer)
+    return Example(row.path, row.line, messages, _tools(fields, reading), prompt, answer)
 
 
 def _with_history(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:
@@ -340,21 +340,21 @@ def _with_history(fields: Mapping[str, Any], messages: tuple[Message, ...], read
             raise RowError(f"{at}: got a list of {len(pair)}, allowed: [question, answer], or a message")
         for role, said in zip(("user", "assistant"), pair, strict=True):
             if said is not None and not _is_blank(said):
-                earlier.append(Message(role, text_of(said, at, reading)))
+                earlier.append(Message(role, text_of(said, at, reading.notices)))
     return (*earlier, *messages)
 
 
 def _answer(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
-    answer = text_of(fields[key], key, reading)
+    answer = text_of(fields[key], key, reading.notices)
     if _is_blank(answer):
         raise RowError(f"{key}: is blank, so there is nothing to train on")
     return answer
 
 
-def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _tools(fields: Mapping[str, Any], reading: RowReading) -> tuple[Mapping[str, Any], ...]:
     """Read `tools`, or the `functions` that OpenAI had before them, in the form of tools."""
-    tools = read_tools(fields.get("tools", []))
-    functions = read_tools(fields.get("functions", []), "functions")
+    tools = read_tools(fields.get("tools", []), "tools", reading)
+    functions = read_tools(fields.get("functions", []), "functions", reading)
     if tools and functions:
         raise RowError("functions: the row has tools already; keep one of them")
     return tools or tuple(each if "function" in each else {"type": "function", "function": each} for each in functions)
@@ -363,7 +363,7 @@ def _tools(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:
     if "system" not in fields:
         return messages
-    system = text_of(fields["system"], "system", reading)
+    system = text_of(fields["system"], "system", reading.notices)
     if messages[0].role != "system":
         return (Message("system", system), *messages)
     if messages[0].content.strip() != system.strip():

@@ -12,6 +12,9 @@ from dualtune.config.advice import unknown_value
 from dualtune.config.values import NEWEST_TEMPLATES, TemplateName
 
 NAMES: tuple[str, ...] = get_args(TemplateName)
+# These write tools as their originals do. The others refuse them.
+WITH_TOOLS = ("chatml", "llama-3.1", "mistral-small", "qwen-2.5", "qwen-3")
+TEMPLATES_WITH_TOOLS = f"Set data.template to one that does: {', '.join(WITH_TOOLS)}, or a Jinja file"
 _FOLDER = Path(__file__).parent / "templates"
 
 

@@ -24,8 +24,8 @@ from dualtune.base_model import vocabulary_size
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import RESERVED_VARIABLES
 from dualtune.data.chat.conversations import Message, fold_system
-from dualtune.data.chat.conversations import text as valid_text
 from dualtune.data.chat.named import is_name, named_template, unknown
+from dualtune.data.chat.row_values import text as valid_text
 from dualtune.data.chat.template import ChatTemplate, Ranges, with_variables
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.control_tokens import ControlTokens, Policy
@@ -160,8 +160,14 @@ class Tokenizer:
     ) -> tuple[str, Ranges]:
         """Return the chat as text and the character ranges of the template's generation blocks."""
         assert self.template is not None
-        turns = [message.as_dict() for message in messages]
+        turns = self._turns(messages)
         return self.template.render_marked(turns, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _turns(self, messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+        """Return the messages in the form that the template takes."""
+        turns = [message.as_dict() for message in messages]
+        has_calls = any("tool_calls" in turn or turn["role"] == "tool" for turn in turns)
+        return self.template.call_form.applied(turns) if has_calls and self.template else [*turns]
 
     def render_folded(
         self,
@@ -229,7 +235,7 @@ class Tokenizer:
                 content["messages"], tools=content["tools"], add_generation_prompt=add_generation_prompt
             )
 
-        turns = [message.as_dict() for message in messages]
+        turns = self._turns(messages)
         return self.control_tokens.masked({"messages": turns, "tools": tools}, text, render)
 
     def masked_text(self, text: str) -> tuple[str | None, str | None]:
