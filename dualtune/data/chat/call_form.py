@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from dualtune.data.chat.template_meter import TemplateLimit
+from dualtune.data.chat.tool_values import CallArguments
 from dualtune.data.sources.rows import RowError
 
 Turn = dict[str, Any]
@@ -67,8 +68,9 @@ class CallForm:
     def _call(self, call: Turn, number: int) -> Turn:
         function = call.get("function", call)
         arguments: Any = function.get("arguments")
-        if self.arguments == "text" and isinstance(arguments, Mapping):
-            arguments = getattr(arguments, "text", None) or json.dumps(arguments, ensure_ascii=False)
+        if self.arguments == "text" and isinstance(arguments, dict):
+            text = arguments.text if isinstance(arguments, CallArguments) else None
+            arguments = text or json.dumps(arguments, ensure_ascii=False)
         function = {**function, "arguments": arguments}
         id = self._id(call.get("id"), number)
         return {**call, **({} if id is None else {"id": id}), **({"function": function} if "function" in call else {})}

@@ -1,4 +1,4 @@
-"""Chat templates by name: ours, each of which writes what the template of a model family writes, without tools.
+"""Chat templates by name: ours, each of which writes what the template of a model family writes.
 
 A file in `templates` and its name in the schema make one. The test compares each with the renderings of its original.
 """
@@ -19,9 +19,10 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 def named_template(name: str) -> str:
-    """Return the Jinja source of a name. It refuses conversations with tools instead of hiding them."""
-    guard, template = (_FOLDER / f"{each}.jinja" for each in ("guard", NEWEST_TEMPLATES.get(name, name)))
-    return guard.read_text(encoding="utf-8") + template.read_text(encoding="utf-8")
+    """Return the Jinja source of a name. One without tools refuses conversations that have some."""
+    name = NEWEST_TEMPLATES.get(name, name)
+    guard, source = ((_FOLDER / f"{each}.jinja").read_text(encoding="utf-8") for each in ("guard", name))
+    return source if name in WITH_TOOLS else guard.replace("ADVICE", TEMPLATES_WITH_TOOLS) + source
 
 
 def is_name(choice: str) -> bool:
