@@ -180,7 +180,7 @@ def read_prompts(path: Path) -> list[PromptRow]:
 
 def _encoded(model: LoadedModel, where: str, row: dict[str, Any]) -> np.ndarray:
     """Return the token ids of a row. Of a conversation, an answer at its end is not part of what is asked."""
-    from dualtune.data.chat.conversations import read_messages, read_tools
+    from dualtune.data.chat.conversations import RowReading, asked_nulls, read_messages, read_tools
     from dualtune.data.sources.rows import RowError
     from dualtune.errors import ConfigError, DataError
 
@@ -189,9 +189,10 @@ def _encoded(model: LoadedModel, where: str, row: dict[str, Any]) -> np.ndarray:
             return model.tokenizer.encode_prompt(row["prompt"])
         if model.tokenizer.template is None:
             raise ConfigError(f"{where}: 'messages' need a chat template. Give --template FILE, or use 'prompt'")
-        messages = read_messages(row["messages"], "messages")
+        tools = read_tools(row.get("tools") or [])
+        messages = asked_nulls(read_messages(row["messages"], "messages"), tools, RowReading())
         asked = messages[:-1] if messages[-1].role == "assistant" else messages
-        return model.tokenizer.encode_chat(asked, tools=read_tools(row.get("tools") or []))
+        return model.tokenizer.encode_chat(asked, tools=tools)
     except (RowError, DataError) as error:
         raise DataError(f"{where}: {error}") from error
 
