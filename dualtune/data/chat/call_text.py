@@ -24,6 +24,8 @@ NAME = "probe_name"
 ARGUMENT_KEYS = ("arguments", "parameters")
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "probe_question"}
 _BETWEEN = re.compile(r"[\s,;]*")
+_SEPARATORS = " \n,;[]"
+_STRAY_END = re.compile(r"\A[^<\[]*[>\]]")  # the rest of a mark that begins before a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class CallNotation:
     written: str  # a turn with a call, as the template writes it
     opening: str  # what stands before each call; "": a call is the whole answer
     preamble: str  # what stands before the first call only
-    closing: str  # what stands after a call
+    closing: str  # what stands after each call
+    ending: str  # what stands after the last call only
     between: str | None  # a pattern of what stands between name and arguments; None: both are in one JSON object
     head: str | None  # the answer up to the name of its first call; None: it cannot be begun for the model
     middle: str  # from the end of that name to the arguments
@@ -53,20 +56,19 @@ class CallNotation:
         A call that is the whole answer must be of one of these functions, because any JSON could look like it.
         """
         calls: list[WrittenCall] = []
-        said: list[str] = []
+        parts: list[str] = []  # of the text, around the calls
         end = 0
         for start, stop, call in self._calls(answer):
             if not self.opening and call.name not in names:
                 break
-            said.append(answer[end:start])
+            between = answer[end:start].strip()
+            parts.append(between.removeprefix(self.closing) if calls else between.removesuffix(self.preamble))
             calls.append(call)
             end = stop
         if not calls:
             return answer, []
-        rest = "".join([*said, answer[end:]])
-        for mark in (self.preamble, self.opening, self.closing):
-            rest = rest.replace(mark, "") if mark else rest
-        return rest.strip() if rest.strip(" \n,;[]") else "", calls
+        parts.append(answer[end:].strip().removeprefix(self.closing).lstrip().removeprefix(self.ending))
+        return "".join(part for part in parts if part.strip(_SEPARATORS)).strip(), calls
 
     def may_begin(self, answer: str) -> bool:
         """Return whether an answer so far may be a call, if calls have no opening."""
@@ -123,16 +125,16 @@ def call_notation(render: Render, form: CallForm) -> CallNotation | None:
             return None
         text = render(form.applied(_calling(1)), tools=[PROBE_TOOL])
         plain = render([_QUESTION, {"role": "assistant", "content": "probe_answer"}], tools=[PROBE_TOOL])
-        plain_head = _turn(plain, before).partition("probe_answer")[0]
+        plain_head, _, plain_tail = _turn(plain, before).partition("probe_answer")
         turn, pair = _turn(text, before), _turn(_rendered_pair(render, form), before)
     except (RowError, TemplateLimit):
         return None
     if not text.startswith(before):  # then the turns begin with the head of an answer, which is not generated
         head = _common_prefix(turn, plain_head)
         turn, pair, plain_head = (each.removeprefix(head) for each in (turn, pair, plain_head))
-    notation = _learned(turn, pair, plain_head, text.startswith(before))
-    for text, count in ((turn, 1), (pair, 2)):
-        if notation and text:
+    notation = _learned(turn, pair, (plain_head, plain_tail), text.startswith(before))
+    for text, count in ((turn, 1), (pair, pair.count(NAME))):
+        if notation and count:
             calls = notation.read(text, [NAME])[1]
             if [(call.name, call.arguments) for call in calls] != [(NAME, PROBE_ARGUMENTS)] * count:
                 return None
@@ -157,8 +159,11 @@ def _calling(count: int) -> list[Mapping[str, Any]]:
     return [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call] * count}]
 
 
-def _learned(turn: str, pair: str, plain_head: str, starts_there: bool) -> CallNotation | None:
-    """Learn the notation from a turn with one call, and one with two, if there are such; a plain answer has a head."""
+def _learned(turn: str, pair: str, plain: tuple[str, str], starts_there: bool) -> CallNotation | None:
+    """Learn the notation from a turn with one call, and one with two, if there are such.
+
+    `plain`: what stands before and after the content of another answer, which belongs to no call.
+    """
     at = turn.find(NAME)
     start = next((i for i in range(at, -1, -1) if turn[i] == "{" and _call_of(_json_at(turn, i)[0])), None)
     begin = at if start is None else start
@@ -166,25 +171,29 @@ def _learned(turn: str, pair: str, plain_head: str, starts_there: bool) -> CallN
     if at < 0 or arguments is None:
         return None
     end = _json_at(turn, begin if start is not None else arguments)[1]
-    opening, closing = turn[:begin], turn[end:]
-    if pair:
-        second = pair.find(NAME, pair.find(NAME) + len(NAME))
-        middle = pair[end : second - (at - begin)]  # from the end of the first call to the begin of the second
-        common = _common_prefix(opening[::-1], middle[::-1])[::-1]
-        if common.strip(" \n,;["):
-            opening, closing = common, _common_prefix(closing, middle)
-    preamble = turn[:begin].removesuffix(opening).strip()
+    after = turn[end:]
+    after = after[: len(after) - len(_common_prefix(after[::-1], plain[1][::-1]))]
+    opening, closing = turn[:begin], after
+    if pair.count(NAME) == 2:
+        middle = pair[end : pair.rfind(NAME) - (at - begin)]  # between the two calls
+        common = _STRAY_END.sub("", _common_prefix(opening[::-1], middle[::-1])[::-1])
+        if common.strip(_SEPARATORS):
+            opening, closing = common, middle.removesuffix(common)
+    preamble, head = turn[:begin].removesuffix(opening).strip(), plain[0].strip()
     opening = opening.strip().removesuffix("[").strip() if start is not None else opening.strip()
-    if not opening and (start is None or turn[:begin].strip() not in ("", plain_head.strip())):
+    if not opening and (start is None or turn[:begin].strip() not in ("", head)):
         return None
     if '"' in opening or NINE_ID in opening:  # JSON of another kind, or an id that a model would not repeat
         return None
-    between = None if start is not None else _pattern(turn[at + len(NAME) : arguments])
-    head = turn[:at] if starts_there else None
+    middle = turn[at + len(NAME) : arguments]
     return CallNotation(
-        turn, opening, "" if preamble == plain_head.strip() else preamble, closing.strip(), between, head,
-        turn[at + len(NAME) : arguments],
+        turn, opening, "" if preamble == head else preamble, _mark(closing), _mark(after.strip().removeprefix(closing.strip())),
+        None if start is not None else _pattern(middle), turn[:at] if starts_there else None, middle,
     )  # fmt: skip
+
+
+def _mark(text: str) -> str:
+    return text.strip() if text.strip(_SEPARATORS) else ""
 
 
 def _common_prefix(first: str, second: str) -> str:
