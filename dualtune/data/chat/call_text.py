@@ -185,9 +185,9 @@ def _learned(turn: str, pair: str, plain: tuple[str, str], starts_there: bool) -
         return None
     if '"' in opening or NINE_ID in opening:  # JSON of another kind, or an id that a model would not repeat
         return None
-    middle = turn[at + len(NAME) : arguments]
+    middle, ending = turn[at + len(NAME) : arguments], after.strip().removeprefix(closing.strip())
     return CallNotation(
-        turn, opening, "" if preamble == head else preamble, _mark(closing), _mark(after.strip().removeprefix(closing.strip())),
+        turn, opening, "" if preamble == head else preamble, _mark(closing), _mark(ending),
         None if start is not None else _pattern(middle), turn[:at] if starts_there else None, middle,
     )  # fmt: skip
 
