@@ -291,6 +291,11 @@ def test_an_argument_is_null_only_where_its_schema_requires_it_and_allows_null(s
     assert found.messages[1].extra["tool_calls"][0]["function"]["arguments"] == expected
 
 
+def test_the_text_of_arguments_is_without_nulls_too(with_template):
+    turns = [ASK, calls(call('{"a":2, "x": null}')), RESULT, SAY]
+    assert '```json\n{"a": 2}\n```' in with_template(DEEPSEEK).render(example(*turns).messages)
+
+
 @pytest.mark.parametrize("part", ["function", "parameters", "all"])
 def test_any_part_of_a_tool_may_be_json_in_a_string(part):
     given = json.loads(json.dumps(CITY))

@@ -122,6 +122,17 @@ def test_calls_of_each_template_are_returned_and_streamed(client, name, text):
     assert whole(ask(tools=[WEATHER, TIME], parallel_tool_calls=False))[1] == expected[:1]
 
 
+def test_of_a_list_of_calls_only_the_first_is_returned_if_one_is_allowed(client, tmp_path):
+    (tmp_path / "list.jinja").write_text(
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{% if m.tool_calls %}CALLS "
+        "{{ m.tool_calls | map(attribute='function') | list | tojson }}{% else %}{{ m.content }}{% endif %}</s>"
+        "{% endfor %}"
+    )
+    ask = client(str(tmp_path / "list.jinja"), f"CALLS [{json_call(BERN)}, {json_call(ROME)}]")
+    assert whole(ask(tools=[WEATHER])) == (None, [("weather", BERN), ("weather", ROME)], "tool_calls")
+    assert whole(ask(tools=[WEATHER], parallel_tool_calls=False)) == (None, [("weather", BERN)], "tool_calls")
+
+
 @pytest.mark.parametrize("name", sorted({*WITH_TOOLS} - {"llama-3.1"}))
 def test_what_is_said_beside_a_call_is_content(client, name):
     ask = client(name, "Let me see [1].\n\n" + ONE[name])
